@@ -1,0 +1,138 @@
+"""Where each run of elements of each parameter lies in a bucket's flat tensor. Pure, no torch.
+
+A bucket of three parameters on two ranks, parameter 1 owned by rank 0, the others by rank 1::
+
+    flat    | 1 1 1 1 . | 0 0 2 2 2 2 |      "." is padding that aligns the next extent
+    rows    '---rank 0--'----rank 1---'
+
+Rows lie in rank order; a rank that owns nothing of the bucket has no row, so that the size of a
+layout does not grow with the number of ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+
+class Extent(NamedTuple):
+    """Elements ``[start, stop)`` of parameter ``param``, at ``offset`` of the flat tensor.
+
+    ``param`` counts within the bucket. All numbers are in elements.
+    """
+
+    param: int
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def end(self) -> int:
+        """Where the extent ends in the flat tensor, in elements."""
+        return self.offset + self.stop - self.start
+
+
+class Row(NamedTuple):
+    """Elements ``[start, stop)`` of the flat tensor: the part that ``owner`` owns."""
+
+    owner: int
+    start: int
+    stop: int
+    extents: tuple[Extent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The rows of one bucket, proved when made.
+
+    A layout that exists tiles every parameter exactly once, keeps its extents apart and inside
+    their row, and has its rows end to end in rank order.
+
+    Args:
+        numels: elements of each parameter of the bucket.
+        rows: one row for each rank that owns anything, by rising rank.
+
+    Raises:
+        ValueError: any of the above does not hold; the message says where.
+    """
+
+    numels: tuple[int, ...]
+    rows: tuple[Row, ...]
+
+    def __post_init__(self) -> None:
+        """Prove what the class promises."""
+        self._prove_rows()
+        self._prove_tiling()
+
+    @property
+    def numel(self) -> int:
+        """Elements of the flat tensor, padding included."""
+        return self.rows[-1].stop if self.rows else 0
+
+    def _prove_rows(self) -> None:
+        end = 0
+        for row in self.rows:
+            if row.start != end or row.stop < row.start:
+                raise ValueError(
+                    f"row of rank {row.owner} is [{row.start}, {row.stop}), expected to start at {end}"
+                )
+            end = row.stop
+            _prove_extents(row)
+        for before, after in pairwise(self.rows):
+            if after.owner <= before.owner:
+                raise ValueError(
+                    f"expected rows by rising rank, got rank {after.owner} behind {before.owner}"
+                )
+
+    def _prove_tiling(self) -> None:
+        covered = [0] * len(self.numels)
+        for extent in sorted(extent for row in self.rows for extent in row.extents):
+            if extent.start != covered[extent.param]:
+                raise ValueError(
+                    f"parameter {extent.param} of the bucket: expected its next extent to start at "
+                    f"{covered[extent.param]}, got {extent.start}"
+                )
+            covered[extent.param] = extent.stop
+        for param, (got, numel) in enumerate(zip(covered, self.numels, strict=True)):
+            if got != numel:
+                raise ValueError(
+                    f"parameter {param} of the bucket: {got} of its {numel} elements have a place"
+                )
+
+
+def _prove_extents(row: Row) -> None:
+    end = row.start
+    for extent in row.extents:
+        if extent.offset < end or extent.stop < extent.start:
+            raise ValueError(f"{extent} overlaps what lies before it in the row of rank {row.owner}")
+        end = extent.end
+    if end > row.stop:
+        raise ValueError(f"the extents of rank {row.owner} end at {end}, behind its row's end {row.stop}")
+
+
+def whole(numels: Sequence[int], owners: Sequence[int], alignment: int = 1) -> Layout:
+    """Lay a bucket out without cutting a parameter: right for every optimizer.
+
+    Within a row the parameters keep their order.
+
+    Args:
+        numels: elements of each parameter.
+        owners: the group rank that owns each parameter.
+        alignment: extents and rows start at multiples of this many elements.
+
+    Raises:
+        ValueError: the two sequences differ in length.
+    """
+    by_owner: dict[int, list[int]] = {}
+    for param, (_, owner) in enumerate(zip(numels, owners, strict=True)):
+        by_owner.setdefault(owner, []).append(param)
+    rows: list[Row] = []
+    start = 0
+    for owner in sorted(by_owner):
+        offset, extents = start, []
+        for param in by_owner[owner]:
+            extents.append(Extent(param, 0, numels[param], offset))
+            offset += -(-numels[param] // alignment) * alignment
+        rows.append(Row(owner, start, offset, tuple(extents)))
+        start = offset
+    return Layout(tuple(numels), tuple(rows))

@@ -1,0 +1,370 @@
+"""`ZeroRedundancyOptimizer`: any ``torch.optim`` optimizer, its state sharded over ranks.
+
+Note [Whole state]
+    Before any step every rank can say what the whole state is: what the class's constructor makes,
+    the same everywhere. Frameworks ask for a state dict then. After a step or a load each rank
+    knows its own part; the whole is a snapshot that `consolidate_state_dict` brings to one rank,
+    and it counts only until the next step, load or added group. `_revision` numbers those.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.optim import Optimizer
+
+from zero_optim.agreement import agree, failing_together
+from zero_optim.collectives import RankGroup
+from zero_optim.errors import NotConsolidatedError
+from zero_optim.gather import gather_all
+from zero_optim.join import ShardedJoinHook, lend_gradients
+from zero_optim.local import PARAM_KEYS, LocalOptimizer
+from zero_optim.plan import (
+    Plan,
+    check_shardable,
+    describe_options,
+    describe_params,
+    make_plan,
+    param_names,
+    plan_loads,
+)
+from zero_optim.state import WholeState, by_index, check_fits, consolidate, nbytes_held, own_part
+from zero_optim.storage import Bucket, PackedBucket, ViewBucket, is_active
+
+Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+
+
+class ZeroRedundancyOptimizer(Optimizer, Joinable):
+    """Shard the state of an optimizer over the ranks of a process group (ZeRO stage 1).
+
+    Use it where ``optimizer_class(params, **defaults)`` stood. Every rank holds all parameters, and
+    all gradients before `step`, which is DDP's way; each parameter's state lives on one rank, its
+    owner, which steps it and broadcasts the result. The parameters after each step are, bit for
+    bit, those of the unsharded optimizer, for every class whose step treats parameters one by one.
+
+    Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+    SC 2020. All ranks of the group must construct it, with the same arguments, and must call
+    together: `step`, `add_param_group`, `consolidate_state_dict`, `load_state_dict`.
+
+    Args:
+        params: parameters, dicts of groups, or (name, parameter) pairs, as ``torch.optim`` takes
+            them; the same on every rank. Any dtypes and shapes; dense.
+        optimizer_class: the class to shard, or a callable that builds one from groups.
+        process_group: ranks to shard over; None for the default group.
+        parameters_as_bucket_view: True moves the parameters into flat tensors, so that gathers land
+            in place; False leaves ``param.data`` alone and copies at each step.
+        overlap_with_ddp: stepping during the backward pass is not part of this version; True raises.
+        bucket_cap_mb: capacity of a bucket in MiB, above 0. A step issues one broadcast for each bucket and
+            owner; building needs one bucket of extra memory, and without views so does each gather.
+        **defaults: keyword arguments of ``optimizer_class``.
+
+    Attributes:
+        param_groups: all parameters with their options, the one truth for options.
+        state: state of the parameters this rank owns, and of no others.
+        defaults: as the class itself sets them.
+
+    Raises:
+        ValueError: on every rank, when arguments are wrong on any rank: no parameters, parameters
+            that share memory, options the class refuses.
+        TypeError: likewise, for parameters or a class of the wrong kind.
+        RankMismatchError: on every rank, when ranks were given different parameters or options.
+        RuntimeError: torch.distributed is not initialised.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        optimizer_class: Callable[..., Optimizer],
+        process_group: dist.ProcessGroup | None = None,
+        parameters_as_bucket_view: bool = True,
+        overlap_with_ddp: bool = False,
+        *,
+        bucket_cap_mb: float = 32.0,
+        **defaults: object,
+    ) -> None:
+        """Plan, agree on the plan with the other ranks, and build."""
+        Joinable.__init__(self)
+        self._group = RankGroup.of(process_group)
+        self._bucket_kind: Callable[..., Bucket] = ViewBucket if parameters_as_bucket_view else PackedBucket
+        self._cap_nbytes = int(bucket_cap_mb * 2**20)
+        self._buckets: list[Bucket] = []
+        self._owners: dict[Tensor, int] = {}
+        self._local: LocalOptimizer | None = None
+        with failing_together(self._group):
+            if overlap_with_ddp:
+                raise ValueError("overlap_with_ddp=True is not supported by this version: leave it False")
+            # No defaults yet: the class fills in its own, so that groups read as they do without sharding.
+            Optimizer.__init__(self, params, {})
+        plan = self._agree_on_plan(
+            self.param_groups, [f"optimizer {_name(optimizer_class)} with {_plain(defaults)}"]
+        )
+        with failing_together(self._group):
+            self._local = LocalOptimizer(optimizer_class, self.param_groups, self._own(), defaults)
+        self.defaults = self._local.optimizer.defaults
+        self.state = self._local.optimizer.state
+        self._place(self._params(), plan)
+        self._active = self._active_buckets()
+        self._revision = 0
+        self._snapshot: tuple[int, WholeState] | None = None
+
+    # ------------------------------------------------------------------ building
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; all ranks call, with the same group. No parameter changes its owner.
+
+        Raises:
+            ValueError: on every rank, and nothing is added, when the group is wrong on any.
+            RankMismatchError: likewise, when ranks were given different groups.
+        """
+        if self._local is None:  # torch's own constructor is handing over the groups one by one
+            super().add_param_group(param_group)
+            return
+        before = len(self.param_groups)
+        try:
+            with failing_together(self._group):
+                super().add_param_group(param_group)
+            plan = self._agree_on_plan(self.param_groups[before:], [])
+            self._add_to_local(self.param_groups[before])
+        except Exception:
+            for group in self.param_groups[before:]:
+                for param in group["params"]:
+                    self._owners.pop(param, None)
+            del self.param_groups[before:]
+            raise
+        self._place(self.param_groups[before]["params"], plan)
+        self._active = self._active_buckets()
+        if self._revision > 0:  # before any step the whole state is known, with the new group as well
+            self._revision += 1
+
+    def _add_to_local(self, group: dict[str, Any]) -> None:
+        """Add a group's owned part to the local optimizer, on all ranks or none."""
+        local = self._built
+        before = len(local.optimizer.param_groups)
+        try:
+            with failing_together(self._group):
+                local.add_group(group, self._own())
+        except Exception:
+            local.drop_groups(before)
+            raise
+
+    def _agree_on_plan(self, groups: list[dict[str, Any]], more: list[str]) -> Plan:
+        """Plan some groups and make sure that all ranks planned the same; owners are noted."""
+        params = [param for group in groups for param in group["params"]]
+        with failing_together(self._group):
+            check_shardable(self._params(), param_names(self.param_groups))
+            held = plan_loads(list(self._owners), list(self._owners.values()), self._group.size)
+            by_group = [group["params"] for group in groups]
+            plan = make_plan(by_group, self._group.size, self._cap_nbytes, loads=held)
+        items = [
+            *describe_params(groups, plan),
+            *describe_options(groups),
+            *more,
+            f"buckets of {self._cap_nbytes} bytes",
+        ]
+        agree(self._group, items, "the parameters and options of the optimizer")
+        self._owners.update(zip(params, plan.owners, strict=True))
+        return plan
+
+    def _place(self, params: list[Tensor], plan: Plan) -> None:
+        """Make the buckets of a plan."""
+        for bucket in plan.buckets:
+            members = [params[index] for index in bucket.params]
+            self._buckets.append(self._bucket_kind(members, bucket.layout, self._group.rank))
+
+    @property
+    def _built(self) -> LocalOptimizer:
+        assert self._local is not None  # None only while the constructor runs
+        return self._local
+
+    def _params(self) -> list[Tensor]:
+        return list(chain.from_iterable(group["params"] for group in self.param_groups))
+
+    def _own(self) -> set[Tensor]:
+        return {param for param, owner in self._owners.items() if owner == self._group.rank}
+
+    # ------------------------------------------------------------------ stepping
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Step what this rank owns, then bring every parameter up to date; all ranks call.
+
+        Communicates: one broadcast for each bucket and owner, launched together. Every rank has
+        its new parameters when the call returns (on CUDA, when the current stream gets there).
+
+        Args:
+            closure: evaluates the model and returns the loss, as in ``torch.optim``.
+
+        Returns:
+            The loss that ``closure`` gave, None without one.
+        """
+        Join.notify_join_context(self)
+        loss: float | None = None
+        if self._join_config.enable:
+            if closure is not None:
+                with torch.enable_grad():
+                    loss, closure = closure(), None
+            self._lend(joined=False)
+        stepped = self._step_and_gather(closure)
+        return loss if stepped is None else stepped
+
+    def _step_and_gather(self, closure: Callable[[], float] | None) -> float | None:
+        loss = self._built.step(self.param_groups, closure)
+        self._revision += 1
+        active = self._active_buckets()
+        if active != self._active:
+            names = param_names(self.param_groups)
+            trains = [
+                f"{name} {'trainable' if p.requires_grad else 'frozen'}"
+                for name, p in zip(names, self._params(), strict=True)
+            ]
+            agree(self._group, trains, "which parameters are frozen")
+            self._active = active
+        gather_all(
+            self._group, [bucket for bucket, moves in zip(self._buckets, active, strict=True) if moves]
+        )
+        return loss
+
+    def _active_buckets(self) -> list[bool]:
+        return [is_active(bucket) for bucket in self._buckets]
+
+    # ------------------------------------------------------------------ state
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Bring the whole optimizer state to one rank, for `state_dict` there; all ranks call.
+
+        Owners send straight to ``to``; the others receive nothing. The state received is a copy in
+        CPU memory that later steps do not change.
+
+        Args:
+            to: group rank that receives.
+
+        Raises:
+            ValueError: on every rank, if ``to`` is no rank of the group.
+            RankMismatchError: ranks named different targets.
+        """
+        agree(self._group, [f"to={to!r}"], "the target of consolidate_state_dict")
+        if to not in range(self._group.size):
+            raise ValueError(f"expected to be a group rank from 0 to {self._group.size - 1}, got {to!r}")
+        whole = consolidate(self._group, to, self.state, self._params())
+        if whole is not None:
+            self._snapshot = (self._revision, whole)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give the whole state in the format of ``torch.optim``; does not communicate.
+
+        Before any step it answers on every rank; after one, on the ranks to which
+        `consolidate_state_dict` brought the state, until the next step. Options are those of the
+        moment. Loads into the plain optimizer and into this one at any world size.
+
+        Raises:
+            NotConsolidatedError: the state is not on this rank, or a step has been made since.
+        """
+        params = self._params()
+        whole = {
+            params[key] if isinstance(key, int) else key: value for key, value in self._whole_state().items()
+        }
+        held = self.state
+        # torch's own method packs the indices and runs the hooks; for the call it sees the whole.
+        self.state = whole  # type: ignore[assignment]
+        try:
+            return super().state_dict()
+        finally:
+            self.state = held
+
+    def _whole_state(self) -> WholeState:
+        """See Note [Whole state]."""
+        if self._revision == 0:
+            return by_index(self._built.initial_state(self.param_groups), self._params())
+        if self._snapshot is None:
+            raise NotConsolidatedError(
+                f"rank {self._group.rank} holds only its own part of the optimizer state: call "
+                f"consolidate_state_dict(to={self._group.rank}) on all ranks first"
+            )
+        revision, whole = self._snapshot
+        if revision != self._revision:
+            raise NotConsolidatedError(
+                "the optimizer was stepped, loaded or given a group after the state was consolidated: call "
+                f"consolidate_state_dict(to={self._group.rank}) on all ranks again"
+            )
+        return {key: dict(value) if isinstance(value, dict) else value for key, value in whole.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a whole state; all ranks call with the same dict.
+
+        Takes dicts of ``torch.optim``, of PyTorch's ``ZeroRedundancyOptimizer`` and of this class.
+        Each rank copies the part it owns; the caller's dict and its tensors are left as they are.
+
+        Raises:
+            StateMismatchError: on every rank, naming each parameter whose state does not fit;
+                nothing has been changed then.
+        """
+        state_dict = dict(state_dict)
+        for load_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = load_hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        with failing_together(self._group):
+            check_fits(state_dict, self.param_groups, param_names(self.param_groups), self._built.shaped)
+        saved_groups = zip(self.param_groups, state_dict["param_groups"], strict=True)
+        groups = [_with_options(group, saved) for group, saved in saved_groups]
+        with failing_together(self._group):
+            self._built.load(groups, own_part(state_dict, self._params(), self._built.leaves))
+        self.param_groups = groups
+        self.state = self._built.optimizer.state
+        self._snapshot = None
+        self._revision += 1
+        for done_hook in self._optimizer_load_state_dict_post_hooks.values():
+            done_hook(self)
+
+    def owned_parameters(self) -> list[Tensor]:
+        """List the parameters whose state this rank keeps, in order."""
+        return self._built.leaves
+
+    def state_nbytes(self) -> int:
+        """Measure the optimizer state held on this rank now, in bytes of distinct storage."""
+        return nbytes_held(self.state)
+
+    # ------------------------------------------------------------------ uneven inputs
+
+    def join_hook(self, **kwargs: object) -> JoinHook:
+        """Give ``torch.distributed.algorithms.Join`` what shadows this optimizer's steps.
+
+        Works beside DDP: ``with Join([ddp_model, optimizer]):``. Ranks still active must step once
+        in each iteration. Takes no options of its own.
+        """
+        return ShardedJoinHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where ``Join`` places its own small tensors."""
+        return self._group.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The group over which ``Join`` counts active ranks."""
+        return self._group.process_group
+
+    def shadow_step(self) -> None:
+        """Take part in a step of the active ranks, after this one ran out of inputs."""
+        self._lend(joined=True)
+        self._step_and_gather(None)
+
+    def _lend(self, *, joined: bool) -> None:
+        params = self._params()
+        lend_gradients(self._group, joined, params, [self._owners[p] for p in params], self.param_groups)
+
+
+def _with_options(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Combine a group's own parameters with the options (and names, if any) of a saved group."""
+    params = {key: group[key] for key in group if key in PARAM_KEYS}
+    return {**params, **{key: value for key, value in saved.items() if key != "params"}}
+
+
+def _name(optimizer_class: Callable[..., Optimizer]) -> str:
+    return getattr(optimizer_class, "__qualname__", type(optimizer_class).__qualname__)
+
+
+def _plain(defaults: Mapping[str, Any]) -> str:
+    return describe_options([dict(defaults)])[0].removeprefix("group 0 with ") or "no options"

@@ -1,0 +1,193 @@
+"""The plan of a set of parameter groups: owners and buckets, decided before the first step.
+
+A plan is a pure function of what every rank sees alike (shapes, dtypes, strides, groups), so ranks
+compute it apart and then compare `describe_params`.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from zero_optim.buckets import assign_buckets
+from zero_optim.layout import Layout, whole
+from zero_optim.partition import assign_owners, rank_loads
+
+Cost = Callable[[Tensor], float]
+
+# Extents start where a fresh CPU tensor would, so that kernels that look at alignment (MKL's matrix
+# product does) give the bits they give without sharding.
+ALIGNMENT_NBYTES = 64
+
+
+def numel_cost(param: Tensor) -> float:
+    """Cost of owning a parameter, taken as its number of elements."""
+    return param.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """Parameters that travel together, and where each lies.
+
+    Args:
+        params: indices of the parameters in the plan; the layout counts in this order.
+        layout: rows and extents of the bucket.
+    """
+
+    params: tuple[int, ...]
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Owner of every parameter, and the buckets, whose order is the order of issue.
+
+    Args:
+        owners: group rank that owns each parameter.
+        buckets: every parameter lies in exactly one.
+    """
+
+    owners: tuple[int, ...]
+    buckets: tuple[BucketPlan, ...]
+
+    def __post_init__(self) -> None:
+        """Prove that the buckets hold every parameter once."""
+        assert sorted(chain.from_iterable(b.params for b in self.buckets)) == list(range(len(self.owners)))
+
+
+def make_plan(
+    groups: Sequence[Sequence[Tensor]],
+    num_ranks: int,
+    cap_nbytes: int,
+    cost: Cost = numel_cost,
+    loads: Sequence[float] | None = None,
+) -> Plan:
+    """Choose owners, then buckets. Does not communicate.
+
+    Args:
+        groups: parameters of each group.
+        num_ranks: size of the process group.
+        cap_nbytes: capacity of a bucket in bytes.
+        cost: what owning a parameter costs.
+        loads: costs the ranks carry already.
+    """
+    params = list(chain.from_iterable(groups))
+    by_group = assign_owners([[cost(p) for p in group] for group in groups], num_ranks, loads)
+    owners = tuple(chain.from_iterable(by_group))
+    keys = _travel_keys(params)
+    buckets = assign_buckets(keys, [p.numel() * p.element_size() for p in params], cap_nbytes)
+    return Plan(owners, tuple(_lay_out(bucket, params, owners) for bucket in buckets))
+
+
+def _lay_out(bucket: list[int], params: Sequence[Tensor], owners: Sequence[int]) -> BucketPlan:
+    alignment = max(1, ALIGNMENT_NBYTES // params[bucket[0]].element_size())
+    layout = whole([params[i].numel() for i in bucket], [owners[i] for i in bucket], alignment)
+    return BucketPlan(tuple(bucket), layout)
+
+
+def plan_loads(
+    params: Sequence[Tensor], owners: Sequence[int], num_ranks: int, cost: Cost = numel_cost
+) -> list[float]:
+    """Add up the cost of what each rank owns."""
+    return rank_loads(map(cost, params), owners, num_ranks)
+
+
+def _travel_keys(params: Sequence[Tensor]) -> list[Hashable]:
+    """Tell parameters apart that cannot, or should not, share a bucket.
+
+    Parameters frozen from the start have buckets of their own, since those need no gather.
+    """
+    slots = _device_slots(params)
+    return [(p.dtype, slots[p.device], p.requires_grad) for p in params]
+
+
+def _device_slots(params: Sequence[Tensor]) -> dict[torch.device, int]:
+    """Number the devices by first use: cuda:0 here and cuda:1 on the next rank are the same slot."""
+    slots: dict[torch.device, int] = {}
+    for param in params:
+        slots.setdefault(param.device, len(slots))
+    return slots
+
+
+def dense_strides(param: Tensor) -> tuple[int, ...]:
+    """Strides under which the elements fill ``numel`` places: the parameter's own if it is dense."""
+    return torch.empty_like(param, device="meta").stride()
+
+
+def param_names(groups: Sequence[dict[str, Any]]) -> list[str]:
+    """Name every parameter for messages: its own name where given, else group and place."""
+    names: list[str] = []
+    for number, group in enumerate(groups):
+        given = group.get("param_names")
+        for place, param in enumerate(group["params"]):
+            known = f"'{given[place]}'" if given else f"{place} of group {number}"
+            names.append(f"parameter {known} (shape {tuple(param.shape)})")
+    return names
+
+
+def describe_params(groups: Sequence[dict[str, Any]], plan: Plan) -> list[str]:
+    """Describe each parameter by all that must be equal on every rank."""
+    params = [p for group in groups for p in group["params"]]
+    slots = _device_slots(params)
+    return [
+        f"{name}, {p.dtype}, {p.device.type}[{slots[p.device]}], strides {dense_strides(p)}, "
+        f"{'trainable' if p.requires_grad else 'frozen'}, owned by rank {owner}"
+        for name, p, owner in zip(param_names(groups), params, plan.owners, strict=True)
+    ]
+
+
+def describe_options(groups: Sequence[dict[str, Any]]) -> list[str]:
+    """Describe each group's options as far as they are plain values."""
+    plain = (bool, int, float, complex, str, tuple, list, type(None))
+    return [
+        f"group {number} with "
+        + ", ".join(
+            f"{k}={v!r}"
+            for k, v in sorted(g.items())
+            if k != "param_names" and isinstance(v, plain) and k != "params"
+        )
+        for number, g in enumerate(groups)
+    ]
+
+
+def check_shardable(params: Sequence[Tensor], names: Sequence[str]) -> None:
+    """Refuse parameters that cannot be placed in a bucket.
+
+    Raises:
+        TypeError: a parameter without storage of its own (lazy, meta, sparse, DTensor).
+        ValueError: two parameters share memory, or one overlaps itself.
+    """
+    for param, name in zip(params, names, strict=True):
+        if is_lazy(param):
+            raise TypeError(
+                "a lazy parameter has no shape yet: run one forward pass before building the optimizer"
+            )
+        if type(param).__name__ == "DTensor" or type(param.data).__name__ == "DTensor":
+            raise TypeError(f"{name} is a DTensor, which is sharded already: give plain tensors")
+        if param.layout != torch.strided or param.device.type == "meta":
+            raise TypeError(
+                f"expected a dense parameter with storage, got {name}: {param.layout}, {param.device}"
+            )
+    _check_memory(params, names)
+
+
+def _check_memory(params: Sequence[Tensor], names: Sequence[str]) -> None:
+    """Refuse parameters that reach into each other's memory: sharding would tear them apart."""
+    spans: list[tuple[int, int, int]] = []  # (first byte, byte behind the last, index)
+    for index, param in enumerate(params):
+        if param.numel() == 0:
+            continue
+        reach = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True)) + 1
+        if reach < param.numel():
+            raise ValueError(f"{names[index]} uses one place in memory for several elements: clone it first")
+        spans.append((param.data_ptr(), param.data_ptr() + reach * param.element_size(), index))
+    for (_, end, before), (start, _, after) in pairwise(sorted(spans)):
+        if start < end:
+            raise ValueError(
+                f"{names[before]} and {names[after]} share memory. To tie weights, use one Parameter in both "
+                "modules (model.parameters() then yields it once); else clone one of them"
+            )

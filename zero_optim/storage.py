@@ -1,0 +1,141 @@
+"""A bucket's flat tensor and what connects it with the parameters.
+
+Two kinds with one interface. `ViewBucket` keeps the parameters inside its flat tensor for good, so
+that a gather lands in them without a copy; `PackedBucket` leaves ``param.data`` where the user put
+it and copies through a flat tensor that lives for one gather. In both, `fill` gives a flat tensor
+whose own row is up to date, and `settle` brings what the others' rows received into the parameters.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from zero_optim.layout import Layout
+from zero_optim.plan import dense_strides
+
+
+class Bucket(Protocol):
+    """Parameters that travel together."""
+
+    params: list[Tensor]
+    layout: Layout
+
+    def fill(self) -> Tensor:
+        """Give the flat tensor, 1-D, with this rank's row holding the present values."""
+        ...
+
+    def settle(self, flat: Tensor) -> None:
+        """Make the parameters hold what ``flat`` now holds in the other ranks' rows."""
+        ...
+
+
+def rows_of(flat: Tensor, layout: Layout) -> list[tuple[int, Tensor]]:
+    """Cut a flat tensor into (owner, 1-D view) by rank; empty rows are left out."""
+    return [(row.owner, flat[row.start : row.stop]) for row in layout.rows if row.stop > row.start]
+
+
+def is_active(bucket: Bucket) -> bool:
+    """Whether a step may change the bucket: something in it trains or holds a gradient."""
+    return any(p.requires_grad or p.grad is not None for p in bucket.params)
+
+
+def _views(flat: Tensor, params: Sequence[Tensor], layout: Layout) -> list[Tensor]:
+    """View each parameter's place in ``flat`` with the parameter's shape and memory format."""
+    views: list[Tensor | None] = [None] * len(params)
+    for row in layout.rows:
+        for extent in row.extents:
+            param = params[extent.param]
+            views[extent.param] = flat.as_strided(param.shape, dense_strides(param), extent.offset)
+    return [view for view in views if view is not None]
+
+
+def _members(layout: Layout, rank: int) -> tuple[list[int], list[int]]:
+    """Split a bucket's parameters into those ``rank`` owns and the others."""
+    own = [extent.param for row in layout.rows if row.owner == rank for extent in row.extents]
+    others = [extent.param for row in layout.rows if row.owner != rank for extent in row.extents]
+    return own, others
+
+
+class ViewBucket:
+    """A bucket whose parameters are views into one flat tensor.
+
+    Args:
+        params: the parameters; their ``data`` is replaced by views with the same values, shape and
+            strides (dense strides where a parameter had gaps).
+        layout: where each lies.
+        rank: this group rank.
+    """
+
+    def __init__(self, params: list[Tensor], layout: Layout, rank: int) -> None:
+        """Move the parameters in. The storage they had is let go."""
+        self.params = params
+        self.layout = layout
+        # Padding is zeroed because it travels: no stray NaN should show up in a debugger.
+        self._flat = torch.zeros(layout.numel, dtype=params[0].dtype, device=params[0].device)
+        self._views = _views(self._flat, params, layout)
+        self._others = [params[i] for i in _members(layout, rank)[1]]
+        for index in range(len(params)):
+            self._adopt(index)
+        self._addresses = [view.data_ptr() for view in self._views]
+
+    def fill(self) -> Tensor:
+        """See `Bucket`. Parameters whose ``data`` was replaced since are moved in again."""
+        for index, (param, address) in enumerate(zip(self.params, self._addresses, strict=True)):
+            if param.data_ptr() != address:
+                self._adopt(index)
+        return self._flat
+
+    def settle(self, flat: Tensor) -> None:
+        """See `Bucket`. The values are there already; autograd is told that they changed."""
+        assert flat is self._flat
+        torch.autograd.graph.increment_version(self._others)
+
+    def _adopt(self, index: int) -> None:
+        """Copy a parameter's values into its place and make it a view of that place."""
+        param, view = self.params[index], self._views[index]
+        if param.dtype != view.dtype or param.device != view.device or param.shape != view.shape:
+            raise RuntimeError(
+                f"a parameter became {param.dtype} {tuple(param.shape)} on {param.device}; when the optimizer "
+                f"was built it was {view.dtype} {tuple(view.shape)} on {view.device}. Convert or move the model "
+                "first, then build the optimizer"
+            )
+        with torch.no_grad():
+            view.copy_(param)
+        param.data = view
+
+
+class PackedBucket:
+    """A bucket whose parameters stay where they are; each gather packs and unpacks.
+
+    Args:
+        params: the parameters.
+        layout: where each lies in the flat tensor of a gather.
+        rank: this group rank.
+    """
+
+    def __init__(self, params: list[Tensor], layout: Layout, rank: int) -> None:
+        """Take note of who owns what; nothing is allocated."""
+        self.params = params
+        self.layout = layout
+        self._own, self._others = _members(layout, rank)
+
+    def fill(self) -> Tensor:
+        """See `Bucket`."""
+        flat = torch.zeros(self.layout.numel, dtype=self.params[0].dtype, device=self.params[0].device)
+        self._copy(flat, self._own, into_params=False)
+        return flat
+
+    def settle(self, flat: Tensor) -> None:
+        """See `Bucket`."""
+        self._copy(flat, self._others, into_params=True)
+
+    def _copy(self, flat: Tensor, indices: list[int], *, into_params: bool) -> None:
+        """Copy between some parameters and their places, all in one call."""
+        if not indices:
+            return
+        views = _views(flat, self.params, self.layout)
+        places, params = [views[i] for i in indices], [self.params[i] for i in indices]
+        with torch.no_grad():
+            torch._foreach_copy_(*((params, places) if into_params else (places, params)))
