@@ -97,6 +97,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         with failing_together(self._group):
             if overlap_with_ddp:
                 raise ValueError("overlap_with_ddp=True is not supported by this version: leave it False")
+            if isinstance(params, set | frozenset):
+                raise TypeError(
+                    "expected ordered parameters, got a set: its order differs between ranks; give a list"
+                )
             # No defaults yet: the class fills in its own, so that groups read as they do without sharding.
             Optimizer.__init__(self, params, {})
         plan = self._agree_on_plan(
@@ -155,7 +159,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Plan some groups and make sure that all ranks planned the same; owners are noted."""
         params = [param for group in groups for param in group["params"]]
         with failing_together(self._group):
-            check_shardable(self._params(), param_names(self.param_groups))
+            check_shardable(self.param_groups)
             held = plan_loads(list(self._owners), list(self._owners.values()), self._group.size)
             by_group = [group["params"] for group in groups]
             plan = make_plan(by_group, self._group.size, self._cap_nbytes, loads=held)
@@ -211,6 +215,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return loss if stepped is None else stepped
 
     def _step_and_gather(self, closure: Callable[[], float] | None) -> float | None:
+        for bucket in self._buckets:
+            bucket.refresh()
         loss = self._built.step(self.param_groups, closure)
         self._revision += 1
         active = self._active_buckets()

@@ -154,18 +154,23 @@ def describe_options(groups: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
-def check_shardable(params: Sequence[Tensor], names: Sequence[str]) -> None:
+def check_shardable(groups: Sequence[dict[str, Any]]) -> None:
     """Refuse parameters that cannot be placed in a bucket.
+
+    Args:
+        groups: every parameter group of the optimizer, those planned before included.
 
     Raises:
         TypeError: a parameter without storage of its own (lazy, meta, sparse, DTensor).
         ValueError: two parameters share memory, or one overlaps itself.
     """
+    params = [param for group in groups for param in group["params"]]
+    if any(map(is_lazy, params)):
+        raise TypeError(
+            "a lazy parameter has no shape yet: run one forward pass before building the optimizer"
+        )
+    names = param_names(groups)
     for param, name in zip(params, names, strict=True):
-        if is_lazy(param):
-            raise TypeError(
-                "a lazy parameter has no shape yet: run one forward pass before building the optimizer"
-            )
         if type(param).__name__ == "DTensor" or type(param.data).__name__ == "DTensor":
             raise TypeError(f"{name} is a DTensor, which is sharded already: give plain tensors")
         if param.layout != torch.strided or param.device.type == "meta":

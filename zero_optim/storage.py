@@ -22,6 +22,14 @@ class Bucket(Protocol):
     params: list[Tensor]
     layout: Layout
 
+    def refresh(self) -> None:
+        """Look at the parameters before a step; what the user did to them is taken over or refused.
+
+        Raises:
+            RuntimeError: a parameter has another dtype, device or shape than when the bucket was made.
+        """
+        ...
+
     def fill(self) -> Tensor:
         """Give the flat tensor, 1-D, with this rank's row holding the present values."""
         ...
@@ -58,6 +66,15 @@ def _members(layout: Layout, rank: int) -> tuple[list[int], list[int]]:
     return own, others
 
 
+def _check_unchanged(param: Tensor, dtype: torch.dtype, device: torch.device, shape: torch.Size) -> None:
+    if param.dtype != dtype or param.device != device or param.shape != shape:
+        raise RuntimeError(
+            f"a parameter became {param.dtype} {tuple(param.shape)} on {param.device}; when the optimizer was "
+            f"built it was {dtype} {tuple(shape)} on {device}. Convert or move the model first, then build "
+            "the optimizer"
+        )
+
+
 class ViewBucket:
     """A bucket whose parameters are views into one flat tensor.
 
@@ -75,16 +92,23 @@ class ViewBucket:
         # Padding is zeroed because it travels: no stray NaN should show up in a debugger.
         self._flat = torch.zeros(layout.numel, dtype=params[0].dtype, device=params[0].device)
         self._views = _views(self._flat, params, layout)
-        self._others = [params[i] for i in _members(layout, rank)[1]]
-        for index in range(len(params)):
-            self._adopt(index)
+        self._own, others = _members(layout, rank)
+        self._others = [params[i] for i in others]
         self._addresses = [view.data_ptr() for view in self._views]
+        for index in range(len(params)):
+            self._take_in(index)
 
-    def fill(self) -> Tensor:
-        """See `Bucket`. Parameters whose ``data`` was replaced since are moved in again."""
+    def refresh(self) -> None:
+        """See `Bucket`. Parameters whose ``data`` was replaced are moved in again."""
         for index, (param, address) in enumerate(zip(self.params, self._addresses, strict=True)):
             if param.data_ptr() != address:
-                self._adopt(index)
+                self._take_in(index)
+
+    def fill(self) -> Tensor:
+        """See `Bucket`. The row is the parameters, unless the step itself has replaced their ``data``."""
+        for index in self._own:
+            if self.params[index].data_ptr() != self._addresses[index]:
+                self._take_in(index)
         return self._flat
 
     def settle(self, flat: Tensor) -> None:
@@ -92,15 +116,10 @@ class ViewBucket:
         assert flat is self._flat
         torch.autograd.graph.increment_version(self._others)
 
-    def _adopt(self, index: int) -> None:
+    def _take_in(self, index: int) -> None:
         """Copy a parameter's values into its place and make it a view of that place."""
         param, view = self.params[index], self._views[index]
-        if param.dtype != view.dtype or param.device != view.device or param.shape != view.shape:
-            raise RuntimeError(
-                f"a parameter became {param.dtype} {tuple(param.shape)} on {param.device}; when the optimizer "
-                f"was built it was {view.dtype} {tuple(view.shape)} on {view.device}. Convert or move the model "
-                "first, then build the optimizer"
-            )
+        _check_unchanged(param, view.dtype, view.device, view.shape)
         with torch.no_grad():
             view.copy_(param)
         param.data = view
@@ -120,10 +139,18 @@ class PackedBucket:
         self.params = params
         self.layout = layout
         self._own, self._others = _members(layout, rank)
+        self._shapes = [param.shape for param in params]
+        self._dtype = params[0].dtype
+        self._device = params[0].device
+
+    def refresh(self) -> None:
+        """See `Bucket`."""
+        for param, shape in zip(self.params, self._shapes, strict=True):
+            _check_unchanged(param, self._dtype, self._device, shape)
 
     def fill(self) -> Tensor:
         """See `Bucket`."""
-        flat = torch.zeros(self.layout.numel, dtype=self.params[0].dtype, device=self.params[0].device)
+        flat = torch.zeros(self.layout.numel, dtype=self._dtype, device=self._device)
         self._copy(flat, self._own, into_params=False)
         return flat
 

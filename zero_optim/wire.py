@@ -79,7 +79,7 @@ def decode(skeleton: Skeleton, tensors: Iterator[Tensor]) -> Nested:
     if kind == "sparse":
         shape, indices, values = body
         return torch.sparse_coo_tensor(
-            decode(indices, tensors), decode(values, tensors), shape, is_coalesced=True
+            decode(indices, tensors), decode(values, tensors), shape, check_invariants=True, is_coalesced=True
         )
     if kind in ("dict", "ordered"):
         pairs = [(key, decode(part, tensors)) for key, part in body]

@@ -1,0 +1,205 @@
+"""Wrong arguments, and ranks that differ, raise on every rank; nothing is half done."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pool import Ranks
+from training import MATRICES, make_params, train_both, twin
+from zero_optim import RankMismatchError, RemoteRankError, ZeroRedundancyOptimizer
+from zero_optim.agreement import failing_together
+from zero_optim.collectives import RankGroup
+
+AdamW = torch.optim.AdamW
+
+
+def check_order_differs() -> None:
+    params = make_params(((4, 3), (5,), (6, 2)))
+    if dist.get_rank() == 1:
+        params[1], params[2] = params[2], params[1]
+    with pytest.raises(RankMismatchError) as caught:
+        ZeroRedundancyOptimizer(params, AdamW, lr=0.1)
+    assert "rank 0 has parameter 1 of group 0 (shape (5,))" in str(caught.value)
+    assert "rank 1 has parameter 1 of group 0 (shape (6, 2))" in str(caught.value)
+
+
+def test_parameters_in_another_order_on_one_rank_raise_on_all(ranks2: Ranks) -> None:
+    ranks2.run(check_order_differs)
+
+
+def check_difference(kind: str) -> None:
+    odd = dist.get_rank() == 1
+    params = make_params(((4, 3), (5,)))
+    names = ["w", "b"]
+    options: dict[str, Any] = {"lr": 0.1}
+    optimizer_class: Any = AdamW
+    expected = kind
+    if kind == "fewer":
+        params, names = params[: 1 if odd else 2], names[: 1 if odd else 2]
+        expected = r"rank 0 has parameter 'b' .*; rank 1 has group 0"
+    elif kind == "names":
+        names = ["w", "bias" if odd else "b"]
+        expected = r"rank 0 has parameter 'b' .*; rank 1 has parameter 'bias'"
+    elif kind == "dtype":
+        params[1].data = params[1].data.to(torch.bfloat16 if odd else torch.float32)
+        expected = r"rank 0 has parameter 'b' .* torch.float32.*; rank 1 .* torch.bfloat16"
+    elif kind == "frozen":
+        params[0].requires_grad_(not odd)
+        expected = "rank 0 has parameter 'w' .* trainable.*; rank 1 .* frozen"
+    elif kind == "lr":
+        options["lr"] = 0.2 if odd else 0.1
+        expected = r"rank 0 has optimizer .*lr=0.1.*; rank 1 has optimizer .*lr=0.2"
+    elif kind == "class":
+        optimizer_class = torch.optim.Adam if odd else AdamW
+        expected = "rank 0 has optimizer AdamW .*; rank 1 has optimizer Adam "
+    elif kind == "bucket":
+        options["bucket_cap_mb"] = 1.0 if odd else 2.0
+        expected = "buckets of 2097152 bytes; rank 1 has buckets of 1048576 bytes"
+    with pytest.raises(RankMismatchError, match=expected):
+        ZeroRedundancyOptimizer(list(zip(names, params, strict=True)), optimizer_class, **options)
+
+
+@pytest.mark.parametrize("kind", ["fewer", "names", "dtype", "frozen", "lr", "class", "bucket"])
+def test_a_difference_between_ranks_names_what_each_holds(ranks2: Ranks, kind: str) -> None:
+    ranks2.run(check_difference, kind)
+
+
+def check_one_rank_wrong() -> None:
+    odd = dist.get_rank() == 1
+    good = make_params(MATRICES)
+    cases: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
+        ([] if odd else good, AdamW, {"lr": 0.1}, ValueError, "empty parameter list"),
+        (good, AdamW, {"lr": -1.0 if odd else 0.1}, Exception, "learning rate|disagree"),
+        (
+            good,
+            (lambda *_, **__: 3) if odd else AdamW,
+            {"lr": 0.1},
+            Exception,
+            "to build a torch.optim.Optimizer|disagree",
+        ),
+        ([*good, 3] if odd else good, AdamW, {"lr": 0.1}, TypeError, "can only optimize Tensors"),
+    ]
+    for params, optimizer_class, options, kind, message in cases:
+        with pytest.raises(kind, match=message):
+            ZeroRedundancyOptimizer(params, optimizer_class, **options)
+
+
+def test_a_wrong_argument_on_one_rank_raises_on_all(ranks2: Ranks) -> None:
+    ranks2.run(check_one_rank_wrong)
+
+
+def check_wrong_everywhere() -> None:
+    weight = make_params(((6, 4),))[0]
+    lazy = nn.LazyLinear(3).weight
+    cases: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
+        ([weight], AdamW, {"lrr": 0.1}, TypeError, "lrr"),
+        ([weight], AdamW, {"overlap_with_ddp": True}, ValueError, "overlap_with_ddp"),
+        ([weight], AdamW, {"bucket_cap_mb": 0.0}, ValueError, "at least 1 byte"),
+        ([weight], lambda _, **__: nn.Linear(1, 1), {}, TypeError, "to build a torch.optim.Optimizer"),
+        (weight, AdamW, {}, TypeError, "iterable of Tensors or dicts"),
+        ({weight}, AdamW, {}, TypeError, "ordered"),
+        ([lazy], AdamW, {}, TypeError, "run one forward pass"),
+        ([nn.Parameter(torch.empty(3, device="meta"))], AdamW, {}, TypeError, "meta"),
+        ([nn.Parameter(torch.zeros(1).expand(4))], AdamW, {}, ValueError, "one place in memory"),
+        ([weight, nn.Parameter(weight.data)], AdamW, {}, ValueError, "share memory. To tie weights"),
+        ([weight, nn.Parameter(weight.data[2:4])], AdamW, {}, ValueError, "share memory"),
+    ]
+    for params, optimizer_class, options, kind, message in cases:
+        with pytest.raises(kind, match=message):
+            ZeroRedundancyOptimizer(params, optimizer_class, **options)
+    # A 1-D parameter that Muon refuses lies on one rank only; the other quotes it.
+    mixed = make_params(((6, 4), (3,)))
+    with pytest.raises(ValueError, match="(rank 1: )?Muon only supports 2D parameters"):
+        ZeroRedundancyOptimizer(mixed, torch.optim.Muon, lr=0.1)
+
+
+def test_wrong_arguments_are_told_plainly(ranks2: Ranks) -> None:
+    ranks2.run(check_wrong_everywhere)
+
+
+def check_views_of_one_storage() -> None:
+    flat = torch.arange(12.0)
+    params = [nn.Parameter(flat[:4]), nn.Parameter(flat[4:12].view(2, 4))]
+    mine = [nn.Parameter(p) for p in torch.arange(12.0).split([4, 8])]
+    mine[1].data = mine[1].data.view(2, 4)
+    sharded = ZeroRedundancyOptimizer(mine, AdamW, lr=0.1)
+    train_both(AdamW(twin(params), lr=0.1), sharded, 3)
+
+
+def test_parameters_side_by_side_in_one_storage_train(ranks2: Ranks) -> None:
+    ranks2.run(check_views_of_one_storage)
+
+
+def check_add_group_fails() -> None:
+    params = make_params(MATRICES)
+    sharded = ZeroRedundancyOptimizer(twin(params), torch.optim.Muon, lr=0.1)
+    plain = torch.optim.Muon(params, lr=0.1)
+    train_both(plain, sharded, 1)
+    new = make_params(((3, 3), (4,)), seed=4)
+    with pytest.raises(ValueError, match="Muon only supports 2D|rank . "):
+        ZeroRedundancyOptimizer([*twin(params), *new], torch.optim.Muon, lr=0.1)
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        sharded.add_param_group({"params": sharded.param_groups[0]["params"][:1]})
+    with pytest.raises(RankMismatchError, match=r"shape \(3, 3\)"):
+        sharded.add_param_group({"params": new[:1] if dist.get_rank() == 0 else make_params(((2, 2),))})
+    assert len(sharded.param_groups) == 1
+    train_both(plain, sharded, 1, first=1)
+    good = make_params(((3, 3), (4, 5)), seed=4)
+    plain.add_param_group({"params": good})
+    sharded.add_param_group({"params": twin(good)})
+    train_both(plain, sharded, 2, first=2)
+
+
+def test_a_group_that_cannot_be_added_leaves_the_optimizer_as_it_was(ranks2: Ranks) -> None:
+    ranks2.run(check_add_group_fails)
+
+
+def check_freeze_differs() -> None:
+    params = make_params(((4, 3),))
+    sharded = ZeroRedundancyOptimizer(params, AdamW, lr=0.1)
+    params[0].requires_grad_(dist.get_rank() == 0)
+    frozen = make_params(((2, 2),), seed=1)
+    frozen[0].requires_grad_(False)
+    sharded = ZeroRedundancyOptimizer([frozen[0], *make_params(((3,),), seed=2)], AdamW, lr=0.1)
+    frozen[0].requires_grad_(True)
+    sharded.step()
+    assert sharded.state_nbytes() == 0
+
+
+def test_unfreezing_after_construction_is_agreed(ranks2: Ranks) -> None:
+    ranks2.run(check_freeze_differs)
+
+
+class StrangeError(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+def check_strange_exceptions() -> None:
+    kind = StrangeError if dist.get_rank() == 1 else RemoteRankError
+    with pytest.raises(kind, match="1 and 2"), failing_together(RankGroup.of(None)):  # noqa: PT012
+        if dist.get_rank() == 1:
+            raise StrangeError(1, 2)
+
+
+def test_an_exception_that_cannot_be_rebuilt_is_quoted(ranks2: Ranks) -> None:
+    ranks2.run(check_strange_exceptions)
+
+
+def test_without_a_process_group_the_call_to_make_is_named() -> None:
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        ZeroRedundancyOptimizer(make_params(), AdamW, lr=0.1)
+
+
+def check_non_member() -> None:
+    pair = dist.new_group([0, 1])
+    if dist.get_rank() > 1:
+        with pytest.raises(ValueError, match="not a member"):
+            ZeroRedundancyOptimizer(make_params(), AdamW, pair, lr=0.1)
+
+
+def test_a_rank_outside_the_group_is_told_so(ranks4: Ranks) -> None:
+    ranks4.run(check_non_member)

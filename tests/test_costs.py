@@ -1,0 +1,129 @@
+"""What sharding costs: collectives a step, memory a rank, bytes that stay where they are."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pool import Ranks
+from training import make_params, params_of, set_grads, train_both, twin
+from zero_optim import ZeroRedundancyOptimizer
+
+
+def count_collectives(optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Step once and count what goes through torch.distributed, by name."""
+    counts: dict[str, int] = {}
+
+    def counted(name: str) -> Any:
+        real = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] = counts.get(name, 0) + 1
+            return real(*args, **kwargs)
+
+        return mock.patch.object(dist, name, call)
+
+    names = (
+        "broadcast",
+        "all_reduce",
+        "all_gather",
+        "all_gather_into_tensor",
+        "send",
+        "recv",
+        "isend",
+        "irecv",
+    )
+    with counted(names[0]), counted(names[1]), counted(names[2]), counted(names[3]):
+        with counted(names[4]), counted(names[5]), counted(names[6]), counted(names[7]):
+            optimizer.step()
+    return counts
+
+
+def check_collectives(view: bool) -> None:
+    size = dist.get_world_size()
+    params = [*make_params(((20, 30),) * 20), *make_params(((20, 30),) * 12, torch.bfloat16)]
+    set_grads(params, 0)
+    one = ZeroRedundancyOptimizer(params, torch.optim.AdamW, parameters_as_bucket_view=view)
+    assert count_collectives(one) == {"broadcast": 2 * size}  # a bucket for each dtype
+    small = ZeroRedundancyOptimizer(
+        twin(params), torch.optim.AdamW, parameters_as_bucket_view=view, bucket_cap_mb=10 * 600 * 4 / 2**20
+    )
+    set_grads(params_of(small), 0)
+    # 20 fp32 parameters, ten a bucket; 12 bf16 ones fit in one. Every rank owns some of each.
+    assert count_collectives(small) == {"broadcast": 3 * size}
+    for p in params[:20]:
+        p.requires_grad_(False)
+        p.grad = None
+    one.step()  # the ranks agree that fewer parameters train
+    assert count_collectives(one) == {"broadcast": size}
+
+
+@pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
+def test_a_step_broadcasts_once_for_each_bucket_and_owner(ranks: Ranks, view: bool) -> None:
+    ranks.run(check_collectives, view)
+
+
+def check_alone() -> None:
+    params = make_params()
+    optimizer = ZeroRedundancyOptimizer(params, torch.optim.AdamW)
+    set_grads(params, 0)
+    assert count_collectives(optimizer) == {}
+
+
+def test_a_group_of_one_does_not_communicate(ranks1: Ranks) -> None:
+    ranks1.run(check_alone)
+
+
+def measured_state() -> tuple[int, int, int]:
+    """Bytes of state on this rank, of the unsharded run, and of the largest parameter's state."""
+    params = make_params([(64, 48)] * 5 + [(100,)] * 7 + [(256, 32)], seed=3)
+    plain = torch.optim.AdamW(params, lr=0.1)
+    sharded = ZeroRedundancyOptimizer(twin(params), torch.optim.AdamW, lr=0.1)
+    assert sharded.state_nbytes() == 0
+    train_both(plain, sharded, 2)
+    assert set(sharded.state) == set(sharded.owned_parameters())
+    unsharded = sum(
+        v.untyped_storage().nbytes() for entries in plain.state.values() for v in entries.values()
+    )
+    largest = max(
+        sum(v.untyped_storage().nbytes() for v in entries.values()) for entries in plain.state.values()
+    )
+    return sharded.state_nbytes(), unsharded, largest
+
+
+def test_state_memory_is_shared_out_evenly_and_counted_nowhere_twice(ranks: Ranks) -> None:
+    held = ranks.run(measured_state)
+    unsharded, largest = held[0][1:]
+    assert sum(nbytes for nbytes, _, _ in held) == unsharded
+    mean = unsharded / ranks.size
+    assert max(nbytes for nbytes, _, _ in held) <= max(1.1 * mean, largest)
+
+
+def check_storage(view: bool) -> None:
+    params = make_params(((30, 20), (10,), (40, 5)))
+    addresses = [p.data_ptr() for p in params]
+    optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, parameters_as_bucket_view=view, lr=0.1)
+    moved = [p.data_ptr() for p in params]
+    storages = {p.untyped_storage().data_ptr() for p in params}
+    assert (moved == addresses) != view
+    assert len(storages) == (1 if view else 3)
+    assert all(p.data_ptr() % 64 == 0 for p in params)
+    set_grads(params, 0)
+    optimizer.step()
+    assert [p.data_ptr() for p in params] == moved
+
+
+@pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
+def test_parameters_are_views_of_a_bucket_or_stay_where_they_are(ranks2: Ranks, view: bool) -> None:
+    ranks2.run(check_storage, view)
+
+
+def check_balance_of_cost() -> None:
+    optimizer = ZeroRedundancyOptimizer(make_params([(64, 64)] * 8 + [(64,)] * 8), torch.optim.SGD, lr=0.1)
+    assert sum(p.numel() for p in optimizer.owned_parameters()) == (64 * 64 + 64) * 8 // dist.get_world_size()
+
+
+def test_parameters_are_dealt_out_by_size(ranks: Ranks) -> None:
+    ranks.run(check_balance_of_cost)

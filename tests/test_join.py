@@ -1,0 +1,130 @@
+"""Training under DDP, and uneven inputs with ``Join``."""
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import lr_scheduler
+
+from pool import Ranks
+from training import assert_same_bits, assert_same_state
+from zero_optim import ZeroRedundancyOptimizer
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.LayerNorm(16), nn.Linear(16, 3))
+
+
+def batches(rank: int, count: int) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(count):
+        yield torch.randn(5, 6, generator=generator)
+
+
+def check_ddp() -> None:
+    plain_model, model = (DistributedDataParallel(make_model()) for _ in range(2))
+    plain = torch.optim.AdamW(plain_model.parameters(), lr=0.05)
+    sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.05)
+    for batch in batches(dist.get_rank(), 8):
+        for net, optimizer in ((plain_model, plain), (model, sharded)):
+            optimizer.zero_grad()
+            net(batch).square().mean().backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            optimizer.step()
+    assert_same_bits(list(model.parameters()), list(plain_model.parameters()))
+
+
+def test_training_under_ddp_equals_the_unsharded_run(ranks: Ranks) -> None:
+    ranks.run(check_ddp)
+
+
+def check_uneven(order: str, closure: bool) -> None:
+    """Rank r has 3 + 2r batches; against the same loop with an unsharded optimizer."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    plain_model, model = (
+        DistributedDataParallel(make_model(), gradient_as_bucket_view=True) for _ in range(2)
+    )
+    plain = torch.optim.AdamW(plain_model.parameters(), lr=0.05)
+    sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.05)
+    runs = ((plain_model, plain, [plain_model]), (model, sharded, [model, sharded]))
+    for net, optimizer, joinables in runs:
+        schedule = lr_scheduler.ExponentialLR(optimizer, 0.8)
+        counts = range(3, 3 + 2 * size, 2) if order == "last rank longest" else range(1 + 2 * size, 1, -2)
+        with Join(joinables):
+            for batch in batches(rank, counts[rank]):
+
+                def compute(
+                    net: nn.Module = net, optimizer: torch.optim.Optimizer = optimizer, batch: Tensor = batch
+                ) -> Tensor:
+                    optimizer.zero_grad()
+                    loss = net(batch).square().mean()
+                    loss.backward()
+                    return loss
+
+                if closure:
+                    assert optimizer.step(compute) is not None
+                else:
+                    compute()
+                    optimizer.step()
+                schedule.step()
+    # DDP gives every rank the model of one that joined last; the sharded run had it all along.
+    assert_same_bits(list(model.parameters()), list(plain_model.parameters()))
+    last = size - 1 if order == "last rank longest" else 0
+    sharded.consolidate_state_dict(to=last)
+    if rank == last:
+        assert_same_state(sharded.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("closure", [False, True], ids=["step", "closure"])
+@pytest.mark.parametrize("order", ["last rank longest", "first rank longest"])
+def test_uneven_inputs_with_ddp_equal_the_unsharded_run(ranks: Ranks, order: str, closure: bool) -> None:
+    ranks.run(check_uneven, order, closure)
+
+
+def check_alone() -> None:
+    """Without DDP: each rank's own gradient of a common loss, so that they are equal."""
+    model = make_model()
+    plain_model = copy.deepcopy(model)
+    plain = torch.optim.SGD(plain_model.parameters(), lr=0.1, momentum=0.9)
+    sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    data = list(batches(0, 2 + size))
+
+    def train(net: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
+        for batch in data[:count]:
+            optimizer.zero_grad()
+            net(batch).square().mean().backward()
+            optimizer.step()
+
+    train(plain_model, plain, 1 + size)
+    with Join([sharded]):
+        train(model, sharded, 2 + rank)
+    assert_same_bits(list(model.parameters()), list(plain_model.parameters()))
+    train(plain_model, plain, 2)  # and the loop after the context goes on as ever
+    train(model, sharded, 2)
+    assert_same_bits(list(model.parameters()), list(plain_model.parameters()))
+
+
+def test_uneven_inputs_without_ddp_and_training_afterwards(ranks: Ranks) -> None:
+    ranks.run(check_alone)
+
+
+def check_throw() -> None:
+    model = make_model()
+    sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(RuntimeError, match="exhausted"):  # noqa: PT012 - the loop is what raises
+        with Join([sharded], throw_on_early_termination=True):
+            for batch in batches(0, 2 + dist.get_rank()):
+                sharded.zero_grad()
+                model(batch).sum().backward()
+                sharded.step()
+
+
+def test_early_termination_raises_on_every_rank_when_asked(ranks2: Ranks) -> None:
+    ranks2.run(check_throw)

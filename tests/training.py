@@ -1,0 +1,78 @@
+"""What the multi-process tests train: small parameter sets, fixed gradients, and comparisons.
+
+Every function here is deterministic in its arguments, so that each rank can build the unsharded
+run beside the sharded one and compare bits without communication.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+MIXED = ((6, 5), (7,), (4, 3, 3, 3), (), (12, 2), (1,), (3, 8), (5,))
+MATRICES = ((6, 5), (8, 8), (2, 9), (12, 4), (3, 7))
+
+
+def make_params(
+    shapes: Sequence[tuple[int, ...]] = MIXED, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> list[Parameter]:
+    """Parameters with fixed random values."""
+    generator = torch.Generator().manual_seed(seed)
+    return [Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def twin(params: Sequence[Tensor]) -> list[Parameter]:
+    """Separate parameters with the same values, strides and trainability."""
+    return [Parameter(p.detach().clone(), requires_grad=p.requires_grad) for p in params]
+
+
+def set_grads(params: Sequence[Tensor], step: int, scale: float = 1.0) -> None:
+    """Give every trainable parameter the gradient of one step, the same on every rank."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    for p in params:
+        grad = torch.randn(p.shape, generator=generator) * scale
+        p.grad = grad.to(p.dtype) if p.requires_grad else None
+
+
+def assert_same_bits(got: Sequence[Tensor], expected: Sequence[Tensor], when: object = "") -> None:
+    """Compare parameters bit for bit."""
+    for index, (a, b) in enumerate(zip(got, expected, strict=True)):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b), f"parameter {index} differs {when}: {a} and {b}"
+
+
+def assert_same_state(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Compare two state dicts bit for bit, keys, options, tensors and strides."""
+    assert got["param_groups"] == expected["param_groups"]
+    assert list(got["state"]) == list(expected["state"])
+    for index, entries in expected["state"].items():
+        mine = got["state"][index]
+        assert list(mine) == list(entries), index
+        for key, value in entries.items():
+            if isinstance(value, Tensor):
+                assert mine[key].dtype == value.dtype
+                assert torch.equal(mine[key], value), (index, key)
+                assert mine[key].stride() == value.stride(), (index, key)
+            else:
+                assert mine[key] == value, (index, key)
+
+
+def train_both(
+    plain: Optimizer, sharded: Optimizer, steps: int, first: int = 0, after: Callable[[], None] | None = None
+) -> None:
+    """Step an unsharded and a sharded optimizer side by side, comparing parameters at every step."""
+    for step in range(first, first + steps):
+        for optimizer in (plain, sharded):
+            set_grads(params_of(optimizer), step)
+            optimizer.step()
+        if after is not None:
+            after()
+        assert_same_bits(params_of(sharded), params_of(plain), f"after step {step}")
+
+
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    """All parameters of an optimizer in order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
