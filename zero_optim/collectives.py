@@ -57,6 +57,20 @@ class RankGroup:
     size: int
     device: torch.device
 
+    def __deepcopy__(self, memo: object) -> "RankGroup":
+        """Share the process group: there is no second one."""
+        return self
+
+    def __reduce__(self) -> tuple[Callable[..., "RankGroup"], tuple[None]]:
+        """Pickle the default group by its meaning; other groups have no name to be found by.
+
+        Raises:
+            TypeError: the group is not the default one.
+        """
+        if self.process_group is not dist.group.WORLD:
+            raise TypeError("an optimizer over a sub-group cannot be pickled: save its state_dict() instead")
+        return RankGroup.of, (None,)
+
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None) -> "RankGroup":
         """Look at a process group from this process. Does not communicate.

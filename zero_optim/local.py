@@ -1,17 +1,23 @@
-"""The local optimizer: the user's class over the leaves this rank owns.
+"""The local optimizer: the user's class or classes over the leaves this rank owns.
 
-The public ``param_groups``, with every parameter, are the one truth for options. The local
-optimizer's own groups hold only this rank's leaves; their options are overwritten from the public
-ones before each step and read back after it, so that schedulers act on the former and classes that
-count in their groups (schedule-free ones do) act on the latter.
+The public ``param_groups``, with every parameter, are the one truth for options. The local groups
+hold only this rank's leaves; their options are overwritten from the public ones before each step
+and read back after it, so that schedulers act on the former and classes that count in their groups
+(schedule-free ones do) act on the latter.
+
+A group may name its own ``optimizer_class``. Groups that do have an optimizer each, built with the
+group's options as arguments; all others share the default one, as in ``torch.optim``.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zero_optim.plan import describe_options
 from zero_optim.traits import ShapedKeys
 
 Group = dict[str, Any]
@@ -20,56 +26,100 @@ Group = dict[str, Any]
 PARAM_KEYS = frozenset({"params", "param_names"})
 
 
-class LocalOptimizer:
-    """The user's optimizer over one rank's leaves. Does not communicate.
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How to build an optimizer over some groups.
 
     Args:
         optimizer_class: a class of optimizers, or a callable that builds one from groups.
-        groups: the public groups; options the class fills in are added to them.
+        arguments: keyword arguments for it.
+    """
+
+    optimizer_class: Callable[..., Optimizer]
+    arguments: Mapping[str, Any]
+
+    @classmethod
+    def taken_from(cls, group: Group) -> "Recipe | None":
+        """Take ``optimizer_class`` out of a group; None if it names none."""
+        if "optimizer_class" not in group:
+            return None
+        optimizer_class = group.pop("optimizer_class")
+        return cls(optimizer_class, {key: value for key, value in group.items() if key not in PARAM_KEYS})
+
+    def describe(self) -> str:
+        """Name the class and its plain arguments, for messages and for comparison between ranks."""
+        name = getattr(self.optimizer_class, "__qualname__", type(self.optimizer_class).__qualname__)
+        return f"{name} with {describe_options([dict(self.arguments)])[0].removeprefix('group 0 with ')}"
+
+    def build(self, groups: list[Group]) -> Optimizer:
+        """Build the optimizer.
+
+        Raises:
+            TypeError: what was built is no ``torch.optim.Optimizer``.
+        """
+        optimizer = self.optimizer_class(groups, **self.arguments)
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"expected optimizer_class to build a torch.optim.Optimizer, got {optimizer!r}")
+        return optimizer
+
+
+@dataclass(slots=True)
+class _Part:
+    """One optimizer and the public groups it steps, by index; its own groups are in that order."""
+
+    recipe: Recipe
+    optimizer: Optimizer
+    groups: list[int]
+    shaped: ShapedKeys
+
+
+class LocalOptimizer:
+    """The user's optimizers over one rank's leaves. Does not communicate.
+
+    Args:
+        default: what steps the groups that name no class of their own.
+        groups: the public groups; options the classes fill in are added to them. A group keeps its
+            place even where this rank owns none of it.
+        recipes: for each public group its own recipe, or None.
         owned: the parameters this rank owns.
-        defaults: keyword arguments for ``optimizer_class``.
 
     Raises:
-        TypeError: ``optimizer_class`` did not give a ``torch.optim.Optimizer``.
+        TypeError: a recipe does not build a ``torch.optim.Optimizer``.
     """
 
     def __init__(
-        self,
-        optimizer_class: Callable[..., Optimizer],
-        groups: list[Group],
-        owned: Collection[Tensor],
-        defaults: dict[str, Any],
+        self, default: Recipe, groups: list[Group], recipes: list[Recipe | None], owned: Collection[Tensor]
     ) -> None:
-        """Build the optimizer; a group keeps its place even where this rank owns none of it."""
-        self._optimizer_class = optimizer_class
-        self._defaults = defaults
-        self.shaped = ShapedKeys(optimizer_class, defaults)
-        self.optimizer = optimizer_class([_owned_part(group, owned) for group in groups], **defaults)
-        if not isinstance(self.optimizer, Optimizer):
-            raise TypeError(
-                f"expected optimizer_class to build a torch.optim.Optimizer, got {self.optimizer!r}"
-            )
+        self._default = default
+        self._parts: list[_Part] = []
+        for number, (group, recipe) in enumerate(zip(groups, recipes, strict=True)):
+            if recipe is not None:
+                self._add_part(recipe, [number], [_owned_part(group, owned)])
+        shared = [number for number, recipe in enumerate(recipes) if recipe is None]
+        if shared:
+            self._add_part(default, shared, [_owned_part(groups[number], owned) for number in shared])
         self._fill_in(groups)
 
+    def _add_part(self, recipe: Recipe, numbers: list[int], owned_parts: list[Group]) -> None:
+        shaped = ShapedKeys(recipe.optimizer_class, dict(recipe.arguments))
+        self._parts.append(_Part(recipe, recipe.build(owned_parts), numbers, shaped))
+
     @property
-    def state(self) -> dict[Any, Any]:
-        """The state of the leaves owned here, and the class's global entries if any."""
-        return self.optimizer.state
+    def defaults(self) -> dict[str, Any]:
+        """The defaults of the shared optimizer, or of the first one if no group is its."""
+        first = self._shared_part() or self._parts[0]
+        return first.optimizer.defaults
+
+    @property
+    def state(self) -> Mapping[Any, Any]:
+        """The state of the leaves owned here, and the classes' global entries if any."""
+        states = [part.optimizer.state for part in self._parts]
+        return states[0] if len(states) == 1 else MergedState(states)
 
     @property
     def leaves(self) -> list[Tensor]:
-        """What the optimizer steps, group by group."""
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
-
-    def initial_state(self, groups: list[Group]) -> dict[Any, Any]:
-        """Give the state an optimizer over all of ``groups`` has before its first step.
-
-        Most classes make none; where one does (Adagrad), it is allocated here for every parameter.
-        """
-        everything = {param for group in groups for param in group["params"]}
-        return self._optimizer_class(
-            [_owned_part(group, everything) for group in groups], **self._defaults
-        ).state
+        """What is stepped on this rank, group by group."""
+        return [leaf for local in self._groups() for leaf in local["params"]]
 
     def step(self, groups: list[Group], closure: Callable[[], float] | None) -> float | None:
         """Step every leaf under the options of the public groups.
@@ -77,26 +127,59 @@ class LocalOptimizer:
         Returns:
             What the class's ``step`` returns, None unless there is a closure.
         """
-        for public, local in zip(groups, self.optimizer.param_groups, strict=True):
-            _copy_options(public, local)
-        loss = self.optimizer.step() if closure is None else self.optimizer.step(closure)
-        for public, local in zip(groups, self.optimizer.param_groups, strict=True):
-            _copy_options(local, public)
-        return loss
+        if closure is not None and len(self._parts) > 1:  # once, for all of them
+            with torch.enable_grad():
+                loss = closure()
+            self.call(groups, self.find("step"))
+            return loss
+        arguments = () if closure is None else (closure,)
+        stepped: float | None = self.call(groups, self.find("step"), *arguments)
+        return stepped
 
-    def add_group(self, group: Group, owned: Collection[Tensor]) -> None:
+    def find(self, name: str) -> list[Any]:
+        """Look a public attribute up on each optimizer that has it."""
+        return [getattr(part.optimizer, name) for part in self._parts if hasattr(part.optimizer, name)]
+
+    def call(
+        self, groups: list[Group], methods: list[Callable[..., Any]], *args: object, **kwargs: object
+    ) -> Any:  # noqa: ANN401 - whatever the class returns
+        """Call methods of the optimizers' own under the options of the public groups.
+
+        Returns:
+            What the first one returned.
+        """
+        for public, local in zip(groups, self._groups(), strict=True):
+            _copy_options(public, local)
+        results = [method(*args, **kwargs) for method in methods]
+        for public, local in zip(groups, self._groups(), strict=True):
+            _copy_options(local, public)
+        return results[0]
+
+    def add_group(self, group: Group, recipe: Recipe | None, owned: Collection[Tensor]) -> None:
         """Add the owned part of a public group, and what the class fills in to the public one."""
-        self.optimizer.add_param_group(_owned_part(group, owned))
-        self._fill_in([group], len(self.optimizer.param_groups) - 1)
+        number, part = sum(len(part.groups) for part in self._parts), self._shared_part()
+        if recipe is not None or part is None:
+            self._add_part(recipe or self._default, [number], [_owned_part(group, owned)])
+        else:
+            part.optimizer.add_param_group(_owned_part(group, owned))
+            part.groups.append(number)
+        for key, value in self._groups()[number].items():
+            if key not in PARAM_KEYS:
+                group.setdefault(key, value)
 
     def drop_groups(self, count: int) -> None:
         """Keep only the first ``count`` groups: another rank could not add the rest."""
-        for leaf in [p for group in self.optimizer.param_groups[count:] for p in group["params"]]:
-            self.optimizer.state.pop(leaf, None)
-        del self.optimizer.param_groups[count:]
+        for part in self._parts:
+            part.groups = [number for number in part.groups if number < count]
+            del part.optimizer.param_groups[len(part.groups) :]
+            leaves = {leaf for group in part.optimizer.param_groups for leaf in group["params"]}
+            state: dict[Any, Any] = part.optimizer.state
+            for key in [key for key in state if isinstance(key, Tensor) and key not in leaves]:
+                del state[key]
+        self._parts = [part for part in self._parts if part.groups]
 
-    def load(self, groups: list[Group], state: dict[Any, Any]) -> None:
-        """Replace the state, through the class's own ``load_state_dict``.
+    def load(self, groups: list[Group], state: Mapping[Any, Any]) -> None:
+        """Replace the state, through the classes' own ``load_state_dict``.
 
         Args:
             groups: public groups with the options to go on with; gaps are filled in as the class
@@ -104,24 +187,79 @@ class LocalOptimizer:
             state: leaf -> state, with tensors that become the optimizer's own; other keys are
                 global entries.
         """
-        number = {leaf: index for index, leaf in enumerate(self.leaves)}
-        packed_groups: list[Group] = []
-        for public, local in zip(groups, self.optimizer.param_groups, strict=True):
-            packed: Group = {"params": [number[leaf] for leaf in local["params"]]}
-            _copy_options(public, packed)
-            packed_groups.append(packed)
-        packed_state = {
-            number[key] if isinstance(key, Tensor) else key: value for key, value in state.items()
-        }
-        self.optimizer.load_state_dict({"state": packed_state, "param_groups": packed_groups})
+        for part in self._parts:
+            locals_ = part.optimizer.param_groups
+            number = {leaf: n for n, leaf in enumerate(leaf for group in locals_ for leaf in group["params"])}
+            packed_groups: list[Group] = []
+            for index, local in zip(part.groups, locals_, strict=True):
+                packed_groups.append({"params": [number[leaf] for leaf in local["params"]]})
+                _copy_options(groups[index], packed_groups[-1])
+            packed = {number.get(key, key): value for key, value in state.items() if _concerns(key, number)}
+            part.optimizer.load_state_dict({"state": packed, "param_groups": packed_groups})
         self._fill_in(groups)
 
-    def _fill_in(self, groups: list[Group], first: int = 0) -> None:
+    def initial_state(self, groups: list[Group]) -> Mapping[Any, Any]:
+        """Give the state optimizers over all of ``groups`` have before their first step.
+
+        Most classes make none; where one does (Adagrad), it is allocated here for every parameter.
+        """
+        everything = {param for group in groups for param in group["params"]}
+        return MergedState(
+            [
+                part.recipe.build([_owned_part(groups[n], everything) for n in part.groups]).state
+                for part in self._parts
+            ]
+        )
+
+    def shaped_keys(self, group: int) -> ShapedKeys:
+        """Tell which state entries of a public group's class have their parameter's shape."""
+        return next(part.shaped for part in self._parts if group in part.groups)
+
+    def _shared_part(self) -> _Part | None:
+        return next((part for part in self._parts if part.recipe is self._default), None)
+
+    def _groups(self) -> list[Group]:
+        """The local groups in the order of the public ones."""
+        numbered = [
+            (number, group)
+            for part in self._parts
+            for number, group in zip(part.groups, part.optimizer.param_groups, strict=True)
+        ]
+        return [group for _, group in sorted(numbered, key=lambda pair: pair[0])]
+
+    def _fill_in(self, groups: list[Group]) -> None:
         """Give public groups the options they lack and the local ones have."""
-        for public, local in zip(groups, self.optimizer.param_groups[first:], strict=True):
+        for public, local in zip(groups, self._groups(), strict=True):
             for key, value in local.items():
                 if key not in PARAM_KEYS:
                     public.setdefault(key, value)
+
+
+class MergedState(Mapping[Any, Any]):
+    """The states of several optimizers as one mapping; no leaf is in two of them.
+
+    Args:
+        states: the optimizers' ``state``.
+    """
+
+    def __init__(self, states: Sequence[Mapping[Any, Any]]) -> None:
+        self._states = states
+
+    def __getitem__(self, key: Any) -> Any:  # noqa: ANN401 - whatever the class keeps
+        for state in self._states:
+            if key in state:
+                return state[key]
+        raise KeyError(key)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (key for state in self._states for key in state)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._states))
+
+
+def _concerns(key: object, leaves: Mapping[Tensor, int]) -> bool:
+    return key in leaves if isinstance(key, Tensor) else True
 
 
 def _owned_part(group: Group, owned: Collection[Tensor]) -> Group:

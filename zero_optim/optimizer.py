@@ -7,7 +7,9 @@ Note [Whole state]
     and it counts only until the next step, load or added group. `_revision` numbers those.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -18,22 +20,14 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from zero_optim.agreement import agree, failing_together
+from zero_optim.clip import global_grad_norm
 from zero_optim.collectives import RankGroup
 from zero_optim.errors import NotConsolidatedError
-from zero_optim.gather import gather_all
 from zero_optim.join import ShardedJoinHook, lend_gradients
-from zero_optim.local import PARAM_KEYS, LocalOptimizer
-from zero_optim.plan import (
-    Plan,
-    check_shardable,
-    describe_options,
-    describe_params,
-    make_plan,
-    param_names,
-    plan_loads,
-)
+from zero_optim.local import PARAM_KEYS, LocalOptimizer, Recipe
+from zero_optim.plan import Cost, CostName, cost_named, param_names
+from zero_optim.sharding import Sharding
 from zero_optim.state import WholeState, by_index, check_fits, consolidate, nbytes_held, own_part
-from zero_optim.storage import Bucket, PackedBucket, ViewBucket, is_active
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -60,7 +54,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         overlap_with_ddp: stepping during the backward pass is not part of this version; True raises.
         bucket_cap_mb: capacity of a bucket in MiB, above 0. A step issues one broadcast for each bucket and
             owner; building needs one bucket of extra memory, and without views so does each gather.
+        cost: what owning a parameter costs, so that ranks are given equal work: "numel" for steps
+            that go element by element, "matmul" for those that orthogonalize matrices (Muon), or a
+            function of the parameter. A group may name its own under the key "cost".
         **defaults: keyword arguments of ``optimizer_class``.
+
+    A group may name its own ``optimizer_class``; its other options are then that class's arguments,
+    and ``defaults`` do not apply to it: Muon for matrices and AdamW for the rest is one optimizer.
 
     Attributes:
         param_groups: all parameters with their options, the one truth for options.
@@ -84,16 +84,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         overlap_with_ddp: bool = False,
         *,
         bucket_cap_mb: float = 32.0,
+        cost: CostName | Cost = "numel",
         **defaults: object,
     ) -> None:
         """Plan, agree on the plan with the other ranks, and build."""
         Joinable.__init__(self)
         self._group = RankGroup.of(process_group)
-        self._bucket_kind: Callable[..., Bucket] = ViewBucket if parameters_as_bucket_view else PackedBucket
-        self._cap_nbytes = int(bucket_cap_mb * 2**20)
-        self._buckets: list[Bucket] = []
-        self._owners: dict[Tensor, int] = {}
+        cap_nbytes = int(bucket_cap_mb * 2**20)
+        self._sharding = Sharding(self._group, as_views=parameters_as_bucket_view, cap_nbytes=cap_nbytes)
         self._local: LocalOptimizer | None = None
+        default = Recipe(optimizer_class, defaults)
         with failing_together(self._group):
             if overlap_with_ddp:
                 raise ValueError("overlap_with_ddp=True is not supported by this version: leave it False")
@@ -103,17 +103,47 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 )
             # No defaults yet: the class fills in its own, so that groups read as they do without sharding.
             Optimizer.__init__(self, params, {})
-        plan = self._agree_on_plan(
-            self.param_groups, [f"optimizer {_name(optimizer_class)} with {_plain(defaults)}"]
-        )
+            costs = [cost_named(group.pop("cost", cost)) for group in self.param_groups]
+            recipes = [Recipe.taken_from(group) for group in self.param_groups]
+        about = [f"optimizer {recipe.describe()}" for recipe in (default, *filter(None, recipes))]
+        plan = self._sharding.plan(self.param_groups, costs, 0, about)
+        owned = self._sharding.owned(self._params(), plan)
         with failing_together(self._group):
-            self._local = LocalOptimizer(optimizer_class, self.param_groups, self._own(), defaults)
-        self.defaults = self._local.optimizer.defaults
-        self.state = self._local.optimizer.state
-        self._place(self._params(), plan)
-        self._active = self._active_buckets()
+            self._local = LocalOptimizer(default, self.param_groups, recipes, owned)
+        self._sharding.add(self._params(), plan)
+        self.defaults = self._local.defaults
+        self._cost = cost
         self._revision = 0
         self._snapshot: tuple[int, WholeState] | None = None
+        self._show_state()
+
+    def _show_state(self) -> None:
+        self.state = self._built.state  # type: ignore[assignment]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle all but the hooks, as ``torch.optim`` does; does not communicate."""
+        mine = ("_group", "_sharding", "_local", "_cost", "_revision", "_snapshot", "_join_config")
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in mine}}
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the class has
+        """Reach what the user's class adds, such as ``train()`` and ``eval()`` of schedule-free ones.
+
+        All ranks call such a method; the parameters are gathered after it.
+        """
+        local = self.__dict__.get("_local")
+        found = local.find(name) if local is not None and not name.startswith("_") else []
+        if not found:
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+        if not inspect.ismethod(found[0]):
+            return found[0]
+        return partial(self._call_and_gather, found)
+
+    def _call_and_gather(self, methods: list[Callable[..., Any]], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
+        self._sharding.refresh()
+        result = self._built.call(self.param_groups, methods, *args, **kwargs)
+        self._revision += 1
+        self._sharding.gather(self.param_groups)
+        return result
 
     # ------------------------------------------------------------------ building
 
@@ -124,60 +154,36 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ValueError: on every rank, and nothing is added, when the group is wrong on any.
             RankMismatchError: likewise, when ranks were given different groups.
         """
+        if isinstance(param_group, dict):  # keys of ours are taken out of it, not out of the caller's
+            param_group = dict(param_group)
         if self._local is None:  # torch's own constructor is handing over the groups one by one
             super().add_param_group(param_group)
             return
         before = len(self.param_groups)
         try:
-            with failing_together(self._group):
-                super().add_param_group(param_group)
-            plan = self._agree_on_plan(self.param_groups[before:], [])
-            self._add_to_local(self.param_groups[before])
+            self._plan_and_add(param_group, before)
         except Exception:
-            for group in self.param_groups[before:]:
-                for param in group["params"]:
-                    self._owners.pop(param, None)
             del self.param_groups[before:]
+            self._local.drop_groups(before)
             raise
-        self._place(self.param_groups[before]["params"], plan)
-        self._active = self._active_buckets()
+        self._show_state()
         if self._revision > 0:  # before any step the whole state is known, with the new group as well
             self._revision += 1
 
-    def _add_to_local(self, group: dict[str, Any]) -> None:
-        """Add a group's owned part to the local optimizer, on all ranks or none."""
-        local = self._built
-        before = len(local.optimizer.param_groups)
+    def _plan_and_add(self, group: dict[str, Any], before: int) -> None:
+        defaults, self.defaults = self.defaults, {}  # those of another class are not for this group
         try:
             with failing_together(self._group):
-                local.add_group(group, self._own())
-        except Exception:
-            local.drop_groups(before)
-            raise
-
-    def _agree_on_plan(self, groups: list[dict[str, Any]], more: list[str]) -> Plan:
-        """Plan some groups and make sure that all ranks planned the same; owners are noted."""
-        params = [param for group in groups for param in group["params"]]
+                super().add_param_group(group)
+                cost = cost_named(group.pop("cost", self._cost))
+                recipe = Recipe.taken_from(group)
+        finally:
+            self.defaults = defaults
+        about = [f"optimizer {recipe.describe()}"] if recipe is not None else []
+        plan = self._sharding.plan(self.param_groups, [cost], before, about)
         with failing_together(self._group):
-            check_shardable(self.param_groups)
-            held = plan_loads(list(self._owners), list(self._owners.values()), self._group.size)
-            by_group = [group["params"] for group in groups]
-            plan = make_plan(by_group, self._group.size, self._cap_nbytes, loads=held)
-        items = [
-            *describe_params(groups, plan),
-            *describe_options(groups),
-            *more,
-            f"buckets of {self._cap_nbytes} bytes",
-        ]
-        agree(self._group, items, "the parameters and options of the optimizer")
-        self._owners.update(zip(params, plan.owners, strict=True))
-        return plan
-
-    def _place(self, params: list[Tensor], plan: Plan) -> None:
-        """Make the buckets of a plan."""
-        for bucket in plan.buckets:
-            members = [params[index] for index in bucket.params]
-            self._buckets.append(self._bucket_kind(members, bucket.layout, self._group.rank))
+            self._built.add_group(group, recipe, self._sharding.owned(group["params"], plan))
+        self._sharding.add(group["params"], plan)
 
     @property
     def _built(self) -> LocalOptimizer:
@@ -186,9 +192,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _params(self) -> list[Tensor]:
         return list(chain.from_iterable(group["params"] for group in self.param_groups))
-
-    def _own(self) -> set[Tensor]:
-        return {param for param, owner in self._owners.items() if owner == self._group.rank}
 
     # ------------------------------------------------------------------ stepping
 
@@ -215,26 +218,46 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return loss if stepped is None else stepped
 
     def _step_and_gather(self, closure: Callable[[], float] | None) -> float | None:
-        for bucket in self._buckets:
-            bucket.refresh()
+        self._sharding.refresh()
         loss = self._built.step(self.param_groups, closure)
         self._revision += 1
-        active = self._active_buckets()
-        if active != self._active:
-            names = param_names(self.param_groups)
-            trains = [
-                f"{name} {'trainable' if p.requires_grad else 'frozen'}"
-                for name, p in zip(names, self._params(), strict=True)
-            ]
-            agree(self._group, trains, "which parameters are frozen")
-            self._active = active
-        gather_all(
-            self._group, [bucket for bucket, moves in zip(self._buckets, active, strict=True) if moves]
-        )
+        self._sharding.gather(self.param_groups)
         return loss
 
-    def _active_buckets(self) -> list[bool]:
-        return [is_active(bucket) for bucket in self._buckets]
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """Scale all gradients down so that their global norm is at most ``max_norm``; all ranks call.
+
+        ``torch.nn.utils.clip_grad_norm_`` with the owners' gradients: the norm is the same on every
+        rank. One collective of 16 bytes a parameter; the norms are computed once, not on every rank.
+
+        Args:
+            max_norm: the norm wanted at most.
+            norm_type: order of the norm, ``inf`` included.
+            error_if_nonfinite: raise, on every rank, if the norm is not finite.
+            foreach: as in ``torch.nn.utils.clip_grad_norm_``.
+
+        Returns:
+            The norm before clipping, 0-d.
+
+        Raises:
+            RuntimeError: the norm is not finite and ``error_if_nonfinite``; nothing is scaled then.
+        """
+        params = self._params()
+        owners = [self._sharding.owners[param] for param in params]
+        norm = global_grad_norm(self._group, params, owners, float(norm_type), foreach)
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError(
+                f"the norm of order {norm_type} of all gradients is {norm.item()}: they cannot be clipped. "
+                "Leave out error_if_nonfinite to scale them all the same"
+            )
+        torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach)
+        return norm
 
     # ------------------------------------------------------------------ state
 
@@ -312,13 +335,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             changed = load_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         with failing_together(self._group):
-            check_fits(state_dict, self.param_groups, param_names(self.param_groups), self._built.shaped)
+            check_fits(state_dict, self.param_groups, param_names(self.param_groups), self._built.shaped_keys)
         saved_groups = zip(self.param_groups, state_dict["param_groups"], strict=True)
         groups = [_with_options(group, saved) for group, saved in saved_groups]
         with failing_together(self._group):
             self._built.load(groups, own_part(state_dict, self._params(), self._built.leaves))
         self.param_groups = groups
-        self.state = self._built.optimizer.state
+        self._show_state()
         self._snapshot = None
         self._revision += 1
         for done_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -359,18 +382,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _lend(self, *, joined: bool) -> None:
         params = self._params()
-        lend_gradients(self._group, joined, params, [self._owners[p] for p in params], self.param_groups)
+        lend_gradients(
+            self._group, joined, params, [self._sharding.owners[p] for p in params], self.param_groups
+        )
 
 
 def _with_options(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Combine a group's own parameters with the options (and names, if any) of a saved group."""
     params = {key: group[key] for key in group if key in PARAM_KEYS}
     return {**params, **{key: value for key, value in saved.items() if key != "params"}}
-
-
-def _name(optimizer_class: Callable[..., Optimizer]) -> str:
-    return getattr(optimizer_class, "__qualname__", type(optimizer_class).__qualname__)
-
-
-def _plain(defaults: Mapping[str, Any]) -> str:
-    return describe_options([dict(defaults)])[0].removeprefix("group 0 with ") or "no options"

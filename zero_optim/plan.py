@@ -7,7 +7,7 @@ compute it apart and then compare `describe_params`.
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,18 +15,54 @@ from torch.nn.parameter import is_lazy
 
 from zero_optim.buckets import assign_buckets
 from zero_optim.layout import Layout, whole
-from zero_optim.partition import assign_owners, rank_loads
+from zero_optim.partition import assign_owners
 
 Cost = Callable[[Tensor], float]
+CostName = Literal["numel", "matmul"]
 
 # Extents start where a fresh CPU tensor would, so that kernels that look at alignment (MKL's matrix
 # product does) give the bits they give without sharding.
 ALIGNMENT_NBYTES = 64
 
 
+# A step that works element by element is bound by memory: on one core of a CPU it takes, for each
+# element, about the time in which a matrix product does this many floating-point operations.
+_FLOPS_AN_ELEMENT = 100
+_NEWTON_SCHULZ_STEPS = 5  # Muon's default
+
+
 def numel_cost(param: Tensor) -> float:
-    """Cost of owning a parameter, taken as its number of elements."""
-    return param.numel()
+    """Cost of an element-wise step, in floating-point operations of the same duration."""
+    return _FLOPS_AN_ELEMENT * param.numel()
+
+
+def matmul_cost(param: Tensor) -> float:
+    """Cost of a step that orthogonalizes matrices by Newton-Schulz iterations, as Muon's does.
+
+    For the m x n matrix (m <= n) that the parameter flattens to, an iteration multiplies m x n by
+    n x m, m x m by m x m, and m x m by m x n: 4 m^2 n + 2 m^3 operations. Jordan, "Muon: An
+    optimizer for hidden layers in neural networks", 2024. Vectors cost what their elements do.
+    """
+    if param.dim() < 2 or param.numel() == 0:
+        return numel_cost(param)
+    short, long = sorted((param.shape[0], param.numel() // param.shape[0]))
+    return numel_cost(param) + _NEWTON_SCHULZ_STEPS * (4 * short**2 * long + 2 * short**3)
+
+
+def cost_named(cost: CostName | Cost) -> Cost:
+    """Find a cost function.
+
+    Raises:
+        ValueError: ``cost`` is neither a known name nor callable.
+    """
+    if callable(cost):
+        return cost
+    named: dict[str, Cost] = {"numel": numel_cost, "matmul": matmul_cost}
+    if cost not in named:
+        raise ValueError(
+            f"expected cost to be one of {sorted(named)} or a function of a parameter, got {cost!r}"
+        )
+    return named[cost]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +83,12 @@ class Plan:
     """Owner of every parameter, and the buckets, whose order is the order of issue.
 
     Args:
+        costs: what owning each parameter costs.
         owners: group rank that owns each parameter.
         buckets: every parameter lies in exactly one.
     """
 
+    costs: tuple[float, ...]
     owners: tuple[int, ...]
     buckets: tuple[BucketPlan, ...]
 
@@ -61,39 +99,36 @@ class Plan:
 
 def make_plan(
     groups: Sequence[Sequence[Tensor]],
+    costs: Sequence[Sequence[float]],
     num_ranks: int,
     cap_nbytes: int,
-    cost: Cost = numel_cost,
     loads: Sequence[float] | None = None,
 ) -> Plan:
     """Choose owners, then buckets. Does not communicate.
 
     Args:
         groups: parameters of each group.
+        costs: what owning each costs, in the unit of the loads.
         num_ranks: size of the process group.
         cap_nbytes: capacity of a bucket in bytes.
-        cost: what owning a parameter costs.
         loads: costs the ranks carry already.
     """
     params = list(chain.from_iterable(groups))
-    by_group = assign_owners([[cost(p) for p in group] for group in groups], num_ranks, loads)
+    by_group = assign_owners(costs, num_ranks, loads)
     owners = tuple(chain.from_iterable(by_group))
     keys = _travel_keys(params)
     buckets = assign_buckets(keys, [p.numel() * p.element_size() for p in params], cap_nbytes)
-    return Plan(owners, tuple(_lay_out(bucket, params, owners) for bucket in buckets))
+    return Plan(
+        tuple(chain.from_iterable(costs)),
+        owners,
+        tuple(_lay_out(bucket, params, owners) for bucket in buckets),
+    )
 
 
 def _lay_out(bucket: list[int], params: Sequence[Tensor], owners: Sequence[int]) -> BucketPlan:
     alignment = max(1, ALIGNMENT_NBYTES // params[bucket[0]].element_size())
     layout = whole([params[i].numel() for i in bucket], [owners[i] for i in bucket], alignment)
     return BucketPlan(tuple(bucket), layout)
-
-
-def plan_loads(
-    params: Sequence[Tensor], owners: Sequence[int], num_ranks: int, cost: Cost = numel_cost
-) -> list[float]:
-    """Add up the cost of what each rank owns."""
-    return rank_loads(map(cost, params), owners, num_ranks)
 
 
 def _travel_keys(params: Sequence[Tensor]) -> list[Hashable]:

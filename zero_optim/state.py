@@ -4,7 +4,7 @@ Whole state is keyed as ``torch.optim`` keys it: by the index of the parameter, 
 groups, with a class's global entries under keys of their own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,7 +71,10 @@ def in_order(state: WholeState) -> WholeState:
 
 
 def check_fits(
-    state_dict: Mapping[str, Any], groups: Sequence[Group], names: Sequence[str], shaped: ShapedKeys
+    state_dict: Mapping[str, Any],
+    groups: Sequence[Group],
+    names: Sequence[str],
+    shaped: Callable[[int], ShapedKeys],
 ) -> None:
     """Check a whole state dict against the parameters it is to be loaded for.
 
@@ -79,7 +82,7 @@ def check_fits(
         state_dict: in the format of ``torch.optim``.
         groups: this optimizer's groups.
         names: a name for each parameter.
-        shaped: tells which state of the optimizer's class must have the parameter's shape.
+        shaped: for a group's index, tells which state of its class must have the parameter's shape.
 
     Raises:
         StateMismatchError: with every mismatch, one a line.
@@ -101,16 +104,20 @@ def check_fits(
 
 
 def _wrong_shapes(
-    state_dict: Mapping[str, Any], groups: Sequence[Group], names: Sequence[str], shaped: ShapedKeys
+    state_dict: Mapping[str, Any],
+    groups: Sequence[Group],
+    names: Sequence[str],
+    shaped: Callable[[int], ShapedKeys],
 ) -> list[str]:
-    params = [param for group in groups for param in group["params"]]
+    params = [(param, shaped(number)) for number, group in enumerate(groups) for param in group["params"]]
     wrong = []
     for index, key in enumerate(saved_keys(state_dict)):
         entry = state_dict["state"].get(key, {})
-        must = shaped.of(params[index].dim()) if isinstance(entry, dict) else frozenset()
+        param, keys = params[index]
+        must = keys.of(param.dim()) if isinstance(entry, dict) else frozenset()
         for name in sorted(must & entry.keys()):
             got = entry[name]
-            if isinstance(got, Tensor) and got.shape != params[index].shape:
+            if isinstance(got, Tensor) and got.shape != param.shape:
                 wrong.append(f"{names[index]}: '{name}' has shape {tuple(got.shape)}")
     return wrong
 

@@ -69,9 +69,9 @@ def _members(layout: Layout, rank: int) -> tuple[list[int], list[int]]:
 def _check_unchanged(param: Tensor, dtype: torch.dtype, device: torch.device, shape: torch.Size) -> None:
     if param.dtype != dtype or param.device != device or param.shape != shape:
         raise RuntimeError(
-            f"a parameter became {param.dtype} {tuple(param.shape)} on {param.device}; when the optimizer was "
-            f"built it was {dtype} {tuple(shape)} on {device}. Convert or move the model first, then build "
-            "the optimizer"
+            f"a parameter became {param.dtype} {tuple(param.shape)} on {param.device}; when the optimizer "
+            f"was built it was {dtype} {tuple(shape)} on {device}. Convert or move the model first, then "
+            "build the optimizer"
         )
 
 
@@ -92,11 +92,16 @@ class ViewBucket:
         # Padding is zeroed because it travels: no stray NaN should show up in a debugger.
         self._flat = torch.zeros(layout.numel, dtype=params[0].dtype, device=params[0].device)
         self._views = _views(self._flat, params, layout)
+        self._rank = rank
         self._own, others = _members(layout, rank)
         self._others = [params[i] for i in others]
         self._addresses = [view.data_ptr() for view in self._views]
         for index in range(len(params)):
             self._take_in(index)
+
+    def __reduce__(self) -> tuple[type["ViewBucket"], tuple[list[Tensor], Layout, int]]:
+        """Copy and pickle by building anew around the copied parameters."""
+        return ViewBucket, (self.params, self.layout, self._rank)
 
     def refresh(self) -> None:
         """See `Bucket`. Parameters whose ``data`` was replaced are moved in again."""
@@ -105,7 +110,7 @@ class ViewBucket:
                 self._take_in(index)
 
     def fill(self) -> Tensor:
-        """See `Bucket`. The row is the parameters, unless the step itself has replaced their ``data``."""
+        """See `Bucket`. The row is the parameters, unless the step has replaced their ``data``."""
         for index in self._own:
             if self.params[index].data_ptr() != self._addresses[index]:
                 self._take_in(index)

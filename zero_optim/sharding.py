@@ -1,0 +1,118 @@
+"""Who owns which parameter and in which bucket it travels: the plans so far, carried out."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec
+
+import torch
+from torch import Tensor
+
+from zero_optim.agreement import agree, failing_together
+from zero_optim.collectives import RankGroup
+from zero_optim.gather import gather_all
+from zero_optim.partition import rank_loads
+from zero_optim.plan import (
+    Cost,
+    Plan,
+    check_shardable,
+    describe_options,
+    describe_params,
+    make_plan,
+    param_names,
+)
+from zero_optim.storage import Bucket, PackedBucket, ViewBucket, is_active
+
+Group = dict[str, Any]
+P = ParamSpec("P")
+
+
+def _eager(function: Callable[P, None]) -> Callable[P, None]:
+    """Keep a function that communicates out of ``torch.compile(optimizer.step)``."""
+    eager: Callable[P, None] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return eager
+
+
+class Sharding:
+    """The owners and buckets of an optimizer's parameters.
+
+    Args:
+        group: the ranks to shard over.
+        as_views: whether parameters become views of their bucket.
+        cap_nbytes: capacity of a bucket, in bytes.
+
+    Attributes:
+        owners: group rank that owns each parameter.
+        loads: the cost of what each rank owns.
+        buckets: in the order of issue, the same on every rank.
+    """
+
+    def __init__(self, group: RankGroup, *, as_views: bool, cap_nbytes: int) -> None:
+        self.owners: dict[Tensor, int] = {}
+        self.loads: list[float] = [0] * group.size
+        self.buckets: list[Bucket] = []
+        self._group = group
+        self._kind = ViewBucket if as_views else PackedBucket
+        self._cap_nbytes = cap_nbytes
+        self._active: list[bool] = []
+
+    def plan(self, groups: Sequence[Group], costs: Sequence[Cost], before: int, about: Sequence[str]) -> Plan:
+        """Plan groups and make sure that all ranks planned the same; all ranks call.
+
+        Nothing is carried out: `add` does that.
+
+        Args:
+            groups: all public groups.
+            costs: the cost function of each group to plan.
+            before: how many groups have been planned already.
+            about: further descriptions to agree on.
+
+        Raises:
+            ValueError: on every rank, for parameters that cannot be sharded; or TypeError.
+            RankMismatchError: ranks were given different things.
+        """
+        new = groups[before:]
+        with failing_together(self._group):
+            check_shardable(groups)
+            by_group = [group["params"] for group in new]
+            spent = [[cost(p) for p in params] for params, cost in zip(by_group, costs, strict=True)]
+            plan = make_plan(by_group, spent, self._group.size, self._cap_nbytes, self.loads)
+        options = describe_options(new)
+        items = [*describe_params(new, plan), *options, *about, f"buckets of {self._cap_nbytes} bytes"]
+        agree(self._group, items, "the parameters and options of the optimizer")
+        return plan
+
+    def owned(self, params: Sequence[Tensor], plan: Plan) -> set[Tensor]:
+        """Pick the parameters that a plan gives to this rank."""
+        return {param for param, owner in zip(params, plan.owners, strict=True) if owner == self._group.rank}
+
+    def add(self, params: Sequence[Tensor], plan: Plan) -> None:
+        """Carry a plan out: note the owners and make the buckets. Does not communicate."""
+        self.owners.update(zip(params, plan.owners, strict=True))
+        more = rank_loads(plan.costs, plan.owners, self._group.size)
+        self.loads = [load + extra for load, extra in zip(self.loads, more, strict=True)]
+        for bucket in plan.buckets:
+            members = [params[index] for index in bucket.params]
+            self.buckets.append(self._kind(members, bucket.layout, self._group.rank))
+            self._active.append(is_active(self.buckets[-1]))
+
+    @_eager
+    def refresh(self) -> None:
+        """Look at every parameter before a step; see `Bucket.refresh`."""
+        for bucket in self.buckets:
+            bucket.refresh()
+
+    @_eager
+    def gather(self, groups: Sequence[Group]) -> None:
+        """Bring all parameters up to date on all ranks; all ranks call.
+
+        Buckets in which nothing trains are left out. When that changes, the ranks make sure that it
+        changed on all of them.
+        """
+        active = [is_active(bucket) for bucket in self.buckets]
+        if active != self._active:
+            params = [param for group in groups for param in group["params"]]
+            states = ["trainable" if param.requires_grad else "frozen" for param in params]
+            items = [f"{name} {state}" for name, state in zip(param_names(groups), states, strict=True)]
+            agree(self._group, items, "which parameters are frozen")
+            self._active = active
+        moving = [bucket for bucket, moves in zip(self.buckets, active, strict=True) if moves]
+        gather_all(self._group, moving)
