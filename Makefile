@@ -1,0 +1,60 @@
+# One environment, .venv, made at the first use of any target and kept. It holds exactly what constraints.txt says.
+#
+# PyTorch comes first, on its own, from wherever pip is pointed: `pip install torch==2.13.0` takes a CPU build where
+# the index or the folder that pip looks in offers one; elsewhere, on Linux, it brings gigabytes of CUDA libraries. To
+# point pip at an index of CPU builds set PIP_INDEX_URL, at a folder of wheels PIP_FIND_LINKS, for example
+#     PIP_FIND_LINKS=~/wheels make test
+
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+STAMP := $(VENV)/.complete
+
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint style types imports format clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+	@echo "ARGS='...' is handed on, as in: make train ARGS='--nproc 4', make test ARGS='-k pool'"
+
+train: $(STAMP)  ## train the small GPT, sharded over two processes
+	$(VENV)/bin/zero-optim train $(ARGS)
+
+test: $(STAMP)  ## run every test
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+lint: style types imports  ## check all three; add -k to see what else fails after a failure
+
+style: $(STAMP)  ## ruff: habits and format
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+types: $(STAMP)  ## mypy, strict
+	$(VENV)/bin/mypy
+
+imports: $(STAMP)  ## import-linter: imports point down
+	$(VENV)/bin/lint-imports --no-logo
+
+format: $(STAMP)  ## put the code into the one format
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean:  ## remove the environment and everything that was built
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is written last, so an interrupted set-up is no set-up. It is removed first, so an interrupted update is
+# none either. Without a stamp nothing that lies in .venv is trusted, and it is made from nothing. No build isolation:
+# the package is built with the setuptools that torch brought, at its pinned version.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
+	    echo "zero-optim needs Python 3.10 or newer, and '$(PYTHON)' is not: try make PYTHON=/path/to/python3" >&2; \
+	    exit 1; }
+	@echo "setting up $(VENV), once"
+	@if [ -e $@ ]; then rm $@; else $(PYTHON) -m venv --clear $(VENV); fi
+	$(VENV)/bin/python -m pip install --quiet torch==2.13.0 -c constraints.txt
+	$(VENV)/bin/python -m pip install --quiet --no-build-isolation -c constraints.txt -e '.[demo,optimizers,test,dev]'
+	@touch $@

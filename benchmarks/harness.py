@@ -1,0 +1,185 @@
+"""What every benchmark shares: ranks on this machine, interleaved timing, memory marks, tables, records.
+
+Absolute times on a shared machine move by tens of per cent from run to run, so contenders are timed
+in turns inside one run and compared by ratio.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.multiprocessing.spawn import spawn
+
+RESULTS = Path(__file__).parent / "results"
+MIB = 2**20
+
+Shape = tuple[int, ...]
+Worker = Callable[..., object]
+
+
+def gpt_shapes(num_layers: int = 6, width: int = 384, vocab: int = 4096, context: int = 64) -> list[Shape]:
+    """List the parameter shapes of a GPT with an untied head; 13.8 M elements by default."""
+    block: list[Shape] = [(width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,)]
+    block += [(width,), (width,), (4 * width, width), (4 * width,), (width, 4 * width), (width,)]
+    return [(vocab, width), (context, width), *block * num_layers, (width,), (width,), (vocab, width)]
+
+
+def make_params(shapes: Sequence[Shape], seed: int = 0) -> list[Tensor]:
+    """Make parameters with gradients set, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    params = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator).mul_(1e-3)
+    return params
+
+
+# ---------------------------------------------------------------------- ranks
+
+
+def launch(world_size: int, worker: Worker, *args: object) -> list[Any]:
+    """Run ``worker(*args)`` on ranks of a gloo group on this machine, one thread each.
+
+    Returns:
+        What each rank returned, by rank; must be plain values.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_run_rank, (world_size, folder, worker, args), nprocs=world_size)  # type: ignore[no-untyped-call]
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def _run_rank(rank: int, world_size: int, folder: str, worker: Worker, args: tuple[object, ...]) -> None:
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.FileStore(  # type: ignore[attr-defined]
+        str(Path(folder, "store")), world_size
+    )
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=5)
+    )
+    Path(folder, f"{rank}.json").write_text(json.dumps(worker(*args)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------------- measuring
+
+
+def time_interleaved(
+    contenders: Mapping[str, Callable[[], object]], rounds: int, warmup: int
+) -> dict[str, list[float]]:
+    """Time contenders in turns; all ranks call.
+
+    Each round runs every contender once, behind a barrier, beginning with another one each time.
+
+    Returns:
+        For each contender the seconds of its slowest rank in each round, without the warm-up rounds.
+    """
+    names = list(contenders)
+    seconds = torch.zeros(warmup + rounds, len(names), dtype=torch.float64)
+    gc.collect()
+    gc.disable()  # a collection belongs to no contender
+    for turn in range(warmup + rounds):
+        for place in range(len(names)):
+            index = (place + turn) % len(names)
+            dist.barrier()
+            start = time.perf_counter()
+            contenders[names[index]]()
+            seconds[turn, index] = time.perf_counter() - start
+    gc.enable()
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return {name: seconds[warmup:, index].tolist() for index, name in enumerate(names)}
+
+
+def medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Take the median of each contender's times."""
+    return {name: median(values) for name, values in times.items()}
+
+
+def resident_nbytes() -> int:
+    """Bytes of this process that lie in memory now, free memory of its heap handed back (Linux, glibc)."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # else what the heap kept from before hides what comes
+    return _status("VmRSS")
+
+
+def peak_growth(work: Callable[[], object]) -> int:
+    """Bytes by which resident memory grew at most while ``work`` ran (Linux: the kernel's own mark)."""
+    before = resident_nbytes()
+    Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back to VmRSS
+    work()
+    return _status("VmHWM") - before
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+def state_nbytes(state: Mapping[Any, Mapping[str, Any]]) -> int:
+    """Count the bytes of an optimizer's state tensors by their storage."""
+    tensors = [value for entry in state.values() for value in entry.values() if isinstance(value, Tensor)]
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+# ---------------------------------------------------------------------- reporting
+
+
+def arguments(doc: str | None) -> argparse.ArgumentParser:
+    """Make a parser with what all benchmarks take."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("--dry", action="store_true", help="print the table, keep no record")
+    return parser
+
+
+def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print a table: the first column to the left, figures to the right."""
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=not number)
+    for row in rows:
+        table.add_row(*map(str, row))
+    console = Console()
+    Console(width=None if console.is_terminal else 130).print(table)
+
+
+def record(name: str, results: object, *, dry: bool) -> None:
+    """Append a run to ``results/NAME.json``: a list of runs, the latest last."""
+    if dry:
+        return
+    path = RESULTS / f"{name}.json"
+    runs = json.loads(path.read_text()) if path.exists() else []
+    machine = {
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "architecture": platform.machine(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "backend": "gloo over loopback, one thread a rank",
+    }
+    runs.append(
+        {
+            "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+            "machine": machine,
+            "command": " ".join(["python", f"benchmarks/{name}.py", *sys.argv[1:]]),
+            "results": results,
+        }
+    )
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(runs, indent=1) + "\n")

@@ -1,0 +1,46 @@
+"""Fixtures: the worker pool, once a session, and the pool at the world sizes that tests ask for."""
+
+import multiprocessing
+from collections.abc import Iterator
+
+import pytest
+
+from pool import Pool, Ranks
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_left() -> Iterator[None]:
+    """Fails the session if a process started by a test, or by the pool, outlives it."""
+    yield
+    assert multiprocessing.active_children() == []
+
+
+@pytest.fixture(scope="session")
+def pool(no_process_left: None) -> Iterator[Pool]:
+    """The worker pool; most tests want ``ranks`` instead."""
+    with Pool() as pool:
+        yield pool
+
+
+@pytest.fixture(params=[2, 4], ids=["2 ranks", "4 ranks"])
+def ranks(pool: Pool, request: pytest.FixtureRequest) -> Ranks:
+    """Two ranks, then four: for whatever should hold at any world size."""
+    return Ranks(pool, request.param)
+
+
+@pytest.fixture
+def ranks1(pool: Pool) -> Ranks:
+    """A process group of one."""
+    return Ranks(pool, 1)
+
+
+@pytest.fixture
+def ranks2(pool: Pool) -> Ranks:
+    """Two ranks."""
+    return Ranks(pool, 2)
+
+
+@pytest.fixture
+def ranks4(pool: Pool) -> Ranks:
+    """Four ranks."""
+    return Ranks(pool, 4)

@@ -1,0 +1,185 @@
+"""What runs in the processes of ``pool``: run a call in a fresh process group, send the outcome."""
+
+import ctypes
+import faulthandler
+import gc
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
+
+
+@dataclass(frozen=True)
+class Filter:
+    """One warning filter, as ``warnings.filterwarnings`` takes it."""
+
+    action: Any  # one of the words that warnings.filterwarnings knows
+    message: str
+    category: Any  # a class of warnings
+    module: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """One rank's part of a call."""
+
+    call: bytes  # pickled (function, args), unpickled where an error can be reported
+    rank: int
+    world_size: int
+    store_port: int
+    group_name: str
+    group_timeout: float  # seconds
+    filters: list[Filter]
+
+
+class Reply:
+    """What a rank answers."""
+
+
+@dataclass(frozen=True)
+class Success(Reply):
+    """The function returned."""
+
+    value: bytes  # pickled
+
+
+@dataclass(frozen=True)
+class Failure(Reply):
+    """The function raised, or something around it did."""
+
+    text: str  # a traceback, mostly
+
+
+def serve(connection: "Connection[Any, Any]", stack_file: Path) -> None:
+    """Answers requests until the pipe closes. The entry point of a worker process."""
+    _die_with_parent()
+    # Ctrl-C goes to the whole terminal session; the parent decides what becomes of the workers. Not SIG_IGN,
+    # which processes that a test starts would inherit.
+    signal.signal(signal.SIGINT, lambda *_: None)
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = _loopback_interface()
+    with stack_file.open("w") as stacks:
+        faulthandler.enable(stacks)
+        faulthandler.register(signal.SIGUSR1, stacks)
+        connection.send_bytes(b"listening")
+        while True:
+            try:
+                request = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                return
+            connection.send_bytes(pickle.dumps(_answer(request)))
+
+
+def _answer(request: Request) -> Reply:
+    stray: list[str] = []
+    try:
+        _reset_state()
+        with warnings.catch_warnings(), _StrayExceptions(stray):
+            warnings.resetwarnings()
+            for rule in reversed(request.filters):  # each goes before those already there
+                warnings.filterwarnings(rule.action, rule.message, rule.category, rule.module, rule.line)
+            value = _in_process_group(request)
+            gc.collect()  # so that what a destructor raises is blamed on this call, not on the next one
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is, the parent reports it
+        # The first frames are this file's, the same every time.
+        own = error.__traceback__
+        while own is not None and own.tb_frame.f_code.co_filename == __file__ and own.tb_next is not None:
+            own = own.tb_next
+        return Failure("".join([*traceback.format_exception(type(error), error, own), *stray]))
+    return Failure("\n".join(stray)) if stray else Success(value)
+
+
+def _in_process_group(request: Request) -> bytes:
+    timeout = timedelta(seconds=request.group_timeout)
+    server = "127.0.0.1", request.store_port
+    store = dist.TCPStore(*server, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore(request.group_name, store),  # type: ignore[attr-defined]
+        rank=request.rank,
+        world_size=request.world_size,
+        timeout=timeout,
+    )
+    function, args = pickle.loads(request.call)
+    value = _call(function, args)
+    # A rank that raised skips this: its process is about to be killed, and its peers may be stuck elsewhere.
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return value
+
+
+def _call(function: Callable[..., object], args: tuple[object, ...]) -> bytes:
+    # Plain pickle sends a tensor's bytes; multiprocessing's pickler sends a handle to this process's memory.
+    return pickle.dumps(function(*args))
+
+
+def _reset_state() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+
+
+class _StrayExceptions:
+    """Catches exceptions that Python only prints: those raised in destructors and in threads."""
+
+    def __init__(self, found: list[str]) -> None:
+        self._found = found
+
+    def __enter__(self) -> None:
+        self._hooks = sys.unraisablehook, threading.excepthook
+        sys.unraisablehook = self._record
+        threading.excepthook = self._record
+
+    def __exit__(self, *_: object) -> None:
+        sys.unraisablehook, threading.excepthook = self._hooks
+
+    def _record(self, event: Any) -> None:
+        self._found.append(
+            "".join(traceback.format_exception(event.exc_type, event.exc_value, event.exc_traceback))
+        )
+
+
+def _loopback_interface() -> str:
+    # gloo looks the host's name up otherwise, which fails or is slow on machines without a network.
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+
+
+def _die_with_parent() -> None:
+    """Makes sure that no worker outlives the test run, however that ends."""
+    # On Linux the kernel does it, even if this process hangs with Python's lock held.
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Elsewhere, or if the parent was gone before that call: a thread that waits for its end.
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, name="follow-parent", daemon=True).start()

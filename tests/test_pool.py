@@ -1,0 +1,213 @@
+"""The worker pool itself: the other tests are only worth what it reports."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pool import Pool, RankError, Ranks, RankTimeoutError
+
+HANG = 3600.0  # seconds: for ever, to these tests
+
+
+def rank_and_size() -> tuple[int, int]:
+    return dist.get_rank(), dist.get_world_size()
+
+
+def process_id() -> int:
+    return os.getpid()
+
+
+def sum_of_ranks(start: torch.Tensor) -> torch.Tensor:
+    total = start + dist.get_rank()
+    dist.all_reduce(total)
+    return total
+
+
+def fail_on(bad: int) -> None:
+    if dist.get_rank() == bad:
+        raise ValueError("one bad rank")
+
+
+def fail_while_peers_wait(bad: int) -> None:
+    fail_on(bad)
+    wait_in_a_collective()
+
+
+def wait_in_a_collective() -> None:
+    dist.barrier()
+
+
+def sleep_and_never_arrive() -> None:
+    time.sleep(HANG)
+
+
+def last_rank_never_arrives() -> None:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        sleep_and_never_arrive()
+    wait_in_a_collective()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave_by_exit() -> None:
+    sys.exit("gave up")
+
+
+def warn() -> None:
+    warnings.warn("careful", UserWarning, stacklevel=2)
+
+
+def fail_in_a_thread() -> None:
+    thread = threading.Thread(target=fail_on, args=(dist.get_rank(),))
+    thread.start()
+    thread.join()
+
+
+def return_a_lock() -> object:
+    return threading.Lock()
+
+
+def go_wrong_in_a_way_of_its_own() -> object:
+    ways = (leave_by_exit, warn, fail_in_a_thread, return_a_lock)
+    return ways[dist.get_rank()]()
+
+
+def draw_then_spoil_the_state() -> tuple[float, float, torch.dtype]:
+    drawn = random.random(), torch.rand(()).item(), torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    return drawn
+
+
+def leave_a_subgroup() -> None:
+    dist.new_group([0])
+
+
+def print_process_ids_and_hang() -> None:
+    """Run in a process of its own, which is then killed: a test session that ends badly."""
+    with Pool() as pool:
+        print(*pool.run(2, process_id), flush=True)  # noqa: T201 - the test reads it
+        pool.run(2, last_rank_never_arrives, timeout=HANG)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")
+    # In a container nobody may collect orphans: they stay listed as zombies, which have ended all the same.
+    return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+def test_values_come_back_in_rank_order(ranks: Ranks) -> None:
+    assert ranks.run(rank_and_size) == [(rank, ranks.size) for rank in range(ranks.size)]
+
+
+def test_tensors_travel_both_ways_and_ranks_can_talk(ranks: Ranks) -> None:
+    start = torch.tensor([0.5, 1.5])
+    expected = start * ranks.size + sum(range(ranks.size))
+    for total in ranks.run(sum_of_ranks, start):
+        assert torch.equal(total, expected)
+
+
+def test_a_world_of_one_works_too(ranks1: Ranks) -> None:
+    assert ranks1.run(rank_and_size) == [(0, 1)]
+
+
+def test_processes_are_kept_between_calls_and_world_sizes(pool: Pool) -> None:
+    four = pool.run(4, process_id)
+    assert pool.run(4, process_id) == four
+    assert pool.run(2, process_id) == four[:2]
+
+
+def test_an_exception_names_its_rank_and_shows_its_traceback(ranks2: Ranks) -> None:
+    with pytest.raises(RankError, match="fail_on failed on rank 1 of 2") as caught:
+        ranks2.run(fail_on, 1)
+    assert list(caught.value.reports) == [1]
+    assert caught.value.reports[1].startswith("Traceback (most recent call last)")
+    assert "in fail_on" in caught.value.reports[1]
+    assert caught.value.reports[1].endswith("ValueError: one bad rank\n")
+
+
+def test_peers_that_wait_for_a_failed_rank_do_not_wait_out_the_timeout(ranks2: Ranks) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError, match="failed on rank 1 of 2") as caught:
+        ranks2.run(fail_while_peers_wait, 1, timeout=HANG)
+    assert time.monotonic() - start < 60
+    assert "still running" in caught.value.reports[0]
+    assert "wait_in_a_collective" in caught.value.reports[0]
+
+
+def test_a_hang_shows_the_stack_of_every_rank_and_the_next_call_works(ranks2: Ranks) -> None:
+    before = ranks2.run(process_id)
+    with pytest.raises(RankTimeoutError, match="did not end within 1 s") as caught:
+        ranks2.run(last_rank_never_arrives, timeout=1.0)
+    early, late = caught.value.reports[0], caught.value.reports[1]
+    assert "in wait_in_a_collective" in early
+    assert "in sleep_and_never_arrive" in late
+    assert all(stack.rstrip() in str(caught.value) for stack in (early, late))
+    after = ranks2.run(process_id)
+    assert not set(before) & set(after)
+    assert not any(map(is_running, before))
+
+
+def test_a_process_that_dies_is_reported(ranks2: Ranks) -> None:
+    with pytest.raises(RankError, match=f"died with exit code -{signal.SIGKILL.value}"):
+        ranks2.run(die)
+
+
+def test_nothing_that_goes_wrong_on_a_rank_passes_silently(ranks4: Ranks) -> None:
+    with pytest.raises(RankError, match="failed on rank 0, 1, 2, 3 of 4") as caught:
+        ranks4.run(go_wrong_in_a_way_of_its_own)
+    ends = [caught.value.reports[rank].rstrip() for rank in range(4)]
+    assert ends[0].endswith("SystemExit: gave up")
+    assert ends[1].endswith("UserWarning: careful")
+    assert ends[2].endswith("ValueError: one bad rank")
+    assert ends[3].endswith("cannot pickle '_thread.lock' object")
+
+
+@pytest.mark.filterwarnings("ignore:careful")
+def test_warning_filters_of_a_test_hold_on_the_ranks(ranks1: Ranks) -> None:
+    assert ranks1.run(warn) == [None]
+
+
+def test_every_call_starts_from_the_same_state(ranks2: Ranks) -> None:
+    first = ranks2.run(draw_then_spoil_the_state)
+    assert first[0] == first[1]
+    assert first[0][2] == torch.float32
+    assert ranks2.run(draw_then_spoil_the_state) == first
+
+
+def test_groups_left_behind_do_not_disturb_the_next_call(ranks2: Ranks) -> None:
+    ranks2.run(leave_a_subgroup)
+    assert ranks2.run(rank_and_size) == [(0, 2), (1, 2)]
+
+
+def test_no_worker_outlives_a_killed_session() -> None:
+    script = "import test_pool; test_pool.print_process_ids_and_hang()"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    with subprocess.Popen(
+        [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True
+    ) as session:
+        assert session.stdout is not None
+        workers = [int(pid) for pid in session.stdout.readline().split()]
+        alive = [is_running(pid) for pid in workers]
+        session.kill()
+    assert alive == [True, True]
+    deadline = time.monotonic() + 30
+    while any(map(is_running, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_running, workers))
