@@ -102,7 +102,9 @@ def _answer(request: Request) -> Reply:
                 warnings.filterwarnings(rule.action, rule.message, rule.category, rule.module, rule.line)
             value = _in_process_group(request)
             gc.collect()  # so that what a destructor raises is blamed on this call, not on the next one
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is, the parent reports it
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 - whatever it is (pytest's failures too), the parent reports it
         # The first frames are this file's, the same every time.
         own = error.__traceback__
         while own is not None and own.tb_frame.f_code.co_filename == __file__ and own.tb_next is not None:
