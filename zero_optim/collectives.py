@@ -114,7 +114,9 @@ class RankGroup:
         return [self._broadcast(row, owner) for owner, row in rows]
 
     def _broadcast(self, tensor: Tensor, source: int) -> dist.Work:
-        work = dist.broadcast(tensor, self._global(source), group=self.process_group, async_op=True)
+        # As bytes, because no backend knows every dtype (gloo no float8, NCCL no int16).
+        row = tensor.view(torch.uint8)
+        work = dist.broadcast(row, self._global(source), group=self.process_group, async_op=True)
         assert isinstance(work, dist.Work)  # async_op=True on a member always gives a handle
         return work
 

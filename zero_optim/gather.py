@@ -1,9 +1,13 @@
 """Bring every bucket's rows from their owners to all ranks."""
 
+from collections import deque
 from collections.abc import Sequence
 
 from zero_optim.collectives import Pending, RankGroup
 from zero_optim.storage import Bucket, rows_of
+
+# Enough to keep the wire busy; each one under way holds a flat tensor where parameters are no views.
+NUM_UNDER_WAY = 4
 
 
 def launch_gather(group: RankGroup, bucket: Bucket) -> Pending:
@@ -20,7 +24,12 @@ def launch_gather(group: RankGroup, bucket: Bucket) -> Pending:
     return Pending(works, [flat], lambda: bucket.settle(flat))
 
 
-def gather_all(group: RankGroup, buckets: Sequence[Bucket]) -> None:
-    """Gather buckets all together and wait; all ranks call. Nothing to do in a group of one."""
-    for pending in [launch_gather(group, bucket) for bucket in buckets]:
+def gather_buckets(group: RankGroup, buckets: Sequence[Bucket]) -> None:
+    """Gather buckets, some at a time, and wait; all ranks call. Nothing to do in a group of one."""
+    under_way: deque[Pending] = deque()
+    for bucket in buckets:
+        if len(under_way) == NUM_UNDER_WAY:
+            under_way.popleft().wait()
+        under_way.append(launch_gather(group, bucket))
+    for pending in under_way:
         pending.wait()

@@ -8,7 +8,7 @@ of the active ranks stepping an unsharded optimizer.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,10 +16,8 @@ from torch.distributed.algorithms.join import JoinHook
 
 from zero_optim.agreement import failing_together
 from zero_optim.collectives import RankGroup
-from zero_optim.local import PARAM_KEYS
+from zero_optim.plan import Group, options_of
 from zero_optim.wire import encode, recv_value, send_value
-
-Group = dict[str, Any]
 
 
 class ShadowSteps(Protocol):
@@ -82,7 +80,7 @@ def lend_gradients(
 def _parcel(to: int, params: Sequence[Tensor], owners: Sequence[int], groups: list[Group]) -> Group:
     """Put together what one joined rank needs."""
     grads = {i: p.grad for i, p in enumerate(params) if owners[i] == to and p.grad is not None}
-    options = [{key: value for key, value in group.items() if key not in PARAM_KEYS} for group in groups]
+    options = [options_of(group) for group in groups]
     return {"grads": grads, "options": options}
 
 

@@ -9,7 +9,7 @@ A group may name its own ``optimizer_class``. Groups that do have an optimizer e
 group's options as arguments; all others share the default one, as in ``torch.optim``.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +17,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_optim.plan import describe_options
+from zero_optim.plan import PARAM_KEYS, Group, describe_options, options_of, params_of
 from zero_optim.traits import ShapedKeys
-
-Group = dict[str, Any]
-
-# Keys of a group that describe its parameters: never copied between public and local groups.
-PARAM_KEYS = frozenset({"params", "param_names"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +39,7 @@ class Recipe:
         if "optimizer_class" not in group:
             return None
         optimizer_class = group.pop("optimizer_class")
-        return cls(optimizer_class, {key: value for key, value in group.items() if key not in PARAM_KEYS})
+        return cls(optimizer_class, options_of(group))
 
     def describe(self) -> str:
         """Name the class and its plain arguments, for messages and for comparison between ranks."""
@@ -81,16 +76,21 @@ class LocalOptimizer:
         groups: the public groups; options the classes fill in are added to them. A group keeps its
             place even where this rank owns none of it.
         recipes: for each public group its own recipe, or None.
-        owned: the parameters this rank owns.
+        owned: this rank's parameters, each with the leaf that is stepped for it.
 
     Raises:
         TypeError: a recipe does not build a ``torch.optim.Optimizer``.
     """
 
     def __init__(
-        self, default: Recipe, groups: list[Group], recipes: list[Recipe | None], owned: Collection[Tensor]
+        self,
+        default: Recipe,
+        groups: list[Group],
+        recipes: list[Recipe | None],
+        owned: Mapping[Tensor, Tensor],
     ) -> None:
         self._default = default
+        self._leaf_of = dict(owned)
         self._parts: list[_Part] = []
         for number, (group, recipe) in enumerate(zip(groups, recipes, strict=True)):
             if recipe is not None:
@@ -111,17 +111,18 @@ class LocalOptimizer:
         return first.optimizer.defaults
 
     @property
-    def state(self) -> Mapping[Any, Any]:
-        """The state of the leaves owned here, and the classes' global entries if any."""
-        states = [part.optimizer.state for part in self._parts]
-        return states[0] if len(states) == 1 else MergedState(states)
+    def num_groups(self) -> int:
+        """How many groups are stepped."""
+        return sum(len(part.groups) for part in self._parts)
 
     @property
-    def leaves(self) -> list[Tensor]:
-        """What is stepped on this rank, group by group."""
-        return [leaf for local in self._groups() for leaf in local["params"]]
+    def states(self) -> list[Mapping[Any, Any]]:
+        """The state of each optimizer: leaf -> entries, and global entries if any."""
+        return [part.optimizer.state for part in self._parts]
 
-    def step(self, groups: list[Group], closure: Callable[[], float] | None) -> float | None:
+    def step(
+        self, groups: list[Group], closure: Callable[[], float] | None, **kwargs: object
+    ) -> float | None:
         """Step every leaf under the options of the public groups.
 
         Returns:
@@ -130,10 +131,10 @@ class LocalOptimizer:
         if closure is not None and len(self._parts) > 1:  # once, for all of them
             with torch.enable_grad():
                 loss = closure()
-            self.call(groups, self.find("step"))
+            self.call(groups, self.find("step"), **kwargs)
             return loss
         arguments = () if closure is None else (closure,)
-        stepped: float | None = self.call(groups, self.find("step"), *arguments)
+        stepped: float | None = self.call(groups, self.find("step"), *arguments, **kwargs)
         return stepped
 
     def find(self, name: str) -> list[Any]:
@@ -149,15 +150,17 @@ class LocalOptimizer:
             What the first one returned.
         """
         for public, local in zip(groups, self._groups(), strict=True):
-            _copy_options(public, local)
+            _set_options(local, public)
+            local["params"] = [self._leaf_of[p] for p in public["params"] if p in self._leaf_of]
         results = [method(*args, **kwargs) for method in methods]
         for public, local in zip(groups, self._groups(), strict=True):
-            _copy_options(local, public)
+            _set_options(public, local)
         return results[0]
 
-    def add_group(self, group: Group, recipe: Recipe | None, owned: Collection[Tensor]) -> None:
+    def add_group(self, group: Group, recipe: Recipe | None, owned: Mapping[Tensor, Tensor]) -> None:
         """Add the owned part of a public group, and what the class fills in to the public one."""
-        number, part = sum(len(part.groups) for part in self._parts), self._shared_part()
+        number, part = self.num_groups, self._shared_part()
+        self._leaf_of.update(owned)
         if recipe is not None or part is None:
             self._add_part(recipe or self._default, [number], [_owned_part(group, owned)])
         else:
@@ -177,6 +180,8 @@ class LocalOptimizer:
             for key in [key for key in state if isinstance(key, Tensor) and key not in leaves]:
                 del state[key]
         self._parts = [part for part in self._parts if part.groups]
+        kept = {leaf for group in self._groups() for leaf in group["params"]}
+        self._leaf_of = {param: leaf for param, leaf in self._leaf_of.items() if leaf in kept}
 
     def load(self, groups: list[Group], state: Mapping[Any, Any]) -> None:
         """Replace the state, through the classes' own ``load_state_dict``.
@@ -189,27 +194,42 @@ class LocalOptimizer:
         """
         for part in self._parts:
             locals_ = part.optimizer.param_groups
-            number = {leaf: n for n, leaf in enumerate(leaf for group in locals_ for leaf in group["params"])}
-            packed_groups: list[Group] = []
-            for index, local in zip(part.groups, locals_, strict=True):
-                packed_groups.append({"params": [number[leaf] for leaf in local["params"]]})
-                _copy_options(groups[index], packed_groups[-1])
+            number = {leaf: n for n, leaf in enumerate(params_of(locals_))}
+            packed_groups = [
+                {"params": [number[leaf] for leaf in local["params"]], **options_of(groups[index])}
+                for index, local in zip(part.groups, locals_, strict=True)
+            ]
             packed = {number.get(key, key): value for key, value in state.items() if _concerns(key, number)}
             part.optimizer.load_state_dict({"state": packed, "param_groups": packed_groups})
         self._fill_in(groups)
 
-    def initial_state(self, groups: list[Group]) -> Mapping[Any, Any]:
+    def save(self) -> list[tuple[dict[Any, Any], list[Group]]]:
+        """Take note of what `load` replaces, for `restore`; copies no tensor."""
+        return [
+            (part.optimizer.state, [dict(group) for group in part.optimizer.param_groups])
+            for part in self._parts
+        ]
+
+    def restore(self, saved: list[tuple[dict[Any, Any], list[Group]]]) -> None:
+        """Undo a `load` that failed here or on another rank."""
+        for part, (state, groups) in zip(self._parts, saved, strict=True):
+            part.optimizer.state = state  # type: ignore[assignment]
+            part.optimizer.param_groups = groups
+
+    def replace_state(self, state: dict[Any, Any]) -> None:
+        """Take over a dict that the user put in the place of the only optimizer's state."""
+        self._parts[0].optimizer.state = state  # type: ignore[assignment]
+
+    def initial_state(self, groups: list[Group]) -> dict[Any, Any]:
         """Give the state optimizers over all of ``groups`` have before their first step.
 
         Most classes make none; where one does (Adagrad), it is allocated here for every parameter.
         """
-        everything = {param for group in groups for param in group["params"]}
-        return MergedState(
-            [
-                part.recipe.build([_owned_part(groups[n], everything) for n in part.groups]).state
-                for part in self._parts
-            ]
-        )
+        everything = {param: param for param in params_of(groups)}
+        state: dict[Any, Any] = {}
+        for part in self._parts:
+            state.update(part.recipe.build([_owned_part(groups[n], everything) for n in part.groups]).state)
+        return state
 
     def shaped_keys(self, group: int) -> ShapedKeys:
         """Tell which state entries of a public group's class have their parameter's shape."""
@@ -235,40 +255,16 @@ class LocalOptimizer:
                     public.setdefault(key, value)
 
 
-class MergedState(Mapping[Any, Any]):
-    """The states of several optimizers as one mapping; no leaf is in two of them.
-
-    Args:
-        states: the optimizers' ``state``.
-    """
-
-    def __init__(self, states: Sequence[Mapping[Any, Any]]) -> None:
-        self._states = states
-
-    def __getitem__(self, key: Any) -> Any:  # noqa: ANN401 - whatever the class keeps
-        for state in self._states:
-            if key in state:
-                return state[key]
-        raise KeyError(key)
-
-    def __iter__(self) -> Iterator[Any]:
-        return (key for state in self._states for key in state)
-
-    def __len__(self) -> int:
-        return sum(map(len, self._states))
-
-
 def _concerns(key: object, leaves: Mapping[Tensor, int]) -> bool:
     return key in leaves if isinstance(key, Tensor) else True
 
 
-def _owned_part(group: Group, owned: Collection[Tensor]) -> Group:
-    part: Group = {"params": [p for p in group["params"] if p in owned]}
-    _copy_options(group, part)
-    return part
+def _owned_part(group: Group, owned: Mapping[Tensor, Tensor]) -> Group:
+    return {"params": [owned[p] for p in group["params"] if p in owned], **options_of(group)}
 
 
-def _copy_options(source: Group, target: Group) -> None:
-    for key, value in source.items():
-        if key not in PARAM_KEYS:
-            target[key] = value
+def _set_options(target: Group, source: Group) -> None:
+    """Give a group the options of another, and no others."""
+    for key in [key for key in target if key not in PARAM_KEYS and key not in source]:
+        del target[key]
+    target.update(options_of(source))

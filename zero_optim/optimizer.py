@@ -4,13 +4,14 @@ Note [Whole state]
     Before any step every rank can say what the whole state is: what the class's constructor makes,
     the same everywhere. Frameworks ask for a state dict then. After a step or a load each rank
     knows its own part; the whole is a snapshot that `consolidate_state_dict` brings to one rank,
-    and it counts only until the next step, load or added group. `_revision` numbers those.
+    and it counts only until the next step, load or added group.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -20,14 +21,23 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from zero_optim.agreement import agree, failing_together
+from zero_optim.amp import agree_on_infinity, tell_scaler, unscale
 from zero_optim.clip import global_grad_norm
 from zero_optim.collectives import RankGroup
-from zero_optim.errors import NotConsolidatedError
 from zero_optim.join import ShardedJoinHook, lend_gradients
-from zero_optim.local import PARAM_KEYS, LocalOptimizer, Recipe
-from zero_optim.plan import Cost, CostName, cost_named, param_names
+from zero_optim.leaves import EMA, MASTER, Leaves, OwnedState, WeightAverage
+from zero_optim.local import LocalOptimizer, Recipe
+from zero_optim.plan import (
+    Cost,
+    CostName,
+    Group,
+    cost_named,
+    describe_options,
+    param_names,
+    params_of,
+)
 from zero_optim.sharding import Sharding
-from zero_optim.state import WholeState, by_index, check_fits, consolidate, nbytes_held, own_part
+from zero_optim.state import Snapshot, WholeState, by_index, check_fits, consolidate, nbytes_held, own_part
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -57,6 +67,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         cost: what owning a parameter costs, so that ranks are given equal work: "numel" for steps
             that go element by element, "matmul" for those that orthogonalize matrices (Muon), or a
             function of the parameter. A group may name its own under the key "cost".
+        master_dtype: step parameters of narrower floating-point dtypes through copies in this dtype,
+            held by the owner alone: torch.float32 for bf16 and fp16 parameters.
+        ema_decay: keep an exponential moving average of the weights, each rank of what it owns, for
+            `averaged_weights`; the factor by which it keeps its past at a step, below 1.
         **defaults: keyword arguments of ``optimizer_class``.
 
     A group may name its own ``optimizer_class``; its other options are then that class's arguments,
@@ -75,7 +89,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         RuntimeError: torch.distributed is not initialised.
     """
 
-    def __init__(
+    # What torch.amp.GradScaler asks for; it sets grad_scale and found_inf around a step. See zero_optim.amp.
+    _step_supports_amp_scaling = True
+
+    def __init__(  # noqa: PLR0913 - PyTorch's signature, and our options, which are keyword-only
         self,
         params: Params,
         optimizer_class: Callable[..., Optimizer],
@@ -85,45 +102,45 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         *,
         bucket_cap_mb: float = 32.0,
         cost: CostName | Cost = "numel",
+        master_dtype: torch.dtype | None = None,
+        ema_decay: float | None = None,
         **defaults: object,
     ) -> None:
         """Plan, agree on the plan with the other ranks, and build."""
         Joinable.__init__(self)
         self._group = RankGroup.of(process_group)
-        cap_nbytes = int(bucket_cap_mb * 2**20)
-        self._sharding = Sharding(self._group, as_views=parameters_as_bucket_view, cap_nbytes=cap_nbytes)
         self._local: LocalOptimizer | None = None
+        self._snapshot = Snapshot()
+        self._cost = cost
         default = Recipe(optimizer_class, defaults)
         with failing_together(self._group):
+            self._sharding = Sharding(self._group, parameters_as_bucket_view, bucket_cap_mb)
+            self._leaves = Leaves(master_dtype)
+            self._average = WeightAverage(ema_decay, self._leaves)
             if overlap_with_ddp:
                 raise ValueError("overlap_with_ddp=True is not supported by this version: leave it False")
             if isinstance(params, set | frozenset):
-                raise TypeError(
-                    "expected ordered parameters, got a set: its order differs between ranks; give a list"
-                )
+                raise TypeError("expected ordered parameters, got a set, whose order differs between ranks")
             # No defaults yet: the class fills in its own, so that groups read as they do without sharding.
             Optimizer.__init__(self, params, {})
             costs = [cost_named(group.pop("cost", cost)) for group in self.param_groups]
             recipes = [Recipe.taken_from(group) for group in self.param_groups]
         about = [f"optimizer {recipe.describe()}" for recipe in (default, *filter(None, recipes))]
+        about.append(f"master_dtype={master_dtype}, ema_decay={ema_decay}")
         plan = self._sharding.plan(self.param_groups, costs, 0, about)
         owned = self._sharding.owned(self._params(), plan)
         with failing_together(self._group):
-            self._local = LocalOptimizer(default, self.param_groups, recipes, owned)
+            leaf_of = {param: self._leaves.leaf(param) for param in owned}
+            self._local = LocalOptimizer(default, self.param_groups, recipes, leaf_of)
         self._sharding.add(self._params(), plan)
+        self._average.add(owned)
         self.defaults = self._local.defaults
-        self._cost = cost
-        self._revision = 0
-        self._snapshot: tuple[int, WholeState] | None = None
         self._show_state()
-
-    def _show_state(self) -> None:
-        self.state = self._built.state  # type: ignore[assignment]
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle all but the hooks, as ``torch.optim`` does; does not communicate."""
-        mine = ("_group", "_sharding", "_local", "_cost", "_revision", "_snapshot", "_join_config")
-        return {**super().__getstate__(), **{name: self.__dict__[name] for name in mine}}
+        parts = ("_group", "_sharding", "_leaves", "_average", "_local", "_snapshot", "_cost", "_join_config")
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in parts}}
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the class has
         """Reach what the user's class adds, such as ``train()`` and ``eval()`` of schedule-free ones.
@@ -136,16 +153,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
         if not inspect.ismethod(found[0]):
             return found[0]
-        return partial(self._call_and_gather, found)
+        return partial(self._run, self._built.call, self.param_groups, found)
 
-    def _call_and_gather(self, methods: list[Callable[..., Any]], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
-        self._sharding.refresh()
-        result = self._built.call(self.param_groups, methods, *args, **kwargs)
-        self._revision += 1
-        self._sharding.gather(self.param_groups)
-        return result
+    @property
+    def _built(self) -> LocalOptimizer:
+        assert self._local is not None  # None only while the constructor runs
+        return self._local
 
-    # ------------------------------------------------------------------ building
+    def _params(self) -> list[Tensor]:
+        return params_of(self.param_groups)
+
+    # ------------------------------------------------------------------ groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; all ranks call, with the same group. No parameter changes its owner.
@@ -163,14 +181,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         try:
             self._plan_and_add(param_group, before)
         except Exception:
+            tried = params_of(self.param_groups[before:])
+            self._leaves.drop(param for param in tried if param not in self._sharding.owners)
             del self.param_groups[before:]
             self._local.drop_groups(before)
             raise
         self._show_state()
-        if self._revision > 0:  # before any step the whole state is known, with the new group as well
-            self._revision += 1
+        if not self._snapshot.untouched:  # before any step the whole state is known, with the new group too
+            self._snapshot.changed()
 
-    def _plan_and_add(self, group: dict[str, Any], before: int) -> None:
+    def _plan_and_add(self, group: Group, before: int) -> None:
         defaults, self.defaults = self.defaults, {}  # those of another class are not for this group
         try:
             with failing_together(self._group):
@@ -182,47 +202,65 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         about = [f"optimizer {recipe.describe()}"] if recipe is not None else []
         plan = self._sharding.plan(self.param_groups, [cost], before, about)
         with failing_together(self._group):
-            self._built.add_group(group, recipe, self._sharding.owned(group["params"], plan))
+            owned = self._sharding.owned(group["params"], plan)
+            self._built.add_group(group, recipe, {param: self._leaves.leaf(param) for param in owned})
         self._sharding.add(group["params"], plan)
-
-    @property
-    def _built(self) -> LocalOptimizer:
-        assert self._local is not None  # None only while the constructor runs
-        return self._local
-
-    def _params(self) -> list[Tensor]:
-        return list(chain.from_iterable(group["params"] for group in self.param_groups))
+        self._average.add(owned)
 
     # ------------------------------------------------------------------ stepping
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None, **kwargs: object) -> float | None:  # type: ignore[override]
         """Step what this rank owns, then bring every parameter up to date; all ranks call.
 
-        Communicates: one broadcast for each bucket and owner, launched together. Every rank has
-        its new parameters when the call returns (on CUDA, when the current stream gets there).
+        Communicates: one broadcast for each bucket and owner. Every rank has its new parameters when
+        the call returns (on CUDA, when the current stream gets there). A rank on which the class's
+        own step raises takes part in that all the same, so that the others do not wait for it.
 
         Args:
             closure: evaluates the model and returns the loss, as in ``torch.optim``.
+            **kwargs: handed on to the class's own ``step``.
 
         Returns:
             The loss that ``closure`` gave, None without one.
         """
         Join.notify_join_context(self)
+        found_inf = self.__dict__.get("found_inf")
+        if found_inf is not None and self._skips_together(found_inf):
+            return None
         loss: float | None = None
+        if closure is not None and (self._join_config.enable or self._leaves.masters):
+            with torch.enable_grad():  # the gradients are needed before the class's own step begins
+                loss, closure = closure(), None
         if self._join_config.enable:
-            if closure is not None:
-                with torch.enable_grad():
-                    loss, closure = closure(), None
             self._lend(joined=False)
-        stepped = self._step_and_gather(closure)
+        stepped: float | None = self._run(self._built.step, self.param_groups, closure, **kwargs)
         return loss if stepped is None else stepped
 
-    def _step_and_gather(self, closure: Callable[[], float] | None) -> float | None:
-        self._sharding.refresh()
-        loss = self._built.step(self.param_groups, closure)
-        self._revision += 1
-        self._sharding.gather(self.param_groups)
-        return loss
+    def _run(self, work: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
+        """Let the local optimizer change this rank's parameters, then gather."""
+        self._average.check_out()
+        self._snapshot.changed()
+        try:
+            self._sharding.refresh(self.param_groups)
+            self._take_over_state()
+            self._leaves.take_in()
+            result = work(*args, **kwargs)
+            self._leaves.put_back()
+            self._average.update()
+        finally:
+            self._sharding.gather(self.param_groups)
+        return result
+
+    def _skips_together(self, found_inf: Tensor) -> bool:
+        """Decide with the other ranks whether a scaled step is skipped; unscale if it is not."""
+        if agree_on_infinity(self._group, found_inf):
+            if not found_inf.item():
+                tell_scaler(self)
+            return True
+        scale = self.__dict__.get("grad_scale")
+        if scale is not None:
+            unscale(self._params(), scale)
+        return False
 
     def clip_grad_norm_(
         self,
@@ -259,7 +297,43 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach)
         return norm
 
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Hold the averaged weights in the model for the time of a ``with``; all ranks enter and leave.
+
+        Needs ``ema_decay``. Communicates like a step, on entering and on leaving. Stepping inside
+        raises.
+        """
+        with failing_together(self._group):
+            self._sharding.refresh(self.param_groups)
+            self._average.swap_in()
+        self._sharding.gather_all()
+        try:
+            yield
+        finally:
+            self._average.swap_out()
+            self._sharding.gather_all()
+
     # ------------------------------------------------------------------ state
+
+    def _show_state(self) -> None:
+        """Let ``state`` show the class's own dict where that is all there is, else a view of it all."""
+        states, kept = self._built.states, self._leaves.masters or self._average.averages
+        plain = len(states) == 1 and not kept
+        shown = states[0] if plain else OwnedState(states, self._leaves, self._average)
+        self.state = shown  # type: ignore[assignment]
+
+    def _take_over_state(self) -> None:
+        """Step with the state that the user put in the place of ours, as ``torch.optim`` does.
+
+        Raises:
+            TypeError: there are several states in one, which no dict can stand for.
+        """
+        if isinstance(self.state, OwnedState) or self.state is self._built.states[0]:
+            return
+        if len(self._built.states) > 1 or self._leaves.masters or self._average.averages:
+            raise TypeError("no dict can replace the state of several optimizers, of masters or of averages")
+        self._built.replace_state(self.state)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring the whole optimizer state to one rank, for `state_dict` there; all ranks call.
@@ -272,53 +346,41 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Raises:
             ValueError: on every rank, if ``to`` is no rank of the group.
-            RankMismatchError: ranks named different targets.
+            RankMismatchError: ranks named different targets, or hold different options.
         """
-        agree(self._group, [f"to={to!r}"], "the target of consolidate_state_dict")
+        agree(self._group, [f"to={to!r}", *describe_options(self.param_groups)], "what to consolidate")
         if to not in range(self._group.size):
             raise ValueError(f"expected to be a group rank from 0 to {self._group.size - 1}, got {to!r}")
-        whole = consolidate(self._group, to, self.state, self._params())
+        # Whoever looked at opt.state[p] has left an empty entry there, also for what others own.
+        others = set(self._params()).difference(self.owned_parameters())
+        mine = {key: value for key, value in self.state.items() if key not in others}
+        whole = consolidate(self._group, to, mine, self._params())
         if whole is not None:
-            self._snapshot = (self._revision, whole)
+            self._snapshot.hold(whole)
 
     def state_dict(self) -> dict[str, Any]:
         """Give the whole state in the format of ``torch.optim``; does not communicate.
 
         Before any step it answers on every rank; after one, on the ranks to which
         `consolidate_state_dict` brought the state, until the next step. Options are those of the
-        moment. Loads into the plain optimizer and into this one at any world size.
+        moment. Loads into the plain optimizer and into this one at any world size. Two calls share
+        tensors, which nothing here ever writes to.
 
         Raises:
             NotConsolidatedError: the state is not on this rank, or a step has been made since.
         """
         params = self._params()
-        whole = {
-            params[key] if isinstance(key, int) else key: value for key, value in self._whole_state().items()
-        }
+        if self._snapshot.untouched:
+            whole = by_index(self._built.initial_state(self.param_groups), params)
+        else:
+            whole = self._snapshot.get(self._group.rank)
         held = self.state
         # torch's own method packs the indices and runs the hooks; for the call it sees the whole.
-        self.state = whole  # type: ignore[assignment]
+        self.state = {params[key] if isinstance(key, int) else key: value for key, value in whole.items()}  # type: ignore[assignment]
         try:
             return super().state_dict()
         finally:
             self.state = held
-
-    def _whole_state(self) -> WholeState:
-        """See Note [Whole state]."""
-        if self._revision == 0:
-            return by_index(self._built.initial_state(self.param_groups), self._params())
-        if self._snapshot is None:
-            raise NotConsolidatedError(
-                f"rank {self._group.rank} holds only its own part of the optimizer state: call "
-                f"consolidate_state_dict(to={self._group.rank}) on all ranks first"
-            )
-        revision, whole = self._snapshot
-        if revision != self._revision:
-            raise NotConsolidatedError(
-                "the optimizer was stepped, loaded or given a group after the state was consolidated: call "
-                f"consolidate_state_dict(to={self._group.rank}) on all ranks again"
-            )
-        return {key: dict(value) if isinstance(value, dict) else value for key, value in whole.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a whole state; all ranks call with the same dict.
@@ -327,29 +389,46 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Each rank copies the part it owns; the caller's dict and its tensors are left as they are.
 
         Raises:
-            StateMismatchError: on every rank, naming each parameter whose state does not fit;
-                nothing has been changed then.
+            StateMismatchError: on every rank, naming each parameter whose state does not fit.
+            RankMismatchError: ranks were given dicts with different options.
+            Exception: on every rank, what the class itself raises on any. Nothing has been changed
+                after any of these.
         """
-        state_dict = dict(state_dict)
-        for load_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = load_hook(self, state_dict)
-            state_dict = state_dict if changed is None else changed
         with failing_together(self._group):
+            state_dict = dict(state_dict)
+            for load_hook in self._optimizer_load_state_dict_pre_hooks.values():
+                changed = load_hook(self, state_dict)
+                state_dict = state_dict if changed is None else changed
             check_fits(state_dict, self.param_groups, param_names(self.param_groups), self._built.shaped_keys)
         saved_groups = zip(self.param_groups, state_dict["param_groups"], strict=True)
         groups = [_with_options(group, saved) for group, saved in saved_groups]
-        with failing_together(self._group):
-            self._built.load(groups, own_part(state_dict, self._params(), self._built.leaves))
+        agree(self._group, describe_options(groups), "the options of the state dict")
+        self._load(own_part(state_dict, self._params(), self.owned_parameters()), groups)
         self.param_groups = groups
         self._show_state()
-        self._snapshot = None
-        self._revision += 1
+        self._snapshot.changed()
         for done_hook in self._optimizer_load_state_dict_post_hooks.values():
             done_hook(self)
 
+    def _load(self, part: WholeState, groups: list[Group]) -> None:
+        """Take over this rank's part, on all ranks or none: the class's state, then what is kept beside."""
+        entries = {param: value for param, value in part.items() if isinstance(value, dict)}
+        for param, value in entries.items():
+            part[param] = {key: kept for key, kept in value.items() if key not in (MASTER, EMA)}
+        of_leaves = {self._leaves.masters.get(key, key): value for key, value in part.items() if value != {}}
+        before = self._built.save()
+        try:
+            with failing_together(self._group):
+                self._built.load(groups, of_leaves)
+        except Exception:
+            self._built.restore(before)
+            raise
+        self._leaves.load(entries)
+        self._average.load(entries)
+
     def owned_parameters(self) -> list[Tensor]:
         """List the parameters whose state this rank keeps, in order."""
-        return self._built.leaves
+        return [param for param in self._params() if self._sharding.owners[param] == self._group.rank]
 
     def state_nbytes(self) -> int:
         """Measure the optimizer state held on this rank now, in bytes of distinct storage."""
@@ -378,7 +457,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def shadow_step(self) -> None:
         """Take part in a step of the active ranks, after this one ran out of inputs."""
         self._lend(joined=True)
-        self._step_and_gather(None)
+        self._run(self._built.step, self.param_groups, None)
 
     def _lend(self, *, joined: bool) -> None:
         params = self._params()
@@ -387,7 +466,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         )
 
 
-def _with_options(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+def _with_options(group: Mapping[str, Any], saved: Mapping[str, Any]) -> Group:
     """Combine a group's own parameters with the options (and names, if any) of a saved group."""
-    params = {key: group[key] for key in group if key in PARAM_KEYS}
-    return {**params, **{key: value for key, value in saved.items() if key != "params"}}
+    names = {key: group[key] for key in ("param_names",) if key in group}
+    options = {key: deepcopy(value) for key, value in saved.items() if key != "params"}
+    return {"params": group["params"], **names, **options}

@@ -47,8 +47,8 @@ def _assign_group(costs: Sequence[float], heap: list[tuple[float, int]]) -> list
         if not 0 <= cost < float("inf"):
             raise ValueError(f"expected finite costs of at least 0, got {cost} for item {index}")
     owners = [0] * len(costs)
-    # sorted() is stable, so equal costs keep the order of their indices.
-    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
+    # sorted() is stable, also in reverse, so equal costs keep the order of their indices.
+    for index in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
         load, owner = heap[0]
         owners[index] = owner
         heapq.heapreplace(heap, (load + costs[index], owner))

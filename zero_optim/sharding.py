@@ -1,27 +1,30 @@
 """Who owns which parameter and in which bucket it travels: the plans so far, carried out."""
 
+import math
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec
+from typing import ParamSpec
 
 import torch
 from torch import Tensor
 
 from zero_optim.agreement import agree, failing_together
 from zero_optim.collectives import RankGroup
-from zero_optim.gather import gather_all
+from zero_optim.gather import gather_buckets
 from zero_optim.partition import rank_loads
 from zero_optim.plan import (
     Cost,
+    Group,
     Plan,
     check_shardable,
     describe_options,
     describe_params,
     make_plan,
     param_names,
+    params_of,
 )
 from zero_optim.storage import Bucket, PackedBucket, ViewBucket, is_active
 
-Group = dict[str, Any]
 P = ParamSpec("P")
 
 
@@ -37,7 +40,7 @@ class Sharding:
     Args:
         group: the ranks to shard over.
         as_views: whether parameters become views of their bucket.
-        cap_nbytes: capacity of a bucket, in bytes.
+        cap_mb: capacity of a bucket in MiB, infinity for no limit.
 
     Attributes:
         owners: group rank that owns each parameter.
@@ -45,13 +48,13 @@ class Sharding:
         buckets: in the order of issue, the same on every rank.
     """
 
-    def __init__(self, group: RankGroup, *, as_views: bool, cap_nbytes: int) -> None:
+    def __init__(self, group: RankGroup, as_views: bool, cap_mb: float) -> None:
         self.owners: dict[Tensor, int] = {}
         self.loads: list[float] = [0] * group.size
         self.buckets: list[Bucket] = []
         self._group = group
         self._kind = ViewBucket if as_views else PackedBucket
-        self._cap_nbytes = cap_nbytes
+        self._cap_nbytes = _nbytes(cap_mb)
         self._active: list[bool] = []
 
     def plan(self, groups: Sequence[Group], costs: Sequence[Cost], before: int, about: Sequence[str]) -> Plan:
@@ -80,9 +83,9 @@ class Sharding:
         agree(self._group, items, "the parameters and options of the optimizer")
         return plan
 
-    def owned(self, params: Sequence[Tensor], plan: Plan) -> set[Tensor]:
-        """Pick the parameters that a plan gives to this rank."""
-        return {param for param, owner in zip(params, plan.owners, strict=True) if owner == self._group.rank}
+    def owned(self, params: Sequence[Tensor], plan: Plan) -> list[Tensor]:
+        """Pick the parameters that a plan gives to this rank, in order."""
+        return [param for param, owner in zip(params, plan.owners, strict=True) if owner == self._group.rank]
 
     def add(self, params: Sequence[Tensor], plan: Plan) -> None:
         """Carry a plan out: note the owners and make the buckets. Does not communicate."""
@@ -95,8 +98,16 @@ class Sharding:
             self._active.append(is_active(self.buckets[-1]))
 
     @_eager
-    def refresh(self) -> None:
-        """Look at every parameter before a step; see `Bucket.refresh`."""
+    def refresh(self, groups: Sequence[Group]) -> None:
+        """Look at every parameter before a step; see `Bucket.refresh`.
+
+        Raises:
+            ValueError: a parameter was put into a group by hand.
+        """
+        for index, param in enumerate(params_of(groups)):
+            if param not in self.owners:
+                name = param_names(groups)[index]
+                raise ValueError(f"{name} has no owner: add parameters with add_param_group(), on all ranks")
         for bucket in self.buckets:
             bucket.refresh()
 
@@ -104,15 +115,31 @@ class Sharding:
     def gather(self, groups: Sequence[Group]) -> None:
         """Bring all parameters up to date on all ranks; all ranks call.
 
-        Buckets in which nothing trains are left out. When that changes, the ranks make sure that it
-        changed on all of them.
+        Buckets in which nothing has ever trained are left out. When something in them begins to, the
+        ranks make sure that it does on all of them.
         """
-        active = [is_active(bucket) for bucket in self.buckets]
+        active = [was or is_active(bucket) for bucket, was in zip(self.buckets, self._active, strict=True)]
         if active != self._active:
-            params = [param for group in groups for param in group["params"]]
+            params = params_of(groups)
             states = ["trainable" if param.requires_grad else "frozen" for param in params]
             items = [f"{name} {state}" for name, state in zip(param_names(groups), states, strict=True)]
             agree(self._group, items, "which parameters are frozen")
             self._active = active
         moving = [bucket for bucket, moves in zip(self.buckets, active, strict=True) if moves]
-        gather_all(self._group, moving)
+        gather_buckets(self._group, moving)
+
+    @_eager
+    def gather_all(self) -> None:
+        """Bring all parameters up to date, frozen ones too; all ranks call."""
+        gather_buckets(self._group, self.buckets)
+
+
+def _nbytes(cap_mb: float) -> int:
+    """Turn a capacity in MiB into bytes.
+
+    Raises:
+        ValueError: it is not a number above 0.
+    """
+    if type(cap_mb) not in (int, float) or not cap_mb > 0:
+        raise ValueError(f"expected bucket_cap_mb to be a number of MiB above 0, got {cap_mb!r}")
+    return sys.maxsize if math.isinf(cap_mb) else max(1, int(cap_mb * 2**20))

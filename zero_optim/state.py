@@ -12,12 +12,49 @@ from torch import Tensor
 
 from zero_optim.agreement import failing_together
 from zero_optim.collectives import RankGroup
-from zero_optim.errors import StateMismatchError
+from zero_optim.errors import NotConsolidatedError, StateMismatchError
+from zero_optim.plan import Group
 from zero_optim.traits import ShapedKeys
 from zero_optim.wire import copied, encode, map_tensors, recv_value, send_value
 
 WholeState = dict[Any, Any]
-Group = dict[str, Any]
+
+
+class Snapshot:
+    """What this rank knows of the whole state; see Note [Whole state] in `zero_optim.optimizer`.
+
+    Attributes:
+        untouched: nothing has changed the state since the optimizer was built.
+    """
+
+    def __init__(self) -> None:
+        self.untouched = True
+        self._whole: WholeState | None = None
+        self._was_held = False
+
+    def hold(self, whole: WholeState) -> None:
+        """Keep a whole state that is the present one."""
+        self._whole, self._was_held = whole, True
+
+    def changed(self) -> None:
+        """Note that the state is another one now; what was held is let go."""
+        self.untouched, self._whole = False, None
+
+    def get(self, rank: int) -> WholeState:
+        """Give the whole state, in containers of its own.
+
+        Raises:
+            NotConsolidatedError: it is not here, or not the present one any more.
+        """
+        if self._whole is None:
+            call = f"call consolidate_state_dict(to={rank}) on all ranks"
+            if self._was_held:
+                raise NotConsolidatedError(
+                    "the optimizer was stepped, loaded or given a group after the state was consolidated: "
+                    f"{call} again"
+                )
+            raise NotConsolidatedError(f"rank {rank} holds only its own part of the state: {call} first")
+        return {key: dict(value) if isinstance(value, dict) else value for key, value in self._whole.items()}
 
 
 def consolidate(
@@ -40,8 +77,8 @@ def consolidate(
     Raises:
         TypeError: on every rank, when some state cannot be sent without pickle.
     """
-    mine = by_index(local_state, params)
     with failing_together(group):
+        mine = by_index(local_state, params)
         skeleton, tensors = encode(mine, "optimizer state")
     if group.rank != to:
         send_value(group, to, skeleton, tensors)
@@ -159,5 +196,7 @@ def nbytes_held(value: object) -> int:
 def _tensors(value: object) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    children = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    children = value if isinstance(value, list | tuple) else ()
     return [tensor for child in children for tensor in _tensors(child)]

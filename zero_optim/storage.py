@@ -7,7 +7,7 @@ whose own row is up to date, and `settle` brings what the others' rows received 
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -49,14 +49,37 @@ def is_active(bucket: Bucket) -> bool:
     return any(p.requires_grad or p.grad is not None for p in bucket.params)
 
 
-def _views(flat: Tensor, params: Sequence[Tensor], layout: Layout) -> list[Tensor]:
+class Form(NamedTuple):
+    """What a parameter was like when it was planned, the same on every rank whatever happens to it."""
+
+    dtype: torch.dtype
+    device: torch.device
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, param: Tensor) -> "Form":
+        """Take it from a parameter."""
+        return cls(param.dtype, param.device, param.shape, dense_strides(param))
+
+    def fits(self, param: Tensor) -> bool:
+        """Whether a parameter can still be copied to its place; its strides may be others by now."""
+        return (self.dtype, self.device, self.size) == (param.dtype, param.device, param.shape)
+
+    def check(self, param: Tensor) -> None:
+        """Refuse a parameter that does not fit any more."""
+        if not self.fits(param):
+            raise RuntimeError(
+                f"a parameter became {param.dtype} {tuple(param.shape)} on {param.device}; when the "
+                f"optimizer was built it was {self.dtype} {tuple(self.size)} on {self.device}. Convert or "
+                "move the model first, then build the optimizer"
+            )
+
+
+def _views(flat: Tensor, forms: Sequence[Form], layout: Layout) -> list[Tensor]:
     """View each parameter's place in ``flat`` with the parameter's shape and memory format."""
-    views: list[Tensor | None] = [None] * len(params)
-    for row in layout.rows:
-        for extent in row.extents:
-            param = params[extent.param]
-            views[extent.param] = flat.as_strided(param.shape, dense_strides(param), extent.offset)
-    return [view for view in views if view is not None]
+    extents = sorted(extent for row in layout.rows for extent in row.extents)
+    return [flat.as_strided(form.size, form.stride, e.offset) for form, e in zip(forms, extents, strict=True)]
 
 
 def _members(layout: Layout, rank: int) -> tuple[list[int], list[int]]:
@@ -64,15 +87,6 @@ def _members(layout: Layout, rank: int) -> tuple[list[int], list[int]]:
     own = [extent.param for row in layout.rows if row.owner == rank for extent in row.extents]
     others = [extent.param for row in layout.rows if row.owner != rank for extent in row.extents]
     return own, others
-
-
-def _check_unchanged(param: Tensor, dtype: torch.dtype, device: torch.device, shape: torch.Size) -> None:
-    if param.dtype != dtype or param.device != device or param.shape != shape:
-        raise RuntimeError(
-            f"a parameter became {param.dtype} {tuple(param.shape)} on {param.device}; when the optimizer "
-            f"was built it was {dtype} {tuple(shape)} on {device}. Convert or move the model first, then "
-            "build the optimizer"
-        )
 
 
 class ViewBucket:
@@ -89,12 +103,12 @@ class ViewBucket:
         """Move the parameters in. The storage they had is let go."""
         self.params = params
         self.layout = layout
+        self._forms = list(map(Form.of, params))
         # Padding is zeroed because it travels: no stray NaN should show up in a debugger.
         self._flat = torch.zeros(layout.numel, dtype=params[0].dtype, device=params[0].device)
-        self._views = _views(self._flat, params, layout)
+        self._views = _views(self._flat, self._forms, layout)
         self._rank = rank
-        self._own, others = _members(layout, rank)
-        self._others = [params[i] for i in others]
+        self._others = [params[i] for i in _members(layout, rank)[1]]
         self._addresses = [view.data_ptr() for view in self._views]
         for index in range(len(params)):
             self._take_in(index)
@@ -105,14 +119,17 @@ class ViewBucket:
 
     def refresh(self) -> None:
         """See `Bucket`. Parameters whose ``data`` was replaced are moved in again."""
-        for index, (param, address) in enumerate(zip(self.params, self._addresses, strict=True)):
-            if param.data_ptr() != address:
-                self._take_in(index)
+        for index in self._moved_out():
+            self._forms[index].check(self.params[index])
+            self._take_in(index)
 
     def fill(self) -> Tensor:
-        """See `Bucket`. The row is the parameters, unless the step has replaced their ``data``."""
-        for index in self._own:
-            if self.params[index].data_ptr() != self._addresses[index]:
+        """See `Bucket`. The row is the parameters, unless the step has replaced their ``data``.
+
+        Raises nothing, as the other ranks wait: what does not fit is left to the next `refresh`.
+        """
+        for index in self._moved_out():
+            if self._forms[index].fits(self.params[index]):
                 self._take_in(index)
         return self._flat
 
@@ -121,10 +138,14 @@ class ViewBucket:
         assert flat is self._flat
         torch.autograd.graph.increment_version(self._others)
 
+    def _moved_out(self) -> list[int]:
+        """Find the parameters that are no views of the bucket any more."""
+        places = zip(self.params, self._addresses, strict=True)
+        return [index for index, (param, address) in enumerate(places) if param.data_ptr() != address]
+
     def _take_in(self, index: int) -> None:
         """Copy a parameter's values into its place and make it a view of that place."""
         param, view = self.params[index], self._views[index]
-        _check_unchanged(param, view.dtype, view.device, view.shape)
         with torch.no_grad():
             view.copy_(param)
         param.data = view
@@ -144,18 +165,16 @@ class PackedBucket:
         self.params = params
         self.layout = layout
         self._own, self._others = _members(layout, rank)
-        self._shapes = [param.shape for param in params]
-        self._dtype = params[0].dtype
-        self._device = params[0].device
+        self._forms = list(map(Form.of, params))
 
     def refresh(self) -> None:
         """See `Bucket`."""
-        for param, shape in zip(self.params, self._shapes, strict=True):
-            _check_unchanged(param, self._dtype, self._device, shape)
+        for param, form in zip(self.params, self._forms, strict=True):
+            form.check(param)
 
     def fill(self) -> Tensor:
         """See `Bucket`."""
-        flat = torch.zeros(self.layout.numel, dtype=self._dtype, device=self._device)
+        flat = torch.zeros(self.layout.numel, dtype=self._forms[0].dtype, device=self._forms[0].device)
         self._copy(flat, self._own, into_params=False)
         return flat
 
@@ -167,7 +186,7 @@ class PackedBucket:
         """Copy between some parameters and their places, all in one call."""
         if not indices:
             return
-        views = _views(flat, self.params, self.layout)
+        views = _views(flat, self._forms, self.layout)
         places, params = [views[i] for i in indices], [self.params[i] for i in indices]
         with torch.no_grad():
             torch._foreach_copy_(*((params, places) if into_params else (places, params)))

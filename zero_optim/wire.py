@@ -11,10 +11,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from zero_optim.collectives import RankGroup, bytes_to_tensor, tensor_to_bytes
+from zero_optim.plan import dense_strides
 
 PIECE_NBYTES = 16 * 2**20
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -50,6 +52,8 @@ def _encode(value: object, where: str, tensors: list[Tensor]) -> Skeleton:
 
 
 def _plain(value: object, where: str) -> object:
+    if isinstance(value, np.generic):
+        value = value.item()
     if type(value) not in _PLAIN:
         raise TypeError(
             f"{where} holds a {type(value).__name__}, which cannot be sent without running its code"
@@ -58,13 +62,15 @@ def _plain(value: object, where: str) -> object:
 
 
 def _encode_tensor(tensor: Tensor, where: str, tensors: list[Tensor]) -> Skeleton:
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        raise TypeError(f"{where} is a {type(tensor).__name__}, a tensor subclass, which cannot be sent")
     if tensor.layout == torch.sparse_coo:
         tensor = tensor.coalesce()
         parts = [_encode_tensor(part, where, tensors) for part in (tensor.indices(), tensor.values())]
         return ["sparse", [tuple(tensor.shape), *parts]]
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise TypeError(f"{where} is a tensor of layout {tensor.layout}, which is not supported")
-    strides = torch.empty_like(tensor, device="meta").stride()
+    strides = dense_strides(tensor)
     tensors.append(tensor)
     return ["tensor", [tensor.dtype, tuple(tensor.shape), strides]]
 
@@ -104,7 +110,7 @@ def blank_tensors(skeleton: Skeleton) -> list[Tensor]:
 
 def memory_of(tensor: Tensor) -> Tensor:
     """View a dense tensor's memory as 1-D bytes, in the order of its strides; copies if not dense."""
-    dense = torch.empty_like(tensor, device="meta").stride()
+    dense = dense_strides(tensor)
     held = tensor.detach().resolve_conj().resolve_neg()
     if held.stride() != dense:
         held = torch.empty_strided(tensor.shape, dense, dtype=tensor.dtype, device=tensor.device).copy_(held)
@@ -124,7 +130,8 @@ def send_value(group: RankGroup, to: int, skeleton: Skeleton, tensors: list[Tens
     memories = [memory_of(tensor) for tensor in tensors]
     for piece in _pieces([memory.numel() for memory in memories]):
         parts = [memories[index][start:stop] for index, start, stop in piece]
-        group.send(parts[0] if len(parts) == 1 else torch.cat(parts), to)
+        # Brought to one device first: Adam on CUDA keeps its step counts on the CPU.
+        group.send(parts[0] if len(parts) == 1 else torch.cat([part.to(group.device) for part in parts]), to)
 
 
 def recv_value(group: RankGroup, source: int) -> Nested:

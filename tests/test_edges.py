@@ -1,0 +1,343 @@
+"""What users do to an optimizer from outside: each either acts as in torch.optim or raises."""
+
+import copy
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pool import Ranks
+from training import (
+    MATRICES,
+    assert_same_bits,
+    assert_same_state,
+    make_params,
+    params_of,
+    set_grads,
+    train_both,
+    twin,
+)
+from zero_optim import NotConsolidatedError, RankMismatchError, ZeroRedundancyOptimizer
+
+
+def adamw_pair() -> tuple[torch.optim.AdamW, ZeroRedundancyOptimizer]:
+    params = make_params()
+    return torch.optim.AdamW(params, lr=0.01), ZeroRedundancyOptimizer(
+        twin(params), torch.optim.AdamW, lr=0.01
+    )
+
+
+def check_state_looked_at() -> None:
+    plain, sharded = adamw_pair()
+    train_both(plain, sharded, 1)
+    if dist.get_rank() == 0:
+        for p in params_of(sharded):
+            sharded.state[p].get("exp_avg")  # leaves an empty entry in a defaultdict
+    sharded.consolidate_state_dict(to=0)
+    if dist.get_rank() == 0:
+        assert_same_state(sharded.state_dict(), plain.state_dict())
+
+
+def test_looking_at_the_state_of_others_loses_nothing(ranks2: Ranks) -> None:
+    ranks2.run(check_state_looked_at)
+
+
+def check_state_replaced() -> None:
+    plain, sharded = adamw_pair()
+    train_both(plain, sharded, 2)
+    plain.state = defaultdict(dict)
+    sharded.state = defaultdict(dict)
+    train_both(plain, sharded, 2, first=2)
+    plain.state.clear()
+    sharded.state.clear()
+    train_both(plain, sharded, 2, first=4)
+
+
+def test_state_reset_by_hand_is_reset(ranks2: Ranks) -> None:
+    ranks2.run(check_state_replaced)
+
+
+def check_groups_edited() -> None:
+    params = make_params()
+
+    def groups(p: list[nn.Parameter]) -> list[dict[str, Any]]:
+        return [{"params": p[:4], "lr": 0.1}, {"params": p[4:], "lr": 0.01}]
+
+    plain = torch.optim.AdamW(groups(params))
+    sharded = ZeroRedundancyOptimizer(groups(twin(params)), torch.optim.AdamW)
+    train_both(plain, sharded, 1)
+    for optimizer in (plain, sharded):
+        first, second = optimizer.param_groups
+        second["params"].append(first["params"].pop(1))  # moved to the other group
+        removed = first["params"].pop(2)
+        removed.grad = torch.ones_like(removed)
+        second["eps"] = 1e-3
+    train_both(plain, sharded, 2, first=1)
+    sharded.param_groups[0]["params"].append(nn.Parameter(torch.zeros(3)))
+    with pytest.raises(
+        ValueError, match=r"2 of group 0 .* has no owner: add parameters with add_param_group"
+    ):
+        sharded.step()
+
+
+def test_parameters_moved_between_groups_or_taken_out_count_as_in_torch(ranks2: Ranks) -> None:
+    ranks2.run(check_groups_edited)
+
+
+class Forgetful(torch.optim.SGD):
+    """Uses an option only while its group has it."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            if "boost" in group:
+                for p in group["params"]:
+                    p.grad.mul_(group["boost"])
+        return super().step(closure)
+
+
+def check_option_deleted() -> None:
+    params = make_params()
+    mine = twin(params)
+    plain, sharded = Forgetful(params, lr=0.1), ZeroRedundancyOptimizer(mine, Forgetful, lr=0.1)
+    for boost in (3.0, None):
+        for optimizer in (plain, sharded):
+            optimizer.param_groups[0].pop("boost", None)
+            if boost is not None:
+                optimizer.param_groups[0]["boost"] = boost
+        train_both(plain, sharded, 2)
+    assert "boost" not in sharded.param_groups[0]
+
+
+def test_options_added_and_deleted_by_hand_are_seen(ranks2: Ranks) -> None:
+    ranks2.run(check_option_deleted)
+
+
+def check_data_replaced_in_closure() -> None:
+    params = make_params()
+    mine = twin(params)
+    plain = torch.optim.SGD(params, lr=0.1)
+    sharded = ZeroRedundancyOptimizer(mine, torch.optim.SGD, lr=0.1)
+    for step in range(3):
+        for own, optimizer in ((params, plain), (mine, sharded)):
+
+            def closure(own: list[nn.Parameter] = own, step: int = step) -> float:
+                set_grads(own, step)
+                for p in own:
+                    p.data = p.data.clone()
+                return 0.0
+
+            optimizer.step(closure)
+        assert_same_bits(mine, params, f"after step {step}")
+
+
+def test_data_replaced_inside_a_closure_is_gathered(ranks2: Ranks) -> None:
+    ranks2.run(check_data_replaced_in_closure)
+
+
+def check_format_on_one_rank(view: bool) -> None:
+    params = make_params(((8, 4, 3, 3), (4, 2, 5, 5)))
+    mine = twin(params)
+    plain = torch.optim.SGD(params, lr=0.1)
+    sharded = ZeroRedundancyOptimizer(mine, torch.optim.SGD, parameters_as_bucket_view=view, lr=0.1)
+    if dist.get_rank() == 0:
+        for p in mine:
+            p.data = p.data.contiguous(memory_format=torch.channels_last)
+    train_both(plain, sharded, 3)
+
+
+@pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
+def test_a_memory_format_changed_on_one_rank_scrambles_nothing(ranks2: Ranks, view: bool) -> None:
+    ranks2.run(check_format_on_one_rank, view)
+
+
+def check_load_shares_nothing() -> None:
+    params = make_params()
+    lr = torch.tensor(0.5)
+    given = torch.optim.AdamW(params, lr=lr).state_dict()
+    first, second = (
+        ZeroRedundancyOptimizer(twin(params), torch.optim.AdamW, lr=torch.tensor(0.1)) for _ in range(2)
+    )
+    for optimizer in (first, second):
+        optimizer.load_state_dict(given)
+    first.param_groups[0]["lr"].fill_(0.25)
+    assert float(second.param_groups[0]["lr"]) == float(lr) == 0.5
+    with pytest.raises(NotConsolidatedError):
+        first.state_dict()
+
+
+def test_loading_shares_no_option_with_the_dict(ranks2: Ranks) -> None:
+    ranks2.run(check_load_shares_nothing)
+
+
+class Picky(torch.optim.AdamW):
+    """Refuses, on one rank, state that it does not know: after the base class has taken it over."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if dist.get_rank() == 1:
+            raise KeyError("exp_avg")
+
+
+def check_torn_load() -> None:
+    plain, _ = adamw_pair()
+    sharded = ZeroRedundancyOptimizer(twin(params_of(plain)), Picky, lr=0.01)
+    train_both(plain, sharded, 2)
+    sgd = torch.optim.SGD(make_params(), lr=0.5, momentum=0.9)
+    set_grads(params_of(sgd), 0)
+    sgd.step()
+    adamw = torch.optim.AdamW(make_params(), lr=0.5)
+    set_grads(params_of(adamw), 0)
+    adamw.step()
+    for foreign in (sgd, adamw):
+        with pytest.raises((KeyError, RuntimeError), match="step|exp_avg|rank 1 failed with KeyError"):
+            sharded.load_state_dict(foreign.state_dict())
+    assert sharded.param_groups[0]["lr"] == 0.01
+    train_both(plain, sharded, 2, first=2)
+    sharded.consolidate_state_dict()
+    if dist.get_rank() == 0:
+        assert_same_state(sharded.state_dict(), plain.state_dict())
+
+
+def test_a_load_that_the_class_refuses_on_one_rank_changes_nothing_on_any(ranks2: Ranks) -> None:
+    ranks2.run(check_torn_load)
+
+
+class Doubled(Tensor):
+    """A tensor subclass."""
+
+
+class SubclassState(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["odd"] = torch.zeros(2).as_subclass(Doubled)
+        return super().step(closure)
+
+
+def check_subclass_state() -> None:
+    sharded = ZeroRedundancyOptimizer(make_params(), SubclassState, lr=0.1)
+    sharded.step()
+    with pytest.raises(TypeError, match=r"\['odd'\] is a Doubled, a tensor subclass"):
+        sharded.consolidate_state_dict()
+
+
+def test_state_of_a_tensor_subclass_is_refused_on_every_rank(ranks2: Ranks) -> None:
+    ranks2.run(check_subclass_state)
+
+
+def check_options_differ() -> None:
+    plain, sharded = adamw_pair()
+    train_both(plain, sharded, 1)
+    good = copy.deepcopy(plain.state_dict())
+    if dist.get_rank() == 1:
+        sharded.param_groups[0]["lr"] = 0.7
+    with pytest.raises(RankMismatchError, match=r"rank 0 has group 0 .*lr=0.01.*rank 1 has group 0 .*lr=0.7"):
+        sharded.consolidate_state_dict()
+    sharded.param_groups[0]["lr"] = 0.01
+    given = copy.deepcopy(good)
+    given["param_groups"][0]["lr"] = 0.2 + dist.get_rank()
+    with pytest.raises(RankMismatchError, match=r"lr=0.2.*lr=1.2"):
+        sharded.load_state_dict(given)
+    train_both(plain, sharded, 2, first=1)
+
+
+def test_options_that_differ_between_ranks_are_noticed_at_checkpoints(ranks2: Ranks) -> None:
+    ranks2.run(check_options_differ)
+
+
+def check_step_fails_on_one_rank() -> None:
+    """Adam refuses sparse gradients, so only the owner of the sparse parameter raises."""
+    params = make_params(((6, 4), (6, 3)))
+    sharded = ZeroRedundancyOptimizer(params, torch.optim.Adam, lr=0.1)
+    set_grads(params, 0)
+    index = torch.tensor([[0]])
+    params[0].grad = torch.sparse_coo_tensor(index, torch.ones(1, 4), (6, 4), check_invariants=True)
+    owner = params[0] in set(sharded.owned_parameters())
+    if owner:
+        with pytest.raises(RuntimeError, match="sparse"):
+            sharded.step()
+    else:
+        sharded.step()
+    set_grads(params, 1)
+    sharded.step()  # the ranks are still in step with each other
+    plain = torch.optim.SGD(params, lr=0.1)
+    del plain
+
+
+def test_a_step_that_fails_on_one_rank_leaves_no_rank_waiting(ranks2: Ranks) -> None:
+    ranks2.run(check_step_fails_on_one_rank)
+
+
+class Choosy(torch.optim.AdamW):
+    """Takes matrices only, and says so wherever it is given anything else."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if any(p.dim() != 2 for p in param_group["params"]):
+            raise ValueError("Choosy takes matrices only")
+
+
+def check_class_refuses_group() -> None:
+    params = make_params(MATRICES)
+    plain = Choosy(params, lr=0.1)
+    sharded = ZeroRedundancyOptimizer(twin(params), Choosy, lr=0.1)
+    train_both(plain, sharded, 1)
+    owned = sharded.owned_parameters()
+    with pytest.raises(ValueError, match="Choosy takes matrices only"):
+        sharded.add_param_group({"params": make_params(((3, 3), (4,), (2, 2)), seed=4)})
+    assert len(sharded.param_groups) == 1
+    assert all(a is b for a, b in zip(owned, sharded.owned_parameters(), strict=True))
+    train_both(plain, sharded, 2, first=1)
+    sharded.consolidate_state_dict()
+    sharded.add_param_group({"params": make_params(((3, 3),), seed=4)})
+    with pytest.raises(NotConsolidatedError):
+        sharded.state_dict()
+
+
+def test_a_group_the_class_refuses_is_not_added_and_an_added_one_makes_dicts_stale(ranks2: Ranks) -> None:
+    ranks2.run(check_class_refuses_group)
+
+
+def check_loads_balance() -> None:
+    """A group added goes to whoever carries least, so that the whole stays balanced."""
+    sharded = ZeroRedundancyOptimizer(make_params(((100,), (10,))), torch.optim.SGD, lr=0.1)
+    sharded.add_param_group({"params": make_params(((90,),), seed=1)})
+    assert sum(p.numel() for p in sharded.owned_parameters()) == 100
+
+
+def test_added_groups_even_out_the_load(ranks2: Ranks) -> None:
+    ranks2.run(check_loads_balance)
+
+
+def check_odd_dtypes() -> None:
+    for dtype in (torch.float8_e4m3fn, torch.int16, torch.bool, torch.complex128):
+        params = [nn.Parameter(torch.ones(5).to(dtype), requires_grad=False) for _ in range(3)]
+        params.append(nn.Parameter(torch.ones(2)))
+        sharded = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
+        params[3].grad = torch.ones(2)
+        sharded.step()
+        sharded._sharding.gather_all()
+        assert all(torch.equal(p.float(), torch.ones(5)) for p in params[:3] if not dtype.is_complex)
+
+
+def test_every_dtype_travels(ranks2: Ranks) -> None:
+    ranks2.run(check_odd_dtypes)
+
+
+def check_old_options() -> None:
+    params = make_params()
+    for cap in (float("inf"), 1e-9):
+        sharded = ZeroRedundancyOptimizer(twin(params), torch.optim.SGD, lr=0.1, bucket_cap_mb=cap)
+        train_both(torch.optim.SGD(twin(params), lr=0.1), sharded, 2)
+    for cap in (-1.0, "32", float("nan")):
+        with pytest.raises(ValueError, match="expected bucket_cap_mb to be a number of MiB above 0"):
+            ZeroRedundancyOptimizer(twin(params), torch.optim.SGD, lr=0.1, bucket_cap_mb=cap)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="bucket_cap_mb"):
+        ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1, bucket_cap_mb=dist.get_rank() - 1.0 or 3.0)
+
+
+def test_bucket_capacities_from_nothing_to_infinity(ranks2: Ranks) -> None:
+    ranks2.run(check_old_options)

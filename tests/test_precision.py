@@ -1,0 +1,310 @@
+"""Master copies, averaged weights, and gradient scaling."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pool import Ranks
+from training import (
+    MIXED,
+    assert_same_bits,
+    assert_same_state,
+    make_params,
+    params_of,
+    set_grads,
+    train_both,
+    twin,
+)
+from zero_optim import ZeroRedundancyOptimizer
+
+
+def low_precision(dtype: torch.dtype) -> list[nn.Parameter]:
+    """Parameters of two dtypes: most narrow, one wide enough to need no master."""
+    return [*make_params(MIXED, dtype), *make_params(((4, 4),), seed=9)]
+
+
+def check_masters(dtype: torch.dtype, view: bool) -> None:
+    """Against a plain fp32 optimizer over copies, rounded after each step, gradients widened."""
+    params = low_precision(dtype)
+    wide = [nn.Parameter(p.detach().float()) for p in params]
+    plain = torch.optim.AdamW(wide, lr=0.01)
+    sharded = ZeroRedundancyOptimizer(
+        params, torch.optim.AdamW, parameters_as_bucket_view=view, master_dtype=torch.float32, lr=0.01
+    )
+
+    def train(optimizer: ZeroRedundancyOptimizer, steps: range) -> None:
+        for step in steps:
+            set_grads(params_of(optimizer), step)
+            for p, q in zip(params_of(optimizer), wide, strict=True):
+                assert p.grad is not None
+                q.grad = p.grad.float()
+            plain.step()
+            optimizer.step()
+            assert_same_bits(params_of(optimizer), [q.to(p.dtype) for p, q in zip(params, wide, strict=True)])
+
+    train(sharded, range(5))
+    owned = sharded.owned_parameters()
+    masters = [entries["master"] for entries in sharded.state.values() if "master" in entries]
+    assert len(masters) == sum(p.dtype == dtype for p in owned)  # the owner alone holds one
+    assert all(master.dtype == torch.float32 for master in masters)
+    assert sharded.state_nbytes() >= sum(3 * 4 * p.numel() for p in owned if p.dtype == dtype)
+
+    sharded.consolidate_state_dict(to=0)
+    box = [sharded.state_dict() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box, src=0)
+    assert box[0] is not None
+    for index, q in enumerate(wide[:-1]):
+        assert torch.equal(box[0]["state"][index]["master"], q)
+    assert "master" not in box[0]["state"][len(wide) - 1]
+    again = ZeroRedundancyOptimizer(
+        low_precision(dtype), torch.optim.AdamW, parameters_as_bucket_view=view, master_dtype=torch.float32
+    )
+    again.load_state_dict(box[0])
+    with torch.no_grad():
+        for p, q in zip(params_of(again), params, strict=True):
+            p.copy_(q)
+    train(again, range(5, 8))
+
+
+@pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_narrow_parameters_are_stepped_through_masters_of_their_owner(
+    ranks2: Ranks, dtype: torch.dtype, view: bool
+) -> None:
+    ranks2.run(check_masters, dtype, view)
+
+
+def check_tiny_rate() -> None:
+    """200 steps too small for bf16: with masters they add up, without them nothing moves."""
+    start = make_params(((16, 16), (64,)), torch.bfloat16)
+    wide = [nn.Parameter(p.detach().float()) for p in start]
+    stalled = twin(start)
+    mine = twin(start)
+    runs: list[torch.optim.Optimizer] = [
+        torch.optim.SGD(wide, lr=1e-5),
+        torch.optim.SGD(stalled, lr=1e-5),
+        ZeroRedundancyOptimizer(mine, torch.optim.SGD, master_dtype=torch.float32, lr=1e-5),
+    ]
+    for _ in range(200):
+        for optimizer in runs:
+            for p in params_of(optimizer):
+                p.grad = torch.full_like(p, 2.0)
+            optimizer.step()
+    for p, q, original, stuck in zip(mine, wide, start, stalled, strict=True):
+        ulp = torch.exp2(torch.floor(torch.log2(q.abs())) - 7)
+        assert ((p.float() - q).abs() <= ulp).all()
+        assert (p != original).any()
+        large = original.abs() > 0.1
+        assert torch.equal(stuck[large], original[large])
+        assert not torch.equal(p[large], original[large])
+
+
+def test_with_masters_bf16_follows_fp32_where_plain_bf16_stalls(ranks2: Ranks) -> None:
+    ranks2.run(check_tiny_rate)
+
+
+def check_model_loaded() -> None:
+    params = low_precision(torch.bfloat16)
+    sharded = ZeroRedundancyOptimizer(params, torch.optim.SGD, master_dtype=torch.float32, lr=0.0)
+    set_grads(params, 0)
+    sharded.step()
+    for p in params:
+        p.data.fill_(3.0)  # as a checkpoint loaded into the model does
+    set_grads(params, 1)
+    sharded.step()
+    assert all(bool((p == 3.0).all()) for p in params)
+
+
+def test_a_stale_master_does_not_undo_what_was_loaded_into_the_model(ranks2: Ranks) -> None:
+    ranks2.run(check_model_loaded)
+
+
+def check_closure_with_masters() -> None:
+    params = low_precision(torch.bfloat16)
+    sharded = ZeroRedundancyOptimizer(params, torch.optim.SGD, master_dtype=torch.float32, lr=0.5)
+    before = [p.detach().clone() for p in params]
+
+    def closure() -> float:
+        for p in params:
+            p.grad = torch.ones_like(p)
+        return 2.0
+
+    assert sharded.step(closure) == 2.0
+    for p, old in zip(params, before, strict=True):
+        assert torch.equal(p, (old.float() - 0.5).to(p.dtype))
+
+
+def test_masters_get_the_gradients_a_closure_makes(ranks2: Ranks) -> None:
+    ranks2.run(check_closure_with_masters)
+
+
+def check_average(master_dtype: torch.dtype | None) -> None:
+    dtype = torch.float32 if master_dtype is None else torch.bfloat16
+    params = make_params(dtype=dtype)
+    options: dict[str, Any] = {"ema_decay": 0.9, "master_dtype": master_dtype, "lr": 0.1}
+    sharded = ZeroRedundancyOptimizer(params, torch.optim.SGD, **options)
+    wide = [nn.Parameter(p.detach().float()) for p in params]
+    plain = torch.optim.SGD(wide, lr=0.1)
+    averages = [q.detach().clone() for q in wide]
+
+    def train(optimizer: ZeroRedundancyOptimizer, steps: range) -> None:
+        own = params_of(optimizer)
+        for step in steps:
+            set_grads(own, step)
+            for p, q in zip(own, wide, strict=True):
+                assert p.grad is not None
+                q.grad = p.grad.float()
+            plain.step()
+            optimizer.step()
+            for average, q in zip(averages, wide, strict=True):
+                average.lerp_(q.detach(), 1 - 0.9)
+        values = [p.detach().clone() for p in own]
+        with optimizer.averaged_weights():
+            assert_same_bits(own, [average.to(dtype) for average in averages], "averaged")
+            with pytest.raises(RuntimeError, match="leave averaged_weights"):
+                optimizer.step()
+        assert_same_bits(own, values, "put back")
+
+    train(sharded, range(4))
+    params[0].requires_grad_(False)
+    params[0].grad = None
+    with sharded.averaged_weights():
+        assert_same_bits(params, [average.to(dtype) for average in averages], "averaged while frozen")
+    params[0].requires_grad_(True)
+    held = [entries["ema"] for entries in sharded.state.values()]
+    assert sum(e.numel() for e in held) == sum(p.numel() for p in sharded.owned_parameters())
+    sharded.consolidate_state_dict(to=1)
+    box = [sharded.state_dict() if dist.get_rank() == 1 else None]
+    dist.broadcast_object_list(box, src=1)
+    assert box[0] is not None
+    again = ZeroRedundancyOptimizer(twin(params), torch.optim.SGD, **options)
+    again.load_state_dict(box[0])
+    train(again, range(4, 7))
+
+
+@pytest.mark.parametrize("master_dtype", [None, torch.float32], ids=["fp32", "bf16 with masters"])
+def test_averaged_weights_are_those_of_every_step_and_travel_with_the_state(
+    ranks: Ranks, master_dtype: torch.dtype | None
+) -> None:
+    ranks.run(check_average, master_dtype)
+
+
+def check_kept_options() -> None:
+    params = make_params()
+    plain = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
+    with pytest.raises(RuntimeError, match="ema_decay"), plain.averaged_weights():
+        pass
+    for options in ({"ema_decay": 1.0}, {"ema_decay": -0.1}, {"master_dtype": torch.int8}):
+        with pytest.raises(ValueError, match="expected (ema_decay|master_dtype)"):
+            ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1, **options)
+
+
+def test_options_that_make_no_sense_are_refused(ranks2: Ranks) -> None:
+    ranks2.run(check_kept_options)
+
+
+def make_scaler() -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+
+
+def check_scaler(fused: bool, unscale_first: bool) -> None:
+    """Steps 2 and 5 have an infinity: on all ranks in the first run, on one rank in the second."""
+    for where in ("everywhere", "one rank"):
+        params = make_params()
+        mine = twin(params)
+        plain = torch.optim.AdamW(params, lr=0.01, fused=fused)
+        sharded = ZeroRedundancyOptimizer(mine, torch.optim.AdamW, lr=0.01, fused=fused)
+        scalers = (make_scaler(), make_scaler())
+        for step in range(8):
+            for optimizer, scaler in ((plain, scalers[0]), (sharded, scalers[1])):
+                own = params_of(optimizer)
+                set_grads(own, step)
+                scale = float(scaler.scale(torch.tensor(1.0)))
+                for p in own:
+                    assert p.grad is not None
+                    p.grad *= scale
+                if step in (2, 5) and (optimizer is plain or where == "everywhere" or dist.get_rank() == 1):
+                    own[3].grad.fill_(math.inf)  # type: ignore[union-attr]
+                if unscale_first:
+                    scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+            assert scalers[0].get_scale() == scalers[1].get_scale(), (where, step)
+            assert_same_bits(mine, params, f"with inf {where} after step {step}")
+        assert not hasattr(sharded, "found_inf")
+        sharded.consolidate_state_dict()
+        if dist.get_rank() == 0:
+            assert_same_state(sharded.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("unscale_first", [False, True], ids=["step", "unscale_"])
+@pytest.mark.parametrize("fused", [False, True], ids=["loop", "fused"])
+def test_a_gradient_scaler_skips_on_all_ranks_or_none(
+    ranks2: Ranks, fused: bool, unscale_first: bool
+) -> None:
+    ranks2.run(check_scaler, fused, unscale_first)
+
+
+def check_scaler_few() -> None:
+    params = make_params(((3, 3),))
+    sharded = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
+    scaler = make_scaler()
+    for step in range(3):
+        set_grads(params, step)
+        scaler.scale(torch.tensor(1.0))
+        if step == 1 and dist.get_rank() == 3:
+            params[0].grad.fill_(math.nan)  # type: ignore[union-attr]
+        scaler.step(sharded)
+        scaler.update()
+    assert scaler.get_scale() == 2.0**9
+    assert bool(params[0].isfinite().all())
+
+
+def test_a_gradient_scaler_works_on_ranks_that_own_nothing(ranks4: Ranks) -> None:
+    ranks4.run(check_scaler_few)
+
+
+def check_hybrid() -> None:
+    """Shard in a pair, replicate across pairs: DDP over all four, state over two."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    torch.manual_seed(0)
+    plain_model, model = (
+        DistributedDataParallel(nn.Sequential(nn.Linear(5, 9), nn.Linear(9, 2))) for _ in range(2)
+    )
+    model.load_state_dict(plain_model.state_dict())
+    plain = torch.optim.AdamW(plain_model.parameters(), lr=0.05)
+    sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, pairs[rank // 2], lr=0.05)
+    for step in range(5):
+        batch = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+        for net, optimizer in ((plain_model, plain), (model, sharded)):
+            optimizer.zero_grad()
+            net(batch).square().mean().backward()
+            optimizer.step()
+    assert_same_bits(list(model.parameters()), list(plain_model.parameters()))
+    assert sharded.state_nbytes() < sum(
+        v.untyped_storage().nbytes()
+        for e in plain.state.values()
+        for v in e.values()
+        if isinstance(v, Tensor)
+    )
+
+
+def test_hybrid_sharding_in_pairs_equals_the_unsharded_run(ranks4: Ranks) -> None:
+    ranks4.run(check_hybrid)
+
+
+def check_unscaled_use() -> None:
+    params = make_params()
+    train_both(
+        torch.optim.SGD(params, lr=0.1), ZeroRedundancyOptimizer(twin(params), torch.optim.SGD, lr=0.1), 2
+    )
+
+
+def test_without_a_scaler_nothing_is_scaled(ranks2: Ranks) -> None:
+    ranks2.run(check_unscaled_use)

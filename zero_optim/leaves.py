@@ -1,0 +1,182 @@
+"""What a rank keeps beside its parameters: master copies to step, and averages to evaluate.
+
+Both are made for owned parameters only, so a rank holds its share of them, and both travel in state
+dicts as entries of the parameter's state, "master" and "ema".
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+MASTER = "master"
+EMA = "ema"
+
+
+class Leaves:
+    """What the local optimizer steps: this rank's parameters, or master copies of them.
+
+    Args:
+        master_dtype: parameters of a narrower floating-point dtype are stepped in this one; None
+            steps every parameter itself.
+
+    Attributes:
+        masters: parameter -> its master copy.
+    """
+
+    def __init__(self, master_dtype: torch.dtype | None) -> None:
+        if master_dtype is not None and not master_dtype.is_floating_point:
+            raise ValueError(f"expected master_dtype to be a floating-point dtype, got {master_dtype}")
+        self._dtype = master_dtype
+        self.masters: dict[Tensor, Tensor] = {}
+
+    def leaf(self, param: Tensor) -> Tensor:
+        """Give what is stepped for an owned parameter; a master copy is made the first time."""
+        if self._dtype is None or not param.is_floating_point() or param.itemsize >= self._dtype.itemsize:
+            return param
+        if param not in self.masters:
+            self.masters[param] = Parameter(param.detach().to(self._dtype), requires_grad=param.requires_grad)
+        return self.masters[param]
+
+    def drop(self, params: Iterable[Tensor]) -> None:
+        """Forget the masters of parameters that could not be added."""
+        for param in params:
+            self.masters.pop(param, None)
+
+    def take_in(self) -> None:
+        """Give the masters the parameters' gradients, and values where those were changed from outside.
+
+        A checkpoint loaded into the model must not be undone by a stale master. No version counter
+        sees every way of writing to a parameter, so the bits are compared.
+        """
+        for param, master in self.masters.items():
+            if not torch.equal(param, master.to(param.dtype)):
+                master.data.copy_(param)
+            master.grad = None if param.grad is None else param.grad.to(master.dtype)
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Round the masters to the parameters, and let their gradients go."""
+        if self.masters:
+            torch._foreach_copy_(list(self.masters), list(self.masters.values()))
+        for master in self.masters.values():
+            master.grad = None
+
+    def load(self, entries: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Take masters out of loaded entries; a parameter without one starts from its own value."""
+        for param, master in self.masters.items():
+            saved = entries.get(param, {}).get(MASTER)
+            master.data.copy_(param if saved is None else saved)
+            if saved is not None:
+                param.data.copy_(master)
+
+
+class WeightAverage:
+    """An exponential moving average of this rank's parameters, updated at every step.
+
+    ``average = decay * average + (1 - decay) * parameter``, from the parameter's value when the
+    optimizer was built. Polyak and Juditsky, "Acceleration of stochastic approximation by
+    averaging", 1992.
+
+    Args:
+        decay: between 0 and 1; None keeps no average.
+        leaves: masters, which are averaged where there are any.
+
+    Attributes:
+        averages: parameter -> average, in the leaf's dtype.
+    """
+
+    def __init__(self, decay: float | None, leaves: Leaves) -> None:
+        if decay is not None and not 0 <= decay < 1:
+            raise ValueError(f"expected ema_decay from 0 to below 1, got {decay}")
+        self._decay = decay
+        self._leaves = leaves
+        self._swapped: dict[Tensor, Tensor] | None = None  # own values, while the averages stand in
+        self.averages: dict[Tensor, Tensor] = {}
+
+    def add(self, params: Iterable[Tensor]) -> None:
+        """Begin averages at the present values."""
+        if self._decay is not None:
+            self.averages.update({param: self._leaves.leaf(param).detach().clone() for param in params})
+
+    def check_out(self) -> None:
+        """Refuse to go on while the averages stand in the model.
+
+        Raises:
+            RuntimeError: they do.
+        """
+        if self._swapped is not None:
+            raise RuntimeError("the model holds the averaged weights: leave averaged_weights() first")
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move every average towards its parameter."""
+        if self._decay is not None and self.averages:
+            values = [self._leaves.leaf(param) for param in self.averages]
+            torch._foreach_lerp_(list(self.averages.values()), values, 1 - self._decay)
+
+    @torch.no_grad()
+    def swap_in(self) -> None:
+        """Put the averages into the parameters, whose values are kept aside.
+
+        Raises:
+            RuntimeError: no averages are kept, or they stand in the model already.
+        """
+        if self._decay is None:
+            raise RuntimeError("no averages are kept: build the optimizer with ema_decay=…")
+        self.check_out()
+        self._swapped = {param: param.detach().clone() for param in self.averages}
+        for param, average in self.averages.items():
+            param.copy_(average)
+
+    @torch.no_grad()
+    def swap_out(self) -> None:
+        """Put the parameters' own values back."""
+        for param, value in (self._swapped or {}).items():
+            param.copy_(value)
+        self._swapped = None
+
+    def load(self, entries: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Take averages out of loaded entries; a parameter without one starts from its own value."""
+        for param, average in self.averages.items():
+            saved = entries.get(param, {}).get(EMA)
+            average.copy_(self._leaves.leaf(param).detach() if saved is None else saved)
+
+
+class OwnedState(Mapping[Any, Any]):
+    """The state of this rank's parameters as its users see it: by parameter, masters and averages in.
+
+    Args:
+        state: the local optimizers' state, by leaf; global entries have keys of their own.
+        leaves: parameters stepped through masters.
+        average: averages kept.
+    """
+
+    def __init__(self, states: Sequence[Mapping[Any, Any]], leaves: Leaves, average: WeightAverage) -> None:
+        self._states = states
+        self._leaves = leaves
+        self._average = average
+
+    def __getitem__(self, key: Any) -> Any:  # noqa: ANN401 - whatever the class keeps
+        leaf = self._leaves.masters.get(key, key) if isinstance(key, Tensor) else key
+        found = next((state[leaf] for state in self._states if leaf in state), None)
+        if not isinstance(key, Tensor):
+            return found
+        entries = dict(found or {})
+        for name, table in ((MASTER, self._leaves.masters), (EMA, self._average.averages)):
+            if key in table:
+                entries[name] = table[key].detach()
+        if found is None and not entries:
+            raise KeyError(key)
+        return entries
+
+    def __iter__(self) -> Iterator[Any]:
+        param_of = {master: param for param, master in self._leaves.masters.items()}
+        keys = [key for state in self._states for key in state]
+        shown = [param_of.get(key, key) if isinstance(key, Tensor) else key for key in keys]
+        return iter(dict.fromkeys([*shown, *self._leaves.masters, *self._average.averages]))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
