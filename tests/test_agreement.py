@@ -112,7 +112,7 @@ def check_wrong_everywhere() -> None:
             ZeroRedundancyOptimizer(params, optimizer_class, **options)
     # A 1-D parameter that Muon refuses lies on one rank only; the other quotes it.
     mixed = make_params(((6, 4), (3,)))
-    with pytest.raises(ValueError, match="(rank 1: )?Muon only supports 2D parameters"):
+    with pytest.raises(ValueError, match=r"(rank 1: )?Muon only supports 2D parameters"):
         ZeroRedundancyOptimizer(mixed, torch.optim.Muon, lr=0.1)
 
 
@@ -139,7 +139,7 @@ def check_add_group_fails() -> None:
     plain = torch.optim.Muon(params, lr=0.1)
     train_both(plain, sharded, 1)
     new = make_params(((3, 3), (4,)), seed=4)
-    with pytest.raises(ValueError, match="Muon only supports 2D|rank . "):
+    with pytest.raises(ValueError, match=r"Muon only supports 2D|rank . "):
         ZeroRedundancyOptimizer([*twin(params), *new], torch.optim.Muon, lr=0.1)
     with pytest.raises(ValueError, match="more than one parameter group"):
         sharded.add_param_group({"params": sharded.param_groups[0]["params"][:1]})

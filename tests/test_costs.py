@@ -1,5 +1,6 @@
 """What sharding costs: collectives a step, memory a rank, bytes that stay where they are."""
 
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -35,9 +36,10 @@ def count_collectives(optimizer: torch.optim.Optimizer) -> dict[str, int]:
         "isend",
         "irecv",
     )
-    with counted(names[0]), counted(names[1]), counted(names[2]), counted(names[3]):
-        with counted(names[4]), counted(names[5]), counted(names[6]), counted(names[7]):
-            optimizer.step()
+    with ExitStack() as patches:
+        for name in names:
+            patches.enter_context(counted(name))
+        optimizer.step()
     return counts
 
 
@@ -53,11 +55,16 @@ def check_collectives(view: bool) -> None:
     set_grads(params_of(small), 0)
     # 20 fp32 parameters, ten a bucket; 12 bf16 ones fit in one. Every rank owns some of each.
     assert count_collectives(small) == {"broadcast": 3 * size}
-    for p in params[:20]:
+    frozen = [*twin(params)]
+    for p in frozen[:20]:
         p.requires_grad_(False)
-        p.grad = None
-    one.step()  # the ranks agree that fewer parameters train
-    assert count_collectives(one) == {"broadcast": size}
+    half = ZeroRedundancyOptimizer(frozen, torch.optim.AdamW, parameters_as_bucket_view=view)
+    set_grads(frozen, 0)
+    assert count_collectives(half) == {"broadcast": size}
+    for p in frozen:
+        p.requires_grad_(True)
+    assert count_collectives(half) == {"broadcast": 2 * size, "all_gather": 1}  # the ranks agree, once
+    assert count_collectives(half) == {"broadcast": 2 * size}
 
 
 @pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
@@ -127,3 +134,27 @@ def check_balance_of_cost() -> None:
 
 def test_parameters_are_dealt_out_by_size(ranks: Ranks) -> None:
     ranks.run(check_balance_of_cost)
+
+
+def check_explained() -> str:
+    params = [*make_params(((64, 48), (64,), (32, 16)), torch.bfloat16), *make_params(((10, 10),), seed=1)]
+    params[1].requires_grad_(False)
+    optimizer = ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.1)
+    set_grads(params, 0)
+    optimizer.step()
+    told = optimizer.explain(quiet=dist.get_rank() == 1)
+    mine = told.ranks[dist.get_rank()]
+    assert mine.num_params == len(optimizer.owned_parameters())
+    assert mine.state_nbytes == optimizer.state_nbytes()
+    assert sum(rank.numel for rank in told.ranks) == sum(p.numel() for p in params)
+    assert [bucket.active for bucket in told.buckets].count(False) == 1
+    assert count_collectives(optimizer).get("broadcast", 0) == told.collectives_per_step
+    assert told.balance >= 1
+    return str(told)
+
+
+def test_explain_tells_what_is_held_the_same_on_every_rank(ranks: Ranks) -> None:
+    texts = ranks.run(check_explained)
+    assert len(set(texts)) == 1
+    assert "broadcasts a step" in texts[0]
+    assert "1 bfloat16 on cpu" in texts[0]

@@ -159,12 +159,13 @@ class Averaging(torch.optim.SGD):
     def eval(self) -> str:
         for group in self.param_groups:
             for p in group["params"]:
-                keep = p.clone()
-                p.copy_(self.state[p]["mean"])
-                self.state[p]["mean"] = keep
+                if "mean" in self.state[p]:
+                    keep = p.clone()
+                    p.copy_(self.state[p]["mean"])
+                    self.state[p]["mean"] = keep
         return "swapped"
 
-    train = eval
+    train = eval  # noqa: A003
 
 
 def check_methods() -> None:

@@ -118,12 +118,16 @@ def test_uneven_inputs_without_ddp_and_training_afterwards(ranks: Ranks) -> None
 def check_throw() -> None:
     model = make_model()
     sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    with pytest.raises(RuntimeError, match="exhausted"):  # noqa: PT012 - the loop is what raises
+
+    def train() -> None:
         with Join([sharded], throw_on_early_termination=True):
             for batch in batches(0, 2 + dist.get_rank()):
                 sharded.zero_grad()
                 model(batch).sum().backward()
                 sharded.step()
+
+    with pytest.raises(RuntimeError, match="exhausted"):
+        train()
 
 
 def test_early_termination_raises_on_every_rank_when_asked(ranks2: Ranks) -> None:

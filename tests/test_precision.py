@@ -200,7 +200,7 @@ def check_kept_options() -> None:
     with pytest.raises(RuntimeError, match="ema_decay"), plain.averaged_weights():
         pass
     for options in ({"ema_decay": 1.0}, {"ema_decay": -0.1}, {"master_dtype": torch.int8}):
-        with pytest.raises(ValueError, match="expected (ema_decay|master_dtype)"):
+        with pytest.raises(ValueError, match=r"expected (ema_decay|master_dtype)"):
             ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1, **options)
 
 

@@ -127,7 +127,7 @@ def check_wrong_shapes() -> None:
     wrong["state"][4]["exp_avg"] = torch.zeros(2, 12)
     wrong["state"][6]["exp_avg_sq"] = torch.zeros(3)
     for optimizer in (sharded, named):
-        state_before = copy.deepcopy({k: v for k, v in optimizer.state.items()})
+        state_before = copy.deepcopy(dict(optimizer.state))
         with pytest.raises(StateMismatchError) as caught:
             optimizer.load_state_dict(wrong)
         expected = "'block.4'" if optimizer is named else "parameter 4 of group 0"

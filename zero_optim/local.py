@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_optim.plan import PARAM_KEYS, Group, describe_options, options_of, params_of
-from zero_optim.traits import ShapedKeys
+from zero_optim.traits import ShapedKeys, Traits, probe, refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,14 @@ class Recipe:
         optimizer_class = group.pop("optimizer_class")
         return cls(optimizer_class, options_of(group))
 
+    @property
+    def name(self) -> str:
+        """The class's name, for messages."""
+        return getattr(self.optimizer_class, "__qualname__", type(self.optimizer_class).__qualname__)
+
     def describe(self) -> str:
         """Name the class and its plain arguments, for messages and for comparison between ranks."""
-        name = getattr(self.optimizer_class, "__qualname__", type(self.optimizer_class).__qualname__)
-        return f"{name} with {describe_options([dict(self.arguments)])[0].removeprefix('group 0 with ')}"
+        return f"{self.name} with {describe_options([dict(self.arguments)])[0].removeprefix('group 0 with ')}"
 
     def build(self, groups: list[Group]) -> Optimizer:
         """Build the optimizer.
@@ -66,6 +70,7 @@ class _Part:
     optimizer: Optimizer
     groups: list[int]
     shaped: ShapedKeys
+    traits: Traits | None
 
 
 class LocalOptimizer:
@@ -77,9 +82,11 @@ class LocalOptimizer:
             place even where this rank owns none of it.
         recipes: for each public group its own recipe, or None.
         owned: this rank's parameters, each with the leaf that is stepped for it.
+        assume_separable: take classes without trying what sharding does to them.
 
     Raises:
         TypeError: a recipe does not build a ``torch.optim.Optimizer``.
+        ValueError: sharding would change what a class does.
     """
 
     def __init__(
@@ -88,8 +95,10 @@ class LocalOptimizer:
         groups: list[Group],
         recipes: list[Recipe | None],
         owned: Mapping[Tensor, Tensor],
+        assume_separable: bool,
     ) -> None:
         self._default = default
+        self._assume_separable = assume_separable
         self._leaf_of = dict(owned)
         self._parts: list[_Part] = []
         for number, (group, recipe) in enumerate(zip(groups, recipes, strict=True)):
@@ -102,7 +111,27 @@ class LocalOptimizer:
 
     def _add_part(self, recipe: Recipe, numbers: list[int], owned_parts: list[Group]) -> None:
         shaped = ShapedKeys(recipe.optimizer_class, dict(recipe.arguments))
-        self._parts.append(_Part(recipe, recipe.build(owned_parts), numbers, shaped))
+        optimizer = recipe.build(
+            owned_parts
+        )  # before anything is tried, so that wrong options are told first
+        self._parts.append(_Part(recipe, optimizer, numbers, shaped, self._tried(recipe, owned_parts)))
+
+    def _tried(self, recipe: Recipe, groups: list[Group]) -> Traits | None:
+        """Find out what a class tolerates, and refuse it if sharding would change it.
+
+        Raises:
+            ValueError: it would, and nobody said that they know better.
+        """
+        if self._assume_separable:
+            return None
+        traits = probe(recipe.optimizer_class, recipe.arguments, groups)
+        if not traits.separable:
+            raise ValueError(refusal(recipe.optimizer_class, traits))
+        return traits
+
+    def traits(self) -> list[tuple[str, Traits | None]]:
+        """List what was found of each class; None where it was not tried."""
+        return [(part.recipe.name, part.traits) for part in self._parts]
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -166,6 +195,7 @@ class LocalOptimizer:
         else:
             part.optimizer.add_param_group(_owned_part(group, owned))
             part.groups.append(number)
+            part.traits = self._tried(part.recipe, part.optimizer.param_groups)
         for key, value in self._groups()[number].items():
             if key not in PARAM_KEYS:
                 group.setdefault(key, value)

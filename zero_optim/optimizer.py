@@ -24,8 +24,9 @@ from zero_optim.agreement import agree, failing_together
 from zero_optim.amp import agree_on_infinity, tell_scaler, unscale
 from zero_optim.clip import global_grad_norm
 from zero_optim.collectives import RankGroup
+from zero_optim.explain import Explanation, bucket_holdings, describe_traits, holdings
 from zero_optim.join import ShardedJoinHook, lend_gradients
-from zero_optim.leaves import EMA, MASTER, Leaves, OwnedState, WeightAverage
+from zero_optim.leaves import Leaves, WeightAverage
 from zero_optim.local import LocalOptimizer, Recipe
 from zero_optim.plan import (
     Cost,
@@ -37,7 +38,8 @@ from zero_optim.plan import (
     params_of,
 )
 from zero_optim.sharding import Sharding
-from zero_optim.state import Snapshot, WholeState, by_index, check_fits, consolidate, nbytes_held, own_part
+from zero_optim.share import Share
+from zero_optim.state import Snapshot, by_index, check_fits, consolidate, nbytes_held, own_part
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -71,6 +73,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             held by the owner alone: torch.float32 for bf16 and fp16 parameters.
         ema_decay: keep an exponential moving average of the weights, each rank of what it owns, for
             `averaged_weights`; the factor by which it keeps its past at a step, below 1.
+        assume_separable: take the class without trying it. Otherwise it is run on small tensors, whole and
+            in parts, for some 10 to 60 ms the first time, and refused if the results differ.
         **defaults: keyword arguments of ``optimizer_class``.
 
     A group may name its own ``optimizer_class``; its other options are then that class's arguments,
@@ -83,7 +87,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     Raises:
         ValueError: on every rank, when arguments are wrong on any rank: no parameters, parameters
-            that share memory, options the class refuses.
+            that share memory, options the class refuses, a class whose step couples parameters.
         TypeError: likewise, for parameters or a class of the wrong kind.
         RankMismatchError: on every rank, when ranks were given different parameters or options.
         RuntimeError: torch.distributed is not initialised.
@@ -104,19 +108,20 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         cost: CostName | Cost = "numel",
         master_dtype: torch.dtype | None = None,
         ema_decay: float | None = None,
+        assume_separable: bool = False,
         **defaults: object,
     ) -> None:
         """Plan, agree on the plan with the other ranks, and build."""
         Joinable.__init__(self)
         self._group = RankGroup.of(process_group)
-        self._local: LocalOptimizer | None = None
+        self._share: Share | None = None
         self._snapshot = Snapshot()
         self._cost = cost
         default = Recipe(optimizer_class, defaults)
         with failing_together(self._group):
             self._sharding = Sharding(self._group, parameters_as_bucket_view, bucket_cap_mb)
-            self._leaves = Leaves(master_dtype)
-            self._average = WeightAverage(ema_decay, self._leaves)
+            leaves = Leaves(master_dtype)
+            average = WeightAverage(ema_decay, leaves)
             if overlap_with_ddp:
                 raise ValueError("overlap_with_ddp=True is not supported by this version: leave it False")
             if isinstance(params, set | frozenset):
@@ -130,16 +135,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         plan = self._sharding.plan(self.param_groups, costs, 0, about)
         owned = self._sharding.owned(self._params(), plan)
         with failing_together(self._group):
-            leaf_of = {param: self._leaves.leaf(param) for param in owned}
-            self._local = LocalOptimizer(default, self.param_groups, recipes, leaf_of)
+            leaf_of = {param: leaves.leaf(param) for param in owned}
+            local = LocalOptimizer(default, self.param_groups, recipes, leaf_of, assume_separable)
         self._sharding.add(self._params(), plan)
-        self._average.add(owned)
-        self.defaults = self._local.defaults
+        self._share = Share(self._group, leaves, average, local, owned)
+        self.defaults = local.defaults
         self._show_state()
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle all but the hooks, as ``torch.optim`` does; does not communicate."""
-        parts = ("_group", "_sharding", "_leaves", "_average", "_local", "_snapshot", "_cost", "_join_config")
+        parts = ("_group", "_sharding", "_share", "_snapshot", "_cost", "_join_config")
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in parts}}
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the class has
@@ -147,18 +152,18 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         All ranks call such a method; the parameters are gathered after it.
         """
-        local = self.__dict__.get("_local")
-        found = local.find(name) if local is not None and not name.startswith("_") else []
+        share = self.__dict__.get("_share")
+        found = share.local.find(name) if share is not None and not name.startswith("_") else []
         if not found:
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
         if not inspect.ismethod(found[0]):
             return found[0]
-        return partial(self._run, self._built.call, self.param_groups, found)
+        return partial(self._run, self._own.local.call, self.param_groups, found)
 
     @property
-    def _built(self) -> LocalOptimizer:
-        assert self._local is not None  # None only while the constructor runs
-        return self._local
+    def _own(self) -> Share:
+        assert self._share is not None  # None only while the constructor runs
+        return self._share
 
     def _params(self) -> list[Tensor]:
         return params_of(self.param_groups)
@@ -174,17 +179,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         if isinstance(param_group, dict):  # keys of ours are taken out of it, not out of the caller's
             param_group = dict(param_group)
-        if self._local is None:  # torch's own constructor is handing over the groups one by one
+        if self._share is None:  # torch's own constructor is handing over the groups one by one
             super().add_param_group(param_group)
             return
         before = len(self.param_groups)
         try:
             self._plan_and_add(param_group, before)
         except Exception:
-            tried = params_of(self.param_groups[before:])
-            self._leaves.drop(param for param in tried if param not in self._sharding.owners)
             del self.param_groups[before:]
-            self._local.drop_groups(before)
             raise
         self._show_state()
         if not self._snapshot.untouched:  # before any step the whole state is known, with the new group too
@@ -201,11 +203,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self.defaults = defaults
         about = [f"optimizer {recipe.describe()}"] if recipe is not None else []
         plan = self._sharding.plan(self.param_groups, [cost], before, about)
-        with failing_together(self._group):
-            owned = self._sharding.owned(group["params"], plan)
-            self._built.add_group(group, recipe, {param: self._leaves.leaf(param) for param in owned})
+        self._own.add_group(group, recipe, self._sharding.owned(group["params"], plan))
         self._sharding.add(group["params"], plan)
-        self._average.add(owned)
 
     # ------------------------------------------------------------------ stepping
 
@@ -228,25 +227,22 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if found_inf is not None and self._skips_together(found_inf):
             return None
         loss: float | None = None
-        if closure is not None and (self._join_config.enable or self._leaves.masters):
+        if closure is not None and (self._join_config.enable or not self._own.takes_closures):
             with torch.enable_grad():  # the gradients are needed before the class's own step begins
                 loss, closure = closure(), None
         if self._join_config.enable:
             self._lend(joined=False)
-        stepped: float | None = self._run(self._built.step, self.param_groups, closure, **kwargs)
+        stepped: float | None = self._run(self._own.local.step, self.param_groups, closure, **kwargs)
         return loss if stepped is None else stepped
 
     def _run(self, work: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
         """Let the local optimizer change this rank's parameters, then gather."""
-        self._average.check_out()
+        self._own.average.check_out()
         self._snapshot.changed()
         try:
             self._sharding.refresh(self.param_groups)
-            self._take_over_state()
-            self._leaves.take_in()
-            result = work(*args, **kwargs)
-            self._leaves.put_back()
-            self._average.update()
+            self._own.take_over_state(self.state)
+            result = self._own.run(work, *args, **kwargs)
         finally:
             self._sharding.gather(self.param_groups)
         return result
@@ -306,34 +302,18 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         with failing_together(self._group):
             self._sharding.refresh(self.param_groups)
-            self._average.swap_in()
+            self._own.average.swap_in()
         self._sharding.gather_all()
         try:
             yield
         finally:
-            self._average.swap_out()
+            self._own.average.swap_out()
             self._sharding.gather_all()
 
     # ------------------------------------------------------------------ state
 
     def _show_state(self) -> None:
-        """Let ``state`` show the class's own dict where that is all there is, else a view of it all."""
-        states, kept = self._built.states, self._leaves.masters or self._average.averages
-        plain = len(states) == 1 and not kept
-        shown = states[0] if plain else OwnedState(states, self._leaves, self._average)
-        self.state = shown  # type: ignore[assignment]
-
-    def _take_over_state(self) -> None:
-        """Step with the state that the user put in the place of ours, as ``torch.optim`` does.
-
-        Raises:
-            TypeError: there are several states in one, which no dict can stand for.
-        """
-        if isinstance(self.state, OwnedState) or self.state is self._built.states[0]:
-            return
-        if len(self._built.states) > 1 or self._leaves.masters or self._average.averages:
-            raise TypeError("no dict can replace the state of several optimizers, of masters or of averages")
-        self._built.replace_state(self.state)
+        self.state = self._own.shown_state()  # type: ignore[assignment]
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring the whole optimizer state to one rank, for `state_dict` there; all ranks call.
@@ -346,9 +326,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Raises:
             ValueError: on every rank, if ``to`` is no rank of the group.
-            RankMismatchError: ranks named different targets, or hold different options.
+            RankMismatchError: ranks named different targets.
         """
-        agree(self._group, [f"to={to!r}", *describe_options(self.param_groups)], "what to consolidate")
+        agree(self._group, [f"to={to!r}"], "the target of consolidate_state_dict")
         if to not in range(self._group.size):
             raise ValueError(f"expected to be a group rank from 0 to {self._group.size - 1}, got {to!r}")
         # Whoever looked at opt.state[p] has left an empty entry there, also for what others own.
@@ -371,7 +351,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         params = self._params()
         if self._snapshot.untouched:
-            whole = by_index(self._built.initial_state(self.param_groups), params)
+            whole = by_index(self._own.local.initial_state(self.param_groups), params)
         else:
             whole = self._snapshot.get(self._group.rank)
         held = self.state
@@ -399,32 +379,18 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             for load_hook in self._optimizer_load_state_dict_pre_hooks.values():
                 changed = load_hook(self, state_dict)
                 state_dict = state_dict if changed is None else changed
-            check_fits(state_dict, self.param_groups, param_names(self.param_groups), self._built.shaped_keys)
+            check_fits(
+                state_dict, self.param_groups, param_names(self.param_groups), self._own.local.shaped_keys
+            )
         saved_groups = zip(self.param_groups, state_dict["param_groups"], strict=True)
         groups = [_with_options(group, saved) for group, saved in saved_groups]
         agree(self._group, describe_options(groups), "the options of the state dict")
-        self._load(own_part(state_dict, self._params(), self.owned_parameters()), groups)
+        self._own.load(own_part(state_dict, self._params(), self.owned_parameters()), groups)
         self.param_groups = groups
         self._show_state()
         self._snapshot.changed()
         for done_hook in self._optimizer_load_state_dict_post_hooks.values():
             done_hook(self)
-
-    def _load(self, part: WholeState, groups: list[Group]) -> None:
-        """Take over this rank's part, on all ranks or none: the class's state, then what is kept beside."""
-        entries = {param: value for param, value in part.items() if isinstance(value, dict)}
-        for param, value in entries.items():
-            part[param] = {key: kept for key, kept in value.items() if key not in (MASTER, EMA)}
-        of_leaves = {self._leaves.masters.get(key, key): value for key, value in part.items() if value != {}}
-        before = self._built.save()
-        try:
-            with failing_together(self._group):
-                self._built.load(groups, of_leaves)
-        except Exception:
-            self._built.restore(before)
-            raise
-        self._leaves.load(entries)
-        self._average.load(entries)
 
     def owned_parameters(self) -> list[Tensor]:
         """List the parameters whose state this rank keeps, in order."""
@@ -433,6 +399,24 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def state_nbytes(self) -> int:
         """Measure the optimizer state held on this rank now, in bytes of distinct storage."""
         return nbytes_held(self.state)
+
+    def explain(self, *, quiet: bool = False) -> Explanation:
+        """Print, on rank 0, what is really held: parameters, state, balance, buckets; all ranks call.
+
+        Args:
+            quiet: print nothing.
+
+        Returns:
+            The same as data, on every rank.
+        """
+        own = self.owned_parameters()
+        cost = self._sharding.loads[self._group.rank]
+        ranks = holdings(self._group, own, self.state_nbytes(), cost)
+        buckets = bucket_holdings(self._sharding.buckets, self._sharding.active())
+        explanation = Explanation(ranks, buckets, tuple(map(describe_traits, self._own.local.traits())))
+        if self._group.rank == 0 and not quiet:
+            print(explanation)  # noqa: T201 - what it is for
+        return explanation
 
     # ------------------------------------------------------------------ uneven inputs
 
@@ -457,7 +441,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def shadow_step(self) -> None:
         """Take part in a step of the active ranks, after this one ran out of inputs."""
         self._lend(joined=True)
-        self._run(self._built.step, self.param_groups, None)
+        self._run(self._own.local.step, self.param_groups, None)
 
     def _lend(self, *, joined: bool) -> None:
         params = self._params()

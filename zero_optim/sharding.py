@@ -118,7 +118,7 @@ class Sharding:
         Buckets in which nothing has ever trained are left out. When something in them begins to, the
         ranks make sure that it does on all of them.
         """
-        active = [was or is_active(bucket) for bucket, was in zip(self.buckets, self._active, strict=True)]
+        active = self.active()
         if active != self._active:
             params = params_of(groups)
             states = ["trainable" if param.requires_grad else "frozen" for param in params]
@@ -127,6 +127,10 @@ class Sharding:
             self._active = active
         moving = [bucket for bucket, moves in zip(self.buckets, active, strict=True) if moves]
         gather_buckets(self._group, moving)
+
+    def active(self) -> list[bool]:
+        """Tell for each bucket whether something in it trains, or has done so."""
+        return [was or is_active(bucket) for bucket, was in zip(self.buckets, self._active, strict=True)]
 
     @_eager
     def gather_all(self) -> None:

@@ -1,0 +1,116 @@
+"""One rank's share: the parameters it owns, what steps them, and what is kept beside them."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from zero_optim.agreement import failing_together
+from zero_optim.collectives import RankGroup
+from zero_optim.leaves import EMA, MASTER, Leaves, OwnedState, WeightAverage
+from zero_optim.local import LocalOptimizer, Recipe
+from zero_optim.plan import Group
+
+
+class Share:
+    """What a rank keeps and steps. Communicates only to fail together with the other ranks.
+
+    Args:
+        group: the ranks.
+        leaves: what is stepped for each owned parameter.
+        average: averages kept, if any.
+        local: the optimizers over the leaves.
+        owned: the parameters owned here.
+    """
+
+    def __init__(
+        self,
+        group: RankGroup,
+        leaves: Leaves,
+        average: WeightAverage,
+        local: LocalOptimizer,
+        owned: Iterable[Tensor],
+    ) -> None:
+        self.local = local
+        self.average = average
+        self.leaves = leaves
+        self._group = group
+        average.add(owned)
+
+    def shown_state(self) -> Mapping[Any, Any]:
+        """Give the state for users to see: the class's own dict if that is all, else a view of it all."""
+        states = self.local.states
+        return states[0] if self._is_plain else OwnedState(states, self.leaves, self.average)
+
+    @property
+    def _is_plain(self) -> bool:
+        return len(self.local.states) == 1 and not self.leaves.masters and not self.average.averages
+
+    @property
+    def takes_closures(self) -> bool:
+        """Whether a closure may be left to the class's own step: masters need the gradients before it."""
+        return not self.leaves.masters
+
+    def take_over_state(self, state: Mapping[Any, Any]) -> None:
+        """Go on with the state that the user put in the place of ours, as ``torch.optim`` does.
+
+        Raises:
+            TypeError: there are several states in one, which no dict can stand for.
+        """
+        if isinstance(state, OwnedState) or state is self.local.states[0]:
+            return
+        if not self._is_plain or not isinstance(state, dict):
+            raise TypeError("no dict can replace the state of several optimizers, of masters or of averages")
+        self.local.replace_state(state)
+
+    def run(self, work: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401 - what work returns
+        """Let the optimizers change the leaves, and the leaves their parameters."""
+        self.leaves.take_in()
+        result = work(*args, **kwargs)
+        self.leaves.put_back()
+        self.average.update()
+        return result
+
+    def add_group(self, group: Group, recipe: Recipe | None, owned: Sequence[Tensor]) -> None:
+        """Add a group's owned part, on all ranks or none; all ranks call.
+
+        Raises:
+            Exception: what the class raises on any rank.
+        """
+        before = self.local.num_groups
+        try:
+            with failing_together(self._group):
+                self.local.add_group(group, recipe, {param: self.leaves.leaf(param) for param in owned})
+        except Exception:
+            self.local.drop_groups(before)
+            self.leaves.drop(owned)
+            raise
+        self.average.add(owned)
+
+    def load(self, part: Mapping[Any, Any], groups: list[Group]) -> None:
+        """Take over this rank's part of a whole state, on all ranks or none; all ranks call.
+
+        Args:
+            part: parameter -> entries, copied already; global entries under keys of their own.
+            groups: public groups with the options to go on with.
+
+        Raises:
+            Exception: what the class raises on any rank; nothing has been changed then.
+        """
+        entries = {param: value for param, value in part.items() if isinstance(value, dict)}
+        of_leaves: dict[Any, Any] = {}
+        for key, value in part.items():
+            own = value
+            if key in entries:
+                own = {name: entry for name, entry in value.items() if name not in (MASTER, EMA)}
+            if own != {}:
+                of_leaves[self.leaves.masters.get(key, key)] = own
+        before = self.local.save()
+        try:
+            with failing_together(self._group):
+                self.local.load(groups, of_leaves)
+        except Exception:
+            self.local.restore(before)
+            raise
+        self.leaves.load(entries)
+        self.average.load(entries)
