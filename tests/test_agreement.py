@@ -97,7 +97,7 @@ def check_wrong_everywhere() -> None:
     cases: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
         ([weight], AdamW, {"lrr": 0.1}, TypeError, "lrr"),
         ([weight], AdamW, {"overlap_with_ddp": True}, ValueError, "overlap_with_ddp"),
-        ([weight], AdamW, {"bucket_cap_mb": 0.0}, ValueError, "at least 1 byte"),
+        ([weight], AdamW, {"bucket_cap_mb": 0.0}, ValueError, "number of MiB above 0"),
         ([weight], lambda _, **__: nn.Linear(1, 1), {}, TypeError, "to build a torch.optim.Optimizer"),
         (weight, AdamW, {}, TypeError, "iterable of Tensors or dicts"),
         ({weight}, AdamW, {}, TypeError, "ordered"),
