@@ -367,3 +367,59 @@ class ClipsAll(torch.optim.SGD):
 
 def test_classes_that_sharding_would_change_are_refused_with_the_reason(ranks2: Ranks) -> None:
     ranks2.run(check_refusals)
+
+
+def check_empty_params() -> None:
+    params = make_params(((0,), (4, 3), (2, 0, 5), ()))
+    for view in (True, False):
+        mine = twin(params)
+        plain = torch.optim.AdamW(twin(params), lr=0.01)
+        sharded = ZeroRedundancyOptimizer(mine, torch.optim.AdamW, parameters_as_bucket_view=view, lr=0.01)
+        train_both(plain, sharded, 3)
+        sharded.consolidate_state_dict()
+        if dist.get_rank() == 0:
+            assert_same_state(sharded.state_dict(), plain.state_dict())
+        sharded.load_state_dict(plain.state_dict())
+    nothing = ZeroRedundancyOptimizer(make_params(((0,),)), torch.optim.SGD, lr=0.1)
+    nothing.step()
+
+
+def test_parameters_without_elements_train(ranks2: Ranks) -> None:
+    ranks2.run(check_empty_params)
+
+
+def check_a_life() -> None:
+    """Accumulation, a group added at step 5, freezing, and a checkpoint across all of it."""
+    params = make_params()
+    mine = twin(params)
+    plain = torch.optim.AdamW(params, lr=0.01)
+    sharded = ZeroRedundancyOptimizer(mine, torch.optim.AdamW, lr=0.01)
+    extra = make_params(((5, 5), (2,)), seed=7)
+    for step in range(10):
+        if step == 5:
+            plain.add_param_group({"params": extra, "lr": 0.1})
+            sharded.add_param_group({"params": twin(extra), "lr": 0.1})
+        for optimizer in (plain, sharded):
+            own = params_of(optimizer)
+            own[2].requires_grad_(step not in (3, 4, 7))
+            set_grads(own, 2 * step)
+            first = [None if p.grad is None else p.grad.clone() for p in own]
+            set_grads(own, 2 * step + 1)
+            for p, grad in zip(own, first, strict=True):
+                if p.grad is not None and grad is not None:
+                    p.grad += grad
+            optimizer.step()
+        assert_same_bits(params_of(sharded), params_of(plain), f"after step {step}")
+        if step in (4, 8):
+            sharded.consolidate_state_dict(to=1)
+            box = [sharded.state_dict() if dist.get_rank() == 1 else None]
+            dist.broadcast_object_list(box, src=1)
+            assert box[0] is not None
+            assert_same_state(box[0], plain.state_dict())
+            groups = [{"params": twin(group["params"])} for group in sharded.param_groups]
+            sharded = ZeroRedundancyOptimizer(groups, torch.optim.AdamW)
+            sharded.load_state_dict(box[0])
+
+
+def test_a_run_with_everything_in_it_goes_on_from_its_checkpoints(ranks: Ranks) -> None:
+    ranks.run(check_a_life)

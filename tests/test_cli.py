@@ -1,0 +1,204 @@
+"""The command line: bad input gets one line and status 2, and no process is started for it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from zero_optim import cli
+from zero_optim.demo import prepare
+from zero_optim.demo.checkpoint import FILE, Checkpoint
+from zero_optim.demo.config import RunConfig, flag
+from zero_optim.demo.model import GPT
+
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+class Started(Exception):
+    """Raised in the place of starting ranks, with the run that would have been."""
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__()
+        self.config = config
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(config: RunConfig) -> None:
+        raise Started(config)
+
+    monkeypatch.setattr(cli, "launch", start)
+    monkeypatch.setattr("zero_optim.demo.worker.run_under_torchrun", start)
+    monkeypatch.chdir(tmp_path)
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+
+
+def started(*arguments: str) -> RunConfig:
+    with pytest.raises(Started) as caught:
+        cli.main(["train", *arguments])
+    return caught.value.config
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run a command that must be refused; gives its line."""
+    try:
+        status = cli.main(["train", *arguments])
+    except SystemExit as ended:  # argparse's way
+        status = ended.code  # type: ignore[assignment]
+    assert status == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("zero-optim: ")
+    assert err.count("\n") == 1
+    assert not Path("runs").exists()
+    return err
+
+
+def save(folder: str, step: int = 5, **changes: object) -> None:
+    """Leave a checkpoint that a run could have left."""
+    options = (("lr", 0.5), ("momentum", 0.9))
+    fields = {"width": 16, "heads": 2, "layers": 1, "context": 16, "optimizer": "SGD", "options": options}
+    config = RunConfig(out=folder, **{**fields, **changes})
+    Path(folder).mkdir()
+    Checkpoint(config.to_json(), step, "", GPT(config.shape).state_dict(), {}, {}).save(Path(folder))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--text", "nowhere"], "no such file: "),
+        (["--context", "100000"], "--context 100000 needs"),
+        (["--optimizer", "Adamm"], "unknown optimizer Adamm; did you mean Adam"),
+        (["--opt", "lrr=1"], "AdamW has no option lrr; did you mean lr?"),
+        (["--opt", "lr"], "--opt takes KEY=VALUE"),
+        (["--optimizer", "LBFGS"], "LBFGS failed on a small trial"),
+        (
+            ["--optimizer", "A2GradUni", "--warmup", "3"],
+            "no fixed learning rate to schedule: leave out --warmup",
+        ),
+        (["--nproc", "0"], "--nproc must be at least 1, got 0"),
+        (["--nproc", "two"], "invalid int value: 'two'"),
+        (["--nproc", "3"], "--batch-size 16 cannot be shared equally by 3 ranks"),
+        (["--heads", "5"], "--width 128 is not divisible by --heads 5"),
+        (["--clip", "nan"], "--clip"),
+        (["--frobnicate"], "unrecognized arguments: --frobnicate"),
+        (["--lr-schedule", "cubic"], "invalid choice: 'cubic'"),
+        (["--resume"], "name a run folder"),
+        (["--resume", "nowhere"], "no checkpoint at nowhere"),
+    ],
+    ids=" ".join,
+)
+def test_bad_input_gets_one_line_and_status_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], line: str
+) -> None:
+    assert line in refused(capsys, *arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there may be GPUs enough")
+def test_gpus_that_are_not_there_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "needs a GPU for each of 2 ranks" in refused(capsys, "--device", "cuda")
+
+
+@pytest.mark.parametrize("name", ["rich", "matplotlib"])
+def test_a_missing_extra_is_named_with_the_command_that_installs_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    find = prepare.importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda asked: None if asked == name else find(asked))
+    assert f"{name} not installed: pip install 'zero-optim[demo]'" in refused(capsys)
+
+
+def test_every_field_has_an_option_and_every_option_reaches_its_field() -> None:
+    given = {
+        "nproc": 3, "steps": 7, "batch_size": 12, "accumulate": 2, "warmup": 1, "clip": 0.5, "seed": 4,
+        "eval_every": 5, "save_every": 6, "sample_length": 9, "context": 32, "layers": 2, "width": 24,
+        "heads": 3, "optimizer": "SGD", "schedule": "linear", "device": "cpu", "out": "there",
+    }  # fmt: skip
+    arguments = [part for name, value in given.items() for part in (flag(name), str(value))]
+    config = started(*arguments, "--opt", "lr=2", "--opt", "nesterov=false", "--bf16", "--text", __file__)
+    named = {name: getattr(config, name) for name in given}
+    assert named == given
+    assert config.options == (("lr", 2), ("nesterov", False))
+    assert config.bf16
+    assert config.text == (str(Path(__file__).resolve()),)
+    assert {*given, "options", "bf16", "text", "resume"} == config.to_dict().keys()
+
+
+def test_a_run_is_named_after_its_optimizer_and_its_folder_is_there_before_it_starts() -> None:
+    one, two = started("--optimizer", "RAdam"), started("--optimizer", "torch.optim:RAdam")
+    assert one.out.startswith("runs/radam-")
+    assert Path(one.out).is_dir()
+    assert one.out != two.out
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(capsys: pytest.CaptureFixture[str]) -> None:
+    save("there")
+    assert "there holds a run: go on with --resume there" in refused(capsys, "--out", "there")
+    Path("file").touch()
+    assert "cannot make the run folder file" in refused(capsys, "--out", "file")
+
+
+def test_a_resumed_run_keeps_its_options_but_for_those_named() -> None:
+    save("there", steps=9, seed=3, nproc=4, accumulate=2)
+    config = started("--resume", "there", "--seed", "8")
+    assert (config.steps, config.seed, config.nproc, config.accumulate) == (9, 8, 4, 2)
+    assert (config.out, config.resume) == ("there", f"there/{FILE}")
+    assert config.options == (("lr", 0.5), ("momentum", 0.9))
+    assert started("--resume", f"there/{FILE}", "--optimizer", "SGD", "--out", "new").out == "new"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--width", "32"], "another run: --width 16 there, --width 32 here"),
+        (["--optimizer", "Adam"], "another run: --optimizer SGD there, --optimizer Adam here"),
+        (["--opt", "lr=1"], "another run: --opt lr=0.5 momentum=0.9 there, --opt lr=1 momentum=0.9 here"),
+        (["--steps", "5"], "the run has made its 5 updates"),
+    ],
+    ids=" ".join,
+)
+def test_a_checkpoint_of_another_run_is_refused(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], line: str
+) -> None:
+    save("there")
+    assert line in refused(capsys, "--resume", "there", *arguments)
+
+
+def test_a_checkpoint_of_another_model_or_a_torn_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    save("there")
+    path = Path("there", FILE)
+    content = torch.load(path, weights_only=True)
+    content["model"]["head.weight"] = torch.zeros(3)
+    torch.save(content, path)
+    assert "has other tensors" in refused(capsys, "--resume", "there")
+    path.write_bytes(path.read_bytes()[:1000])
+    assert "is no checkpoint of zero-optim train: torn" in refused(capsys, "--resume", "there")
+
+
+def under_torchrun(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    for name, value in zip(LAUNCHER, (rank, 8, rank % 4, 4), strict=True):
+        monkeypatch.setenv(name, str(value))
+
+
+def test_under_torchrun_it_is_one_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    under_torchrun(monkeypatch, rank=5)
+    config = started("--nproc", "4")
+    assert config.nproc == 4
+    assert not Path("runs").exists()  # rank 0 makes it
+
+
+def test_under_torchrun_rank_0_alone_tells_of_bad_input(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    under_torchrun(monkeypatch, rank=0)
+    assert "torchrun started 4 ranks here" in refused(capsys, "--nproc", "2")
+    assert "--batch-size 12 cannot be shared equally by 8 ranks" in refused(capsys, "--batch-size", "12")
+    under_torchrun(monkeypatch, rank=1)
+    assert cli.main(["train", "--batch-size", "12"]) == 2
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_config_is_plain_json() -> None:
+    assert json.loads(started().to_json())["optimizer"] == "AdamW"

@@ -1,0 +1,296 @@
+"""``zero-optim train`` as a user runs it, in processes of its own, and however it may end."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zero_optim
+
+TIMEOUT = 120.0  # seconds, for whatever is waited for: starting two ranks takes some, on a busy machine
+TINY = (
+    "--layers",
+    "1",
+    "--width",
+    "16",
+    "--heads",
+    "2",
+    "--context",
+    "32",
+    "--batch-size",
+    "8",
+    "--warmup",
+    "2",
+)
+ENDLESS = (
+    *TINY,
+    "--steps",
+    "1000000",
+    "--lr-schedule",
+    "constant",
+    "--save-every",
+    "40",
+    "--eval-every",
+    "0",
+)
+MODULE = (sys.executable, "-m", "zero_optim", "train")
+
+
+class Run:
+    """A command in a session of its own, whose processes can be found again."""
+
+    def __init__(self, folder: Path, *arguments: str, command: tuple[str, ...] = MODULE) -> None:
+        self.folder = folder
+        self._log = folder / "output"
+        package = str(Path(zero_optim.__file__).parents[1])
+        path = os.pathsep.join([package, str(folder), os.environ.get("PYTHONPATH", "")])
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*command, *arguments],
+                cwd=folder,
+                env={**os.environ, "PYTHONPATH": path, "COLUMNS": "100"},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                # As from a terminal: a shell that runs the tests in the background has SIGINT ignored.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
+            )
+        self.workers: list[int] = []
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def wait(self) -> int:
+        """Wait for the end; gives the exit status, and has seen that no worker is left."""
+        try:
+            status = self.process.wait(TIMEOUT)
+        except subprocess.TimeoutExpired:
+            self.fail("did not end")
+        self.wait_until(lambda: not any(map(alive, self.workers)), f"workers {self.workers} to be gone")
+        return status
+
+    def wait_for_updates(self, count: int) -> None:
+        """Wait until the ranks have trained a while, and note their processes."""
+        self.wait_until(lambda: self.last_step() >= count, f"{count} updates")
+        self.workers = children(self.process.pid)
+        assert len(self.workers) == 2
+
+    def last_step(self) -> int:
+        lines = metrics(self.folder / "run")
+        return int(lines[-1]["step"]) if lines else -1
+
+    def wait_until(self, holds: Any, what: str) -> None:
+        deadline = time.monotonic() + TIMEOUT
+        while not holds():
+            if time.monotonic() > deadline:
+                self.fail(f"waited in vain for {what}")
+            time.sleep(0.05)
+
+    def fail(self, what: str) -> None:
+        """Fail with what the processes said."""
+        self.end()
+        pytest.fail(f"{what}; the processes said:\n{self.output}")
+
+    def end(self) -> None:
+        """Kill what is left."""
+        for pid in [*children(self.process.pid), *self.workers]:
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Any]:
+    runs = []
+
+    def start(*arguments: str, **options: Any) -> Run:
+        runs.append(Run(tmp_path, *arguments, **options))
+        return runs[-1]
+
+    yield start
+    for each in runs:
+        each.end()
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    """The whole lines of a run's metrics, while it may be writing one."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def losses(folder: Path) -> dict[float, float | None]:
+    """The loss of each update; none comes twice."""
+    lines = metrics(folder)
+    assert len({line["step"] for line in lines}) == len(lines)
+    return {line["step"]: line.get("train_loss") for line in lines}
+
+
+def children(pid: int) -> list[int]:
+    """The running processes that a process has started."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            _, state, parent = stat.read_text().rpartition(")")[2].split(" ", 3)[:3]
+        except OSError:  # it has just ended
+            continue
+        if int(parent) == pid and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and waits for its parent to notice does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def test_a_run_shows_what_it_came_to_and_goes_on_with_another_number_of_ranks(
+    run: Any, tmp_path: Path
+) -> None:
+    first = run(*TINY, "--steps", "12", "--eval-every", "5", "--out", "run", "--sample-length", "20")
+    assert first.wait() == 0, first.output
+    shown = first.output
+    for word in ("GPT of", "AdamW sharded over 2 ranks (cpu, gloo)", "update 12/12", "parameters owned"):
+        assert word in shown
+    rows = [line.split() for line in shown.splitlines() if line.strip().endswith("%")]
+    assert [row[0] for row in rows] == ["0", "1"]
+    assert sum(int(row[2].replace(",", "")) for row in rows) == int(rows[0][4].replace(",", ""))
+    assert "\x1b" not in shown  # no terminal, no colours
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        "checkpoint.pt", "config.json", "loss.png", "metrics.jsonl",
+    }  # fmt: skip
+    lines = metrics(tmp_path / "run")
+    assert [line["step"] for line in lines] == list(range(13))
+    assert [line["step"] for line in lines if "val_loss" in line] == [0, 5, 10, 12]
+    assert lines[-1]["val_loss"] < lines[0]["val_loss"]
+
+    second = run("--resume", "run", "--steps", "15", "--nproc", "1", "--sample-length", "0")
+    assert second.wait() == 0, second.output
+    assert "from update 12" in second.output
+    assert "sharded over 1 rank (" in second.output
+    assert "sample" not in second.output
+    more = metrics(tmp_path / "run")
+    assert more[:13] == lines
+    assert [line["step"] for line in more[13:]] == [13, 14, 15]
+    assert more[-1]["val_loss"] < lines[-1]["val_loss"] + 0.05
+
+
+@pytest.mark.parametrize(
+    ("signum", "whole_group"),
+    [(signal.SIGINT, False), (signal.SIGINT, True), (signal.SIGTERM, False)],
+    ids=["SIGINT", "SIGINT to the group", "SIGTERM"],
+)
+def test_an_interrupted_run_says_so_in_a_line_and_leaves_a_whole_checkpoint(
+    run: Any, signum: signal.Signals, whole_group: bool
+) -> None:
+    interrupted = run(*ENDLESS, "--out", "run")
+    interrupted.wait_for_updates(50)
+    (os.killpg if whole_group else os.kill)(interrupted.process.pid, signum)
+    assert interrupted.wait() == 128 + signum
+    last = interrupted.output.splitlines()[-1]
+    assert f"ended by {signum.name}; update " in last
+    assert last.endswith("go on with: zero-optim train --resume run")
+    assert "Traceback" not in interrupted.output
+    if signum == signal.SIGTERM:  # once is enough: updates after the checkpoint come again, bit for bit
+        before = losses(interrupted.folder / "run")
+        steps = max(before) + 1
+        resumed = run("--resume", "run", "--steps", str(steps), "--save-every", "0", "--sample-length", "0")
+        assert resumed.wait() == 0, resumed.output
+        after = losses(interrupted.folder / "run")
+        assert list(after) == list(range(steps + 1))
+        assert {step: after[step] for step in before} == before
+
+
+def test_workers_end_when_their_launcher_is_killed_outright(run: Any) -> None:
+    killed = run(*ENDLESS, "--out", "run")
+    killed.wait_for_updates(1)
+    killed.process.kill()
+    assert killed.wait() == -signal.SIGKILL
+
+
+def test_a_killed_rank_is_named_and_the_others_end(run: Any) -> None:
+    killed = run(*ENDLESS, "--out", "run")
+    killed.wait_for_updates(1)
+    os.kill(max(killed.workers), signal.SIGKILL)  # the second to be started: rank 1
+    assert killed.wait() == 1
+    expected = f"zero-optim: rank 1 was killed by SIGKILL (process {max(killed.workers)})"
+    assert killed.output.splitlines()[-1] == expected
+    assert "Traceback" not in killed.output
+
+
+FAILING = """
+import torch, torch.distributed as dist
+
+class Failing(torch.optim.SGD):
+    def step(self, closure=None):
+        large = sum(p.numel() for group in self.param_groups for p in group["params"]) > 1000  # no trial
+        if large and dist.is_initialized() and dist.get_rank() == 1:
+            raise OSError("the second rank does not like this")
+        return super().step(closure)
+"""
+
+
+def test_an_exception_shows_its_own_traceback_once(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    failed = run(*TINY, "--optimizer", "failing:Failing", "--out", "run")
+    assert failed.wait() == 1
+    _, _, shown = failed.output.partition("zero-optim: rank 1 failed:\nTraceback")
+    assert shown.splitlines()[-1] == "OSError: the second rank does not like this"
+    assert failed.output.count("Traceback") == 1
+    assert "torch.distributed.elastic" not in failed.output
+
+
+def test_a_loss_that_is_no_number_is_told_in_a_line(run: Any) -> None:
+    failed = run(*TINY, "--optimizer", "SGD", "--opt", "lr=1e38", "--clip", "0", "--out", "run")
+    assert failed.wait() == 1
+    assert "Traceback" not in failed.output
+    assert "failed: the loss became" in failed.output.splitlines()[-1]
+
+
+def test_it_runs_under_torchrun(run: Any, tmp_path: Path) -> None:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    command = (*torchrun, "-m", "zero_optim", "train")
+    done = run(*TINY, "--steps", "2", "--out", "run", "--sample-length", "0", command=command)
+    assert done.wait() == 0, done.output
+    assert done.output.count("update 2/2") == 1
+    assert (tmp_path / "run" / "checkpoint.pt").exists()
+
+
+def test_on_a_terminal_there_is_a_bar(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    package = str(Path(zero_optim.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": package, "TERM": "xterm-256color"}
+    arguments = [*MODULE, *TINY, "--steps", "30", "--sample-length", "0", "--nproc", "1", "--out", "run"]
+    process = subprocess.Popen(
+        arguments, cwd=tmp_path, env=environment, stdout=theirs, stderr=theirs, start_new_session=True
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        while chunk := os.read(ours, 4096):
+            shown += chunk
+    except OSError:  # Linux's way to say that the other end is closed
+        pass
+    finally:
+        os.close(ours)
+        process.kill() if process.poll() is None and process.wait(TIMEOUT) is None else None
+    assert process.returncode == 0
+    text = shown.decode()
+    assert "30/30" in text
+    assert "100%" in text
+    assert "━" in text
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is back

@@ -1,0 +1,229 @@
+"""The model, the schedule, the records, the checkpoint file, and what is printed."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from zero_optim.demo import checkpoint, launch, records, report, schedule
+from zero_optim.demo.checkpoint import Checkpoint
+from zero_optim.demo.config import ModelShape, RunConfig
+from zero_optim.demo.model import GPT, generate
+from zero_optim.demo.records import Record, Records
+from zero_optim.demo.trainer import Shard
+
+SHAPE = ModelShape(context=16, layers=2, width=16, heads=2)
+
+
+def model() -> GPT:
+    torch.manual_seed(0)
+    made = GPT(SHAPE)
+    for parameter in made.parameters():  # blocks end in zeros at first: then nothing would be tested
+        torch.nn.init.normal_(parameter, std=0.3)
+    return made
+
+
+def tokens(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(256, (2, count), generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_model_is_made_of_matrices_only() -> None:
+    assert {parameter.ndim for parameter in model().parameters()} == {2}
+    assert list(model().buffers()) == []
+
+
+def test_a_position_sees_what_came_before_it_and_nothing_after() -> None:
+    one, other = tokens(16), tokens(16)
+    other[:, 10:] = tokens(6, seed=1)
+    gpt = model()
+    assert torch.allclose(gpt(one)[:, :10], gpt(other)[:, :10], atol=1e-5)
+    other[:, 0] += 1
+    assert not torch.allclose(gpt(one)[:, 9], gpt(other % 256)[:, 9], atol=1e-3)
+
+
+def test_the_order_of_what_came_before_matters() -> None:
+    one = tokens(8)
+    swapped = one[:, [1, 0, 2, 3, 4, 5, 6, 7]]
+    assert not torch.allclose(model()(one)[:, -1], model()(swapped)[:, -1], atol=1e-3)
+
+
+def test_generated_text_goes_on_beyond_the_context_and_repeats_with_its_seed() -> None:
+    prompt = torch.tensor([65], dtype=torch.uint8)
+    one = generate(model(), prompt, 40, seed=3)
+    assert len(one) == 40
+    assert generate(model(), prompt, 40, seed=3) == one
+    assert generate(model(), prompt, 40, seed=4) != one
+    assert generate(model(), prompt, 0, seed=3) == b""
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
+def test_the_learning_rate_rises_then_follows_its_schedule(kind: schedule.Schedule) -> None:
+    factors = [schedule.factor(step, kind, warmup=4, steps=20) for step in range(20)]
+    assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert factors[-1] == pytest.approx(1.0 if kind == "constant" else schedule.FINAL)
+    assert factors[4:] == sorted(factors[4:], reverse=True)
+    assert factors[8] == pytest.approx({"cosine": 0.851, "linear": 0.76, "constant": 1.0}[kind], abs=1e-3)
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(0, 1), (5, 3), (3, 3)])
+def test_short_runs_have_a_schedule_too(warmup: int, steps: int) -> None:
+    factors = [schedule.factor(step, "cosine", warmup, steps) for step in range(steps)]
+    assert all(0 < factor <= 1 for factor in factors)
+
+
+def test_records_go_on_after_the_checkpoint_without_a_step_twice(tmp_path: Path) -> None:
+    book = Records(tmp_path)
+    for step in range(6):
+        book.add(Record(step=step, train_loss=1.5 * step))
+    with (tmp_path / records.METRICS).open("a") as file:
+        file.write('{"step": 6, "train_lo')  # what a killed process may leave
+    again = Records(tmp_path, records.read(tmp_path, through=3))
+    again.add(Record(step=4, val_loss=0.1 + 0.2))
+    lines = [json.loads(line) for line in (tmp_path / records.METRICS).read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert lines[-1] == {"step": 4, "val_loss": 0.1 + 0.2}
+    assert again.validations() == [(4, 0.1 + 0.2)]
+
+
+def test_a_line_that_is_no_record_is_refused_unless_it_is_the_last(tmp_path: Path) -> None:
+    (tmp_path / records.METRICS).write_text('{"step": 1}\nhello\n{"step": 2}\n')
+    with pytest.raises(ValueError, match="line 2 is no record"):
+        records.read(tmp_path, through=9)
+    assert records.read(tmp_path / "nowhere", through=9) == []
+
+
+def test_the_picture_is_a_picture(tmp_path: Path) -> None:
+    book = Records(tmp_path, [Record(step=0, val_loss=5.0), Record(step=1, train_loss=5.0, val_loss=4.0)])
+    book.draw("title")
+    assert (tmp_path / records.PICTURE).read_bytes().startswith(b"\x89PNG")
+
+
+def saved(folder: Path, step: int = 3) -> Checkpoint:
+    config = RunConfig(out="there", width=16, heads=2, layers=2, context=16)
+    made = Checkpoint(
+        config.to_json(), step, "digest", model().state_dict(), {"state": {}}, {"last_epoch": 3}
+    )
+    made.save(folder)
+    return made
+
+
+def test_a_checkpoint_reads_back(tmp_path: Path) -> None:
+    made = saved(tmp_path)
+    loaded = checkpoint.load(checkpoint.locate(str(tmp_path)))
+    assert (loaded.step, loaded.run, loaded.scheduler) == (3, made.run, {"last_epoch": 3})
+    assert all(torch.equal(loaded.model[name], tensor) for name, tensor in made.model.items())
+    assert [path.name for path in tmp_path.iterdir()] == [checkpoint.FILE]
+
+
+def test_a_checkpoint_that_could_not_be_written_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, step=3)
+
+    def full(content: object, file: io.BufferedWriter) -> None:
+        file.write(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="no space"):
+        saved(tmp_path, step=4)
+    assert checkpoint.load(tmp_path / checkpoint.FILE).step == 3
+
+
+def test_a_file_that_is_no_checkpoint_of_ours_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path)
+    path = tmp_path / checkpoint.FILE
+    whole = path.read_bytes()
+    foreign = tmp_path / "foreign.pt"
+    torch.save({"weights": torch.zeros(3)}, foreign)
+    unsafe = tmp_path / "unsafe.pt"
+    torch.save({"code": SHAPE}, unsafe)
+    path.write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "text.pt").write_text("hello")
+    (tmp_path / "empty.pt").touch()
+    for name in (checkpoint.FILE, "foreign.pt", "unsafe.pt", "text.pt", "empty.pt"):
+        with pytest.raises(ValueError, match="is no checkpoint of zero-optim train"):
+            checkpoint.load(tmp_path / name)
+
+
+def test_a_checkpoint_is_found_by_folder_by_file_or_as_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="name a run folder"):
+        checkpoint.locate("")
+    (tmp_path / "runs" / "one").mkdir(parents=True)
+    saved(tmp_path / "runs" / "one")
+    assert checkpoint.locate("") == Path("runs/one", checkpoint.FILE)
+    assert checkpoint.locate("runs/one") == checkpoint.locate(f"runs/one/{checkpoint.FILE}")
+    with pytest.raises(ValueError, match="no checkpoint at"):
+        checkpoint.locate("runs/two")
+
+
+def printed(*, terminal: bool) -> str:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=100, highlight=False)
+    folder = "/a/very/long/" + "path/" * 30
+    made = report.Summary(
+        [Shard(10, 80), Shard(30, 240)], 5.5, 1.25, 61.0, folder, ("given", "add\x1b[2Jed[b]")
+    )
+    report.print_summary(console, made)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_summary_has_a_line_for_each_rank_and_keeps_paths_whole(terminal: bool) -> None:
+    shown = printed(terminal=terminal)
+    rows = [line.split() for line in shown.splitlines() if "25.0%" in line or "75.0%" in line]
+    assert rows == [["0", "10", "80", "B", "320", "B", "25.0%"], ["1", "30", "240", "B", "320", "B", "75.0%"]]
+    assert "5.500 -> 1.250 nats a byte" in shown
+    assert "path/" * 30 in shown
+    assert "ed[b]" in shown  # the model's text is no markup
+    assert "\x1b[2J" not in shown  # and moves no cursor
+
+
+def test_plain_lines_are_few_and_show_every_validation() -> None:
+    console = Console(file=io.StringIO(), width=100)
+    lines = report.Report(console, done=0, steps=100)
+    with lines:
+        lines.update(Record(step=0, val_loss=5.5))
+        for step in range(1, 101):
+            val = 2.0 if step == 33 else None
+            lines.update(Record(step=step, train_loss=3.0, tokens_per_second=12345.6, val_loss=val))
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue().splitlines()
+    assert len(shown) == 22
+    assert "update  33/100   loss 3.000   12,346 tokens/s" in shown[7]
+    assert shown[7].endswith("validation 2.000")
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(0.4, "0:00"), (59.6, "1:00"), (3725, "1:02:05")])
+def test_times_are_written_as_clocks_do(seconds: float, shown: str) -> None:
+    assert report.clock(seconds) == shown
+
+
+def failure(folder: Path, rank: int, exitcode: int, time_ns: int | None = None) -> ProcessFailure:
+    path = folder / f"{rank}-{exitcode}.json"
+    if time_ns is not None:
+        info = {"timestamp": "1", "time_ns": str(time_ns), "text": f":\ntraceback of {rank}"}
+        path.write_text(json.dumps({"message": {"message": "", "extraInfo": info}}))
+    return ProcessFailure(rank, 1000 + rank, exitcode, str(path))
+
+
+def test_a_killed_rank_is_the_cause_even_if_others_complained_first(tmp_path: Path) -> None:
+    failures = {0: failure(tmp_path, 0, 1, 5), 1: failure(tmp_path, 1, -9), 2: failure(tmp_path, 2, -15)}
+    assert launch.describe(failures) == "rank 1 was killed by SIGKILL (process 1001)"
+
+
+def test_else_the_first_traceback_is(tmp_path: Path) -> None:
+    failures = {0: failure(tmp_path, 0, 1, 7), 1: failure(tmp_path, 1, 1, 5), 2: failure(tmp_path, 2, -15)}
+    assert launch.describe(failures) == "rank 1 failed:\ntraceback of 1"
+
+
+def test_a_rank_that_said_nothing_is_named_with_its_status(tmp_path: Path) -> None:
+    failures = {0: failure(tmp_path, 0, -15), 1: failure(tmp_path, 1, 3)}
+    assert launch.describe(failures) == "rank 1 ended with status 3 (process 1001)"

@@ -1,0 +1,201 @@
+"""Training: the same on any number of ranks, bit for bit after a resume, and every option does something."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pool import Pool, RankError
+from zero_optim.demo import checkpoint, text
+from zero_optim.demo.config import RunConfig
+from zero_optim.demo.ranks import Ranks
+from zero_optim.demo.records import Record
+from zero_optim.demo.trainer import Trainer
+
+# Sums over ranks are taken in another order on another number of ranks, and gradients with them.
+ROUNDING = 1e-5
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    path = tmp_path / "text"
+    path.write_bytes(bytes(text.load((), 16).train[:4000].tolist()))
+    return RunConfig(
+        out=str(tmp_path),
+        text=(str(path),),
+        options=(("lr", 1e-2),),
+        steps=8,
+        warmup=2,
+        batch_size=12,
+        context=16,
+        layers=2,
+        width=16,
+        heads=2,
+    )
+
+
+def make(config: RunConfig) -> Trainer:
+    place = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    return Trainer(config, place, text.load(config.text, config.context))
+
+
+def run(config: RunConfig, until: int, resume: bool = False) -> list[Record]:
+    """Update to a step, save there in the run folder, and give the records, seconds apart."""
+    trainer = make(config)
+    if resume:
+        trainer.restore(checkpoint.load(Path(config.out) / checkpoint.FILE))
+    made = []
+    while trainer.step < until:
+        record = trainer.update()
+        made.append(replace(record, seconds=None, tokens_per_second=None, val_loss=trainer.evaluate()))
+    saved = trainer.checkpoint()
+    assert (saved is not None) == (dist.get_rank() == 0)
+    if saved is not None:
+        saved.save(Path(config.out))
+    return made
+
+
+def train(
+    pool: Pool, world_size: int, config: RunConfig, until: int = 6, resume: bool = False
+) -> list[Record]:
+    """Run on some ranks; every rank must have seen the same."""
+    first, *others = pool.run(world_size, run, config, until, resume)
+    assert all(other == first for other in others)
+    return first
+
+
+def losses(made: list[Record]) -> list[float]:
+    return [loss for record in made for loss in (record.train_loss, record.val_loss) if loss is not None]
+
+
+def test_training_learns_and_does_not_depend_on_the_number_of_ranks(pool: Pool, config: RunConfig) -> None:
+    on_one = losses(train(pool, 1, config))
+    assert on_one[-1] < on_one[1] - 0.5
+    for world_size in (2, 4):
+        assert losses(train(pool, world_size, config)) == pytest.approx(on_one, rel=ROUNDING)
+
+
+def test_micro_batches_add_up_to_the_batch(pool: Pool, config: RunConfig) -> None:
+    whole = losses(train(pool, 2, config))
+    for passes in (2, 6):
+        assert losses(train(pool, 2, replace(config, accumulate=passes))) == pytest.approx(
+            whole, rel=ROUNDING
+        )
+
+
+# Three ranks: the fewest on which the order of a sum can differ.
+@pytest.mark.parametrize(("world_size", "accumulate"), [(2, 1), (3, 1), (3, 2), (4, 1)])
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(
+    pool: Pool, config: RunConfig, world_size: int, accumulate: int
+) -> None:
+    config = replace(config, accumulate=accumulate)
+    if accumulate > 1:
+        config = replace(config, layers=4, width=64)
+    whole = train(pool, world_size, config, until=8)
+    parts = train(pool, world_size, config, until=3) + train(pool, world_size, config, until=8, resume=True)
+    assert parts == whole
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(pool: Pool, config: RunConfig) -> None:
+    whole = losses(train(pool, 2, config, until=8))
+    parts = train(pool, 2, config, until=3) + train(pool, 4, config, until=6, resume=True)
+    parts += train(pool, 1, config, until=8, resume=True)
+    assert losses(parts) == pytest.approx(whole, rel=ROUNDING)
+
+
+def test_the_learning_rate_follows_its_options(pool: Pool, config: RunConfig) -> None:
+    def rates(**changes: object) -> list[float | None]:
+        return [record.lr for record in train(pool, 1, replace(config, **changes), until=8)]
+
+    assert rates(schedule="constant", warmup=0) == [1e-2] * 8
+    assert rates(schedule="constant", warmup=3)[:4] == pytest.approx([0.0025, 0.005, 0.0075, 0.01])
+    linear, cosine = rates(schedule="linear", warmup=0), rates(schedule="cosine", warmup=0)
+    assert linear[0] == cosine[0] == 1e-2
+    assert linear[-1] == pytest.approx(1e-3)
+    assert linear[2] != cosine[2]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seed": 1},
+        {"batch_size": 24},
+        {"context": 32},
+        {"layers": 1},
+        {"width": 32},
+        {"heads": 4},
+        {"bf16": True},
+        {"clip": 0.01, "optimizer": "SGD"},
+        {"options": (("lr", 1e-3),)},
+        {"optimizer": "Muon"},
+        {"steps": 100},
+        {"text": ()},
+    ],
+    ids=" ".join,
+)
+def test_an_option_changes_what_is_learned(pool: Pool, config: RunConfig, changes: dict[str, object]) -> None:
+    base = replace(config, optimizer="SGD") if changes.get("optimizer") == "SGD" else config
+    assert losses(train(pool, 1, replace(base, **changes))) != losses(train(pool, 1, base))
+
+
+def test_bf16_stays_near_and_keeps_its_weights_in_fp32(pool: Pool, config: RunConfig) -> None:
+    exact = losses(train(pool, 2, config))
+    assert losses(train(pool, 2, replace(config, bf16=True))) == pytest.approx(exact, rel=2e-2)
+    saved = checkpoint.load(Path(config.out) / checkpoint.FILE)
+    assert {tensor.dtype for tensor in saved.model.values()} == {torch.float32}
+
+
+def gradient_norms(config: RunConfig) -> tuple[float, float]:
+    """Give the norm of one update's gradients as recorded, and the length of the SGD step it made."""
+    trainer = make(config)
+    before = torch.nn.utils.parameters_to_vector(trainer.gpt.parameters()).detach().clone()
+    norm = trainer.update().grad_norm
+    after = torch.nn.utils.parameters_to_vector(trainer.gpt.parameters()).detach()
+    assert norm is not None
+    return norm, (after - before).norm().item()
+
+
+def test_clipping_bounds_the_norm_of_all_gradients_together(pool: Pool, config: RunConfig) -> None:
+    config = replace(config, optimizer="SGD", options=(("lr", 1.0),), warmup=0)
+    for norm, length in pool.run(2, gradient_norms, replace(config, clip=0.0)):
+        assert norm > 0.1
+        assert length == pytest.approx(norm, rel=1e-4)
+    for norm, length in pool.run(2, gradient_norms, replace(config, clip=0.05)):
+        assert norm > 0.1  # recorded as it was
+        assert length == pytest.approx(0.05, rel=1e-3)
+
+
+def measured(config: RunConfig) -> tuple[list[tuple[int, int]], int, tuple[str, str]]:
+    trainer = make(config)
+    trainer.update()
+    shards = [(shard.num_parameters, shard.state_nbytes) for shard in trainer.shards()]
+    return shards, sum(parameter.numel() for parameter in trainer.gpt.parameters()), trainer.sample()
+
+
+def test_each_rank_keeps_its_part_of_the_state(pool: Pool, config: RunConfig) -> None:
+    for shards, numel, (given, added) in pool.run(2, measured, replace(config, sample_length=7)):
+        assert sum(owned for owned, _ in shards) == numel
+        for owned, nbytes in shards:
+            assert nbytes == pytest.approx(2 * 4 * owned, rel=0.01)  # two moments in fp32, and step counts
+        assert len(given.encode()) == 16
+        assert 1 <= len(added) <= 7
+
+
+def diverge(config: RunConfig) -> None:
+    trainer = make(config)
+    for _ in range(6):
+        trainer.update()
+
+
+def test_a_loss_that_is_no_number_ends_the_run_on_every_rank(pool: Pool, config: RunConfig) -> None:
+    with pytest.raises(RankError, match=r"DivergedError: the loss became .* lower --opt lr"):
+        pool.run(2, diverge, replace(config, optimizer="SGD", options=(("lr", math.inf),)))
+
+
+def test_an_optimizer_without_a_learning_rate_trains_unscheduled(pool: Pool, config: RunConfig) -> None:
+    made = train(pool, 2, replace(config, optimizer="A2GradUni", options=()))
+    assert {record.lr for record in made} == {None}
+    assert losses(made)[-1] < losses(made)[1]

@@ -1,0 +1,183 @@
+"""The command ``zero-optim``. Only here do errors become lines and exit statuses.
+
+Exit status: 0 done, 1 a rank failed, 2 bad input, 128 + n ended by signal n.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn, get_args
+
+from zero_optim.demo import checkpoint, prepare
+from zero_optim.demo.config import Device, RunConfig, Schedule, defaults
+from zero_optim.demo.launch import InterruptedRunError, WorkerFailedError, launch
+
+
+class _Parser(argparse.ArgumentParser):
+    """One line on bad input, like every other error; the options are a --help away."""
+
+    def error(self, message: str) -> NoReturn:
+        _complain(f"{message} (see {self.prog} --help)")
+        raise SystemExit(2)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; gives the exit status.
+
+    Args:
+        arguments: those after the command's name; None for the process's own.
+    """
+    options = vars(_parser().parse_args(arguments))
+    command = options.pop("command")
+    try:
+        return int(command(options))
+    except ValueError as error:
+        if os.environ.get("RANK", "0") == "0":
+            _complain(str(error))
+        return 2
+    except KeyboardInterrupt:  # before the launcher listens
+        _complain("ended by SIGINT")
+        return 130
+
+
+def train(given: dict[str, Any]) -> int:
+    """Run ``zero-optim train``: as a rank when torchrun started us, else as the launcher.
+
+    Args:
+        given: the options that were named, by field of `RunConfig`.
+
+    Raises:
+        ValueError: bad input.
+    """
+    if {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
+        return _train_as_rank(given)
+    config = prepare.prepare(given)
+    prepare.make_folder(config)
+    try:
+        launch(config)
+    except WorkerFailedError as error:
+        _complain(str(error))
+        return 1
+    except InterruptedRunError as error:
+        _complain(f"{error}; {_what_is_left(config)}")
+        return 128 + error.signum
+    finally:
+        if sys.stdout.isatty():
+            sys.stdout.write("\x1b[?25h")  # a rank killed while it drew its bar leaves the cursor hidden
+            sys.stdout.flush()
+    return 0
+
+
+def _train_as_rank(given: dict[str, Any]) -> int:
+    from zero_optim.demo.worker import run_under_torchrun
+
+    config = prepare.prepare(
+        given, local_ranks=int(os.environ["LOCAL_WORLD_SIZE"]), world_size=int(os.environ["WORLD_SIZE"])
+    )
+    if os.environ["RANK"] == "0":
+        prepare.make_folder(config)
+    run_under_torchrun(config)
+    return 0
+
+
+def _what_is_left(config: RunConfig) -> str:
+    try:
+        saved = checkpoint.load(Path(config.out) / checkpoint.FILE)
+    except ValueError:
+        return "no checkpoint was due yet"
+    return f"update {saved.step} is saved, go on with: zero-optim train --resume {config.out}"
+
+
+def _complain(line: str) -> None:
+    print(f"zero-optim: {line}", file=sys.stderr)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="zero-optim", description="Optimizers whose state is sharded over ranks.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    command = commands.add_parser(
+        "train",
+        help="train a small GPT on text, its optimizer state sharded",
+        description="Train a small GPT on text with DistributedDataParallel and a sharded optimizer. Under "
+        "torchrun, which may span hosts, it runs as one of its ranks; else it starts --nproc ranks here.",
+        argument_default=argparse.SUPPRESS,  # what is not named comes from the checkpoint or the defaults
+    )
+    command.set_defaults(command=train)
+    for add in (_add_run, _add_optimization, _add_model):
+        add(command, defaults())
+    return parser
+
+
+def _add_run(command: argparse.ArgumentParser, default: dict[str, Any]) -> None:
+    group = command.add_argument_group("the run")
+    group.add_argument(
+        "--text", nargs="+", metavar="FILE", help="what to train on (the Python language reference)"
+    )
+    group.add_argument("--nproc", type=int, metavar="N", help=f"ranks on this host ({default['nproc']})")
+    group.add_argument("--device", choices=get_args(Device), help="auto: GPUs if there is one for each rank")
+    group.add_argument("--out", metavar="DIR", help="run folder (runs/OPTIMIZER-TIME)")
+    group.add_argument(
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="DIR",
+        help="go on from the checkpoint of a run folder, without DIR of the newest in runs/; "
+        "options that are not named stay those of the run",
+    )
+    for name, text in (
+        ("seed", "of initial weights and the order of the text"),
+        ("eval-every", "updates between validations; 0: first and last only"),
+        ("save-every", "updates between checkpoints; 0: last only"),
+        ("sample-length", "bytes of text generated at the end; 0: none"),
+    ):
+        _add_number(group, name, text, default)
+
+
+def _add_optimization(command: argparse.ArgumentParser, default: dict[str, Any]) -> None:
+    group = command.add_argument_group("optimization")
+    group.add_argument(
+        "--optimizer",
+        metavar="CLASS",
+        help=f"of torch.optim or torch_optimizer, or package.module:Class ({default['optimizer']})",
+    )
+    group.add_argument(
+        "--opt",
+        dest="options",
+        action="append",
+        metavar="KEY=VALUE",
+        help="argument of the class, such as lr=3e-4; repeat for more",
+    )
+    group.add_argument(
+        "--lr-schedule",
+        dest="schedule",
+        choices=get_args(Schedule),
+        help=f"how the learning rate falls, to a tenth ({default['schedule']})",
+    )
+    group.add_argument(
+        "--clip", type=float, metavar="NORM", help=f"largest gradient norm; 0: any ({default['clip']})"
+    )
+    group.add_argument("--bf16", action=argparse.BooleanOptionalAction, help="bfloat16 autocast")
+    for name, text in (
+        ("steps", "updates in all"),
+        ("batch-size", "sequences in an update, over all ranks"),
+        ("accumulate", "micro-batches each rank cuts its part of an update into"),
+        ("warmup", "updates over which the learning rate rises"),
+    ):
+        _add_number(group, name, text, default)
+
+
+def _add_model(command: argparse.ArgumentParser, default: dict[str, Any]) -> None:
+    group = command.add_argument_group("the model")
+    for name, text in (
+        ("context", "bytes it sees at once"),
+        ("layers", "transformer blocks"),
+        ("width", "features of a position"),
+        ("heads", "attention heads"),
+    ):
+        _add_number(group, name, text, default)
+
+
+def _add_number(group: argparse._ArgumentGroup, name: str, text: str, default: dict[str, Any]) -> None:
+    group.add_argument(f"--{name}", type=int, metavar="N", help=f"{text} ({default[name.replace('-', '_')]})")

@@ -1,0 +1,159 @@
+"""What a training run is: one frozen value, checked when made, readable back from JSON."""
+
+import json
+import math
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+OptionValue = bool | int | float | str | None | tuple["OptionValue", ...]
+Schedule = Literal["cosine", "linear", "constant"]
+Device = Literal["auto", "cpu", "cuda"]
+
+_COUNTS = ("nproc", "steps", "batch_size", "accumulate", "context", "layers", "width", "heads")
+_COUNTS_OR_ZERO = ("warmup", "seed", "eval_every", "save_every", "sample_length")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The sizes that a checkpoint's tensors depend on.
+
+    Attributes:
+        context: bytes the model sees at once.
+        layers: transformer blocks.
+        width: features of a position.
+        heads: attention heads; divides ``width`` into an even number of features each.
+    """
+
+    context: int
+    layers: int
+    width: int
+    heads: int
+
+    def __post_init__(self) -> None:
+        """Refuse heads that do not divide the width evenly."""
+        if self.width % self.heads:
+            raise ValueError(f"--width {self.width} is not divisible by --heads {self.heads}")
+        if self.width // self.heads % 2:
+            raise ValueError(
+                f"--width {self.width} over --heads {self.heads} gives heads of {self.width // self.heads} "
+                "features: rotary positions need an even number"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """Everything a run depends on. Fields are named as the options of ``zero-optim train``.
+
+    Attributes:
+        text: files to train on; none for the Python language reference.
+        nproc: ranks on this host.
+        optimizer: a class, as `optimizers.find` understands it.
+        options: its keyword arguments, as sorted pairs.
+        steps: updates in the whole run.
+        batch_size: sequences in an update, over all ranks.
+        accumulate: micro-batches that each rank's part of an update is cut into.
+        schedule: how the learning rate falls after the warm-up.
+        warmup: updates over which the learning rate rises.
+        clip: largest norm of all gradients together; 0 for no limit.
+        bf16: whether the forward pass runs under bfloat16 autocast.
+        seed: of the initial weights, the order of the text, and the sample at the end.
+        out: the run folder.
+        resume: the checkpoint to go on from, or None.
+        eval_every: updates between validations; 0 for the first and the last only.
+        save_every: updates between checkpoints; 0 for the last only.
+        sample_length: bytes of text generated at the end.
+        device: where to train; "auto" takes GPUs when there is one for each rank of this host.
+        context, layers, width, heads: see `ModelShape`.
+    """
+
+    out: str
+    text: tuple[str, ...] = ()
+    nproc: int = 2
+    optimizer: str = "AdamW"
+    options: tuple[tuple[str, OptionValue], ...] = ()
+    steps: int = 500
+    batch_size: int = 16
+    accumulate: int = 1
+    schedule: Schedule = "cosine"
+    warmup: int = 25
+    clip: float = 1.0
+    bf16: bool = False
+    seed: int = 0
+    resume: str | None = None
+    eval_every: int = 50
+    save_every: int = 100
+    sample_length: int = 400
+    device: Device = "auto"
+    context: int = 128
+    layers: int = 4
+    width: int = 128
+    heads: int = 4
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that make no run."""
+        for name in _COUNTS:
+            _check(name, getattr(self, name), least=1)
+        for name in _COUNTS_OR_ZERO:
+            _check(name, getattr(self, name), least=0)
+        if not (math.isfinite(self.clip) and self.clip >= 0):
+            raise ValueError(f"--clip must be a number of at least 0, got {self.clip}")
+        for name, kind in (("schedule", Schedule), ("device", Device)):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(f"{flag(name)} must be one of {', '.join(get_args(kind))}")
+        _ = self.shape  # checks itself
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model's sizes."""
+        return ModelShape(context=self.context, layers=self.layers, width=self.width, heads=self.heads)
+
+    def check_ranks(self, world_size: int) -> None:
+        """Refuse a batch that ``world_size`` ranks cannot share equally.
+
+        Raises:
+            ValueError: saying what must divide what.
+        """
+        if self.batch_size % (world_size * self.accumulate):
+            raise ValueError(
+                f"--batch-size {self.batch_size} cannot be shared equally by {world_size} ranks"
+                + (f" x {self.accumulate} accumulated micro-batches" if self.accumulate > 1 else "")
+                + f": give a multiple of {world_size * self.accumulate}"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give the fields by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def to_json(self) -> str:
+        """Write as one JSON object, which `from_json` reads."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> "RunConfig":
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: not JSON, or values that make no run.
+            TypeError: other fields than this version's.
+        """
+        return RunConfig(**{name: _tuples(value) for name, value in json.loads(text).items()})
+
+
+def defaults() -> dict[str, Any]:
+    """Give the default of every field that has one."""
+    return {field.name: field.default for field in fields(RunConfig) if field.name != "out"}
+
+
+def flag(name: str) -> str:
+    """Spell a field as the command line does."""
+    return "--lr-schedule" if name == "schedule" else "--" + name.replace("_", "-")
+
+
+def _check(name: str, value: int, *, least: int) -> None:
+    if value < least:
+        raise ValueError(f"{flag(name)} must be at least {least}, got {value}")
+
+
+def _tuples(value: Any) -> Any:  # noqa: ANN401 - whatever JSON holds
+    """Turn JSON's lists back into tuples."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -1,0 +1,76 @@
+"""Rank 0's side of a run: what the user is told, and what the run folder keeps."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from zero_optim.demo import records
+from zero_optim.demo.checkpoint import Checkpoint
+from zero_optim.demo.records import Record, Records
+from zero_optim.demo.report import Report, Summary, make_report
+from zero_optim.demo.trainer import Shard, Trainer
+
+
+class Journal:
+    """The report and the run folder, kept together. The folder exists, or is made.
+
+    Args:
+        trainer: of rank 0, restored already if the run goes on from a checkpoint.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        config = trainer.config
+        self._trainer = trainer
+        self._folder = Path(config.out)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / "config.json").write_text(config.to_json() + "\n")
+        earlier = records.read(Path(config.resume).parent, trainer.step) if config.resume is not None else []
+        self._records = Records(self._folder, earlier)
+        self.report: Report = make_report(trainer.step, config.steps)
+
+    def open(self, saved: Checkpoint | None) -> None:
+        """Say what is about to be trained, and on which checkpoint it goes on."""
+        for name, value in _header(self._trainer):
+            self.report.fact(name, value)
+        if saved is not None:
+            self.report.fact("goes on", f"from update {saved.step}, {self._trainer.config.resume}")
+            if saved.text_digest != self._trainer.corpus.digest:
+                self.report.fact("note", "the checkpoint was trained on another text than this one")
+
+    def tell(self, record: Record) -> None:
+        """Keep and show one update."""
+        self._records.add(record)
+        self.report.update(record)
+
+    def keep(self, checkpoint: Checkpoint) -> None:
+        """Save a checkpoint, and the picture as it is by then."""
+        checkpoint.save(self._folder)
+        config = self._trainer.config
+        self._records.draw(f"{config.optimizer} sharded over {_ranks(self._trainer.ranks.world_size)}")
+
+    def close(self, shards: Sequence[Shard]) -> None:
+        """Show what the run came to.
+
+        Args:
+            shards: what each rank keeps, by rank.
+        """
+        seconds = self.report.seconds
+        losses = [loss for _, loss in self._records.validations()]
+        sample = self._trainer.sample() if self._trainer.config.sample_length else None
+        self.report.finish(Summary(shards, losses[0], losses[-1], seconds, str(self._folder), sample))
+
+
+def _header(trainer: Trainer) -> list[tuple[str, str]]:
+    config, place, corpus = trainer.config, trainer.ranks, trainer.corpus
+    numel = sum(parameter.numel() for parameter in trainer.gpt.parameters())
+    sizes = f"layers {config.layers}, width {config.width}, heads {config.heads}, context {config.context}"
+    where = f"{_ranks(place.world_size)} ({place.device.type}, {place.backend})"
+    return [
+        ("model", f"GPT of {numel:,} parameters: {sizes}"),
+        ("text", f"{corpus.name}, {corpus.numel:,} bytes, the last tenth held out"),
+        ("optimizer", f"{config.optimizer} sharded over {where}"),
+        ("updates", f"{config.steps:,}, each of {config.batch_size} x {config.context} bytes"),
+    ]
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"

@@ -1,0 +1,165 @@
+"""Start the ranks on this host through PyTorch's elastic launcher, and say in a line how they ended.
+
+Note [How a run ends]
+    The launcher is the parent. It turns SIGINT, SIGTERM, SIGHUP and SIGQUIT into an exception and ends
+    its workers; they live in sessions of their own, so a Ctrl-C at the terminal reaches the parent
+    alone, and once. When a worker fails or is killed, the launcher ends the others. When the parent
+    itself is killed outright, `guard` ends the workers. Checkpoints are whole throughout, see
+    `checkpoint`.
+"""
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+if TYPE_CHECKING:
+    from zero_optim.demo.config import RunConfig
+
+# SIGINT kills a worker like any other signal, from its first line on: Python's own handler would
+# answer with a traceback, and importing torch takes seconds.
+_WORKER = (
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    "from zero_optim.demo.worker import main; main()"
+)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+class WorkerFailedError(RuntimeError):
+    """A rank failed or was killed; the message says which and has its own traceback."""
+
+
+class InterruptedRunError(Exception):
+    """The run was ended by a signal to the launcher.
+
+    Attributes:
+        signum: the signal.
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"ended by {signal.Signals(signum).name}")
+        self.signum = signum
+
+
+def launch(config: "RunConfig") -> None:
+    """Run ``config.nproc`` ranks to their end; none is left when this returns or raises.
+
+    Raises:
+        WorkerFailedError: a rank did not end well.
+        InterruptedRunError: a signal came.
+    """
+    with _quiet(), _signals_raise(), tempfile.TemporaryDirectory(prefix="zero-optim-") as folder:
+        start = elastic_launch(_launch_config(config.nproc, folder), sys.executable)
+        try:
+            start("-c", _WORKER, config.to_json(), str(os.getpid()))
+        except ChildFailedError as error:
+            raise WorkerFailedError(describe(error.failures)) from None
+        except SignalException as error:
+            raise InterruptedRunError(error.sigval) from None
+
+
+def _launch_config(nproc: int, folder: str) -> LaunchConfig:
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",  # any free port
+        local_addr="127.0.0.1",  # else the host's name is looked up, and may lead nowhere
+        max_restarts=0,
+        monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(log_dir=folder),
+        **_signals_option(),
+    )
+
+
+def _heard() -> list[signal.Signals]:
+    """Name the signals that end a run: not those the caller wants ignored, as nohup and shells do."""
+    return [signum for signum in _SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
+
+
+def _signals_option() -> dict[str, Any]:
+    """Tell the launcher the same, where it can be told: older launchers hear all four."""
+    if "signals_to_handle" not in {field.name for field in fields(LaunchConfig)}:
+        return {}
+    return {"signals_to_handle": ",".join(signum.name for signum in _heard())}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the launcher's own log off the terminal: what matters in it we say in a line."""
+    loggers = [logging.getLogger(f"torch.distributed.{name}") for name in ("elastic", "launcher")]
+    before = [logger.propagate for logger in loggers]
+    handler = logging.NullHandler()
+    for logger in loggers:
+        logger.propagate = False
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for logger, propagate in zip(loggers, before, strict=True):
+            logger.propagate = propagate
+            logger.removeHandler(handler)
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Answer signals until the launcher does it itself, and put back what was there at the end."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise InterruptedRunError(signum)
+
+    before = {signum: signal.signal(signum, interrupt) for signum in _heard()}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def describe(failures: Mapping[int, ProcessFailure]) -> str:
+    """Tell the first cause among failed ranks, by rank.
+
+    A killed rank comes first: its peers then fail as well, for want of it, and may be first to say
+    so. SIGTERM does not count, the launcher sends it to those that are left. Otherwise, the earliest
+    traceback is the cause.
+    """
+    killed = [
+        (rank, failure) for rank, failure in failures.items() if failure.exitcode < 0 and not _ended(failure)
+    ]
+    if killed:
+        rank, failure = killed[0]
+        return f"rank {rank} was killed by {failure.signal_name()} (process {failure.pid})"
+    rank, failure = min(failures.items(), key=lambda item: (_ended(item[1]), _when(item[1])))
+    report = _report(failure)
+    if "text" in report:
+        return f"rank {rank} failed{report['text']}"
+    return f"rank {rank} ended with status {failure.exitcode} (process {failure.pid})"
+
+
+def _ended(failure: ProcessFailure) -> bool:
+    return failure.exitcode == -signal.SIGTERM
+
+
+def _when(failure: ProcessFailure) -> int:
+    """Give the time of a failure in ns; the launcher's own has seconds, too coarse to find the first."""
+    return int(_report(failure).get("time_ns", sys.maxsize))
+
+
+def _report(failure: ProcessFailure) -> dict[str, str]:
+    """Give what `worker` recorded about a failure; nothing if it could not."""
+    message = failure.error_file_data.get("message")
+    report = message.get("extraInfo", {}) if isinstance(message, dict) else {}
+    return dict(report)

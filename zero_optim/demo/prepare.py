@@ -1,0 +1,135 @@
+"""Everything that can be wrong with a run and be known before a process is started."""
+
+import importlib.util
+import os
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero_optim.demo import checkpoint, optimizers, ranks, text
+from zero_optim.demo.checkpoint import Checkpoint
+from zero_optim.demo.config import RunConfig, defaults, flag
+from zero_optim.demo.model import GPT
+from zero_optim.demo.records import METRICS
+
+_EXTRAS = ("matplotlib", "rich")
+_FIXED = ("optimizer", "options", "context", "layers", "width", "heads")  # what a checkpoint decides
+
+
+def prepare(
+    given: Mapping[str, Any], *, local_ranks: int | None = None, world_size: int | None = None
+) -> RunConfig:
+    """Make a run of what the command line gives, and check it; starts nothing.
+
+    Args:
+        given: fields of `RunConfig` that were named, with ``options`` still a list of KEY=VALUE and
+            ``resume`` as `checkpoint.locate` takes it. The rest comes from the checkpoint that is
+            resumed, or from the defaults.
+        local_ranks: ranks on this host if they are running already, under torchrun.
+        world_size: and ranks in all then.
+
+    Raises:
+        ValueError: what is wrong, in one line.
+    """
+    check_extras()
+    path = checkpoint.locate(given["resume"]) if given.get("resume") is not None else None
+    saved = checkpoint.load(path) if path is not None else None
+    config = _merge(given, saved, path, local_ranks)
+    if saved is not None:
+        _check_fits(config, saved)
+    config.check_ranks(world_size or config.nproc)
+    ranks.choose_device(config.device, config.nproc)
+    trial = optimizers.check(config.optimizer, config.options)
+    scheduled = [flag(name) for name in ("schedule", "warmup") if name in given]
+    if scheduled and not optimizers.has_rate(trial):
+        raise ValueError(
+            f"{config.optimizer} has no fixed learning rate to schedule: leave out {' and '.join(scheduled)}"
+        )
+    text.load(config.text, config.context)
+    return config
+
+
+def check_extras() -> None:
+    """See whether what the report and the picture need is installed.
+
+    Raises:
+        ValueError: naming what is missing, and the command that installs it.
+    """
+    missing = [name for name in _EXTRAS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"{' and '.join(missing)} not installed: pip install 'zero-optim[demo]'")
+
+
+def make_folder(config: RunConfig) -> None:
+    """Make the run folder, or see that the one there is this run's own; called on one rank or before any.
+
+    Raises:
+        ValueError: it holds another run, or cannot be written to.
+    """
+    folder = Path(config.out)
+    own = config.resume is not None and Path(config.resume).parent == folder
+    if not own and any((folder / name).exists() for name in (checkpoint.FILE, METRICS)):
+        raise ValueError(f"{folder} holds a run: go on with --resume {folder}, or name another --out")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot make the run folder {folder}: {error.strerror}") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"cannot write to the run folder {folder}")
+
+
+def _merge(
+    given: Mapping[str, Any], saved: Checkpoint | None, path: Path | None, local_ranks: int | None
+) -> RunConfig:
+    base = saved.run.to_dict() if saved is not None else defaults()
+    fields = base | dict(given)
+    if local_ranks is not None:
+        if given.get("nproc", local_ranks) != local_ranks:
+            raise ValueError(
+                f"--nproc {given['nproc']}, but torchrun started {local_ranks} ranks here: leave it out"
+            )
+        fields["nproc"] = local_ranks
+    named = optimizers.parse(given.get("options", ()))
+    if fields["optimizer"] == base["optimizer"]:
+        named = dict(base["options"]) | named
+    fields["options"] = optimizers.with_presets(fields["optimizer"], named)
+    fields["text"] = tuple(str(Path(name).resolve()) for name in fields["text"])
+    fields["resume"] = str(path) if path is not None else None
+    if "out" not in given:
+        fields["out"] = str(path.parent) if path is not None else _new_folder(fields["optimizer"])
+    return RunConfig(**fields)
+
+
+def _new_folder(optimizer: str) -> str:
+    """Name a run after its optimizer and the time, and after others of the same second."""
+    word = re.sub(r"[^A-Za-z0-9]+", "-", optimizer.rpartition(":")[2]).strip("-").lower()
+    name = Path("runs") / f"{word}-{time.strftime('%Y%m%d-%H%M%S')}"
+    others = sum(1 for _ in name.parent.glob(name.name + "*"))
+    return f"{name}-{others + 1}" if others else str(name)
+
+
+def _check_fits(config: RunConfig, saved: Checkpoint) -> None:
+    for name in _FIXED:
+        now, then = getattr(config, name), getattr(saved.run, name)
+        if now != then:
+            raise ValueError(
+                f"the checkpoint is of another run: {_spell(name, then)} there, {_spell(name, now)} here"
+            )
+    with torch.device("meta"):  # sizes without memory
+        expected = {name: tensor.shape for name, tensor in GPT(config.shape).state_dict().items()}
+    if {name: tensor.shape for name, tensor in saved.model.items()} != expected:
+        raise ValueError("the checkpoint's model has other tensors than this version's")
+    if config.steps <= saved.step:
+        raise ValueError(
+            f"the run has made its {saved.step} updates: to go on, give more than that as --steps"
+        )
+
+
+def _spell(name: str, value: Any) -> str:  # noqa: ANN401 - any field's value
+    if name == "options":
+        return "--opt " + " ".join(f"{key}={option}" for key, option in value)
+    return f"{flag(name)} {value}"

@@ -1,0 +1,84 @@
+"""This process among the ranks of the run: who it is, where it computes, sums over all of them."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_optim.demo.config import Device
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """A rank's place.
+
+    Attributes:
+        rank: of this process, over all hosts.
+        world_size: ranks in the run.
+        device: where this rank computes.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def backend(self) -> str:
+        """What carries messages between ranks."""
+        return "nccl" if self.device.type == "cuda" else "gloo"
+
+    def mean(self, value: Tensor) -> float:
+        """Average a scalar over ranks; all ranks call."""
+        return self.total(value.detach()).item() / self.world_size
+
+    def total(self, value: Tensor) -> Tensor:
+        """Sum over ranks, in place; all ranks call."""
+        dist.all_reduce(value)
+        return value
+
+    def collect(self, *numbers: int) -> list[list[int]]:
+        """Give every rank's numbers, by rank; all ranks call, with as many."""
+        mine = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(everyone, mine)
+        return [theirs.tolist() for theirs in everyone]
+
+
+def join(device: Device) -> Ranks:
+    """Enter the default process group, as the launcher's environment says; all ranks call."""
+    local_rank, local_world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, num_cores() // local_world_size))
+    kind = choose_device(device, local_world_size)
+    if kind == "cuda":
+        here = torch.device("cuda", local_rank)
+        torch.cuda.set_device(here)
+        dist.init_process_group("nccl", device_id=here)
+    else:
+        here = torch.device("cpu")
+        dist.init_process_group("gloo")
+    return Ranks(dist.get_rank(), dist.get_world_size(), here)
+
+
+def choose_device(asked: Device, local_world_size: int) -> str:
+    """Say "cuda" or "cpu"; the same on every host only if the hosts are alike.
+
+    Raises:
+        ValueError: CUDA is asked for and there are fewer GPUs than ranks on this host.
+    """
+    usable = torch.cuda.is_available() and dist.is_nccl_available()
+    num_gpus = torch.cuda.device_count() if usable else 0
+    if asked == "cuda" and num_gpus < local_world_size:
+        raise ValueError(
+            f"--device cuda needs a GPU for each of {local_world_size} ranks, this host has {num_gpus}"
+        )
+    return "cuda" if asked != "cpu" and num_gpus >= local_world_size else "cpu"
+
+
+def num_cores() -> int:
+    """Count the cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

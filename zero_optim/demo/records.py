@@ -1,0 +1,97 @@
+"""What a run leaves behind to look at: ``metrics.jsonl``, one line an update, and ``loss.png``."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+METRICS = "metrics.jsonl"
+PICTURE = "loss.png"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One update; step 0 is the state before the first and has a validation loss alone.
+
+    Attributes:
+        step: number of the update, from 1.
+        train_loss: of its batch before it, in nats a byte, over all ranks.
+        val_loss: after it, where the run was validated.
+        lr: the learning rate it used, where the optimizer has one.
+        grad_norm: of all gradients together, before clipping.
+        seconds: that it took, validation apart.
+        tokens_per_second: over all ranks.
+    """
+
+    step: int
+    train_loss: float | None = None
+    val_loss: float | None = None
+    lr: float | None = None
+    grad_norm: float | None = None
+    seconds: float | None = None
+    tokens_per_second: float | None = None
+
+    def to_json(self) -> str:
+        """Write as one line, without what is not known."""
+        return json.dumps({key: value for key, value in asdict(self).items() if value is not None})
+
+
+class Records:
+    """The records of a run folder, as rank 0 writes them.
+
+    Args:
+        folder: the run folder, which exists.
+        earlier: records that the run goes on from; they take the place of what the file held.
+    """
+
+    def __init__(self, folder: Path, earlier: Iterable[Record] = ()) -> None:
+        self._folder = folder
+        self.entries = list(earlier)
+        beside = folder / (METRICS + ".part")
+        beside.write_text("".join(record.to_json() + "\n" for record in self.entries))
+        beside.replace(folder / METRICS)
+
+    def add(self, record: Record) -> None:
+        """Append one record, so that it is in the file when this returns."""
+        self.entries.append(record)
+        with (self._folder / METRICS).open("a") as file:
+            file.write(record.to_json() + "\n")
+
+    def validations(self) -> list[tuple[int, float]]:
+        """Give (step, loss) of each validation."""
+        return [(record.step, record.val_loss) for record in self.entries if record.val_loss is not None]
+
+    def draw(self, title: str) -> None:
+        """Draw the losses over the updates; needs matplotlib."""
+        from matplotlib.figure import Figure  # an extra; without pyplot it needs no display
+
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        axes = figure.add_subplot(title=title, xlabel="update", ylabel="loss, nats a byte")
+        trained = [
+            (record.step, record.train_loss) for record in self.entries if record.train_loss is not None
+        ]
+        axes.plot(*zip(*trained, strict=True), color="#9db7d5", linewidth=1, label="train, each batch")
+        axes.plot(*zip(*self.validations(), strict=True), "o-", color="#c2410c", label="validation")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend()
+        figure.savefig(self._folder / PICTURE, dpi=120)
+
+
+def read(folder: Path, through: int) -> list[Record]:
+    """Read a run's records up to a step, that of the checkpoint gone on from.
+
+    Raises:
+        ValueError: a line that is no record, unless it is the last: a process that was killed may
+            leave half a line.
+    """
+    path = folder / METRICS
+    lines = path.read_text().splitlines() if path.exists() else []
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(Record(**json.loads(line)))
+        except (ValueError, TypeError) as error:
+            if number < len(lines):
+                raise ValueError(f"{path} line {number} is no record of zero-optim train") from error
+    return [record for record in records if record.step <= through]

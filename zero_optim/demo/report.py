@@ -1,0 +1,212 @@
+"""What the user sees: a bar on a terminal, plain lines elsewhere, and a table at the end.
+
+Only rank 0 makes one. Needs rich, an extra.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from zero_optim.demo.records import Record
+    from zero_optim.demo.trainer import Shard
+
+_LINES = 20  # about as many, where there is no bar
+_PLAIN_WIDTH = 100  # columns, where there is no terminal to ask
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a run came to.
+
+    Attributes:
+        shards: what each rank keeps, by rank.
+        first_loss, last_loss: on the held-out text, nats a byte, over the whole run.
+        seconds: of this part of the run, validation and checkpoints included.
+        folder: where the run is.
+        sample: what the model was given and what it added; None for no sample.
+    """
+
+    shards: Sequence["Shard"]
+    first_loss: float
+    last_loss: float
+    seconds: float
+    folder: str
+    sample: tuple[str, str] | None
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Tell what happened, where rich would end the process without a word."""
+        raise BrokenPipeError("standard output was closed")
+
+
+class Report:
+    """Plain lines, for logs and pipes.
+
+    Args:
+        console: where to write.
+        done: updates made before this part of the run.
+        steps: updates in the whole run.
+    """
+
+    def __init__(self, console: Console, done: int, steps: int) -> None:
+        self._console = console
+        self._done = done
+        self._steps = steps
+        self._began = perf_counter()
+        self._val_loss: float | None = None
+
+    def __enter__(self) -> "Self":
+        """Begin to count time."""
+        self._began = perf_counter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave the terminal as it was."""
+
+    @property
+    def seconds(self) -> float:
+        """Time since the loop began."""
+        return perf_counter() - self._began
+
+    def say(self, line: str) -> None:
+        """Write one line."""
+        self._console.print(Text(line))
+
+    def fact(self, name: str, value: str) -> None:
+        """Write one labelled line."""
+        print_fact(self._console, name, value)
+
+    def update(self, record: "Record") -> None:
+        """Tell of an update, or of the validation before the first."""
+        every = max(1, self._steps // _LINES)
+        if record.val_loss is not None:
+            self._val_loss = record.val_loss
+        if record.step % every == 0 or record.val_loss is not None or record.step == self._steps:
+            self.say(self._line(record))
+
+    def _line(self, record: "Record") -> str:
+        width = len(str(self._steps))
+        parts = [f"update {record.step:>{width}}/{self._steps}"]
+        if record.train_loss is not None:
+            parts.append(f"loss {record.train_loss:.3f}")
+            parts.append(f"{record.tokens_per_second or 0:,.0f} tokens/s")
+            parts.append(f"{clock(self._seconds_left(record.step))} left")
+        if record.val_loss is not None:
+            parts.append(f"validation {record.val_loss:.3f}")
+        return "   ".join(parts)
+
+    def _seconds_left(self, step: int) -> float:
+        return self.seconds / max(1, step - self._done) * (self._steps - step)
+
+    def finish(self, summary: Summary) -> None:
+        """Show what it came to."""
+        print_summary(self._console, summary)
+
+
+class BarReport(Report):
+    """A bar that moves, for terminals; validations stay above it as lines."""
+
+    def __init__(self, console: Console, done: int, steps: int) -> None:
+        super().__init__(console, done, steps)
+        self._bar = Progress(
+            TextColumn("{task.completed}/{task.total}"),
+            BarColumn(bar_width=None),
+            TaskProgressColumn(),
+            TextColumn("{task.description}"),
+            console=console,
+            expand=True,
+            refresh_per_second=4,  # drawing takes time from training
+        )
+        self._task = self._bar.add_task("starting", total=steps, completed=done)
+
+    def __enter__(self) -> "Self":
+        """Show the bar."""
+        self._bar.start()
+        return super().__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Take the bar away; it has become the last line."""
+        self._bar.stop()
+
+    def update(self, record: "Record") -> None:
+        """Move the bar."""
+        if record.val_loss is not None:
+            self._val_loss = record.val_loss
+            self.say(self._line(record))
+        if record.train_loss is not None:
+            rate, left = record.tokens_per_second or 0, clock(self._seconds_left(record.step))
+            text = f"loss [b]{record.train_loss:.3f}[/b]  {rate:,.0f} tokens/s  {left} left"
+            self._bar.update(self._task, completed=record.step, description=text)
+
+
+def make_report(done: int, steps: int) -> Report:
+    """Choose the report that suits standard output; see `Report` for the arguments."""
+    console = _Console(highlight=False)
+    if console.is_terminal and not console.is_dumb_terminal:
+        return BarReport(console, done, steps)
+    return Report(_Console(highlight=False, width=_PLAIN_WIDTH), done, steps)
+
+
+def print_fact(console: Console, name: str, value: str) -> None:
+    """Write one labelled line, never wrapped: paths in it must stay in one piece, to be copied."""
+    console.print(Text.assemble((f"{name:<12}", "dim"), value), soft_wrap=True)
+
+
+def print_summary(console: Console, summary: Summary) -> None:
+    """Write the table of ranks, then what the run came to and where it is."""
+    console.print()
+    console.print(_table(summary.shards, plain=not console.is_terminal))
+    console.print()
+    losses = f"{summary.first_loss:.3f} -> {summary.last_loss:.3f} nats a byte"
+    print_fact(console, "validation", losses)
+    print_fact(console, "time", f"{summary.seconds:.0f} s")
+    print_fact(console, "run folder", summary.folder)
+    if summary.sample is not None:
+        given, added = map(printable, summary.sample)
+        console.print(Text("\nsample, from the start of the held-out text on:", style="dim"))
+        console.print(Text.assemble((given, "dim"), ("|", "bold cyan"), added))
+
+
+def _table(shards: Sequence["Shard"], *, plain: bool) -> Table:
+    whole = sum(shard.state_nbytes for shard in shards)
+    table = Table(box=None, pad_edge=False) if plain else Table(box=SIMPLE_HEAD)
+    for heading in ("rank", "parameters owned", "optimizer state held", "unsharded", "part"):
+        table.add_column(heading, justify="right")
+    for rank, shard in enumerate(shards):
+        part = f"{shard.state_nbytes / whole:.1%}" if whole else "-"  # plain SGD keeps none
+        table.add_row(str(rank), f"{shard.num_parameters:,}", _bytes(shard.state_nbytes), _bytes(whole), part)
+    return table
+
+
+def _bytes(number: int) -> str:
+    return f"{number:,} B"
+
+
+def clock(seconds: float) -> str:
+    """Write a time as h:mm:ss or m:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def printable(text: str) -> str:
+    """Take out what would move a terminal's cursor or change its colours."""
+    return "".join(
+        char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text
+    )

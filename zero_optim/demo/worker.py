@@ -1,0 +1,104 @@
+"""What every rank runs: join the others, train, and on rank 0 tell the user."""
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from zero_optim.demo import checkpoint, guard, ranks, text
+from zero_optim.demo.config import RunConfig
+from zero_optim.demo.journal import Journal
+from zero_optim.demo.records import Record
+from zero_optim.demo.trainer import DivergedError, Trainer
+
+_EXPECTED = (DivergedError, BrokenPipeError)  # their line says all of it
+
+
+def main() -> None:
+    """Run as a rank that `launch` started, with the run and the parent's process id as arguments."""
+    guard.end_with_parent(int(sys.argv[2]))
+    if os.environ["RANK"] != "0":
+        warnings.simplefilter("ignore")  # the same ones come from rank 0
+    try:
+        work(RunConfig.from_json(sys.argv[1]))
+    except Exception as error:  # noqa: BLE001 - whatever it is, the parent tells
+        record_failure(error)
+        sys.exit(1)
+
+
+def run_under_torchrun(config: RunConfig) -> None:
+    """Run as a rank that torchrun started; a failure is recorded for it, and raised."""
+    guard.end_with_parent(os.getppid())
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher tells of a Ctrl-C, the ranks just end
+    try:
+        work(config)
+    except Exception as error:
+        record_failure(error)
+        raise
+
+
+def record_failure(error: Exception) -> None:
+    """Write a failure where the launcher looks for it, in its format, with the time in ns as well."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    info = {
+        "py_callstack": trace,
+        "timestamp": str(int(time.time())),
+        "time_ns": str(time.time_ns()),
+        "text": f": {error}" if isinstance(error, _EXPECTED) else ":\n" + trace,
+    }
+    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": info}
+    Path(path).write_text(json.dumps({"message": message}))
+
+
+def work(config: RunConfig) -> None:
+    """Train; all ranks call, and rank 0 keeps a journal."""
+    place = ranks.join(config.device)
+    trainer = Trainer(config, place, text.load(config.text, config.context))
+    saved = checkpoint.load(Path(config.resume)) if config.resume is not None else None
+    if saved is not None:
+        trainer.restore(saved)
+    if place.rank == 0:
+        journal = Journal(trainer)
+        journal.open(saved)
+        with journal.report:
+            train(trainer, journal)
+        journal.close(trainer.shards())
+    else:
+        train(trainer, None)
+        trainer.shards()
+    dist.destroy_process_group()
+
+
+def train(trainer: Trainer, journal: Journal | None) -> None:
+    """Make the updates that are left; all ranks call, rank 0 with a journal."""
+    config = trainer.config
+    if trainer.step == 0:
+        _tell(journal, Record(step=0, val_loss=trainer.evaluate()))
+    while trainer.step < config.steps:
+        record = trainer.update()
+        if _due(trainer.step, config.eval_every, config.steps):
+            record = replace(record, val_loss=trainer.evaluate())
+        _tell(journal, record)
+        if _due(trainer.step, config.save_every, config.steps):
+            saved = trainer.checkpoint()
+            if journal is not None and saved is not None:
+                journal.keep(saved)
+
+
+def _tell(journal: Journal | None, record: Record) -> None:
+    if journal is not None:
+        journal.tell(record)
+
+
+def _due(step: int, every: int, steps: int) -> bool:
+    return step == steps or (every > 0 and step % every == 0)
