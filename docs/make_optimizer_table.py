@@ -1,4 +1,4 @@
-"""Writes docs/optimizers.md: runs the tests' own checks of every optimizer class, and says what came out.
+"""Writes docs/optimizers.md and the table in README.md, from the tests' own checks of every class.
 
     python docs/make_optimizer_table.py
 
@@ -23,6 +23,8 @@ from test_optimizers import check_case, check_refusal  # noqa: E402
 from zero_optim.traits import Traits, probe  # noqa: E402
 
 TARGET = ROOT / "docs" / "optimizers.md"
+README = ROOT / "README.md"
+MARKS = "<!-- table of optimizers: made by docs/make_optimizer_table.py -->", "<!-- end of table -->"
 HEAD = f"""# Every optimizer class
 
 Made by `python docs/make_optimizer_table.py`, which runs the checks of tests/test_optimizers.py on two ranks,
@@ -70,12 +72,27 @@ def rows(pool: Pool) -> Iterator[str]:
             yield row(name, options, traits, answer(pool, name, case, options, traits))
 
 
+def short_table(lines: list[str]) -> str:
+    """Make the README's table: a line a class, that of its last set of options."""
+    last = {line.split(" | ")[0]: line.split(" | ") for line in lines}
+    head = ["| class | separable | in parts | element-wise | bitwise equal |", "|---|---|---|---|---|"]
+    return "\n".join([*head, *(" | ".join([cells[0], *cells[2:]]) for cells in last.values())])
+
+
+def write_readme(lines: list[str]) -> None:
+    """Put the short table between the README's marks."""
+    before, _, rest = README.read_text().partition(MARKS[0])
+    after = rest.partition(MARKS[1])[2]
+    README.write_text(f"{before}{MARKS[0]}\n\n{short_table(lines)}\n\n{MARKS[1]}{after}")
+
+
 def main() -> int:
-    """Write the file; tell whether every check passed."""
+    """Write both tables; tell whether every check passed."""
     warnings.filterwarnings("ignore", message="This overload of", category=UserWarning)
     with Pool() as pool:
         lines = list(rows(pool))
     TARGET.write_text(HEAD + "\n".join(lines) + "\n")
+    write_readme(lines)
     failed = sum("| NO" in line for line in lines)
     sys.stderr.write(f"{TARGET}: {len(CASES)} classes, {len(lines)} sets of options, {failed} failed\n")
     return 1 if failed else 0

@@ -189,10 +189,10 @@ def test_under_torchrun_it_is_one_of_the_ranks(monkeypatch: pytest.MonkeyPatch) 
     assert not Path("runs").exists()  # rank 0 makes it
 
 
-def test_under_torchrun_rank_0_alone_tells_of_bad_input(
+def test_under_torchrun_one_rank_a_host_tells_of_bad_input(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    under_torchrun(monkeypatch, rank=0)
+    under_torchrun(monkeypatch, rank=4)
     assert "torchrun started 4 ranks here" in refused(capsys, "--nproc", "2")
     assert "--batch-size 12 cannot be shared equally by 8 ranks" in refused(capsys, "--batch-size", "12")
     under_torchrun(monkeypatch, rank=1)

@@ -56,7 +56,7 @@ class Run:
             self.process = subprocess.Popen(
                 [*command, *arguments],
                 cwd=folder,
-                env={**os.environ, "PYTHONPATH": path, "COLUMNS": "100"},
+                env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(folder)},
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -252,13 +252,6 @@ def test_an_exception_shows_its_own_traceback_once(run: Any, tmp_path: Path) -> 
     assert shown.splitlines()[-1] == "OSError: the second rank does not like this"
     assert failed.output.count("Traceback") == 1
     assert "torch.distributed.elastic" not in failed.output
-
-
-def test_a_loss_that_is_no_number_is_told_in_a_line(run: Any) -> None:
-    failed = run(*TINY, "--optimizer", "SGD", "--opt", "lr=1e38", "--clip", "0", "--out", "run")
-    assert failed.wait() == 1
-    assert "Traceback" not in failed.output
-    assert "failed: the loss became" in failed.output.splitlines()[-1]
 
 
 def test_it_runs_under_torchrun(run: Any, tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 import io
 import json
+import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -9,12 +12,12 @@ import torch
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from zero_optim.demo import checkpoint, launch, records, report, schedule
+from zero_optim.demo import checkpoint, guard, launch, records, report, schedule, worker
 from zero_optim.demo.checkpoint import Checkpoint
 from zero_optim.demo.config import ModelShape, RunConfig
 from zero_optim.demo.model import GPT, generate
 from zero_optim.demo.records import Record, Records
-from zero_optim.demo.trainer import Shard
+from zero_optim.demo.trainer import DivergedError, Shard
 
 SHAPE = ModelShape(context=16, layers=2, width=16, heads=2)
 
@@ -227,3 +230,55 @@ def test_else_the_first_traceback_is(tmp_path: Path) -> None:
 def test_a_rank_that_said_nothing_is_named_with_its_status(tmp_path: Path) -> None:
     failures = {0: failure(tmp_path, 0, -15), 1: failure(tmp_path, 1, 3)}
     assert launch.describe(failures) == "rank 1 ended with status 3 (process 1001)"
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (DivergedError("the loss became nan"), "rank 0 failed: the loss became nan"),
+        (BrokenPipeError("output was closed"), "rank 0 failed: output was closed"),
+        (KeyError("b"), "rank 0 failed:\nKeyError: 'b'"),
+    ],
+    ids=["diverged", "closed", "other"],
+)
+def test_a_failure_a_rank_records_is_told_in_a_line_if_that_says_it_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, line: str
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    worker.record_failure(error)
+    failures = {0: ProcessFailure(0, 1000, 1, str(tmp_path / "error.json")), 1: failure(tmp_path, 1, -15)}
+    assert launch.describe(failures) == line
+
+
+class Ended(Exception):
+    """Raised where a process would have ended."""
+
+
+def test_where_the_kernel_does_not_help_a_rank_looks_for_its_parent_and_ends_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def end(status: int) -> None:
+        raise Ended(status)
+
+    parents = iter([5, 5, 1])
+    waits: list[float] = []
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(time, "sleep", waits.append)
+    with pytest.raises(Ended, match="1"):
+        guard.watch(5)
+    assert len(waits) == 2
+
+
+def test_a_rank_whose_parent_is_gone_already_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(status: int) -> None:
+        raise Ended(status)
+
+    watched = threading.Event()
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(guard, "_ask_kernel", lambda: False)
+    monkeypatch.setattr(guard, "watch", lambda parent: watched.set())
+    guard.end_with_parent(os.getppid())
+    assert watched.wait(10)
+    with pytest.raises(Ended):
+        guard.end_with_parent(os.getppid() + 1)

@@ -130,7 +130,7 @@ def test_the_learning_rate_follows_its_options(pool: Pool, config: RunConfig) ->
         {"bf16": True},
         {"clip": 0.01, "optimizer": "SGD"},
         {"options": (("lr", 1e-3),)},
-        {"optimizer": "Muon"},
+        {"optimizer": "RMSprop"},
         {"steps": 100},
         {"text": ()},
     ],

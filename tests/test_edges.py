@@ -423,3 +423,57 @@ def check_a_life() -> None:
 
 def test_a_run_with_everything_in_it_goes_on_from_its_checkpoints(ranks: Ranks) -> None:
     ranks.run(check_a_life)
+
+
+class Wrapped(torch.optim.SGD):
+    """Keeps part of what it knows outside its state, as wrappers around another optimizer do."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": super().state_dict()}
+
+
+def check_own_dict() -> None:
+    params = make_params()
+    sharded = ZeroRedundancyOptimizer(params, Wrapped, lr=0.1)
+    set_grads(params, 0)
+    sharded.step()
+    with pytest.raises(TypeError, match="Wrapped has a state_dict"):
+        sharded.consolidate_state_dict()
+    with pytest.raises(TypeError, match="Wrapped has a state_dict"):
+        sharded.load_state_dict(torch.optim.SGD(twin(params), lr=0.1).state_dict())
+
+
+def test_a_class_with_a_state_dict_of_its_own_is_not_consolidated_in_silence(ranks2: Ranks) -> None:
+    ranks2.run(check_own_dict)
+
+
+class SharesAcrossGroups(torch.optim.SGD):
+    """Lets the rate of the first group leak into the others, through an entry that all groups share."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        shared: list[float] = []
+        for group in self.param_groups:
+            group["shared"] = shared
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            if group["params"] and not group["shared"]:
+                group["shared"].append(group["lr"])
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data.sub_(p.grad, alpha=group["shared"][0])
+        return None
+
+
+def check_shared_rates() -> None:
+    params = make_params()
+    groups = [{"params": params[:3], "lr": 0.1}, {"params": params[3:], "lr": 0.2}]
+    with pytest.raises(ValueError, match="SharesAcrossGroups gives other results"):
+        ZeroRedundancyOptimizer(groups, SharesAcrossGroups)
+    ZeroRedundancyOptimizer(params, SharesAcrossGroups)  # one rate: nothing can leak
+
+
+def test_a_class_is_tried_with_the_rates_its_groups_have(ranks2: Ranks) -> None:
+    ranks2.run(check_shared_rates)

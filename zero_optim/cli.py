@@ -33,10 +33,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = options.pop("command")
     try:
         return int(command(options))
-    except ValueError as error:
-        if os.environ.get("RANK", "0") == "0":
-            _complain(str(error))
-        return 2
     except KeyboardInterrupt:  # before the launcher listens
         _complain("ended by SIGINT")
         return 130
@@ -47,14 +43,33 @@ def train(given: dict[str, Any]) -> int:
 
     Args:
         given: the options that were named, by field of `RunConfig`.
-
-    Raises:
-        ValueError: bad input.
     """
-    if {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
-        return _train_as_rank(given)
-    config = prepare.prepare(given)
-    prepare.make_folder(config)
+    ranks = _torchrun()
+    try:
+        config = prepare.prepare(given, ranks)
+        if ranks is None or ranks.rank == 0:
+            prepare.make_folder(config)
+    except ValueError as error:
+        if ranks is None or ranks.local_rank == 0:  # once a host: it may lack a file that others have
+            _complain(str(error))
+        return 2
+    if ranks is None:
+        return _launch(config)
+    from zero_optim.demo.worker import run_under_torchrun
+
+    run_under_torchrun(config)
+    return 0
+
+
+def _torchrun() -> prepare.Started | None:
+    """Tell whether torchrun has started this process, and as which rank."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    if not os.environ.keys() >= set(names):
+        return None
+    return prepare.Started(*(int(os.environ[name]) for name in names))
+
+
+def _launch(config: RunConfig) -> int:
     try:
         launch(config)
     except WorkerFailedError as error:
@@ -67,18 +82,6 @@ def train(given: dict[str, Any]) -> int:
         if sys.stdout.isatty():
             sys.stdout.write("\x1b[?25h")  # a rank killed while it drew its bar leaves the cursor hidden
             sys.stdout.flush()
-    return 0
-
-
-def _train_as_rank(given: dict[str, Any]) -> int:
-    from zero_optim.demo.worker import run_under_torchrun
-
-    config = prepare.prepare(
-        given, local_ranks=int(os.environ["LOCAL_WORLD_SIZE"]), world_size=int(os.environ["WORLD_SIZE"])
-    )
-    if os.environ["RANK"] == "0":
-        prepare.make_folder(config)
-    run_under_torchrun(config)
     return 0
 
 

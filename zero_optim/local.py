@@ -70,6 +70,7 @@ class _Part:
     optimizer: Optimizer
     groups: list[int]
     shaped: ShapedKeys
+    given: list[Group]  # options of each group before the class filled in its own
     traits: Traits | None
 
 
@@ -111,10 +112,11 @@ class LocalOptimizer:
 
     def _add_part(self, recipe: Recipe, numbers: list[int], owned_parts: list[Group]) -> None:
         shaped = ShapedKeys(recipe.optimizer_class, dict(recipe.arguments))
+        given = [options_of(group) for group in owned_parts]  # as given: the class will fill in its own
         optimizer = recipe.build(
             owned_parts
         )  # before anything is tried, so that wrong options are told first
-        self._parts.append(_Part(recipe, optimizer, numbers, shaped, self._tried(recipe, owned_parts)))
+        self._parts.append(_Part(recipe, optimizer, numbers, shaped, given, self._tried(recipe, given)))
 
     def _tried(self, recipe: Recipe, groups: list[Group]) -> Traits | None:
         """Find out what a class tolerates, and refuse it if sharding would change it.
@@ -193,9 +195,11 @@ class LocalOptimizer:
         if recipe is not None or part is None:
             self._add_part(recipe or self._default, [number], [_owned_part(group, owned)])
         else:
+            given = options_of(group)
             part.optimizer.add_param_group(_owned_part(group, owned))
             part.groups.append(number)
-            part.traits = self._tried(part.recipe, part.optimizer.param_groups)
+            part.given.append(given)
+            part.traits = self._tried(part.recipe, part.given)
         for key, value in self._groups()[number].items():
             if key not in PARAM_KEYS:
                 group.setdefault(key, value)
@@ -205,6 +209,7 @@ class LocalOptimizer:
         for part in self._parts:
             part.groups = [number for number in part.groups if number < count]
             del part.optimizer.param_groups[len(part.groups) :]
+            del part.given[len(part.groups) :]
             leaves = {leaf for group in part.optimizer.param_groups for leaf in group["params"]}
             state: dict[Any, Any] = part.optimizer.state
             for key in [key for key in state if isinstance(key, Tensor) and key not in leaves]:
@@ -232,6 +237,19 @@ class LocalOptimizer:
             packed = {number.get(key, key): value for key, value in state.items() if _concerns(key, number)}
             part.optimizer.load_state_dict({"state": packed, "param_groups": packed_groups})
         self._fill_in(groups)
+
+    def check_dicts(self) -> None:
+        """Refuse to speak for a class whose ``state_dict`` says more than its ``state`` holds.
+
+        Raises:
+            TypeError: a class, such as a wrapper around another optimizer, has a ``state_dict`` of its own.
+        """
+        for part in self._parts:
+            if type(part.optimizer).state_dict is not Optimizer.state_dict:
+                raise TypeError(
+                    f"{part.recipe.name} has a state_dict() of its own, so what it keeps outside its `state` "
+                    "would be lost: it can be trained sharded, but neither consolidated nor loaded"
+                )
 
     def save(self) -> list[tuple[dict[Any, Any], list[Group]]]:
         """Take note of what `load` replaces, for `restore`; copies no tensor."""

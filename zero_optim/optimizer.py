@@ -327,7 +327,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             ValueError: on every rank, if ``to`` is no rank of the group.
             RankMismatchError: ranks named different targets.
+            TypeError: state cannot be sent without running code of its own, or the class keeps some
+                outside its ``state``.
         """
+        self._own.local.check_dicts()
         agree(self._group, [f"to={to!r}"], "the target of consolidate_state_dict")
         if to not in range(self._group.size):
             raise ValueError(f"expected to be a group rank from 0 to {self._group.size - 1}, got {to!r}")
@@ -375,6 +378,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 after any of these.
         """
         with failing_together(self._group):
+            self._own.local.check_dicts()
             state_dict = dict(state_dict)
             for load_hook in self._optimizer_load_state_dict_pre_hooks.values():
                 changed = load_hook(self, state_dict)

@@ -34,6 +34,7 @@ Builder: TypeAlias = Callable[..., Optimizer]
 # Options that choose an implementation of the same algorithm. Some need an accelerator.
 _SWITCHES = ("capturable", "fused", "differentiable")
 _NUM_STEPS = 9
+_NUM_EXACT_GROUPS = 4  # this many different groups are tried as they are; of more, one of each kind
 # Larger than any clipping threshold or damping constant in use; its square is far from overflow.
 _HUGE = 1e4
 # (parameter, step) without a gradient: one, a whole group, and the one with the huge gradient.
@@ -105,6 +106,9 @@ class Subject:
         function = getattr(build, "func", None)
         if callable(function) and not getattr(build, "args", True):
             return cls.of(function, {**build.keywords, **options}, groups)  # type: ignore[attr-defined]
+        exact = {frozen(_awake(group)): None for group in groups}
+        if len(exact) <= _NUM_EXACT_GROUPS:
+            return cls(_reference(build), frozen(_awake(options)), tuple(exact))
         distinct = {_kind_of(group): frozen(_awake(group)) for group in reversed(groups)}
         return cls(_reference(build), frozen(_awake(options)), tuple(reversed(distinct.values())))
 

@@ -71,11 +71,11 @@ class RunConfig:
     nproc: int = 2
     optimizer: str = "AdamW"
     options: tuple[tuple[str, OptionValue], ...] = ()
-    steps: int = 500
+    steps: int = 400
     batch_size: int = 16
     accumulate: int = 1
     schedule: Schedule = "cosine"
-    warmup: int = 25
+    warmup: int = 20
     clip: float = 1.0
     bf16: bool = False
     seed: int = 0

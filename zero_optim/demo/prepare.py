@@ -5,6 +5,7 @@ import os
 import re
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,24 @@ _EXTRAS = ("matplotlib", "rich")
 _FIXED = ("optimizer", "options", "context", "layers", "width", "heads")  # what a checkpoint decides
 
 
-def prepare(
-    given: Mapping[str, Any], *, local_ranks: int | None = None, world_size: int | None = None
-) -> RunConfig:
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A rank of a run that torchrun has started."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+def prepare(given: Mapping[str, Any], started: Started | None) -> RunConfig:
     """Make a run of what the command line gives, and check it; starts nothing.
 
     Args:
         given: fields of `RunConfig` that were named, with ``options`` still a list of KEY=VALUE and
             ``resume`` as `checkpoint.locate` takes it. The rest comes from the checkpoint that is
             resumed, or from the defaults.
-        local_ranks: ranks on this host if they are running already, under torchrun.
-        world_size: and ranks in all then.
+        started: this process, if ranks are running already.
 
     Raises:
         ValueError: what is wrong, in one line.
@@ -38,10 +46,10 @@ def prepare(
     check_extras()
     path = checkpoint.locate(given["resume"]) if given.get("resume") is not None else None
     saved = checkpoint.load(path) if path is not None else None
-    config = _merge(given, saved, path, local_ranks)
+    config = _merge(given, saved, path, started)
     if saved is not None:
         _check_fits(config, saved)
-    config.check_ranks(world_size or config.nproc)
+    config.check_ranks(config.nproc if started is None else started.world_size)
     ranks.choose_device(config.device, config.nproc)
     trial = optimizers.check(config.optimizer, config.options)
     scheduled = [flag(name) for name in ("schedule", "warmup") if name in given]
@@ -83,16 +91,17 @@ def make_folder(config: RunConfig) -> None:
 
 
 def _merge(
-    given: Mapping[str, Any], saved: Checkpoint | None, path: Path | None, local_ranks: int | None
+    given: Mapping[str, Any], saved: Checkpoint | None, path: Path | None, started: Started | None
 ) -> RunConfig:
     base = saved.run.to_dict() if saved is not None else defaults()
     fields = base | dict(given)
-    if local_ranks is not None:
-        if given.get("nproc", local_ranks) != local_ranks:
+    if started is not None:
+        here = started.local_world_size
+        if given.get("nproc", here) != here:
             raise ValueError(
-                f"--nproc {given['nproc']}, but torchrun started {local_ranks} ranks here: leave it out"
+                f"--nproc {given['nproc']}, but torchrun started {here} ranks here: leave it out"
             )
-        fields["nproc"] = local_ranks
+        fields["nproc"] = here
     named = optimizers.parse(given.get("options", ()))
     if fields["optimizer"] == base["optimizer"]:
         named = dict(base["options"]) | named
