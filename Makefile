@@ -14,7 +14,7 @@ STAMP := $(VENV)/.complete
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint style types imports format clean
+.PHONY: help train test bench lint style types imports format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -25,6 +25,9 @@ train: $(STAMP)  ## train the small GPT, sharded over two processes
 
 test: $(STAMP)  ## run every test
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+bench: $(STAMP)  ## run every benchmark, about a quarter of an hour
+	@for name in partition memory muon consolidate step; do $(VENV)/bin/python benchmarks/$$name.py || exit 1; done
 
 lint: style types imports  ## check all three; add -k to see what else fails after a failure
 
