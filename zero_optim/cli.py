@@ -5,6 +5,7 @@ Exit status: 0 done, 1 a rank failed, 2 bad input, 128 + n ended by signal n.
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -73,16 +74,21 @@ def _launch(config: RunConfig) -> int:
     try:
         launch(config)
     except WorkerFailedError as error:
+        _leave_bar()
         _complain(str(error))
         return 1
     except InterruptedRunError as error:
+        _leave_bar()
         _complain(f"{error}; {_what_is_left(config)}")
         return 128 + error.signum
-    finally:
-        if sys.stdout.isatty():
-            sys.stdout.write("\x1b[?25h")  # a rank killed while it drew its bar leaves the cursor hidden
-            sys.stdout.flush()
     return 0
+
+
+def _leave_bar() -> None:
+    """Get to a line of its own, with a cursor: a rank killed while it drew its bar leaves neither."""
+    if sys.stdout.isatty():
+        sys.stdout.write("\x1b[?25h\n")
+        sys.stdout.flush()
 
 
 def _what_is_left(config: RunConfig) -> str:
@@ -90,7 +96,7 @@ def _what_is_left(config: RunConfig) -> str:
         saved = checkpoint.load(Path(config.out) / checkpoint.FILE)
     except ValueError:
         return "no checkpoint was due yet"
-    return f"update {saved.step} is saved, go on with: zero-optim train --resume {config.out}"
+    return f"update {saved.step} is saved, go on with: zero-optim train --resume {shlex.quote(config.out)}"
 
 
 def _complain(line: str) -> None:
