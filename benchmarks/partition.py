@@ -57,7 +57,7 @@ def time_parts(
     for bucket in buckets:
         whole([numels[i] for i in bucket], [owners[i] for i in bucket], ALIGNMENT)
     laid_out = clock()
-    make_plan([params], num_ranks, CAP_NBYTES)
+    make_plan([params], [numels], num_ranks, CAP_NBYTES)
     planned = clock()
     parts = [owned - start, bucketed - owned, laid_out - bucketed, laid_out - start, planned - laid_out]
     return dict(zip(PARTS, parts, strict=True))
