@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_optim.plan import PARAM_KEYS, Group, describe_options, options_of, params_of
+from zero_optim.plan import PARAM_KEYS, Group, describe_options, member_ids, options_of, params_of
 from zero_optim.traits import ShapedKeys, Traits, probe, refusal
 
 
@@ -101,6 +101,7 @@ class LocalOptimizer:
         self._default = default
         self._assume_separable = assume_separable
         self._leaf_of = dict(owned)
+        self._members: list[list[int]] = []  # the public groups' members that the local ones follow
         self._parts: list[_Part] = []
         for number, (group, recipe) in enumerate(zip(groups, recipes, strict=True)):
             if recipe is not None:
@@ -182,11 +183,19 @@ class LocalOptimizer:
         """
         for public, local in zip(groups, self._groups(), strict=True):
             _set_options(local, public)
-            local["params"] = [self._leaf_of[p] for p in public["params"] if p in self._leaf_of]
+        self._follow_members(groups)
         results = [method(*args, **kwargs) for method in methods]
         for public, local in zip(groups, self._groups(), strict=True):
             _set_options(public, local)
         return results[0]
+
+    def _follow_members(self, groups: list[Group]) -> None:
+        """Give the local groups the leaves of what the public ones hold by now."""
+        members = member_ids(groups)
+        if members != self._members:
+            for public, local in zip(groups, self._groups(), strict=True):
+                local["params"] = [self._leaf_of[p] for p in public["params"] if p in self._leaf_of]
+            self._members = members
 
     def add_group(self, group: Group, recipe: Recipe | None, owned: Mapping[Tensor, Tensor]) -> None:
         """Add the owned part of a public group, and what the class fills in to the public one."""

@@ -20,6 +20,7 @@ from zero_optim.plan import (
     describe_options,
     describe_params,
     make_plan,
+    member_ids,
     param_names,
     params_of,
 )
@@ -56,6 +57,7 @@ class Sharding:
         self._kind = ViewBucket if as_views else PackedBucket
         self._cap_nbytes = _nbytes(cap_mb)
         self._active: list[bool] = []
+        self._checked: list[list[int]] = []  # the groups' members when they were last found to be owned
 
     def plan(self, groups: Sequence[Group], costs: Sequence[Cost], before: int, about: Sequence[str]) -> Plan:
         """Plan groups and make sure that all ranks planned the same; all ranks call.
@@ -104,12 +106,18 @@ class Sharding:
         Raises:
             ValueError: a parameter was put into a group by hand.
         """
+        places = member_ids(groups)
+        if places != self._checked:
+            self._check_owned(groups)
+            self._checked = places
+        for bucket in self.buckets:
+            bucket.refresh()
+
+    def _check_owned(self, groups: Sequence[Group]) -> None:
         for index, param in enumerate(params_of(groups)):
             if param not in self.owners:
                 name = param_names(groups)[index]
                 raise ValueError(f"{name} has no owner: add parameters with add_param_group(), on all ranks")
-        for bucket in self.buckets:
-            bucket.refresh()
 
     @_eager
     def gather(self, groups: Sequence[Group]) -> None:
