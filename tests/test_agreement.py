@@ -157,20 +157,23 @@ def test_a_group_that_cannot_be_added_leaves_the_optimizer_as_it_was(ranks2: Ran
     ranks2.run(check_add_group_fails)
 
 
-def check_freeze_differs() -> None:
-    params = make_params(((4, 3),))
-    sharded = ZeroRedundancyOptimizer(params, AdamW, lr=0.1)
-    params[0].requires_grad_(dist.get_rank() == 0)
-    frozen = make_params(((2, 2),), seed=1)
-    frozen[0].requires_grad_(False)
-    sharded = ZeroRedundancyOptimizer([frozen[0], *make_params(((3,),), seed=2)], AdamW, lr=0.1)
+def check_unfreezing_differs() -> None:
+    """Both ranks unfreeze something in the frozen bucket, but not the same."""
+    frozen = make_params(((2, 2), (5,)), seed=1)
+    for p in frozen:
+        p.requires_grad_(False)
+    sharded = ZeroRedundancyOptimizer([*frozen, *make_params(((3,),), seed=2)], AdamW, lr=0.1)
     frozen[0].requires_grad_(True)
+    frozen[1].requires_grad_(dist.get_rank() == 0)
+    with pytest.raises(RankMismatchError, match=r"which parameters are frozen: .*shape \(5,\)\) trainable"):
+        sharded.step()
+    frozen[1].requires_grad_(True)
     sharded.step()
     assert sharded.state_nbytes() == 0
 
 
 def test_unfreezing_after_construction_is_agreed(ranks2: Ranks) -> None:
-    ranks2.run(check_freeze_differs)
+    ranks2.run(check_unfreezing_differs)
 
 
 class StrangeError(Exception):

@@ -259,8 +259,6 @@ def check_step_fails_on_one_rank() -> None:
         sharded.step()
     set_grads(params, 1)
     sharded.step()  # the ranks are still in step with each other
-    plain = torch.optim.SGD(params, lr=0.1)
-    del plain
 
 
 def test_a_step_that_fails_on_one_rank_leaves_no_rank_waiting(ranks2: Ranks) -> None:
