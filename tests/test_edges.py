@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pool import Ranks
 from training import (
     MATRICES,
+    adamw_pair,
     assert_same_bits,
     assert_same_state,
     make_params,
@@ -22,13 +23,6 @@ from training import (
     twin,
 )
 from zero_optim import NotConsolidatedError, RankMismatchError, ZeroRedundancyOptimizer
-
-
-def adamw_pair() -> tuple[torch.optim.AdamW, ZeroRedundancyOptimizer]:
-    params = make_params()
-    return torch.optim.AdamW(params, lr=0.01), ZeroRedundancyOptimizer(
-        twin(params), torch.optim.AdamW, lr=0.01
-    )
 
 
 def check_state_looked_at() -> None:

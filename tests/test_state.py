@@ -11,17 +11,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pool import Ranks
-from training import MIXED, assert_same_bits, assert_same_state, make_params, set_grads, train_both, twin
+from training import (
+    MIXED,
+    adamw_pair,
+    assert_same_bits,
+    assert_same_state,
+    make_params,
+    set_grads,
+    train_both,
+    twin,
+)
 from zero_optim import NotConsolidatedError, RankMismatchError, StateMismatchError, ZeroRedundancyOptimizer
 from zero_optim.collectives import RankGroup
 from zero_optim.wire import PIECE_NBYTES, encode, recv_value, send_value
-
-
-def adamw_pair() -> tuple[torch.optim.AdamW, ZeroRedundancyOptimizer]:
-    params = make_params()
-    return torch.optim.AdamW(params, lr=0.01), ZeroRedundancyOptimizer(
-        twin(params), torch.optim.AdamW, lr=0.01
-    )
 
 
 def check_before_any_step() -> None:

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from zero_optim import ZeroRedundancyOptimizer
+
 MIXED = ((6, 5), (7,), (4, 3, 3, 3), (), (12, 2), (1,), (3, 8), (5,))
 MATRICES = ((6, 5), (8, 8), (2, 9), (12, 4), (3, 7))
 
@@ -76,3 +78,11 @@ def train_both(
 def params_of(optimizer: Optimizer) -> list[Tensor]:
     """All parameters of an optimizer in order."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def adamw_pair() -> tuple[torch.optim.AdamW, ZeroRedundancyOptimizer]:
+    """An unsharded and a sharded AdamW over equal parameters."""
+    params = make_params()
+    return torch.optim.AdamW(params, lr=0.01), ZeroRedundancyOptimizer(
+        twin(params), torch.optim.AdamW, lr=0.01
+    )
