@@ -1,9 +1,8 @@
 """Communication hooks: what is done with a bucket of gradients between the backward pass and the optimizer.
 
-This package will hold one family of hooks a file: all-reduce, 16-bit compression, quantization, PowerSGD,
-local SGD, and stepping a sharded optimizer bucket by bucket. Every hook has PyTorch's signature,
-``hook(state, bucket) -> Future[Tensor]``, so ours run on PyTorch's ``DistributedDataParallel`` as well as on
-``zero_optim.ddp``.
+One family of hooks a file: all-reduce, 16-bit compression, quantization, PowerSGD, top-k, post-local SGD, and
+hooks to debug with. Every hook has PyTorch's signature, ``hook(state, bucket) -> Future[Tensor]``, so ours
+run on PyTorch's ``DistributedDataParallel`` as well as on ``zero_optim.ddp``. `make_hook` finds them by name.
 
 The folder lies at the top of the repository, but the package is ``zero_optim.hooks`` wherever it is imported.
 """
@@ -12,3 +11,58 @@ The folder lies at the top of the repository, but the package is ``zero_optim.ho
 # then exist twice: isinstance checks between the two copies fail in ways that are hard to read.
 if __name__ != "zero_optim.hooks":
     raise ImportError(f"import this package as 'zero_optim.hooks', not as {__name__!r}", name=__name__)
+
+from zero_optim.hooks.allreduce import allreduce_hook
+from zero_optim.hooks.compress import (
+    bf16_compress_hook,
+    bf16_compress_wrapper,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+)
+from zero_optim.hooks.debug import BucketRecord, LoggingState, logging_hook, noop_hook
+from zero_optim.hooks.local_sgd import PeriodicModelAverager, PostLocalSGDState, post_localSGD_hook
+from zero_optim.hooks.power_sgd import (
+    CompressionStats,
+    PowerSGDState,
+    batched_powerSGD_hook,
+    powerSGD_hook,
+)
+from zero_optim.hooks.quantize import quantization_perchannel_hook, quantization_pertensor_hook
+from zero_optim.hooks.registry import (
+    HookChoice,
+    hook_names,
+    hook_options,
+    hook_summary,
+    make_hook,
+    parse_hook_options,
+)
+from zero_optim.hooks.top_k import TopKState, topk_hook
+
+__all__ = [
+    "BucketRecord",
+    "CompressionStats",
+    "HookChoice",
+    "LoggingState",
+    "PeriodicModelAverager",
+    "PostLocalSGDState",
+    "PowerSGDState",
+    "TopKState",
+    "allreduce_hook",
+    "batched_powerSGD_hook",
+    "bf16_compress_hook",
+    "bf16_compress_wrapper",
+    "fp16_compress_hook",
+    "fp16_compress_wrapper",
+    "hook_names",
+    "hook_options",
+    "hook_summary",
+    "logging_hook",
+    "make_hook",
+    "noop_hook",
+    "parse_hook_options",
+    "post_localSGD_hook",
+    "powerSGD_hook",
+    "quantization_perchannel_hook",
+    "quantization_pertensor_hook",
+    "topk_hook",
+]

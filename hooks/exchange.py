@@ -1,0 +1,84 @@
+"""What all hooks share: launching collectives, and futures for what they give. All of it is asynchronous."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_optim.hooks.bucket import TensorFuture
+
+
+def group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Give the group itself, the default one for None.
+
+    Raises:
+        ValueError: torch.distributed is not initialised.
+    """
+    group = dist.group.WORLD if process_group is None else process_group
+    if group is None:
+        raise ValueError(
+            "expected a process group, got none: call torch.distributed.init_process_group() first"
+        )
+    return group
+
+
+def launch_sum(group: dist.ProcessGroup, tensor: Tensor) -> TensorFuture:
+    """Launch the sum of a tensor over all ranks of the group, in place; the future gives the tensor."""
+    return _future(dist.all_reduce(tensor, group=group, async_op=True)).then(_first)
+
+
+def launch_average(group: dist.ProcessGroup, tensor: Tensor) -> TensorFuture:
+    """Launch the mean of a tensor over all ranks of the group, in place; the future gives the tensor.
+
+    It is divided before it is summed, so that a sum in 16 bits does not overflow where the mean does not.
+    """
+    return launch_sum(group, tensor.div_(group.size()))
+
+
+def launch_gather(group: dist.ProcessGroup, row: Tensor) -> TensorFuture:
+    """Launch the gathering of one row from every rank; the future gives them as a matrix, by group rank.
+
+    Args:
+        group: whose ranks.
+        row: 1-D, of the same length and dtype on every rank; left alone until the future is done.
+    """
+    rows = row.new_empty(group.size(), row.numel())
+    future = _future(dist.all_gather(list(rows.unbind(0)), row, group=group, async_op=True))
+
+    def gathered(landed: torch.futures.Future[Any]) -> Tensor:
+        landed.value()  # raises what the collective raised
+        in_use_here(rows, row)
+        return rows
+
+    return future.then(gathered)
+
+
+def future_on(device: torch.device) -> TensorFuture:
+    """Make a future for a tensor on a device."""
+    return torch.futures.Future(devices=[device] if device.type == "cuda" else None)
+
+
+def landed(tensor: Tensor) -> TensorFuture:
+    """Give a future that is done already."""
+    future = future_on(tensor.device)
+    future.set_result(tensor)
+    return future
+
+
+def in_use_here(*tensors: Tensor) -> None:
+    """Tell CUDA's allocator that callbacks, which run on streams of their own, use these tensors."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def _future(work: dist.Work | None) -> torch.futures.Future[Any]:
+    assert work is not None  # async_op=True on a member of the group always gives a handle
+    future: torch.futures.Future[Any] = work.get_future()
+    return future
+
+
+def _first(landed: torch.futures.Future[Any]) -> Tensor:
+    tensor: Tensor = landed.value()[0]
+    return tensor
