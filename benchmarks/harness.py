@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from link import Link
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -52,20 +53,30 @@ def make_params(shapes: Sequence[Shape], seed: int = 0) -> list[Tensor]:
 # ---------------------------------------------------------------------- ranks
 
 
-def launch(world_size: int, worker: Worker, *args: object) -> list[Any]:
+def launch(world_size: int, worker: Worker, *args: object, link: Link | None = None) -> list[Any]:
     """Run ``worker(*args)`` on ranks of a gloo group on this machine, one thread each.
+
+    Args:
+        world_size: how many; two over a link.
+        worker: runs on each.
+        *args: its arguments.
+        link: puts each rank at its end of it.
 
     Returns:
         What each rank returned, by rank; must be plain values.
     """
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_run_rank, (world_size, folder, worker, args), nprocs=world_size)  # type: ignore[no-untyped-call]
+        spawn(_run_rank, (world_size, folder, worker, args, link), nprocs=world_size)  # type: ignore[no-untyped-call]
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world_size)]
 
 
-def _run_rank(rank: int, world_size: int, folder: str, worker: Worker, args: tuple[object, ...]) -> None:
+def _run_rank(
+    rank: int, world_size: int, folder: str, worker: Worker, args: tuple[object, ...], link: Link | None
+) -> None:
     torch.set_num_threads(1)
-    if sys.platform == "linux":
+    if link is not None:
+        link.enter(rank)
+    elif sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.FileStore(  # type: ignore[attr-defined]
         str(Path(folder, "store")), world_size

@@ -1,8 +1,8 @@
 """Data parallelism written in Python: gradients are reduced in buckets while the backward pass still runs.
 
-This package will hold the reducer, our ``DistributedDataParallel``, and the two wrappers that also shard
-gradients (ZeRO-2) and parameters (ZeRO-3). It knows nothing of ``zero_optim.hooks``: the two meet only at
-PyTorch's comm-hook signature, ``hook(state, bucket) -> Future[Tensor]``.
+`DistributedDataParallel` takes the place of PyTorch's; `Reducer` is what reduces in it, and works without
+any wrapper. The package knows nothing of ``zero_optim.hooks``: the two meet only at PyTorch's comm-hook
+signature, ``hook(state, bucket) -> Future[Tensor]``.
 
 The folder lies at the top of the repository, but the package is ``zero_optim.ddp`` wherever it is imported.
 """
@@ -11,3 +11,10 @@ The folder lies at the top of the repository, but the package is ``zero_optim.dd
 # exist twice: isinstance checks between the two copies fail in ways that are hard to read.
 if __name__ != "zero_optim.ddp":
     raise ImportError(f"import this package as 'zero_optim.ddp', not as {__name__!r}", name=__name__)
+
+from zero_optim.ddp.bucket import GradBucket
+from zero_optim.ddp.data_parallel import DistributedDataParallel
+from zero_optim.ddp.reducer import Reducer
+from zero_optim.ddp.wiring import ReducerOptions
+
+__all__ = ["DistributedDataParallel", "GradBucket", "Reducer", "ReducerOptions"]

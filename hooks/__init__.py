@@ -37,6 +37,7 @@ from zero_optim.hooks.registry import (
     parse_hook_options,
 )
 from zero_optim.hooks.top_k import TopKState, topk_hook
+from zero_optim.hooks.zero_step import hook_with_zero_step, hook_with_zero_step_interleaved, zero_step
 
 __all__ = [
     "BucketRecord",
@@ -56,6 +57,8 @@ __all__ = [
     "hook_names",
     "hook_options",
     "hook_summary",
+    "hook_with_zero_step",
+    "hook_with_zero_step_interleaved",
     "logging_hook",
     "make_hook",
     "noop_hook",
@@ -65,4 +68,5 @@ __all__ = [
     "quantization_perchannel_hook",
     "quantization_pertensor_hook",
     "topk_hook",
+    "zero_step",
 ]

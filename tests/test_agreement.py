@@ -96,7 +96,6 @@ def check_wrong_everywhere() -> None:
     lazy = nn.LazyLinear(3).weight
     cases: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
         ([weight], AdamW, {"lrr": 0.1}, TypeError, "lrr"),
-        ([weight], AdamW, {"overlap_with_ddp": True}, ValueError, "overlap_with_ddp"),
         ([weight], AdamW, {"bucket_cap_mb": 0.0}, ValueError, "number of MiB above 0"),
         ([weight], lambda _, **__: nn.Linear(1, 1), {}, TypeError, "to build a torch.optim.Optimizer"),
         (weight, AdamW, {}, TypeError, "iterable of Tensors or dicts"),

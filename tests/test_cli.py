@@ -1,14 +1,15 @@
 """The command line: bad input gets one line and status 2, and no process is started for it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from zero_optim import cli
-from zero_optim.demo import prepare
-from zero_optim.demo.checkpoint import FILE, Checkpoint
+from zero_optim import ZeroRedundancyOptimizer, checkpoint, cli
+from zero_optim.demo import prepare, saved
 from zero_optim.demo.config import RunConfig, flag
 from zero_optim.demo.model import GPT
 
@@ -61,8 +62,20 @@ def save(folder: str, step: int = 5, **changes: object) -> None:
     options = (("lr", 0.5), ("momentum", 0.9))
     fields = {"width": 16, "heads": 2, "layers": 1, "context": 16, "optimizer": "SGD", "options": options}
     config = RunConfig(out=folder, **{**fields, **changes})
-    Path(folder).mkdir()
-    Checkpoint(config.to_json(), step, "", GPT(config.shape).state_dict(), {}, {}).save(Path(folder))
+    write(config, step)
+
+
+def write(config: RunConfig, step: int) -> None:
+    """Write a run's checkpoint, in a group of one that lives for it."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = GPT(config.shape)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD)
+        extra = saved.extra(config, step, "")
+        checkpoint.save(saved.folder_of(config.out, step), model=model, optimizer=optimizer, extra=extra)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -85,6 +98,13 @@ def save(folder: str, step: int = 5, **changes: object) -> None:
         (["--clip", "nan"], "--clip"),
         (["--frobnicate"], "unrecognized arguments: --frobnicate"),
         (["--lr-schedule", "cubic"], "invalid choice: 'cubic'"),
+        (["--ddp", "mine"], "invalid choice: 'mine'"),
+        (["--hook", "zip"], "expected one of the hooks allreduce, fp16, bf16"),
+        (["--hook", "top_k", "--hook-opt", "rank=2"], "hook 'top_k' has no option 'rank'"),
+        (["--hook-opt", "rank=2"], "--hook-opt without --hook"),
+        (["--overlap", "--clip", "1"], "nothing can be clipped: --clip 0"),
+        (["--overlap", "owners", "--hook", "fp16"], "leave out --hook fp16"),
+        (["--overlap", "--optimizer", "MADGRAD"], "--overlap: MADGRAD cannot be stepped in parts"),
         (["--resume"], "name a run folder"),
         (["--resume", "nowhere"], "no checkpoint at nowhere"),
     ],
@@ -114,16 +134,24 @@ def test_every_field_has_an_option_and_every_option_reaches_its_field() -> None:
     given = {
         "nproc": 3, "steps": 7, "batch_size": 12, "accumulate": 2, "warmup": 1, "clip": 0.5, "seed": 4,
         "eval_every": 5, "save_every": 6, "sample_length": 9, "context": 32, "layers": 2, "width": 24,
-        "heads": 3, "optimizer": "SGD", "schedule": "linear", "device": "cpu", "out": "there",
+        "heads": 3, "optimizer": "SGD", "schedule": "linear", "device": "cpu", "out": "there", "ddp": "torch",
+        "hook": "top_k",
     }  # fmt: skip
     arguments = [part for name, value in given.items() for part in (flag(name), str(value))]
-    config = started(*arguments, "--opt", "lr=2", "--opt", "nesterov=false", "--bf16", "--text", __file__)
+    flags = ("--hook-opt", "ratio=0.5", "--bf16", "--trace", "--text", __file__)
+    config = started(*arguments, "--opt", "lr=2", "--opt", "nesterov=false", *flags)
     named = {name: getattr(config, name) for name in given}
     assert named == given
     assert config.options == (("lr", 2), ("nesterov", False))
+    assert config.hook_options == (("ratio", "0.5"),)
     assert config.bf16
+    assert config.trace
+    overlapped = started("--overlap", "--out", "elsewhere")
+    assert (overlapped.overlap, overlapped.clip) == ("everywhere", 0.0)
+    assert started("--overlap", "owners", "--out", "else").overlap == "owners"
     assert config.text == (str(Path(__file__).resolve()),)
-    assert {*given, "options", "bf16", "text", "resume"} == config.to_dict().keys()
+    others = {"options", "hook_options", "bf16", "trace", "overlap", "text", "resume"}
+    assert {*given, *others} == config.to_dict().keys()
 
 
 def test_a_run_is_named_after_its_optimizer_and_its_folder_is_there_before_it_starts() -> None:
@@ -144,9 +172,11 @@ def test_a_resumed_run_keeps_its_options_but_for_those_named() -> None:
     save("there", steps=9, seed=3, nproc=4, accumulate=2)
     config = started("--resume", "there", "--seed", "8")
     assert (config.steps, config.seed, config.nproc, config.accumulate) == (9, 8, 4, 2)
-    assert (config.out, config.resume) == ("there", f"there/{FILE}")
+    assert (config.out, config.resume) == ("there", "there/checkpoints/00000005")
     assert config.options == (("lr", 0.5), ("momentum", 0.9))
-    assert started("--resume", f"there/{FILE}", "--optimizer", "SGD", "--out", "new").out == "new"
+    assert (
+        started("--resume", "there/checkpoints/00000005", "--optimizer", "SGD", "--out", "new").out == "new"
+    )
 
 
 @pytest.mark.parametrize(
@@ -166,15 +196,16 @@ def test_a_checkpoint_of_another_run_is_refused(
     assert line in refused(capsys, "--resume", "there", *arguments)
 
 
-def test_a_checkpoint_of_another_model_or_a_torn_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_of_another_model_or_a_torn_one_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     save("there")
-    path = Path("there", FILE)
-    content = torch.load(path, weights_only=True)
-    content["model"]["head.weight"] = torch.zeros(3)
-    torch.save(content, path)
-    assert "has other tensors" in refused(capsys, "--resume", "there")
-    path.write_bytes(path.read_bytes()[:1000])
-    assert "is no checkpoint of zero-optim train: torn" in refused(capsys, "--resume", "there")
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "GPT", lambda shape: GPT(replace(shape, layers=2)))
+        assert "has other tensors" in refused(capsys, "--resume", "there")
+    data = next(Path("there", "checkpoints", "00000005").glob("data-*"))
+    data.write_bytes(data.read_bytes()[:1000])
+    assert "no checkpoint at there is whole" in refused(capsys, "--resume", "there")
 
 
 def under_torchrun(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:

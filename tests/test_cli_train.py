@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import zero_optim
+from zero_optim.demo.trace import spans_of
 
 TIMEOUT = 120.0  # seconds, for whatever is waited for: starting two ranks takes some, on a busy machine
 TINY = (
@@ -170,8 +171,9 @@ def test_a_run_shows_what_it_came_to_and_goes_on_with_another_number_of_ranks(
     assert [row[0] for row in rows] == ["0", "1"]
     assert sum(int(row[2].replace(",", "")) for row in rows) == int(rows[0][4].replace(",", ""))
     assert "\x1b" not in shown  # no terminal, no colours
+    assert "checkpoints 1 written while training went on, which stood still for" in shown
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
-        "checkpoint.pt", "config.json", "loss.png", "metrics.jsonl",
+        "checkpoints", "config.json", "loss.png", "metrics.jsonl",
     }  # fmt: skip
     lines = metrics(tmp_path / "run")
     assert [line["step"] for line in lines] == list(range(13))
@@ -187,6 +189,18 @@ def test_a_run_shows_what_it_came_to_and_goes_on_with_another_number_of_ranks(
     assert more[:13] == lines
     assert [line["step"] for line in more[13:]] == [13, 14, 15]
     assert more[-1]["val_loss"] < lines[-1]["val_loss"] + 0.05
+
+
+def test_a_traced_run_with_a_hook_and_overlap_leaves_a_picture(run: Any, tmp_path: Path) -> None:
+    options = ("--hook", "bf16", "--overlap", "--trace", "--sample-length", "0", "--steps", "8")
+    traced = run(*TINY, *options, "--out", "run")
+    assert traced.wait() == 0, traced.output
+    assert "of reducing, stepping and gathering lay under forward and backward" in traced.output
+    assert (tmp_path / "run" / "trace.png").read_bytes().startswith(b"\x89PNG")
+    spans = spans_of(tmp_path / "run" / "trace.json")
+    assert {span.row for span in spans} == {"compute", "reduce", "step", "gather"}
+    backward_end = max(span.stop for span in spans if span.name == "backward")
+    assert min(span.start for span in spans if span.row == "reduce") < backward_end
 
 
 @pytest.mark.parametrize(
@@ -260,7 +274,7 @@ def test_it_runs_under_torchrun(run: Any, tmp_path: Path) -> None:
     done = run(*TINY, "--steps", "2", "--out", "run", "--sample-length", "0", command=command)
     assert done.wait() == 0, done.output
     assert done.output.count("update 2/2") == 1
-    assert (tmp_path / "run" / "checkpoint.pt").exists()
+    assert (tmp_path / "run" / "checkpoints" / "00000002" / "manifest.json").exists()
 
 
 def test_on_a_terminal_there_is_a_bar(tmp_path: Path) -> None:

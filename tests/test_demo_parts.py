@@ -1,4 +1,4 @@
-"""The model, the schedule, the records, the checkpoint file, and what is printed."""
+"""The model, the schedule, the records, and what is printed."""
 
 import io
 import json
@@ -12,9 +12,8 @@ import torch
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from zero_optim.demo import checkpoint, guard, launch, records, report, schedule, worker
-from zero_optim.demo.checkpoint import Checkpoint
-from zero_optim.demo.config import ModelShape, RunConfig
+from zero_optim.demo import guard, launch, records, report, schedule, worker
+from zero_optim.demo.config import ModelShape
 from zero_optim.demo.model import GPT, generate
 from zero_optim.demo.records import Record, Records
 from zero_optim.demo.trainer import DivergedError, Shard
@@ -105,73 +104,11 @@ def test_the_picture_is_a_picture(tmp_path: Path) -> None:
     assert (tmp_path / records.PICTURE).read_bytes().startswith(b"\x89PNG")
 
 
-def saved(folder: Path, step: int = 3) -> Checkpoint:
-    config = RunConfig(out="there", width=16, heads=2, layers=2, context=16)
-    made = Checkpoint(
-        config.to_json(), step, "digest", model().state_dict(), {"state": {}}, {"last_epoch": 3}
-    )
-    made.save(folder)
-    return made
-
-
-def test_a_checkpoint_reads_back(tmp_path: Path) -> None:
-    made = saved(tmp_path)
-    loaded = checkpoint.load(checkpoint.locate(str(tmp_path)))
-    assert (loaded.step, loaded.run, loaded.scheduler) == (3, made.run, {"last_epoch": 3})
-    assert all(torch.equal(loaded.model[name], tensor) for name, tensor in made.model.items())
-    assert [path.name for path in tmp_path.iterdir()] == [checkpoint.FILE]
-
-
-def test_a_checkpoint_that_could_not_be_written_leaves_the_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved(tmp_path, step=3)
-
-    def full(content: object, file: io.BufferedWriter) -> None:
-        file.write(b"half")
-        raise OSError("no space left")
-
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(OSError, match="no space"):
-        saved(tmp_path, step=4)
-    assert checkpoint.load(tmp_path / checkpoint.FILE).step == 3
-
-
-def test_a_file_that_is_no_checkpoint_of_ours_is_refused(tmp_path: Path) -> None:
-    saved(tmp_path)
-    path = tmp_path / checkpoint.FILE
-    whole = path.read_bytes()
-    foreign = tmp_path / "foreign.pt"
-    torch.save({"weights": torch.zeros(3)}, foreign)
-    unsafe = tmp_path / "unsafe.pt"
-    torch.save({"code": SHAPE}, unsafe)
-    path.write_bytes(whole[: len(whole) // 2])
-    (tmp_path / "text.pt").write_text("hello")
-    (tmp_path / "empty.pt").touch()
-    for name in (checkpoint.FILE, "foreign.pt", "unsafe.pt", "text.pt", "empty.pt"):
-        with pytest.raises(ValueError, match="is no checkpoint of zero-optim train"):
-            checkpoint.load(tmp_path / name)
-
-
-def test_a_checkpoint_is_found_by_folder_by_file_or_as_the_newest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="name a run folder"):
-        checkpoint.locate("")
-    (tmp_path / "runs" / "one").mkdir(parents=True)
-    saved(tmp_path / "runs" / "one")
-    assert checkpoint.locate("") == Path("runs/one", checkpoint.FILE)
-    assert checkpoint.locate("runs/one") == checkpoint.locate(f"runs/one/{checkpoint.FILE}")
-    with pytest.raises(ValueError, match="no checkpoint at"):
-        checkpoint.locate("runs/two")
-
-
 def printed(*, terminal: bool) -> str:
     console = Console(file=io.StringIO(), force_terminal=terminal, width=100, highlight=False)
     folder = "/a/very/long/" + "path/" * 30
     made = report.Summary(
-        [Shard(10, 80), Shard(30, 240)], 5.5, 1.25, 61.0, folder, ("given", "add\x1b[2Jed[b]")
+        [Shard(10, 80), Shard(30, 240)], 5.5, 1.25, 61.0, folder, ("given", "add\x1b[2Jed[b]"), (0.01, 0.03)
     )
     report.print_summary(console, made)
     assert isinstance(console.file, io.StringIO)
@@ -184,6 +121,7 @@ def test_the_summary_has_a_line_for_each_rank_and_keeps_paths_whole(terminal: bo
     rows = [line.split() for line in shown.splitlines() if "25.0%" in line or "75.0%" in line]
     assert rows == [["0", "10", "80", "B", "320", "B", "25.0%"], ["1", "30", "240", "B", "320", "B", "75.0%"]]
     assert "5.500 -> 1.250 nats a byte" in shown
+    assert "2 written while training went on, which stood still for 20 ms each (at most 30)" in shown
     assert "path/" * 30 in shown
     assert "ed[b]" in shown  # the model's text is no markup
     assert "\x1b[2J" not in shown  # and moves no cursor

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from pool import Pool, RankError
-from zero_optim.demo import checkpoint, text
+from zero_optim import checkpoint
+from zero_optim.demo import saved, text
 from zero_optim.demo.config import RunConfig
 from zero_optim.demo.ranks import Ranks
 from zero_optim.demo.records import Record
@@ -46,15 +47,13 @@ def run(config: RunConfig, until: int, resume: bool = False) -> list[Record]:
     """Update to a step, save there in the run folder, and give the records, seconds apart."""
     trainer = make(config)
     if resume:
-        trainer.restore(checkpoint.load(Path(config.out) / checkpoint.FILE))
+        trainer.restore(str(saved.locate(config.out)))
     made = []
     while trainer.step < until:
         record = trainer.update()
         made.append(replace(record, seconds=None, tokens_per_second=None, val_loss=trainer.evaluate()))
-    saved = trainer.checkpoint()
-    assert (saved is not None) == (dist.get_rank() == 0)
-    if saved is not None:
-        saved.save(Path(config.out))
+    assert 0 < trainer.save() < 10
+    trainer.finish_saving()
     return made
 
 
@@ -76,6 +75,38 @@ def test_training_learns_and_does_not_depend_on_the_number_of_ranks(pool: Pool, 
     assert on_one[-1] < on_one[1] - 0.5
     for world_size in (2, 4):
         assert losses(train(pool, world_size, config)) == pytest.approx(on_one, rel=ROUNDING)
+
+
+def plain(made: list[Record]) -> list[Record]:
+    """Records without what an overlapped run does not know."""
+    return [replace(record, grad_norm=None) for record in made]
+
+
+def test_losses_are_the_same_bits_with_either_ddp_with_overlap_and_with_the_plain_hook(
+    pool: Pool, config: RunConfig
+) -> None:
+    config = replace(config, clip=0.0, accumulate=2)
+    expected = plain(train(pool, 2, config))
+    for options in (
+        {"ddp": "torch"},
+        {"hook": "allreduce"},
+        {"overlap": "everywhere"},
+        {"overlap": "owners"},
+        {"overlap": "everywhere", "ddp": "torch"},
+        {"overlap": "owners", "ddp": "torch"},
+    ):
+        assert plain(train(pool, 2, replace(config, **options))) == expected, options  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "hook",
+    ["fp16", "bf16", "quantize_tensor", "quantize_channel", "power_sgd", "batched_power_sgd", "top_k"],
+)
+def test_the_demo_converges_with_every_hook_overlapped(pool: Pool, config: RunConfig, hook: str) -> None:
+    options = (("ratio", "0.25"),) if hook == "top_k" else ()
+    config = replace(config, clip=0.0, hook=hook, hook_options=options, overlap="everywhere")
+    found = losses(train(pool, 2, config, until=8))
+    assert found[-1] < found[1] - 0.3
 
 
 def test_micro_batches_add_up_to_the_batch(pool: Pool, config: RunConfig) -> None:
@@ -144,8 +175,9 @@ def test_an_option_changes_what_is_learned(pool: Pool, config: RunConfig, change
 def test_bf16_stays_near_and_keeps_its_weights_in_fp32(pool: Pool, config: RunConfig) -> None:
     exact = losses(train(pool, 2, config))
     assert losses(train(pool, 2, replace(config, bf16=True))) == pytest.approx(exact, rel=2e-2)
-    saved = checkpoint.load(Path(config.out) / checkpoint.FILE)
-    assert {tensor.dtype for tensor in saved.model.values()} == {torch.float32}
+    manifest = checkpoint.Reader(saved.locate(config.out)).manifest
+    dtypes = {entry.dtype for key, entry in manifest.entries.items() if key.startswith("model/")}
+    assert dtypes == {torch.float32}
 
 
 def gradient_norms(config: RunConfig) -> tuple[float, float]:

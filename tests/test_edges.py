@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from pool import Ranks
 from training import (
@@ -198,29 +198,6 @@ def check_torn_load() -> None:
 
 def test_a_load_that_the_class_refuses_on_one_rank_changes_nothing_on_any(ranks2: Ranks) -> None:
     ranks2.run(check_torn_load)
-
-
-class Doubled(Tensor):
-    """A tensor subclass."""
-
-
-class SubclassState(torch.optim.SGD):
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["odd"] = torch.zeros(2).as_subclass(Doubled)
-        return super().step(closure)
-
-
-def check_subclass_state() -> None:
-    sharded = ZeroRedundancyOptimizer(make_params(), SubclassState, lr=0.1)
-    sharded.step()
-    with pytest.raises(TypeError, match=r"\['odd'\] is a Doubled, a tensor subclass"):
-        sharded.consolidate_state_dict()
-
-
-def test_state_of_a_tensor_subclass_is_refused_on_every_rank(ranks2: Ranks) -> None:
-    ranks2.run(check_subclass_state)
 
 
 def check_options_differ() -> None:

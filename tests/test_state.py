@@ -1,8 +1,11 @@
 """Whole state dicts: snapshots, staleness, loading, and what does not fit."""
 
 import copy
+import io
+import sys
 import warnings
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +24,15 @@ from training import (
     train_both,
     twin,
 )
-from zero_optim import NotConsolidatedError, RankMismatchError, StateMismatchError, ZeroRedundancyOptimizer
+from zero_optim import (
+    NotConsolidatedError,
+    RankMismatchError,
+    StateMismatchError,
+    ZeroRedundancyOptimizer,
+    progress,
+)
 from zero_optim.collectives import RankGroup
-from zero_optim.wire import PIECE_NBYTES, encode, recv_value, send_value
+from zero_optim.wire import PIECE_NBYTES, decode, encode, recv_value, send_value
 
 
 def check_before_any_step() -> None:
@@ -75,7 +84,9 @@ def test_a_consolidated_dict_is_a_snapshot_and_stale_ones_raise(ranks: Ranks) ->
 def check_targets() -> None:
     plain, sharded = adamw_pair()
     train_both(plain, sharded, 1)
-    with pytest.raises(ValueError, match=r"group rank from 0 to 1, got 2"):
+    with pytest.raises(
+        ValueError, match=r"group rank from 0 to 1 \(or a list of them, or None for all\), got 2"
+    ):
         sharded.consolidate_state_dict(to=2)
     with pytest.raises(RankMismatchError, match=r"rank 0 has to=0; rank 1 has to=1"):
         sharded.consolidate_state_dict(to=dist.get_rank())
@@ -275,7 +286,7 @@ def check_pieces() -> None:
     tensors = [torch.arange(size, dtype=torch.float32) for size in sizes]
     value = {"all": tensors, "sparse": torch.eye(4).to_sparse()}
     if group.rank == 0:
-        send_value(group, 1, *encode(value, "value"))
+        send_value(group, [1], *encode(value, "value"))
     else:
         got = recv_value(group, 0)
         assert_same_bits(got["all"], tensors)
@@ -310,3 +321,183 @@ def check_from_torch_zero() -> None:
 
 def test_a_dict_of_torchs_zero_optimizer_loads(ranks2: Ranks) -> None:
     ranks2.run(check_from_torch_zero)
+
+
+def check_several_targets() -> None:
+    plain, sharded = adamw_pair()
+    train_both(plain, sharded, 1)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    sharded.consolidate_state_dict(to=[1, 0, 1])
+    if rank < 2:
+        assert_same_state(sharded.state_dict(), plain.state_dict())
+    else:
+        with pytest.raises(NotConsolidatedError):
+            sharded.state_dict()
+    sharded.consolidate_state_dict(to=None)
+    assert_same_state(sharded.state_dict(), plain.state_dict())
+    for wrong in ([], [0, size], "all", True):
+        with pytest.raises(ValueError, match="expected to be a group rank"):
+            sharded.consolidate_state_dict(to=wrong)  # type: ignore[arg-type]
+
+
+def test_the_state_is_brought_to_several_ranks_or_all(ranks: Ranks) -> None:
+    ranks.run(check_several_targets)
+
+
+class Marked(Tensor):
+    """A subclass with memory of its own, and an attribute."""
+
+
+class Quantized(Tensor):
+    """A subclass that wraps two tensors."""
+
+    code: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def __new__(cls: type["Quantized"], code: Tensor, scale: Tensor) -> "Quantized":
+        made = Tensor._make_wrapper_subclass(cls, code.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+        assert isinstance(made, Quantized)
+        return made
+
+    def __init__(self, code: Tensor, scale: Tensor) -> None:
+        self.code, self.scale = code, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["code", "scale"], {"kind": "int8"}
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, context: Any, size: Any, stride: Any) -> "Quantized":
+        assert context == {"kind": "int8"}
+        assert isinstance(size, torch.Size)
+        return cls(inner["code"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function.overloadpacket in (torch.ops.aten.detach, torch.ops.aten.clone), function
+        return cls(function(args[0].code), function(args[0].scale))
+
+
+def check_subclasses() -> None:
+    marked = torch.arange(3.0).as_subclass(Marked)
+    marked.note = "kept"  # type: ignore[attr-defined]
+    quantized = Quantized(torch.tensor([1, -2], dtype=torch.int8), torch.tensor(0.5))
+    params = make_params()
+    sharded = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
+    for p in sharded.owned_parameters():
+        sharded.state[p] = {"marked": marked, "quantized": quantized}
+    nbytes = sharded.state_nbytes()
+    assert nbytes >= 12 + 2 + 4
+    sharded.consolidate_state_dict(to=None)
+    for entries in copy.copy(sharded._snapshot.get(0)).values():
+        assert type(entries["marked"]) is Marked
+        assert entries["marked"].note == "kept"
+        assert torch.equal(entries["marked"].as_subclass(Tensor), torch.arange(3.0))
+        assert type(entries["quantized"]) is Quantized
+        assert entries["quantized"].code.tolist() == [1, -2]
+        assert entries["quantized"].scale.item() == 0.5
+
+
+def test_tensor_subclasses_arrive_as_what_they_were(ranks2: Ranks) -> None:
+    ranks2.run(check_subclasses)
+
+
+def test_a_subclass_that_nobody_has_imported_is_not_looked_for() -> None:
+    skeleton, tensors = encode(torch.ones(2).as_subclass(Marked), "value")
+    skeleton[1][0] = ["antigravity", "Tensor"]
+    with pytest.raises(TypeError, match="import antigravity first"):
+        decode(skeleton, iter(tensors))
+    skeleton[1][0] = ["os", "system"]
+    with pytest.raises(TypeError, match=r"tensor subclass os\.system"):
+        decode(skeleton, iter(tensors))
+
+
+def check_dealt_out() -> None:
+    plain, sharded = adamw_pair()
+    train_both(plain, sharded, 1)
+    other = ZeroRedundancyOptimizer(twin(make_params()), torch.optim.AdamW, lr=0.5)
+    rank = dist.get_rank()
+    given = plain.state_dict() if rank == 1 else None
+    before = copy.deepcopy(given)
+    other.load_state_dict(given, src=1)
+    if given is not None and before is not None:
+        assert_same_state(given, before)
+    assert other.param_groups[0]["lr"] == 0.01
+    assert len(other.state) == len(other.owned_parameters())
+    for p, q in zip(other.param_groups[0]["params"], plain.param_groups[0]["params"], strict=True):
+        p.data.copy_(q)
+    train_both(plain, other, 2, first=1)
+    for dictionary, src, text in (
+        (plain.state_dict(), 0, "only rank 0 gives a state dict"),
+        (None, 0, "expected a state dict, got None"),
+        (None, 7, "expected src to be a group rank"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            other.load_state_dict(dictionary, src=src)
+    with pytest.raises(RankMismatchError, match="src="):
+        other.load_state_dict(plain.state_dict(), src=rank)
+    wrong = {"state": {}, "param_groups": []} if rank == 0 else None
+    with pytest.raises(StateMismatchError, match="groups of"):
+        other.load_state_dict(wrong, src=0)
+
+
+def test_a_dict_that_one_rank_has_is_dealt_out(ranks: Ranks) -> None:
+    ranks.run(check_dealt_out)
+
+
+def grown(numel: int) -> int:
+    """MiB by which memory grows at its peak on a rank that receives its part."""
+    params = [torch.zeros(numel, requires_grad=True) for _ in range(8)]
+    sharded = ZeroRedundancyOptimizer(params, torch.optim.AdamW)
+    whole = None
+    if dist.get_rank() == 0:
+        state = {i: {"step": torch.ones(()), **{k: torch.ones(numel) for k in KEYS}} for i in range(8)}
+        whole = {"state": state, "param_groups": torch.optim.AdamW(params).state_dict()["param_groups"]}
+    dist.barrier()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    sharded.load_state_dict(whole, src=0)
+    assert all(float(entries["exp_avg"][-1]) == 1 for entries in sharded.state.values())
+    return status("VmHWM") - before
+
+
+KEYS = ("exp_avg", "exp_avg_sq")
+
+
+def status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(key)) // 1024
+
+
+def test_a_rank_that_is_dealt_its_part_grows_by_little_more(ranks4: Ranks) -> None:
+    if sys.platform != "linux":
+        pytest.skip("memory is measured as Linux tells it")
+    for growth in ranks4.run(grown, 2 * 2**20)[1:]:
+        assert growth <= 32 + 64  # MiB: two of eight parameters with two moments of 8 MiB each, and 64
+
+
+def test_a_bar_is_drawn_on_a_terminal_once_a_second_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    times = iter([0.0, 0.0, 0.5, 1.5, 1.6, 1.7])
+    monkeypatch.setattr(progress, "monotonic", lambda: next(times))
+    monkeypatch.setattr(sys, "stderr", shown := Terminal())
+    with progress.Progress("consolidating", 4 * 2**20) as bar:
+        bar.advance(2**20)
+        assert shown.getvalue() == ""
+        bar.advance(2**20)
+        bar.advance(2**20)
+    assert "consolidating" in shown.getvalue()
+    times = iter([0.0, 0.0, 9.0])
+    monkeypatch.setattr(sys, "stderr", plain := io.StringIO())
+    with progress.Progress("consolidating", 4) as bar:
+        bar.advance(1)
+    assert plain.getvalue() == ""
+
+
+def test_without_rich_and_tqdm_there_is_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("rich.console", "rich.progress", "tqdm"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert progress._make_bar("consolidating", 1) is None

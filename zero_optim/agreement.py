@@ -12,7 +12,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from zero_optim.collectives import RankGroup, ranks_text
-from zero_optim.errors import NotConsolidatedError, RankMismatchError, RemoteRankError, StateMismatchError
+from zero_optim.errors import (
+    CheckpointError,
+    NotConsolidatedError,
+    RankMismatchError,
+    RemoteRankError,
+    StateMismatchError,
+)
 
 # Exceptions that can be made from a message alone, so that every rank raises the same class.
 _KINDS = (
@@ -23,6 +29,7 @@ _KINDS = (
     NotConsolidatedError,
     RankMismatchError,
     StateMismatchError,
+    CheckpointError,
 )
 
 

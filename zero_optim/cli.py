@@ -1,19 +1,21 @@
 """The command ``zero-optim``. Only here do errors become lines and exit statuses.
 
-Exit status: 0 done, 1 a rank failed, 2 bad input, 128 + n ended by signal n.
+Exit status: 0 done, 1 a rank failed or a checkpoint is not whole, 2 bad input, 128 + n ended by signal n.
 """
 
 import argparse
+import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
-from zero_optim.demo import checkpoint, prepare
-from zero_optim.demo.config import Device, RunConfig, Schedule, defaults
+from zero_optim.demo import prepare, saved
+from zero_optim.demo.config import Device, Overlap, RunConfig, Schedule, Wrapper, defaults
 from zero_optim.demo.launch import InterruptedRunError, WorkerFailedError, launch
+from zero_optim.errors import ZeroOptimError
 
 
 class _Parser(argparse.ArgumentParser):
@@ -93,10 +95,10 @@ def _leave_bar() -> None:
 
 def _what_is_left(config: RunConfig) -> str:
     try:
-        saved = checkpoint.load(Path(config.out) / checkpoint.FILE)
+        found = saved.look(saved.locate(config.out))
     except ValueError:
         return "no checkpoint was due yet"
-    return f"update {saved.step} is saved, go on with: zero-optim train --resume {shlex.quote(config.out)}"
+    return f"update {found.step} is saved, go on with: zero-optim train --resume {shlex.quote(config.out)}"
 
 
 def _complain(line: str) -> None:
@@ -114,9 +116,68 @@ def _parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,  # what is not named comes from the checkpoint or the defaults
     )
     command.set_defaults(command=train)
-    for add in (_add_run, _add_optimization, _add_model):
+    for add in (_add_run, _add_optimization, _add_gradients, _add_model):
         add(command, defaults())
+    _add_tools(commands)
     return parser
+
+
+def _add_tools(commands: Any) -> None:  # noqa: ANN401 - argparse has no public name for it
+    """Add the commands on checkpoints, which need one process and no group."""
+    command = commands.add_parser(
+        "consolidate",
+        help="write a checkpoint's optimizer state, or its weights, to one file",
+        description="Write the whole optimizer state of a checkpoint to OUT in the format of torch.optim, or "
+        "the model's weights. One tensor at a time is in memory.",
+    )
+    command.add_argument("source", metavar="DIR", type=Path, help="a checkpoint")
+    command.add_argument("out", metavar="OUT", type=Path, help="a .pt file, or .safetensors for weights")
+    command.add_argument("--weights", action="store_true", help="the model's state dict")
+    command.set_defaults(command=_tool("consolidate"))
+    command = commands.add_parser(
+        "reshard",
+        help="write a checkpoint for another number of ranks",
+        description="Write a checkpoint as N ranks would have. Loading does not need it, since a checkpoint "
+        "loads on any number of ranks; with it each rank finds all it owns in one file.",
+    )
+    command.add_argument(
+        "source", metavar="DIR", type=Path, help="a checkpoint, or a torch.save file with a state dict"
+    )
+    command.add_argument("out", metavar="OUT", type=Path, help="folder of the new checkpoint")
+    command.add_argument("--world-size", type=int, metavar="N", required=True, help="number of ranks")
+    command.set_defaults(command=_tool("reshard"))
+    command = commands.add_parser(
+        "inspect",
+        help="show what a checkpoint holds and whether it is whole",
+        description="Show what a checkpoint holds, who wrote it, and whether it is whole: all of it "
+        "is read and compared with its checksums. Exit status 1 if it is not.",
+    )
+    command.add_argument("source", metavar="DIR", type=Path, help="a checkpoint")
+    command.add_argument("--json", action="store_true", help="as JSON")
+    command.set_defaults(command=_tool("inspect"))
+
+
+def _tool(name: str) -> Callable[[dict[str, Any]], int]:
+    """Make a command of a tool: what is wrong gets one line, and status 2."""
+
+    def run(given: dict[str, Any]) -> int:
+        from zero_optim.checkpoint import inspection, offline
+
+        try:
+            if name == "consolidate":
+                offline.consolidate(given["source"], given["out"], weights=given["weights"])
+            elif name == "reshard":
+                offline.reshard(given["source"], given["out"], given["world_size"])
+            else:
+                found = inspection.inspect(given["source"])
+                print(json.dumps(found.to_dict(), indent=1) if given["json"] else found)
+                return 0 if found.complete else 1
+        except (ZeroOptimError, ValueError, TypeError) as error:
+            _complain(str(error))
+            return 2
+        return 0
+
+    return run
 
 
 def _add_run(command: argparse.ArgumentParser, default: dict[str, Any]) -> None:
@@ -175,6 +236,38 @@ def _add_optimization(command: argparse.ArgumentParser, default: dict[str, Any])
         ("warmup", "updates over which the learning rate rises"),
     ):
         _add_number(group, name, text, default)
+
+
+def _add_gradients(command: argparse.ArgumentParser, default: dict[str, Any]) -> None:
+    group = command.add_argument_group("gradients")
+    group.add_argument(
+        "--ddp",
+        choices=get_args(Wrapper),
+        help=f"DistributedDataParallel of zero_optim or of PyTorch ({default['ddp']})",
+    )
+    group.add_argument(
+        "--hook", metavar="NAME", help="comm hook that reduces them; an unknown name lists all"
+    )
+    group.add_argument(
+        "--hook-opt",
+        dest="hook_options",
+        action="append",
+        metavar="KEY=VALUE",
+        help="option of the hook, such as rank=2; repeat for more",
+    )
+    group.add_argument(
+        "--overlap",
+        nargs="?",
+        const="everywhere",
+        choices=get_args(Overlap),
+        help="step during the backward pass, gradients reduced everywhere (the plain flag) or to their owners "
+        "alone; without --clip",
+    )
+    group.add_argument(
+        "--trace",
+        action=argparse.BooleanOptionalAction,
+        help="profile one update, and draw it: trace.json and trace.png in the run folder",
+    )
 
 
 def _add_model(command: argparse.ArgumentParser, default: dict[str, Any]) -> None:

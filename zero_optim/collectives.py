@@ -138,9 +138,72 @@ class RankGroup:
         dist.all_gather(parts, mine, group=self.process_group)
         return [tensor_to_bytes(part) for part in parts]
 
-    def send(self, tensor: Tensor, to: int) -> None:
-        """Send a contiguous tensor to one rank, which must call `recv`; returns when it is read."""
-        dist.send(tensor.to(self.device), self._global(to), group=self.process_group)
+    def exchange(
+        self, pieces: Sequence[Tensor], lanes: "Sequence[RankGroup]"
+    ) -> tuple[list[dist.Work], list[Tensor]]:
+        """Launch the sending of one piece to each rank, and the receiving of one from each; all ranks call.
+
+        Args:
+            pieces: by rank, 1-D, contiguous, of one dtype; what is meant for this rank is not sent. Rank r's
+                piece has the same length on every rank.
+            lanes: groups of the same ranks. On gloo each sender has its own, modulo their number: one group
+                sends in both directions at the same time only at times.
+
+        Returns:
+            The handles, and by rank what will have come from it when they have ended; this rank's own
+            piece is that given.
+        """
+        mine = pieces[self.rank]
+        came = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
+        if self.size == 1:
+            return [], came
+        if self.device.type == "cuda":
+            return self._exchange_at_once(pieces, came, lanes[0]), came
+        works: list[dist.Work | None] = []
+        for rank in range(self.size):
+            if rank != self.rank:
+                there, back = lanes[self.rank % len(lanes)], lanes[rank % len(lanes)]
+                works.append(dist.isend(pieces[rank], self._global(rank), group=there.process_group))
+                works.append(dist.irecv(came[rank], self._global(rank), group=back.process_group))
+        return [work for work in works if work is not None], came
+
+    def _exchange_at_once(
+        self, pieces: Sequence[Tensor], came: list[Tensor], lane: "RankGroup"
+    ) -> list[dist.Work]:
+        work = dist.all_to_all(came, list(pieces), group=lane.process_group, async_op=True)
+        assert isinstance(work, dist.Work)  # async_op=True on a member always gives a handle
+        return [work]
+
+    def twin(self) -> "RankGroup":
+        """Make a gloo group of the same ranks, for a thread of its own; all ranks call, some 20 ms.
+
+        Collectives of two threads on one group would mix.
+        """
+        members = dist.get_process_group_ranks(self.process_group)
+        twin = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        return RankGroup.of(twin)
+
+    def lanes(self) -> "list[RankGroup]":
+        """Make further groups of the same ranks and backend, for what must not wait in this one's line.
+
+        All ranks call. One for each rank on gloo, up to eight, as a gloo group sends for few ranks at a time;
+        one on NCCL, whose groups must not run at the same time.
+        """
+        members = dist.get_process_group_ranks(self.process_group)
+        backend = dist.get_backend(self.process_group)
+        number = min(self.size, 8) if self.device.type == "cpu" else 1
+        made = [
+            dist.new_group(members, backend=backend, use_local_synchronization=True) for _ in range(number)
+        ]
+        return [RankGroup.of(group) for group in made]
+
+    def send(self, tensor: Tensor, *to: int) -> None:
+        """Send a contiguous tensor to some ranks, which must call `recv`; returns when all have read it."""
+        staged = tensor.to(self.device)
+        works = [dist.isend(staged, self._global(rank), group=self.process_group) for rank in to]
+        for work in works:
+            assert work is not None  # this process is a member
+            work.wait()
 
     def recv(self, tensor: Tensor, source: int) -> None:
         """Fill a contiguous tensor with what `source` sends."""

@@ -4,7 +4,9 @@
     ├── RankMismatchError        ranks disagree about what they are about to do together
     ├── RemoteRankError          another rank failed with an exception this rank cannot rebuild
     ├── NotConsolidatedError     a whole state dict was asked for that is absent or stale
-    └── StateMismatchError       a state dict that does not fit this optimizer
+    ├── StateMismatchError       a state dict that does not fit this optimizer
+    ├── CheckpointError          a checkpoint that is incomplete or damaged, or could not be written
+    └── ReductionError           gradients of a backward pass that could not be reduced
 
 Wrong arguments raise plain ``ValueError`` and ``TypeError``, as in ``torch.optim``.
 """
@@ -28,3 +30,11 @@ class NotConsolidatedError(ZeroOptimError, RuntimeError):
 
 class StateMismatchError(ZeroOptimError, ValueError):
     """A state dict does not belong to the parameters it is being loaded for."""
+
+
+class ReductionError(ZeroOptimError, RuntimeError):
+    """The gradients of a backward pass are incomplete or were not reduced; raised on every rank."""
+
+
+class CheckpointError(ZeroOptimError, RuntimeError):
+    """A checkpoint is incomplete or damaged, or could not be written; the message has the reason."""

@@ -72,7 +72,7 @@ def lend_gradients(
                 for to in have_joined
             ]
     for to, skeleton, tensors in parcels:
-        send_value(group, to, skeleton, tensors)
+        send_value(group, [to], skeleton, tensors)
     if joined:
         _unpack(recv_value(group, lender), params, owners, groups, group.rank)
 

@@ -9,7 +9,7 @@ Rows lie in rank order; a rank that owns nothing of the bucket has no row, so th
 layout does not grow with the number of ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -136,3 +136,35 @@ def whole(numels: Sequence[int], owners: Sequence[int], alignment: int = 1) -> L
         rows.append(Row(owner, start, offset, tuple(extents)))
         start = offset
     return Layout(tuple(numels), tuple(rows))
+
+
+class Run(NamedTuple):
+    """Elements ``[start, stop)`` of the flat tensor that ``owner`` owns: a part of its row."""
+
+    owner: int
+    start: int
+    stop: int
+
+
+def runs(layout: Layout, chosen: Collection[int]) -> list[Run]:
+    """Find the fewest stretches of the flat tensor that hold some parameters and no others.
+
+    Args:
+        layout: of the bucket.
+        chosen: parameters, counted within the bucket.
+
+    Returns:
+        By rank and place. Padding between two extents of a run is part of it.
+    """
+    found: list[Run] = []
+    for row in layout.rows:
+        is_open = False
+        for extent in row.extents:
+            if extent.param not in chosen:
+                is_open = False
+            elif is_open:
+                found[-1] = found[-1]._replace(stop=extent.end)
+            elif extent.stop > extent.start:
+                found.append(Run(row.owner, extent.offset, extent.end))
+                is_open = True
+    return found

@@ -45,24 +45,33 @@ class Leaves:
         for param in params:
             self.masters.pop(param, None)
 
-    def take_in(self) -> None:
+    def take_in(self, params: Iterable[Tensor] | None = None) -> None:
         """Give the masters the parameters' gradients, and values where those were changed from outside.
 
         A checkpoint loaded into the model must not be undone by a stale master. No version counter
         sees every way of writing to a parameter, so the bits are compared.
+
+        Args:
+            params: those whose masters are meant; None for all.
         """
-        for param, master in self.masters.items():
+        for param, master in self._some(params).items():
             if not torch.equal(param, master.to(param.dtype)):
                 master.data.copy_(param)
             master.grad = None if param.grad is None else param.grad.to(master.dtype)
 
     @torch.no_grad()
-    def put_back(self) -> None:
-        """Round the masters to the parameters, and let their gradients go."""
-        if self.masters:
-            torch._foreach_copy_(list(self.masters), list(self.masters.values()))
-        for master in self.masters.values():
+    def put_back(self, params: Iterable[Tensor] | None = None) -> None:
+        """Round the masters, or some, to the parameters, and let their gradients go."""
+        masters = self._some(params)
+        if masters:
+            torch._foreach_copy_(list(masters), list(masters.values()))
+        for master in masters.values():
             master.grad = None
+
+    def _some(self, params: Iterable[Tensor] | None) -> dict[Tensor, Tensor]:
+        if params is None:
+            return self.masters
+        return {param: self.masters[param] for param in params if param in self.masters}
 
     def load(self, entries: Mapping[Tensor, dict[str, Any]]) -> None:
         """Take masters out of loaded entries; a parameter without one starts from its own value."""
@@ -111,11 +120,14 @@ class WeightAverage:
             raise RuntimeError("the model holds the averaged weights: leave averaged_weights() first")
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Move every average towards its parameter."""
-        if self._decay is not None and self.averages:
-            values = [self._leaves.leaf(param) for param in self.averages]
-            torch._foreach_lerp_(list(self.averages.values()), values, 1 - self._decay)
+    def update(self, params: Iterable[Tensor] | None = None) -> None:
+        """Move every average, or those of some parameters, towards its parameter."""
+        averaged = [
+            param for param in (self.averages if params is None else params) if param in self.averages
+        ]
+        if self._decay is not None and averaged:
+            values = [self._leaves.leaf(param) for param in averaged]
+            torch._foreach_lerp_([self.averages[param] for param in averaged], values, 1 - self._decay)
 
     @torch.no_grad()
     def swap_in(self) -> None:

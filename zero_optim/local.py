@@ -9,7 +9,8 @@ A group may name its own ``optimizer_class``. Groups that do have an optimizer e
 group's options as arguments; all others share the default one, as in ``torch.optim``.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +102,7 @@ class LocalOptimizer:
         self._default = default
         self._assume_separable = assume_separable
         self._leaf_of = dict(owned)
+        self._steps_parts = False
         self._members: list[list[int]] = []  # the public groups' members that the local ones follow
         self._parts: list[_Part] = []
         for number, (group, recipe) in enumerate(zip(groups, recipes, strict=True)):
@@ -130,7 +132,19 @@ class LocalOptimizer:
         traits = probe(recipe.optimizer_class, recipe.arguments, groups)
         if not traits.separable:
             raise ValueError(refusal(recipe.optimizer_class, traits))
+        if self._steps_parts:
+            _check_parts(recipe, traits)
         return traits
+
+    def check_parts(self) -> None:
+        """Refuse classes whose step cannot be taken some parameters at a time, from now on.
+
+        Raises:
+            ValueError: there is one; says why.
+        """
+        for part in self._parts:
+            _check_parts(part.recipe, part.traits)
+        self._steps_parts = True
 
     def traits(self) -> list[tuple[str, Traits | None]]:
         """List what was found of each class; None where it was not tried."""
@@ -146,6 +160,11 @@ class LocalOptimizer:
     def num_groups(self) -> int:
         """How many groups are stepped."""
         return sum(len(part.groups) for part in self._parts)
+
+    @property
+    def spares_gradients(self) -> bool:
+        """Whether steps surely leave gradients as they are: PyTorch's own do, some others add weight decay to them."""
+        return all(type(part.optimizer).__module__.startswith("torch.optim.") for part in self._parts)
 
     @property
     def states(self) -> list[Mapping[Any, Any]]:
@@ -181,13 +200,26 @@ class LocalOptimizer:
         Returns:
             What the first one returned.
         """
+        with self._under_options_of(groups):
+            results = [method(*args, **kwargs) for method in methods]
+            return results[0]
+
+    def step_some(self, groups: list[Group], leaves: Collection[Tensor]) -> None:
+        """Step some of the leaves, as `trials.step_in_parts` does, under the options of the public groups."""
+        chosen = {id(leaf) for leaf in leaves}
+        with self._under_options_of(groups):
+            for part in self._parts:
+                _step_chosen(part.optimizer, chosen)
+
+    @contextmanager
+    def _under_options_of(self, groups: list[Group]) -> Iterator[None]:
+        """Give the local groups options and members of the public ones, and these what the class changed."""
         for public, local in zip(groups, self._groups(), strict=True):
             _set_options(local, public)
         self._follow_members(groups)
-        results = [method(*args, **kwargs) for method in methods]
+        yield
         for public, local in zip(groups, self._groups(), strict=True):
             _set_options(public, local)
-        return results[0]
 
     def _follow_members(self, groups: list[Group]) -> None:
         """Give the local groups the leaves of what the public ones hold by now."""
@@ -227,7 +259,7 @@ class LocalOptimizer:
         kept = {leaf for group in self._groups() for leaf in group["params"]}
         self._leaf_of = {param: leaf for param, leaf in self._leaf_of.items() if leaf in kept}
 
-    def load(self, groups: list[Group], state: Mapping[Any, Any]) -> None:
+    def load(self, groups: list[Group], state: Mapping[Any, Any], *, exact: bool) -> None:
         """Replace the state, through the classes' own ``load_state_dict``.
 
         Args:
@@ -235,6 +267,7 @@ class LocalOptimizer:
                 fills in old state dicts.
             state: leaf -> state, with tensors that become the optimizer's own; other keys are
                 global entries.
+            exact: keep the dtypes of the state, where the class would cast it to its parameters'.
         """
         for part in self._parts:
             locals_ = part.optimizer.param_groups
@@ -245,6 +278,9 @@ class LocalOptimizer:
             ]
             packed = {number.get(key, key): value for key, value in state.items() if _concerns(key, number)}
             part.optimizer.load_state_dict({"state": packed, "param_groups": packed_groups})
+            if exact:
+                held: dict[Any, Any] = part.optimizer.state
+                held.update({key: _as_saved(held[key], state[key]) for key in held if key in state})
         self._fill_in(groups)
 
     def check_dicts(self) -> None:
@@ -310,6 +346,44 @@ class LocalOptimizer:
             for key, value in local.items():
                 if key not in PARAM_KEYS:
                     public.setdefault(key, value)
+
+
+def _check_parts(recipe: Recipe, traits: Traits | None) -> None:
+    if traits is not None and not traits.steppable_in_parts:
+        raise ValueError(
+            f"{recipe.name} cannot be stepped during the backward pass, some parameters at a time: "
+            f"{traits.counting}. Use it without zero_step (overlap_with_ddp)"
+        )
+
+
+def _as_saved(loaded: Any, saved: Any, name: object = None) -> Any:  # noqa: ANN401 - whatever the class keeps
+    """Undo what loading did to dtypes and containers; the devices stay, and so does a step count."""
+    if name == "step" or isinstance(loaded, Tensor) != isinstance(saved, Tensor):
+        return loaded
+    if isinstance(saved, Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+    if isinstance(saved, dict) and isinstance(loaded, dict):
+        for key in saved.keys() & loaded.keys():
+            saved[key] = _as_saved(loaded[key], saved[key], key)
+        return saved
+    if isinstance(saved, list | tuple) and len(saved) == len(loaded):
+        return type(saved)(_as_saved(*pair) for pair in zip(loaded, saved, strict=True))
+    return loaded
+
+
+def _step_chosen(optimizer: Optimizer, chosen: Collection[int]) -> None:
+    """Step only the leaves with some ids, the others out of their groups for as long as it takes."""
+    members = [group["params"] for group in optimizer.param_groups]
+    parts = [[leaf for leaf in leaves if id(leaf) in chosen] for leaves in members]
+    if not any(parts):
+        return
+    try:
+        for group, part in zip(optimizer.param_groups, parts, strict=True):
+            group["params"] = part
+        optimizer.step()
+    finally:
+        for group, leaves in zip(optimizer.param_groups, members, strict=True):
+            group["params"] = leaves
 
 
 def _concerns(key: object, leaves: Mapping[Tensor, int]) -> bool:

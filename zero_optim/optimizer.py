@@ -8,7 +8,7 @@ Note [Whole state]
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
@@ -21,11 +21,13 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from zero_optim.agreement import agree, failing_together
+from zero_optim.ahead import Ahead
 from zero_optim.amp import agree_on_infinity, tell_scaler, unscale
 from zero_optim.clip import global_grad_norm
 from zero_optim.collectives import RankGroup
 from zero_optim.explain import Explanation, bucket_holdings, describe_traits, holdings
 from zero_optim.join import ShardedJoinHook, lend_gradients
+from zero_optim.lazy import LazyGather
 from zero_optim.leaves import Leaves, WeightAverage
 from zero_optim.local import LocalOptimizer, Recipe
 from zero_optim.plan import (
@@ -39,7 +41,17 @@ from zero_optim.plan import (
 )
 from zero_optim.sharding import Sharding
 from zero_optim.share import Share
-from zero_optim.state import Snapshot, by_index, check_fits, consolidate, nbytes_held, own_part
+from zero_optim.state import (
+    Snapshot,
+    by_index,
+    check_fits,
+    check_source,
+    check_targets,
+    consolidate,
+    deal_out,
+    nbytes_held,
+    own_part,
+)
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -63,7 +75,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         process_group: ranks to shard over; None for the default group.
         parameters_as_bucket_view: True moves the parameters into flat tensors, so that gathers land
             in place; False leaves ``param.data`` alone and copies at each step.
-        overlap_with_ddp: stepping during the backward pass is not part of this version; True raises.
+        overlap_with_ddp: the step is taken during the backward pass, by a comm hook that `zero_optim.hooks`
+            makes (``hook_with_zero_step``, ``zero_step``): the class is checked for that now, and `step`
+            raises if no hook has run.
         bucket_cap_mb: capacity of a bucket in MiB, above 0. A step issues one broadcast for each bucket and
             owner; building needs one bucket of extra memory, and without views so does each gather.
         cost: what owning a parameter costs, so that ranks are given equal work: "numel" for steps
@@ -115,6 +129,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Joinable.__init__(self)
         self._group = RankGroup.of(process_group)
         self._share: Share | None = None
+        self._ahead: Ahead | None = None
+        self._overlaps = overlap_with_ddp
         self._snapshot = Snapshot()
         self._cost = cost
         default = Recipe(optimizer_class, defaults)
@@ -122,8 +138,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._sharding = Sharding(self._group, parameters_as_bucket_view, bucket_cap_mb)
             leaves = Leaves(master_dtype)
             average = WeightAverage(ema_decay, leaves)
-            if overlap_with_ddp:
-                raise ValueError("overlap_with_ddp=True is not supported by this version: leave it False")
             if isinstance(params, set | frozenset):
                 raise TypeError("expected ordered parameters, got a set, whose order differs between ranks")
             # No defaults yet: the class fills in its own, so that groups read as they do without sharding.
@@ -141,11 +155,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._share = Share(self._group, leaves, average, local, owned)
         self.defaults = local.defaults
         self._show_state()
+        if overlap_with_ddp:
+            self.ahead()
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle all but the hooks, as ``torch.optim`` does; does not communicate."""
-        parts = ("_group", "_sharding", "_share", "_snapshot", "_cost", "_join_config")
-        return {**super().__getstate__(), **{name: self.__dict__[name] for name in parts}}
+        self.wait_for_gathers()
+        parts = ("_group", "_sharding", "_share", "_snapshot", "_cost", "_join_config", "_overlaps")
+        # What steps ahead has process groups of its own; a copy makes others when it is registered as a hook.
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in parts}, "_ahead": None}
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the class has
         """Reach what the user's class adds, such as ``train()`` and ``eval()`` of schedule-free ones.
@@ -223,29 +241,124 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             The loss that ``closure`` gave, None without one.
         """
         Join.notify_join_context(self)
-        found_inf = self.__dict__.get("found_inf")
-        if found_inf is not None and self._skips_together(found_inf):
-            return None
         loss: float | None = None
-        if closure is not None and (self._join_config.enable or not self._own.takes_closures):
+        if closure is not None and not self._leaves_closure:
             with torch.enable_grad():  # the gradients are needed before the class's own step begins
                 loss, closure = closure(), None
+        if self._ahead is not None and self._finish_ahead(self._ahead, kwargs):
+            return loss
+        found_inf = self.__dict__.get("found_inf")
+        if found_inf is not None and self._skips_together(found_inf):
+            return loss
         if self._join_config.enable:
-            self._lend(joined=False)
+            self._lend(self._params(), joined=False)
         stepped: float | None = self._run(self._own.local.step, self.param_groups, closure, **kwargs)
         return loss if stepped is None else stepped
 
+    @property
+    def _leaves_closure(self) -> bool:
+        """Whether a closure may be left to the class's own step."""
+        return self._ahead is None and not self._join_config.enable and self._own.takes_closures
+
+    def _finish_ahead(self, ahead: Ahead, kwargs: dict[str, Any]) -> bool:
+        """Finish a step that was begun during the backward pass; False if none was."""
+        if not ahead.has_begun:
+            if self._overlaps:
+                raise RuntimeError(
+                    "overlap_with_ddp=True, but no step was taken during the backward pass: register the hook, "
+                    "ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, optimizer)), and run "
+                    "backward() outside no_sync() before step()"
+                )
+            return False
+        try:
+            if "found_inf" in self.__dict__ or kwargs:
+                what = ", ".join(kwargs) or "GradScaler, whose factor was not taken out of the gradients"
+                raise RuntimeError(
+                    f"the step was taken during the backward pass, too early for {what}: leave it out, or leave "
+                    "out zero_step (overlap_with_ddp). bfloat16 needs no GradScaler"
+                )
+            ahead.check()
+            self._step_rest(ahead, joined=False)
+        finally:
+            ahead.close()
+        self._sharding.end_step()
+        return True
+
+    def _step_rest(self, ahead: Ahead, *, joined: bool) -> None:
+        """Step what was not stepped during the backward pass, such as what DDP does not hold."""
+        rest = ahead.rest(self._params())
+        if rest:
+            if self._join_config.enable:
+                self._lend(rest, joined=joined)
+            ahead.step(ahead.part(rest), [param.grad for param in rest])
+
     def _run(self, work: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
         """Let the local optimizer change this rank's parameters, then gather."""
-        self._own.average.check_out()
-        self._snapshot.changed()
         try:
-            self._sharding.refresh(self.param_groups)
-            self._own.take_over_state(self.state)
+            self.begin_step()
             result = self._own.run(work, *args, **kwargs)
         finally:
             self._sharding.gather(self.param_groups)
         return result
+
+    def begin_step(self) -> None:
+        """Get ready for a step: look at the parameters, and at what was changed from outside."""
+        self._own.average.check_out()
+        self._snapshot.changed()
+        self._sharding.refresh(self.param_groups)
+        self._own.take_over_state(self.state)
+
+    def begin_ahead(self, lane: RankGroup, joined: bool) -> bool:
+        """Get ready for a step during the backward pass; `Ahead` calls it on all ranks.
+
+        Args:
+            lane: nobody else communicates there.
+            joined: this rank ran out of inputs: it is lent the options of the others.
+
+        Returns:
+            Whether some ranks may have joined.
+        """
+        self._opt_called = True  # for schedulers, which warn if it is step() that never was
+        lends: bool = self._join_config.enable
+        try:
+            self.begin_step()
+        finally:
+            if lends:
+                lend_gradients(lane, joined, [], [], self.param_groups)
+        return lends
+
+    def ahead(self) -> Ahead:
+        """Give what steps some parameters during the backward pass; a hook of `zero_optim.hooks` calls it.
+
+        All ranks call; the first call makes process groups.
+
+        Raises:
+            ValueError: on every rank, when a class cannot be stepped in parts.
+        """
+        if self._ahead is None:
+            with failing_together(self._group):
+                self._own.local.check_parts()
+            self._ahead = Ahead(self, self._group, self._sharding, self._own, self._sharding.under_way)
+        return self._ahead
+
+    def gather_lazily(self, model: torch.nn.Module) -> LazyGather:
+        """Leave gathers running after `step`: forward passes of ``model`` wait for what they need.
+
+        Each rank calls, before a step. Does not communicate. What reads parameters through this optimizer or
+        through ``model.state_dict()`` waits too. What reads them in another way (``param.norm()``, a
+        copy of the weights) calls `wait_for_gathers` first.
+
+        Args:
+            model: holds the parameters; a wrapper such as DDP may be given too.
+
+        Returns:
+            Its ``remove()`` ends it.
+        """
+        return LazyGather(model, self._sharding)
+
+    def wait_for_gathers(self) -> None:
+        """Wait until every parameter has its new value on this rank; free if nothing is under way."""
+        self._sharding.under_way.wait()
 
     def _skips_together(self, found_inf: Tensor) -> bool:
         """Decide with the other ranks whether a scaled step is skipped; unscale if it is not."""
@@ -282,6 +395,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             RuntimeError: the norm is not finite and ``error_if_nonfinite``; nothing is scaled then.
         """
+        if self._ahead is not None and self._ahead.has_begun:
+            raise RuntimeError(
+                "the step was taken during the backward pass, too early to clip: leave out clip_grad_norm_(), "
+                "or zero_step (overlap_with_ddp)"
+            )
         params = self._params()
         owners = [self._sharding.owners[param] for param in params]
         norm = global_grad_norm(self._group, params, owners, float(norm_type), foreach)
@@ -315,31 +433,33 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _show_state(self) -> None:
         self.state = self._own.shown_state()  # type: ignore[assignment]
 
-    def consolidate_state_dict(self, to: int = 0) -> None:
-        """Bring the whole optimizer state to one rank, for `state_dict` there; all ranks call.
+    def consolidate_state_dict(self, to: int | Sequence[int] | None = 0) -> None:
+        """Bring the whole optimizer state to some ranks, for `state_dict` there; all ranks call.
 
-        Owners send straight to ``to``; the others receive nothing. The state received is a copy in
-        CPU memory that later steps do not change.
+        Owners send straight to the targets; other ranks receive nothing. The state received is a copy
+        in CPU memory that later steps do not change. What other ranks hold already stays valid.
 
         Args:
-            to: group rank that receives.
+            to: group rank that receives, or several, or None for all.
 
         Raises:
-            ValueError: on every rank, if ``to`` is no rank of the group.
+            ValueError: on every rank, if ``to`` names what is no rank of the group.
             RankMismatchError: ranks named different targets.
             TypeError: state cannot be sent without running code of its own, or the class keeps some
                 outside its ``state``.
         """
         self._own.local.check_dicts()
         agree(self._group, [f"to={to!r}"], "the target of consolidate_state_dict")
-        if to not in range(self._group.size):
-            raise ValueError(f"expected to be a group rank from 0 to {self._group.size - 1}, got {to!r}")
-        # Whoever looked at opt.state[p] has left an empty entry there, also for what others own.
-        others = set(self._params()).difference(self.owned_parameters())
-        mine = {key: value for key, value in self.state.items() if key not in others}
-        whole = consolidate(self._group, to, mine, self._params())
+        targets = check_targets(to, self._group.size)
+        whole = consolidate(self._group, targets, self.owned_state(), self._params())
         if whole is not None:
             self._snapshot.hold(whole)
+
+    def owned_state(self) -> dict[Any, Any]:
+        """Give this rank's part of the state, by parameter, and global entries; does not communicate."""
+        # Whoever looked at opt.state[p] has left an empty entry there, also for what others own.
+        others = set(self._params()).difference(self.owned_parameters())
+        return {key: value for key, value in self.state.items() if key not in others}
 
     def state_dict(self) -> dict[str, Any]:
         """Give the whole state in the format of ``torch.optim``; does not communicate.
@@ -365,40 +485,103 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         finally:
             self.state = held
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a whole state; all ranks call with the same dict.
+    def load_state_dict(self, state_dict: dict[str, Any] | None, src: int | None = None) -> None:
+        """Take over a whole state; all ranks call.
 
         Takes dicts of ``torch.optim``, of PyTorch's ``ZeroRedundancyOptimizer`` and of this class.
         Each rank copies the part it owns; the caller's dict and its tensors are left as they are.
 
+        Args:
+            state_dict: the same dict on every rank; with ``src`` on that rank, and None on the others.
+            src: the group rank that alone has the dict, for instance has read it from a file. It sends
+                each rank what that one owns; nobody else ever holds the whole.
+
         Raises:
             StateMismatchError: on every rank, naming each parameter whose state does not fit.
-            RankMismatchError: ranks were given dicts with different options.
+            RankMismatchError: ranks were given dicts with different options, or different ``src``.
+            ValueError: a rank gives a dict that ``src`` has to give, or none where it has to.
             Exception: on every rank, what the class itself raises on any. Nothing has been changed
                 after any of these.
         """
+        agree(self._group, [f"src={src!r}"], "the source of load_state_dict")
         with failing_together(self._group):
             self._own.local.check_dicts()
-            state_dict = dict(state_dict)
-            for load_hook in self._optimizer_load_state_dict_pre_hooks.values():
-                changed = load_hook(self, state_dict)
-                state_dict = state_dict if changed is None else changed
-            check_fits(
-                state_dict, self.param_groups, param_names(self.param_groups), self._own.local.shaped_keys
-            )
-        saved_groups = zip(self.param_groups, state_dict["param_groups"], strict=True)
-        groups = [_with_options(group, saved) for group, saved in saved_groups]
+            check_source(state_dict, src, self._group)
+            if state_dict is not None:
+                state_dict = self._checked(state_dict)
+        if src is None:
+            assert state_dict is not None  # check_source
+            saved = state_dict["param_groups"]
+            part = own_part(state_dict, self._params(), self.owned_parameters())
+        else:
+            owners = [self._sharding.owners[param] for param in self._params()]
+            part, saved = deal_out(self._group, src, state_dict, self._params(), owners)
+        groups = [
+            _with_options(group, options) for group, options in zip(self.param_groups, saved, strict=True)
+        ]
         agree(self._group, describe_options(groups), "the options of the state dict")
-        self._own.load(own_part(state_dict, self._params(), self.owned_parameters()), groups)
+        self._take_over(part, groups, exact=False)
+        for done_hook in self._optimizer_load_state_dict_post_hooks.values():
+            done_hook(self)
+
+    def _checked(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Run the hooks that may change a state dict before it is loaded, then see whether it fits."""
+        state_dict = dict(state_dict)
+        for load_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = load_hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        check_fits(state_dict, self.param_groups, param_names(self.param_groups), self._own.local.shaped_keys)
+        return state_dict
+
+    def load_owned_state(self, state: Mapping[Any, Any], options: Sequence[Mapping[str, Any]]) -> None:
+        """Take over this rank's part of a state, as `owned_state` gave it; all ranks call.
+
+        Unlike `load_state_dict`, which casts state to the parameters' dtype as ``torch.optim`` does,
+        every tensor keeps its dtype.
+
+        Args:
+            state: parameter -> entries for what this rank owns, and global entries. The tensors become
+                the optimizer's own.
+            options: for each group its options, the same on every rank.
+
+        Raises:
+            Exception: on every rank, what the class itself raises on any; nothing has been changed then.
+        """
+        self._own.local.check_dicts()
+        groups = [
+            _with_options(group, saved) for group, saved in zip(self.param_groups, options, strict=True)
+        ]
+        self._take_over(state, groups, exact=True)
+
+    def _take_over(self, part: Mapping[Any, Any], groups: list[Group], *, exact: bool) -> None:
+        self.wait_for_gathers()  # they read the parameters, which masters are written to
+        self._own.load(part, groups, exact=exact)
         self.param_groups = groups
         self._show_state()
         self._snapshot.changed()
-        for done_hook in self._optimizer_load_state_dict_post_hooks.values():
-            done_hook(self)
+
+    def gather_parameters(self) -> None:
+        """Bring every parameter to what its owner holds; all ranks call. Communicates like a step."""
+        with failing_together(self._group):
+            self._sharding.refresh(self.param_groups)
+        self._sharding.gather_all()
 
     def owned_parameters(self) -> list[Tensor]:
         """List the parameters whose state this rank keeps, in order."""
         return [param for param in self._params() if self._sharding.owners[param] == self._group.rank]
+
+    def owners(self) -> dict[Tensor, int]:
+        """Tell for each parameter the group rank that keeps its state, the same on every rank."""
+        return {param: self._sharding.owners[param] for param in self._params()}
+
+    @property
+    def ranks(self) -> RankGroup:
+        """The ranks that share the state."""
+        return self._group
+
+    def shaped_entries(self, param: Tensor, group: int) -> frozenset[str]:
+        """Name the state entries that must have the shape of a parameter of the group with this index."""
+        return self._own.local.shaped_keys(group).of(param.dim())
 
     def state_nbytes(self) -> int:
         """Measure the optimizer state held on this rank now, in bytes of distinct storage."""
@@ -444,14 +627,19 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def shadow_step(self) -> None:
         """Take part in a step of the active ranks, after this one ran out of inputs."""
-        self._lend(joined=True)
+        if self._ahead is not None and self._ahead.has_begun:  # by the comm hook, which runs on joined ranks too
+            try:
+                self._step_rest(self._ahead, joined=True)
+            finally:
+                self._ahead.close()
+            self._sharding.end_step()
+            return
+        self._lend(self._params(), joined=True)
         self._run(self._own.local.step, self.param_groups, None)
 
-    def _lend(self, *, joined: bool) -> None:
-        params = self._params()
-        lend_gradients(
-            self._group, joined, params, [self._sharding.owners[p] for p in params], self.param_groups
-        )
+    def _lend(self, params: Sequence[Tensor], *, joined: bool) -> None:
+        owners = [self._sharding.owners[param] for param in params]
+        lend_gradients(self._group, joined, params, owners, self.param_groups)
 
 
 def _with_options(group: Mapping[str, Any], saved: Mapping[str, Any]) -> Group:

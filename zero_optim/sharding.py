@@ -3,14 +3,15 @@
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
 
 from zero_optim.agreement import agree, failing_together
 from zero_optim.collectives import RankGroup
-from zero_optim.gather import gather_buckets
+from zero_optim.gather import UnderWay, gather_buckets, launch_buckets
+from zero_optim.layout import Run, runs
 from zero_optim.partition import rank_loads
 from zero_optim.plan import (
     Cost,
@@ -47,17 +48,26 @@ class Sharding:
         owners: group rank that owns each parameter.
         loads: the cost of what each rank owns.
         buckets: in the order of issue, the same on every rank.
+        under_way: gathers that nobody has waited for yet.
+        readers: sets of parameters whose gathers a step leaves under way, because whoever reads them waits.
     """
 
     def __init__(self, group: RankGroup, as_views: bool, cap_mb: float) -> None:
         self.owners: dict[Tensor, int] = {}
         self.loads: list[float] = [0] * group.size
         self.buckets: list[Bucket] = []
+        self.under_way = UnderWay()
+        self.readers: list[frozenset[Tensor]] = []
+        self._places: dict[Tensor, tuple[int, int]] = {}
         self._group = group
         self._kind = ViewBucket if as_views else PackedBucket
         self._cap_nbytes = _nbytes(cap_mb)
         self._active: list[bool] = []
         self._checked: list[list[int]] = []  # the groups' members when they were last found to be owned
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle without the readers, who wait for the gathers of this one."""
+        return {**self.__dict__, "readers": []}
 
     def plan(self, groups: Sequence[Group], costs: Sequence[Cost], before: int, about: Sequence[str]) -> Plan:
         """Plan groups and make sure that all ranks planned the same; all ranks call.
@@ -96,6 +106,7 @@ class Sharding:
         self.loads = [load + extra for load, extra in zip(self.loads, more, strict=True)]
         for bucket in plan.buckets:
             members = [params[index] for index in bucket.params]
+            self._places.update({param: (len(self.buckets), index) for index, param in enumerate(members)})
             self.buckets.append(self._kind(members, bucket.layout, self._group.rank))
             self._active.append(is_active(self.buckets[-1]))
 
@@ -106,6 +117,7 @@ class Sharding:
         Raises:
             ValueError: a parameter was put into a group by hand.
         """
+        self.under_way.wait()
         places = member_ids(groups)
         if places != self._checked:
             self._check_owned(groups)
@@ -134,11 +146,35 @@ class Sharding:
             agree(self._group, items, "which parameters are frozen")
             self._active = active
         moving = [bucket for bucket, moves in zip(self.buckets, active, strict=True) if moves]
-        gather_buckets(self._group, moving)
+        if self.readers:
+            launch_buckets(self._group, moving, self.under_way)
+            self.end_step()
+        else:
+            gather_buckets(self._group, moving)
+
+    def end_step(self) -> None:
+        """Wait for the gathers under way, but for those that a reader will wait for."""
+        if self.readers:
+            read = frozenset[Tensor]().union(*self.readers)
+            self.under_way.wait_for(param for param in self.owners if param not in read)
+        else:
+            self.under_way.wait()
 
     def active(self) -> list[bool]:
         """Tell for each bucket whether something in it trains, or has done so."""
         return [was or is_active(bucket) for bucket, was in zip(self.buckets, self._active, strict=True)]
+
+    def stretches(self, params: Sequence[Tensor]) -> tuple[tuple[Bucket, frozenset[int], tuple[Run, ...]], ...]:
+        """Find where some parameters lie: by bucket, their indices within it, and the stretches they fill."""
+        by_bucket: dict[int, set[int]] = {}
+        for param in params:
+            number, index = self._places[param]
+            by_bucket.setdefault(number, set()).add(index)
+        found = []
+        for number in sorted(by_bucket):
+            bucket, chosen = self.buckets[number], frozenset(by_bucket[number])
+            found.append((bucket, chosen, tuple(runs(bucket.layout, chosen))))
+        return tuple(found)
 
     @_eager
     def gather_all(self) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zero_optim.agreement import failing_together
@@ -71,6 +72,26 @@ class Share:
         self.average.update()
         return result
 
+    @torch.no_grad()
+    def step_some(self, groups: list[Group], gradients: Mapping[Tensor, Tensor]) -> None:
+        """Step some owned parameters with the gradients given; those they hold stay as they are.
+
+        Args:
+            groups: the public groups.
+            gradients: what each is stepped with; left as they are.
+        """
+        held: dict[Tensor, Tensor | None] = {param: param.grad for param in gradients}
+        try:
+            for param, gradient in gradients.items():
+                param.grad = gradient if self.local.spares_gradients else gradient.clone()
+            self.leaves.take_in(gradients)
+            self.local.step_some(groups, [self.leaves.leaf(param) for param in gradients])
+            self.leaves.put_back(gradients)
+            self.average.update(gradients)
+        finally:
+            for param, grad in held.items():
+                param.grad = grad
+
     def add_group(self, group: Group, recipe: Recipe | None, owned: Sequence[Tensor]) -> None:
         """Add a group's owned part, on all ranks or none; all ranks call.
 
@@ -87,12 +108,13 @@ class Share:
             raise
         self.average.add(owned)
 
-    def load(self, part: Mapping[Any, Any], groups: list[Group]) -> None:
+    def load(self, part: Mapping[Any, Any], groups: list[Group], *, exact: bool) -> None:
         """Take over this rank's part of a whole state, on all ranks or none; all ranks call.
 
         Args:
             part: parameter -> entries, copied already; global entries under keys of their own.
             groups: public groups with the options to go on with.
+            exact: keep the dtypes of the state, see `LocalOptimizer.load`.
 
         Raises:
             Exception: what the class raises on any rank; nothing has been changed then.
@@ -108,7 +130,7 @@ class Share:
         before = self.local.save()
         try:
             with failing_together(self._group):
-                self.local.load(groups, of_leaves)
+                self.local.load(groups, of_leaves, exact=exact)
         except Exception:
             self.local.restore(before)
             raise

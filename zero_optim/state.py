@@ -14,8 +14,9 @@ from zero_optim.agreement import failing_together
 from zero_optim.collectives import RankGroup
 from zero_optim.errors import NotConsolidatedError, StateMismatchError
 from zero_optim.plan import Group
+from zero_optim.progress import Progress
 from zero_optim.traits import ShapedKeys
-from zero_optim.wire import copied, encode, map_tensors, recv_value, send_value
+from zero_optim.wire import copied, copied_to_cpu, encode, inner_tensors, map_tensors, recv_value, send_value
 
 WholeState = dict[Any, Any]
 
@@ -57,22 +58,41 @@ class Snapshot:
         return {key: dict(value) if isinstance(value, dict) else value for key, value in self._whole.items()}
 
 
-def consolidate(
-    group: RankGroup, to: int, local_state: Mapping[Any, Any], params: Sequence[Tensor]
-) -> WholeState | None:
-    """Bring the whole state to one rank; all ranks call.
+def check_targets(to: object, num_ranks: int) -> list[int]:
+    """List the group ranks that ``to`` stands for: one, several, or None for all.
 
-    Each owner sends straight to ``to``, one after the other; ranks other than ``to`` receive
-    nothing and hold one piece of `wire.PIECE_NBYTES` more for the time.
+    Raises:
+        ValueError: it names no rank, or one that is none of the group's.
+    """
+    if to is None:
+        return list(range(num_ranks))
+    named: list[Any] = list(to) if isinstance(to, list | tuple | set | frozenset | range) else [to]
+    wrong = [rank for rank in named if type(rank) is not int or rank not in range(num_ranks)]
+    if wrong or not named:
+        raise ValueError(
+            f"expected to be a group rank from 0 to {num_ranks - 1} (or a list of them, or None for all), "
+            f"got {to!r}"
+        )
+    return sorted(set(named))
+
+
+def consolidate(
+    group: RankGroup, to: Sequence[int], local_state: Mapping[Any, Any], params: Sequence[Tensor]
+) -> WholeState | None:
+    """Bring the whole state to some ranks; all ranks call.
+
+    Each owner sends straight to the targets, one owner after the other; other ranks receive
+    nothing and hold one piece of `wire.PIECE_NBYTES` more for the time. Where it takes more than a
+    second, the first target shows a bar on a terminal.
 
     Args:
         group: the ranks that own the state.
-        to: group rank that receives.
+        to: group ranks that receive, rising.
         local_state: this rank's part, leaf -> state.
         params: all parameters in the order of their groups.
 
     Returns:
-        On ``to`` the whole state, in CPU memory that nothing else uses; None elsewhere.
+        On the targets the whole state, in CPU memory that nothing else uses; None elsewhere.
 
     Raises:
         TypeError: on every rank, when some state cannot be sent without pickle.
@@ -80,19 +100,20 @@ def consolidate(
     with failing_together(group):
         mine = by_index(local_state, params)
         skeleton, tensors = encode(mine, "optimizer state")
-    if group.rank != to:
-        send_value(group, to, skeleton, tensors)
-        return None
     merged: WholeState = {}
-    for owner in range(group.size):
-        part = map_tensors(mine, _cpu_copy) if owner == to else recv_value(group, owner)
-        for key, value in part.items():
-            merged.setdefault(key, value)  # global entries: every rank has one, the first counts
-    return in_order(merged)
-
-
-def _cpu_copy(tensor: Tensor) -> Tensor:
-    return copied(tensor) if tensor.device.type == "cpu" else tensor.detach().cpu()
+    # Every rank owns about as much, so this rank's bytes tell how many are to come.
+    total = group.size * sum(tensor.nbytes for tensor in tensors)
+    with Progress("consolidating", total, shown=group.rank == to[0]) as progress:
+        for owner in range(group.size):
+            if owner == group.rank:
+                send_value(group, [rank for rank in to if rank != owner], skeleton, tensors)
+            if group.rank not in to:
+                continue
+            here = owner == group.rank
+            part = map_tensors(mine, copied_to_cpu) if here else recv_value(group, owner, progress.advance)
+            for key, value in part.items():
+                merged.setdefault(key, value)  # global entries: every rank has one, the first counts
+    return in_order(merged) if group.rank in to else None
 
 
 def by_index(state: Mapping[Any, Any], params: Sequence[Tensor]) -> WholeState:
@@ -183,20 +204,76 @@ def own_part(
     return part
 
 
+def check_source(state_dict: object, src: int | None, group: RankGroup) -> None:
+    """Check who gives the dict to load: every rank, or ``src`` alone.
+
+    Raises:
+        ValueError: ``src`` is no rank, or a rank gives what another has to.
+    """
+    if src is not None and (type(src) is not int or src not in range(group.size)):
+        raise ValueError(f"expected src to be a group rank from 0 to {group.size - 1}, or None, got {src!r}")
+    if src not in (None, group.rank) and state_dict is not None:
+        raise ValueError(f"with src={src} only rank {src} gives a state dict, the others give None")
+    if src in (None, group.rank) and state_dict is None:
+        raise ValueError("expected a state dict, got None: name the one rank that gives it with src=…")
+
+
+def deal_out(
+    group: RankGroup,
+    src: int,
+    state_dict: Mapping[str, Any] | None,
+    params: Sequence[Tensor],
+    owners: list[int],
+) -> tuple[dict[Any, Any], list[Group]]:
+    """Send each rank its part of a whole state dict that one rank holds; all ranks call.
+
+    A rank receives what it owns and no more; the caller's tensors are neither kept nor changed.
+
+    Args:
+        group: the ranks.
+        src: group rank that holds the dict.
+        state_dict: in the format of ``torch.optim`` on ``src``, checked; None elsewhere.
+        params: all parameters in the order of their groups.
+        owners: group rank that owns each.
+
+    Returns:
+        Parameter -> entries for what this rank owns, with global entries; and the saved groups' options.
+
+    Raises:
+        TypeError: on every rank, when some state cannot be sent without pickle.
+    """
+    with failing_together(group):
+        messages = []
+        if state_dict is not None:
+            messages = [
+                encode(_message(state_dict, owners, rank), "the state dict") for rank in range(group.size)
+            ]
+    if state_dict is None:
+        told = recv_value(group, src)
+    else:
+        for rank in set(range(group.size)) - {src}:
+            send_value(group, [rank], *messages[rank])
+        told = map_tensors(_message(state_dict, owners, src), copied_to_cpu)
+    own = {params[index]: value for index, value in told["own"].items()}
+    return {**own, **told["everywhere"]}, told["groups"]
+
+
+def _message(state_dict: Mapping[str, Any], owners: list[int], rank: int) -> dict[str, Any]:
+    """Pick what a rank needs of a whole state dict: by index what it owns, and what all need."""
+    state, keys = state_dict["state"], saved_keys(state_dict)
+    own = {i: state[key] for i, key in enumerate(keys) if owners[i] == rank and key in state}
+    known = set(keys)
+    return {
+        "own": own,
+        "everywhere": {key: value for key, value in state.items() if key not in known},
+        "groups": [{k: v for k, v in group.items() if k != "params"} for group in state_dict["param_groups"]],
+    }
+
+
 def nbytes_held(value: object) -> int:
     """Measure the bytes of memory behind a nested state value, each storage counted once."""
     storages: dict[int, torch.UntypedStorage] = {}
-    for tensor in _tensors(value):
-        for part in (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,):
-            storage = part.untyped_storage()
-            storages[storage.data_ptr()] = storage
+    for tensor in inner_tensors(value):
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage
     return sum(storage.nbytes() for storage in storages.values())
-
-
-def _tensors(value: object) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    children = value if isinstance(value, list | tuple) else ()
-    return [tensor for child in children for tensor in _tensors(child)]

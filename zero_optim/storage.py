@@ -6,7 +6,7 @@ it and copies through a flat tensor that lives for one gather. In both, `fill` g
 whose own row is up to date, and `settle` brings what the others' rows received into the parameters.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -30,12 +30,16 @@ class Bucket(Protocol):
         """
         ...
 
-    def fill(self) -> Tensor:
-        """Give the flat tensor, 1-D, with this rank's row holding the present values."""
+    def fill(self, chosen: Collection[int] | None = None) -> Tensor:
+        """Give the flat tensor, 1-D, with this rank's row holding the present values.
+
+        Args:
+            chosen: the parameters that matter, counted within the bucket; None for all.
+        """
         ...
 
-    def settle(self, flat: Tensor) -> None:
-        """Make the parameters hold what ``flat`` now holds in the other ranks' rows."""
+    def settle(self, flat: Tensor, chosen: Collection[int] | None = None) -> None:
+        """Make the parameters, or some, hold what ``flat`` now holds in the other ranks' rows."""
         ...
 
 
@@ -89,6 +93,10 @@ def _members(layout: Layout, rank: int) -> tuple[list[int], list[int]]:
     return own, others
 
 
+def _picked(indices: list[int], chosen: Collection[int] | None) -> list[int]:
+    return indices if chosen is None else [index for index in indices if index in chosen]
+
+
 class ViewBucket:
     """A bucket whose parameters are views into one flat tensor.
 
@@ -108,7 +116,7 @@ class ViewBucket:
         self._flat = torch.zeros(layout.numel, dtype=params[0].dtype, device=params[0].device)
         self._views = _views(self._flat, self._forms, layout)
         self._rank = rank
-        self._others = [params[i] for i in _members(layout, rank)[1]]
+        self._others = _members(layout, rank)[1]
         self._addresses = [view.data_ptr() for view in self._views]
         for index in range(len(params)):
             self._take_in(index)
@@ -123,25 +131,25 @@ class ViewBucket:
             self._forms[index].check(self.params[index])
             self._take_in(index)
 
-    def fill(self) -> Tensor:
+    def fill(self, chosen: Collection[int] | None = None) -> Tensor:
         """See `Bucket`. The row is the parameters, unless the step has replaced their ``data``.
 
         Raises nothing, as the other ranks wait: what does not fit is left to the next `refresh`.
         """
-        for index in self._moved_out():
+        for index in self._moved_out(chosen):
             if self._forms[index].fits(self.params[index]):
                 self._take_in(index)
         return self._flat
 
-    def settle(self, flat: Tensor) -> None:
+    def settle(self, flat: Tensor, chosen: Collection[int] | None = None) -> None:
         """See `Bucket`. The values are there already; autograd is told that they changed."""
         assert flat is self._flat
-        torch.autograd.graph.increment_version(self._others)
+        torch.autograd.graph.increment_version([self.params[i] for i in _picked(self._others, chosen)])
 
-    def _moved_out(self) -> list[int]:
+    def _moved_out(self, chosen: Collection[int] | None = None) -> list[int]:
         """Find the parameters that are no views of the bucket any more."""
-        places = zip(self.params, self._addresses, strict=True)
-        return [index for index, (param, address) in enumerate(places) if param.data_ptr() != address]
+        indices = range(len(self.params)) if chosen is None else chosen
+        return [index for index in indices if self.params[index].data_ptr() != self._addresses[index]]
 
     def _take_in(self, index: int) -> None:
         """Copy a parameter's values into its place and make it a view of that place."""
@@ -172,15 +180,15 @@ class PackedBucket:
         for param, form in zip(self.params, self._forms, strict=True):
             form.check(param)
 
-    def fill(self) -> Tensor:
+    def fill(self, chosen: Collection[int] | None = None) -> Tensor:
         """See `Bucket`."""
         flat = torch.zeros(self.layout.numel, dtype=self._forms[0].dtype, device=self._forms[0].device)
-        self._copy(flat, self._own, into_params=False)
+        self._copy(flat, _picked(self._own, chosen), into_params=False)
         return flat
 
-    def settle(self, flat: Tensor) -> None:
+    def settle(self, flat: Tensor, chosen: Collection[int] | None = None) -> None:
         """See `Bucket`."""
-        self._copy(flat, self._others, into_params=True)
+        self._copy(flat, _picked(self._others, chosen), into_params=True)
 
     def _copy(self, flat: Tensor, indices: list[int], *, into_params: bool) -> None:
         """Copy between some parameters and their places, all in one call."""

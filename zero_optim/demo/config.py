@@ -8,6 +8,8 @@ from typing import Any, Literal, get_args
 OptionValue = bool | int | float | str | None | tuple["OptionValue", ...]
 Schedule = Literal["cosine", "linear", "constant"]
 Device = Literal["auto", "cpu", "cuda"]
+Wrapper = Literal["ours", "torch"]
+Overlap = Literal["off", "everywhere", "owners"]
 
 _COUNTS = ("nproc", "steps", "batch_size", "accumulate", "context", "layers", "width", "heads")
 _COUNTS_OR_ZERO = ("warmup", "seed", "eval_every", "save_every", "sample_length")
@@ -63,6 +65,12 @@ class RunConfig:
         save_every: updates between checkpoints; 0 for the last only.
         sample_length: bytes of text generated at the end.
         device: where to train; "auto" takes GPUs when there is one for each rank of this host.
+        ddp: whose DistributedDataParallel averages the gradients.
+        hook: the comm hook that does, by its name in `zero_optim.hooks`; "" for none.
+        hook_options: its options, as sorted pairs of texts.
+        overlap: whether the optimizer steps during the backward pass, with gradients reduced everywhere or to
+            their owners alone.
+        trace: whether one update is profiled and drawn.
         context, layers, width, heads: see `ModelShape`.
     """
 
@@ -84,6 +92,11 @@ class RunConfig:
     save_every: int = 100
     sample_length: int = 400
     device: Device = "auto"
+    ddp: Wrapper = "ours"
+    hook: str = ""
+    hook_options: tuple[tuple[str, str], ...] = ()
+    overlap: Overlap = "off"
+    trace: bool = False
     context: int = 128
     layers: int = 4
     width: int = 128
@@ -97,9 +110,16 @@ class RunConfig:
             _check(name, getattr(self, name), least=0)
         if not (math.isfinite(self.clip) and self.clip >= 0):
             raise ValueError(f"--clip must be a number of at least 0, got {self.clip}")
-        for name, kind in (("schedule", Schedule), ("device", Device)):
+        choices = (("schedule", Schedule), ("device", Device), ("ddp", Wrapper), ("overlap", Overlap))
+        for name, kind in choices:
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{flag(name)} must be one of {', '.join(get_args(kind))}")
+        if self.overlap != "off" and self.clip:
+            raise ValueError(
+                "--overlap steps before all gradients are known, so nothing can be clipped: --clip 0"
+            )
+        if self.overlap == "owners" and self.hook:
+            raise ValueError(f"--overlap owners has a reduction of its own: leave out --hook {self.hook}")
         _ = self.shape  # checks itself
 
     @property

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from zero_optim.demo import records
-from zero_optim.demo.checkpoint import Checkpoint
+from zero_optim.demo import records, trace
 from zero_optim.demo.records import Record, Records
 from zero_optim.demo.report import Report, Summary, make_report
+from zero_optim.demo.saved import Saved, run_folder
 from zero_optim.demo.trainer import Shard, Trainer
 
 
@@ -23,11 +23,12 @@ class Journal:
         self._folder = Path(config.out)
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / "config.json").write_text(config.to_json() + "\n")
-        earlier = records.read(Path(config.resume).parent, trainer.step) if config.resume is not None else []
+        earlier = records.read(run_folder(config.resume), trainer.step) if config.resume is not None else []
         self._records = Records(self._folder, earlier)
+        self._stalls: list[float] = []
         self.report: Report = make_report(trainer.step, config.steps)
 
-    def open(self, saved: Checkpoint | None) -> None:
+    def open(self, saved: Saved | None) -> None:
         """Say what is about to be trained, and on which checkpoint it goes on."""
         for name, value in _header(self._trainer):
             self.report.fact(name, value)
@@ -41,11 +42,26 @@ class Journal:
         self._records.add(record)
         self.report.update(record)
 
-    def keep(self, checkpoint: Checkpoint) -> None:
-        """Save a checkpoint, and the picture as it is by then."""
-        checkpoint.save(self._folder)
+    def saved(self, stall: float) -> None:
+        """Take note of a checkpoint begun, and draw the picture as it is by then.
+
+        Args:
+            stall: seconds for which training stood still.
+        """
+        self._stalls.append(stall)
         config = self._trainer.config
         self._records.draw(f"{config.optimizer} sharded over {_ranks(self._trainer.ranks.world_size)}")
+
+    def traced(self, hidden: float) -> None:
+        """Tell of the update that was profiled.
+
+        Args:
+            hidden: share of communication and stepping that lay under the forward or backward pass, 0 to 1.
+        """
+        self.report.say(
+            f"traced: {hidden:.0%} of reducing, stepping and gathering lay under forward and backward, see "
+            f"{self._folder / trace.PICTURE}"
+        )
 
     def close(self, shards: Sequence[Shard]) -> None:
         """Show what the run came to.
@@ -56,7 +72,8 @@ class Journal:
         seconds = self.report.seconds
         losses = [loss for _, loss in self._records.validations()]
         sample = self._trainer.sample() if self._trainer.config.sample_length else None
-        self.report.finish(Summary(shards, losses[0], losses[-1], seconds, str(self._folder), sample))
+        stalls = tuple(self._stalls)
+        self.report.finish(Summary(shards, losses[0], losses[-1], seconds, str(self._folder), sample, stalls))
 
 
 def _header(trainer: Trainer) -> list[tuple[str, str]]:

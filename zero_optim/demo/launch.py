@@ -5,7 +5,7 @@ Note [How a run ends]
     its workers; they live in sessions of their own, so a Ctrl-C at the terminal reaches the parent
     alone, and once. When a worker fails or is killed, the launcher ends the others. When the parent
     itself is killed outright, `guard` ends the workers. Checkpoints are whole throughout, see
-    `checkpoint`.
+    `zero_optim.checkpoint`.
 """
 
 import logging

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
-from zero_optim.demo import checkpoint, optimizers, ranks, text
-from zero_optim.demo.checkpoint import Checkpoint
+from zero_optim.demo import optimizers, ranks, saved, text
 from zero_optim.demo.config import RunConfig, defaults, flag
 from zero_optim.demo.model import GPT
 from zero_optim.demo.records import METRICS
+from zero_optim.demo.saved import Saved
+from zero_optim.hooks import make_hook, parse_hook_options
+from zero_optim.traits import probe
 
 _EXTRAS = ("matplotlib", "rich")
 _FIXED = ("optimizer", "options", "context", "layers", "width", "heads")  # what a checkpoint decides
@@ -36,7 +38,7 @@ def prepare(given: Mapping[str, Any], started: Started | None) -> RunConfig:
 
     Args:
         given: fields of `RunConfig` that were named, with ``options`` still a list of KEY=VALUE and
-            ``resume`` as `checkpoint.locate` takes it. The rest comes from the checkpoint that is
+            ``resume`` as `saved.locate` takes it. The rest comes from the checkpoint that is
             resumed, or from the defaults.
         started: this process, if ranks are running already.
 
@@ -44,11 +46,11 @@ def prepare(given: Mapping[str, Any], started: Started | None) -> RunConfig:
         ValueError: what is wrong, in one line.
     """
     check_extras()
-    path = checkpoint.locate(given["resume"]) if given.get("resume") is not None else None
-    saved = checkpoint.load(path) if path is not None else None
-    config = _merge(given, saved, path, started)
-    if saved is not None:
-        _check_fits(config, saved)
+    path = saved.locate(given["resume"]) if given.get("resume") is not None else None
+    found = saved.look(path) if path is not None else None
+    config = _merge(given, found, path, started)
+    if found is not None:
+        _check_fits(config, found)
     config.check_ranks(config.nproc if started is None else started.world_size)
     ranks.choose_device(config.device, config.nproc)
     trial = optimizers.check(config.optimizer, config.options)
@@ -58,6 +60,14 @@ def prepare(given: Mapping[str, Any], started: Started | None) -> RunConfig:
             f"{config.optimizer} has no fixed learning rate to schedule: leave out {' and '.join(scheduled)}"
         )
     text.load(config.text, config.context)
+    if config.hook:
+        make_hook(config.hook, None, **dict(config.hook_options))
+    elif config.hook_options:
+        raise ValueError("--hook-opt without --hook: name the hook")
+    if config.overlap != "off":
+        traits = probe(type(trial), dict(config.options), [{}])
+        if not traits.steppable_in_parts:
+            raise ValueError(f"--overlap: {config.optimizer} cannot be stepped in parts: {traits.counting}")
     return config
 
 
@@ -79,8 +89,8 @@ def make_folder(config: RunConfig) -> None:
         ValueError: it holds another run, or cannot be written to.
     """
     folder = Path(config.out)
-    own = config.resume is not None and Path(config.resume).parent == folder
-    if not own and any((folder / name).exists() for name in (checkpoint.FILE, METRICS)):
+    own = config.resume is not None and saved.run_folder(config.resume) == folder
+    if not own and any((folder / name).exists() for name in (saved.FOLDER, METRICS)):
         raise ValueError(f"{folder} holds a run: go on with --resume {folder}, or name another --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -91,9 +101,9 @@ def make_folder(config: RunConfig) -> None:
 
 
 def _merge(
-    given: Mapping[str, Any], saved: Checkpoint | None, path: Path | None, started: Started | None
+    given: Mapping[str, Any], found: Saved | None, path: Path | None, started: Started | None
 ) -> RunConfig:
-    base = saved.run.to_dict() if saved is not None else defaults()
+    base = found.run.to_dict() if found is not None else defaults()
     fields = base | dict(given)
     if started is not None:
         here = started.local_world_size
@@ -106,10 +116,15 @@ def _merge(
     if fields["optimizer"] == base["optimizer"]:
         named = dict(base["options"]) | named
     fields["options"] = optimizers.with_presets(fields["optimizer"], named)
+    fields["hook_options"] = tuple(sorted(parse_hook_options(given.get("hook_options", ())).items()))
+    if "hook" not in given and "hook_options" not in given:
+        fields["hook_options"] = tuple(base["hook_options"])
+    if fields["overlap"] != "off" and "clip" not in given:
+        fields["clip"] = 0.0
     fields["text"] = tuple(str(Path(name).resolve()) for name in fields["text"])
     fields["resume"] = str(path) if path is not None else None
     if "out" not in given:
-        fields["out"] = str(path.parent) if path is not None else _new_folder(fields["optimizer"])
+        fields["out"] = str(saved.run_folder(path)) if path is not None else _new_folder(fields["optimizer"])
     return RunConfig(**fields)
 
 
@@ -121,20 +136,20 @@ def _new_folder(optimizer: str) -> str:
     return f"{name}-{others + 1}" if others else str(name)
 
 
-def _check_fits(config: RunConfig, saved: Checkpoint) -> None:
+def _check_fits(config: RunConfig, found: Saved) -> None:
     for name in _FIXED:
-        now, then = getattr(config, name), getattr(saved.run, name)
+        now, then = getattr(config, name), getattr(found.run, name)
         if now != then:
             raise ValueError(
                 f"the checkpoint is of another run: {_spell(name, then)} there, {_spell(name, now)} here"
             )
     with torch.device("meta"):  # sizes without memory
-        expected = {name: tensor.shape for name, tensor in GPT(config.shape).state_dict().items()}
-    if {name: tensor.shape for name, tensor in saved.model.items()} != expected:
+        expected = {name: tuple(tensor.shape) for name, tensor in GPT(config.shape).state_dict().items()}
+    if found.shapes != expected:
         raise ValueError("the checkpoint's model has other tensors than this version's")
-    if config.steps <= saved.step:
+    if config.steps <= found.step:
         raise ValueError(
-            f"the run has made its {saved.step} updates: to go on, give more than that as --steps"
+            f"the run has made its {found.step} updates: to go on, give more than that as --steps"
         )
 
 

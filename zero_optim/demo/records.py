@@ -21,6 +21,7 @@ class Record:
         grad_norm: of all gradients together, before clipping.
         seconds: that it took, validation apart.
         tokens_per_second: over all ranks.
+        save_stall: seconds for which training stood still before it, for a checkpoint.
     """
 
     step: int
@@ -30,6 +31,7 @@ class Record:
     grad_norm: float | None = None
     seconds: float | None = None
     tokens_per_second: float | None = None
+    save_stall: float | None = None
 
     def to_json(self) -> str:
         """Write as one line, without what is not known."""

@@ -35,6 +35,7 @@ class Summary:
         seconds: of this part of the run, validation and checkpoints included.
         folder: where the run is.
         sample: what the model was given and what it added; None for no sample.
+        stalls: seconds for which training stood still, for each checkpoint.
     """
 
     shards: Sequence["Shard"]
@@ -43,6 +44,7 @@ class Summary:
     seconds: float
     folder: str
     sample: tuple[str, str] | None
+    stalls: Sequence[float] = ()
 
 
 class _Console(Console):
@@ -176,6 +178,11 @@ def print_summary(console: Console, summary: Summary) -> None:
     losses = f"{summary.first_loss:.3f} -> {summary.last_loss:.3f} nats a byte"
     print_fact(console, "validation", losses)
     print_fact(console, "time", f"{summary.seconds:.0f} s")
+    if summary.stalls:
+        mean, most = sum(summary.stalls) / len(summary.stalls), max(summary.stalls)
+        count = f"{len(summary.stalls)} written while training went on"
+        told = f"{count}, which stood still for {1e3 * mean:.0f} ms each"
+        print_fact(console, "checkpoints", f"{told} (at most {1e3 * most:.0f})")
     print_fact(console, "run folder", summary.folder)
     if summary.sample is not None:
         given, added = map(printable, summary.sample)

@@ -17,16 +17,19 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.profiler import record_function
 
-from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.demo import optimizers, schedule
-from zero_optim.demo.checkpoint import Checkpoint
+from zero_optim import ZeroRedundancyOptimizer, checkpoint
+from zero_optim.ddp import DistributedDataParallel
+from zero_optim.demo import optimizers, saved, schedule
 from zero_optim.demo.config import RunConfig
 from zero_optim.demo.model import GPT, generate
 from zero_optim.demo.records import Record
 from zero_optim.demo.text import Corpus, Samples, held_out_windows
+from zero_optim.demo.trace import BACKWARD, FORWARD
+from zero_optim.hooks import make_hook, zero_step
 
 if TYPE_CHECKING:
     from zero_optim.demo.ranks import Ranks
@@ -60,13 +63,25 @@ class Trainer:
         self.corpus = corpus
         self.step = 0
         self.gpt = GPT(config.shape).to(ranks.device)
-        self._ddp = DistributedDataParallel(self.gpt, gradient_as_bucket_view=True)
+        wrapper = {"ours": DistributedDataParallel, "torch": TorchDistributedDataParallel}[config.ddp]
+        self._ddp = wrapper(self.gpt, gradient_as_bucket_view=True)
         self._optimizer = ZeroRedundancyOptimizer(
             self.gpt.parameters(), optimizers.find(config.optimizer), **optimizers.keywords(config.options)
         )
         self._scheduler = schedule.make(self._optimizer, config)
+        self._saving: checkpoint.PendingSave | None = None
         self._samples = Samples(corpus.train, config.context, config.seed)
         self._settle_buckets()
+        self._register_hook()
+
+    def _register_hook(self) -> None:
+        """Have a hook reduce the gradients, and step as well; after the pass that must train nothing."""
+        config = self.config
+        state, hook = make_hook(config.hook, None, **dict(config.hook_options)) if config.hook else (None, None)
+        if config.overlap != "off":
+            hook = zero_step(self._optimizer, hook, gradients=config.overlap)
+        if hook is not None:
+            self._ddp.register_comm_hook(state, hook)
 
     def _settle_buckets(self) -> None:
         """See Note [Bitwise resume]."""
@@ -79,7 +94,7 @@ class Trainer:
         loss = self.ranks.mean(self._backward())
         if not math.isfinite(loss):
             raise DivergedError(f"the loss became {loss} at update {self.step + 1}: lower --opt lr")
-        norm = clip_grad_norm_(self.gpt.parameters(), self.config.clip or math.inf)
+        norm = self._clip()
         rate = self._optimizer.param_groups[0]["lr"] if self._scheduler is not None else None
         self._optimizer.step()
         if self._scheduler is not None:
@@ -91,10 +106,19 @@ class Trainer:
             step=self.step,
             train_loss=loss,
             lr=rate,
-            grad_norm=norm.item(),
+            grad_norm=norm,
             seconds=seconds,
             tokens_per_second=self.config.batch_size * self.config.context / seconds,
         )
+
+    def _clip(self) -> float | None:
+        """Clip the gradients, and give their norm before; None where each rank has only those it owns."""
+        if self.config.overlap == "owners":
+            return None
+        if self.config.clip:
+            return clip_grad_norm_(self.gpt.parameters(), self.config.clip).item()
+        grads = [p.grad for p in self.gpt.parameters() if p.grad is not None]
+        return get_total_norm(grads).item()
 
     def _backward(self) -> Tensor:
         """Accumulate the gradients of this rank's part of a batch; gives the mean loss of that part."""
@@ -105,8 +129,10 @@ class Trainer:
         for number in range(passes):
             last = number == passes - 1
             with nullcontext() if last else self._ddp.no_sync():
-                loss = self._loss(*self._samples.take(first + number * count, count)) / passes
-                torch.autograd.backward(loss)
+                with record_function(FORWARD):
+                    loss = self._loss(*self._samples.take(first + number * count, count)) / passes
+                with record_function(BACKWARD):
+                    torch.autograd.backward(loss)
             total += loss.detach()
         return total
 
@@ -135,27 +161,39 @@ class Trainer:
         nats, count = map(float, self.ranks.total(sums))
         return nats / count
 
-    def checkpoint(self) -> Checkpoint | None:
-        """Bring the whole run to rank 0, where it is given; all ranks call."""
-        self._optimizer.consolidate_state_dict(to=0)
-        if self.ranks.rank != 0:
-            return None
-        return Checkpoint(
-            config=self.config.to_json(),
-            step=self.step,
-            text_digest=self.corpus.digest,
-            model=self.gpt.state_dict(),
-            optimizer=self._optimizer.state_dict(),
-            scheduler=self._scheduler.state_dict() if self._scheduler is not None else {},
-        )
+    def save(self) -> float:
+        """Begin a checkpoint, each rank of what it owns, and train on while it is written; all ranks call.
 
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Go on from a checkpoint; all ranks call, with the same one."""
-        self.gpt.load_state_dict(checkpoint.model)
-        self._optimizer.load_state_dict(checkpoint.optimizer)
-        if self._scheduler is not None:
-            self._scheduler.load_state_dict(checkpoint.scheduler)
-        self.step = checkpoint.step
+        Returns:
+            Seconds for which training stood still on this rank.
+
+        Raises:
+            CheckpointError: on every rank, if the save before has failed.
+        """
+        self._saving = checkpoint.save_async(
+            saved.folder_of(self.config.out, self.step),
+            model=self.gpt,
+            optimizer=self._optimizer,
+            scheduler=self._scheduler,
+            extra=saved.extra(self.config, self.step, self.corpus.digest),
+            keep=saved.KEPT,
+        )
+        return self._saving.stall
+
+    def finish_saving(self) -> None:
+        """Wait until the last checkpoint is whole; all ranks call.
+
+        Raises:
+            CheckpointError: on every rank, if it could not be written.
+        """
+        if self._saving is not None:
+            self._saving.wait()
+
+    def restore(self, path: str) -> None:
+        """Go on from a checkpoint, saved on any number of ranks; all ranks call, with the same one."""
+        self.step = checkpoint.load(
+            path, model=self.gpt, optimizer=self._optimizer, scheduler=self._scheduler, random=False
+        )["step"]
 
     def shards(self) -> list[Shard]:
         """Measure what each rank keeps, by rank; all ranks call."""

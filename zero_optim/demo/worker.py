@@ -8,17 +8,20 @@ import time
 import traceback
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
-from zero_optim.demo import checkpoint, guard, ranks, text
+from zero_optim.demo import guard, ranks, saved, text, trace
 from zero_optim.demo.config import RunConfig
 from zero_optim.demo.journal import Journal
 from zero_optim.demo.records import Record
 from zero_optim.demo.trainer import DivergedError, Trainer
+from zero_optim.errors import CheckpointError
 
-_EXPECTED = (DivergedError, BrokenPipeError)  # their line says all of it
+TRACED_AFTER = 5  # updates: by then the allocator and the buckets have settled
+_EXPECTED = (DivergedError, BrokenPipeError, CheckpointError)  # their line says all of it
 
 
 def main() -> None:
@@ -64,12 +67,11 @@ def work(config: RunConfig) -> None:
     """Train; all ranks call, and rank 0 keeps a journal."""
     place = ranks.join(config.device)
     trainer = Trainer(config, place, text.load(config.text, config.context))
-    saved = checkpoint.load(Path(config.resume)) if config.resume is not None else None
-    if saved is not None:
-        trainer.restore(saved)
+    if config.resume is not None:
+        trainer.restore(config.resume)
     if place.rank == 0:
         journal = Journal(trainer)
-        journal.open(saved)
+        journal.open(saved.look(Path(config.resume)) if config.resume is not None else None)
         with journal.report:
             train(trainer, journal)
         journal.close(trainer.shards())
@@ -84,15 +86,33 @@ def train(trainer: Trainer, journal: Journal | None) -> None:
     config = trainer.config
     if trainer.step == 0:
         _tell(journal, Record(step=0, val_loss=trainer.evaluate()))
+    stall: float | None = None
+    traced = min(trainer.step + TRACED_AFTER, config.steps - 1) if config.trace else None
     while trainer.step < config.steps:
-        record = trainer.update()
+        update = partial(_traced_update, journal) if trainer.step == traced else Trainer.update
+        record = replace(update(trainer), save_stall=stall)
+        stall = None
         if _due(trainer.step, config.eval_every, config.steps):
             record = replace(record, val_loss=trainer.evaluate())
         _tell(journal, record)
         if _due(trainer.step, config.save_every, config.steps):
-            saved = trainer.checkpoint()
-            if journal is not None and saved is not None:
-                journal.keep(saved)
+            stall = trainer.save()
+            if journal is not None:
+                journal.saved(stall)
+    trainer.finish_saving()
+
+
+def _traced_update(journal: Journal | None, trainer: Trainer) -> Record:
+    """Make one update, profiled on rank 0."""
+    if journal is None:
+        return trainer.update()
+    folder = Path(trainer.config.out)
+    with trace.traced(folder / trace.EVENTS):
+        record = trainer.update()
+    spans = trace.spans_of(folder / trace.EVENTS)
+    trace.draw([(f"update {record.step} on rank 0", spans)], folder / trace.PICTURE)
+    journal.traced(trace.hidden(spans))
+    return record
 
 
 def _tell(journal: Journal | None, record: Record) -> None:

@@ -1,0 +1,254 @@
+"""A bucket: gradients that are reduced together, and the flat tensor in which they travel."""
+
+from collections.abc import Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from zero_optim.ddp.engine import copy_each, scale_each
+from zero_optim.plan import dense_strides
+
+# Gradients are copied in runs of about this many bytes: few calls, and each while it still lies in the cache.
+# Where they become views of the bucket, the memory they leave is that of the next ones.
+RUN_NBYTES = 2**18
+
+
+class Bucket:
+    """Some parameters' gradients in one flat tensor. Does not communicate.
+
+    Args:
+        indices: the parameters' places among all, in the order in which they lie here.
+        params: the parameters: one dtype, one device.
+        is_sparse: the one parameter's gradient is sparse; it travels as it is.
+        as_views: gradients become views of the flat tensor.
+        batched: copy gradients only when the bucket is full, all in one call.
+
+    Attributes:
+        flat: the gradients, 1-D; for a sparse bucket the last gradient given.
+        views: each parameter's place in ``flat``, with its shape and strides; none if sparse.
+    """
+
+    def __init__(
+        self, indices: Sequence[int], params: Sequence[Tensor], is_sparse: bool, as_views: bool, batched: bool
+    ) -> None:
+        self.indices = list(indices)
+        self.params = list(params)
+        self.is_sparse = is_sparse
+        self.as_views = as_views
+        numel = sum(param.numel() for param in params)
+        self.batched = batched
+        self._run_length = len(params) if batched else max(1, RUN_NBYTES * len(params) // max(1, self.nbytes))
+        self._run: list[int] = []  # slots of gradients that have come and were not copied yet
+        self._misfits: list[int] = []  # slots of sparse gradients among dense ones, or the other way round
+        self.flat = _no_gradient(params[0]) if is_sparse else params[0].new_zeros(numel, requires_grad=False)
+        self.views = [] if is_sparse else self.views_of(self.flat)
+
+    def twin(self) -> "Bucket":
+        """Make another bucket for the same parameters, without a gradient in it."""
+        return Bucket(self.indices, self.params, self.is_sparse, as_views=False, batched=self.batched)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all gradients, dense, in bytes."""
+        return sum(param.numel() for param in self.params) * self.params[0].element_size()
+
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """View another flat tensor of as many elements as this bucket views its own."""
+        views, offset = [], flat.storage_offset()
+        for param in self.params:
+            views.append(flat.as_strided(param.shape, dense_strides(param), offset))
+            offset += param.numel()
+        return views
+
+    def arrived(self, slot: int, divisor: float) -> None:
+        """Take note of a gradient, and copy it, divided, now or together with the next ones.
+
+        Args:
+            slot: the parameter's place in this bucket.
+            divisor: 1 where a comm hook divides.
+        """
+        if self.is_sparse:
+            return  # it travels as it is
+        self._run.append(slot)
+        if len(self._run) >= self._run_length:
+            self.take_run(divisor)
+
+    def take_run(self, divisor: float) -> None:
+        """Copy what has come and was not copied yet."""
+        run, self._run = self._run, []
+        self.take(run, divisor)
+
+    def take(self, slots: Sequence[int], divisor: float) -> None:
+        """Copy gradients in, divided, or zeros where there is none; in few calls where all are alike."""
+        views = [self.views[slot] for slot in slots]
+        params = [self.params[slot] for slot in slots]
+        grads = [param.grad for param in params]
+        if len(slots) < 2 or not _can_be_copied(grads, views):
+            for slot in slots:
+                self._take(slot, divisor)
+            return
+        copy_each(views, grads)
+        if divisor != 1:
+            self._scale(slots, 1 / divisor)
+        if self.as_views:
+            for param, view in zip(params, views, strict=True):
+                param.grad = view
+
+    def _scale(self, slots: Sequence[int], factor: float) -> None:
+        low, high = min(slots), max(slots)
+        if high - low + 1 == len(slots):  # neighbours, in whatever order they came
+            start = self.views[low].storage_offset()
+            stop = self.views[high].storage_offset() + self.views[high].numel()
+            self.flat[start:stop].mul_(factor)
+        else:
+            scale_each([self.views[slot] for slot in slots], factor)
+
+    def _take(self, slot: int, divisor: float) -> None:
+        param, view = self.params[slot], self.views[slot]
+        grad = param.grad
+        if grad is None:
+            view.zero_()
+            return
+        if grad.is_sparse:
+            self._misfits.append(slot)
+            param.grad = None
+            return
+        # Divided, or multiplied by the inverse, exactly where PyTorch's reducer does the one or the other.
+        if grad is view:
+            if divisor != 1:
+                view.div_(divisor)
+            return
+        if divisor == 1:
+            view.copy_(grad)
+        else:
+            torch.mul(grad, 1 / divisor, out=view)
+        if self.as_views:
+            param.grad = view
+
+    def take_sparse(self, divisor: float) -> None:
+        """Make the parameter's sparse gradient, divided, the one that travels; without one, an empty one."""
+        grad = self.params[0].grad
+        if grad is not None and not grad.is_sparse:
+            self._misfits.append(0)
+            self.params[0].grad = grad = None
+        self.flat = _no_gradient(self.params[0]) if grad is None else grad / divisor
+
+    def pop_misfits(self) -> list[int]:
+        """Tell, once, which slots got a gradient of the wrong layout; these gradients are gone."""
+        misfits, self._misfits = self._misfits, []
+        return misfits
+
+    def is_inside(self, slot: int) -> bool:
+        """Whether a parameter's gradient is its view of this bucket."""
+        return self.params[slot].grad is self.views[slot]
+
+    def give(self, result: Tensor, skipped: Sequence[bool]) -> None:
+        """Make the reduced gradients the parameters' own.
+
+        Args:
+            result: what the reduction gave, as many elements as ``flat``, or a sparse gradient.
+            skipped: by parameter among all, whether to leave its gradient alone.
+        """
+        if self.is_sparse:
+            if not skipped[self.indices[0]]:
+                self.params[0].grad = result
+            return
+        views = self.views
+        if result is not self.flat and self.as_views:
+            self.flat.copy_(result.reshape(-1))
+        elif result is not self.flat:
+            views = self.views_of(result.reshape(-1))
+        self._give_views(views, skipped)
+
+    def _give_views(self, views: Sequence[Tensor], skipped: Sequence[bool]) -> None:
+        targets, sources = [], []
+        for index, param, view in zip(self.indices, self.params, views, strict=True):
+            grad = param.grad
+            if skipped[index] or grad is view:
+                continue
+            if self.as_views:
+                param.grad = view
+            elif grad is None:
+                param.grad = torch.empty_like(param, requires_grad=False).copy_(view)
+            else:
+                targets.append(grad)
+                sources.append(view)
+        if targets:
+            copy_each(targets, sources)
+
+
+def _can_be_copied(grads: Sequence[Tensor | None], views: Sequence[Tensor]) -> TypeGuard[Sequence[Tensor]]:
+    """Whether all gradients are there, dense, and not in their places already."""
+    return not any(
+        grad is None or grad is view or grad.is_sparse for grad, view in zip(grads, views, strict=True)
+    )
+
+
+def _no_gradient(param: Tensor) -> Tensor:
+    """Make a sparse gradient without entries."""
+    indices = torch.empty(1, 0, dtype=torch.int64, device=param.device)
+    values = param.new_empty(0, *param.shape[1:])
+    return torch.sparse_coo_tensor(indices, values, param.shape, check_invariants=False)
+
+
+class GradBucket:
+    """What a comm hook is given: the methods of ``torch.distributed.GradBucket``.
+
+    Args:
+        bucket: whose gradients are to be reduced.
+        index: its place in the order of reduction, the same on every rank.
+        is_last: whether it is the last of this backward pass.
+    """
+
+    __slots__ = ("_bucket", "_buffer", "_index", "_is_last")
+
+    def __init__(self, bucket: Bucket, index: int, is_last: bool) -> None:
+        self._bucket = bucket
+        self._buffer = bucket.flat
+        self._index = index
+        self._is_last = is_last
+
+    def index(self) -> int:
+        """Place in the order of reduction."""
+        return self._index
+
+    def buffer(self) -> Tensor:
+        """All gradients in one tensor: 1-D, or one sparse gradient. Not divided by the number of ranks."""
+        return self._buffer
+
+    def set_buffer(self, tensor: Tensor) -> None:
+        """Put another tensor in the buffer's place, such as a copy in a narrower dtype."""
+        self._buffer = tensor
+
+    def gradients(self) -> list[Tensor]:
+        """Views of the buffer, one for each parameter, with its shape.
+
+        Raises:
+            RuntimeError: the buffer was replaced by one of another length.
+        """
+        if self._bucket.is_sparse:
+            return [self._buffer]
+        if self._buffer is self._bucket.flat:
+            return list(self._bucket.views)
+        if self._buffer.numel() != self._bucket.flat.numel():
+            raise RuntimeError(
+                f"the buffer of bucket {self._index} was replaced by one of {self._buffer.numel()} elements: "
+                f"it cannot be viewed as gradients of {self._bucket.flat.numel()} elements"
+            )
+        return self._bucket.views_of(self._buffer)
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters whose gradients these are, in the same order."""
+        return list(self._bucket.params)
+
+    def is_last(self) -> bool:
+        """Whether this is the last bucket of the backward pass."""
+        return self._is_last
+
+
+def tensor_of(value: Any) -> Tensor | None:  # noqa: ANN401 - whatever a hook's future holds
+    """Find the tensor in what a reduction's future holds: it itself, or the only one of a list."""
+    if isinstance(value, list | tuple) and len(value) == 1:
+        value = value[0]
+    return value if isinstance(value, Tensor) else None

@@ -1,0 +1,306 @@
+"""`DistributedDataParallel`: PyTorch's own class, with our `Reducer` where its C++ one was.
+
+Forward, buffers, ``no_sync``, ``Join`` and the state dict are PyTorch's maintained code, and
+``isinstance`` holds for the libraries that look for it. This file and `faces` are the only ones that touch
+private names of that class; they are checked against the installed PyTorch when it is imported.
+"""
+
+import inspect
+import weakref
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+from zero_optim.agreement import agree, failing_together
+from zero_optim.collectives import RankGroup
+from zero_optim.ddp.engine import after_backward, require
+from zero_optim.ddp.faces import LoggerFace, ReducerFace, eager
+from zero_optim.ddp.logging_data import Journal, has_sync_batch_norm
+from zero_optim.ddp.reducer import Reducer
+from zero_optim.ddp.reduction import Hook, hook_name
+from zero_optim.ddp.wiring import ReducerOptions, describe
+
+_OVERRIDDEN = (
+    "_ddp_init_helper",
+    "_delayed_all_reduce_hook",
+    "_match_all_reduce_for_bwd_pass",
+    "_match_unused_params_allreduce",
+    "_post_forward",
+    "_register_builtin_comm_hook",
+    "_set_sparse_metadata",
+    "_setup_in_backward_optimizers",
+    "register_comm_hook",
+)
+_USED = (
+    "_check_sync_bufs_post_fwd",
+    "_clear_grad_buffer",
+    "_passing_sync_batchnorm_handle",
+    "_set_static_graph",
+    "_sync_buffers",
+)
+require([(TorchDistributedDataParallel, name) for name in (*_OVERRIDDEN, *_USED)], __name__)
+
+_SIGNATURE = inspect.signature(TorchDistributedDataParallel.__init__)
+# Arguments that ranks need not have in common, such as a device of their own, or that are compared by name.
+_NOT_COMPARED = (
+    "self",
+    "module",
+    "delay_all_reduce_named_params",
+    "device_ids",
+    "device_mesh",
+    "output_device",
+    "param_to_hook_all_reduce",
+    "process_group",
+)
+
+
+class DistributedDataParallel(TorchDistributedDataParallel):
+    """Average gradients over ranks during the backward pass: PyTorch's ``DistributedDataParallel``.
+
+    Arguments, defaults, methods and attributes are those of the installed PyTorch, for one device a
+    rank. What differs:
+
+    - A backward pass that does not give every parameter a gradient raises when it ends, on every rank,
+      with the parameters' names. PyTorch's raises in the next forward pass, on that rank alone.
+    - ``no_sync`` may be around the backward pass alone.
+    - Several forward passes, each backpropagated on its own, are all reduced.
+    - Models that differ between ranks are refused with the name of the first parameter that does.
+    - Unused parameters are found without wrapping the outputs, so outputs are not copied.
+
+    All ranks of the group must construct it with the same arguments, and run forward and backward
+    passes together.
+
+    Raises:
+        ValueError: an argument that is not supported here: ``mixed_precision``.
+        RankMismatchError: on every rank: models differ.
+    """
+
+    # PyTorch's constructor leaves this out where it delays the reduction of all parameters, and needs it.
+    _lazy_init_ran = True
+
+    @wraps(TorchDistributedDataParallel.__init__)  # type: ignore[misc]
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - PyTorch's
+        given = _SIGNATURE.bind(self, module, *args, **kwargs)
+        given.apply_defaults()
+        if given.arguments.get("mixed_precision") is not None:
+            raise ValueError(
+                "mixed_precision is not supported by zero_optim.ddp: use torch.autocast, or bf16 parameters "
+                "and ZeroRedundancyOptimizer(master_dtype=torch.float32)"
+            )
+        if given.arguments.get("init_sync", True):
+            _agree_on_model(given.arguments)
+        super().__init__(module, *args, **kwargs)
+
+    # ------------------------------------------------------------------ built by PyTorch's constructor
+
+    def _ddp_init_helper(
+        self,
+        parameters: list[Tensor],
+        expect_sparse_gradient: list[bool],
+        param_to_name_mapping: dict[int, str],
+        static_graph: bool,
+    ) -> None:
+        """Build our reducer; called by PyTorch's constructor, and when a copy or a pickle is made whole."""
+        if getattr(self, "_use_python_reducer", False):
+            raise ValueError(
+                "torch._dynamo.config.optimize_ddp='python_reducer' compiles PyTorch's own reducer: set it "
+                "to True or False with zero_optim.ddp"
+            )
+        names = [param_to_name_mapping[index].lstrip(".") for index in range(len(parameters))]
+        sparse = [name for name, is_sparse in zip(names, expect_sparse_gradient, strict=True) if is_sparse]
+        # PyTorch overlooks parameters of the outermost module among those to ignore.
+        pairs = [
+            pair for pair in zip(names, parameters, strict=True) if pair[0] not in self.parameters_to_ignore
+        ]
+        own = weakref.ref(self)
+        reducer = Reducer(
+            pairs,
+            self.process_group,
+            ReducerOptions(
+                bucket_caps_nbytes=self._caps(),
+                find_unused_parameters=self.find_unused_parameters,
+                static_graph=static_graph and self.static_graph,  # when a copy is made whole
+                gradient_as_bucket_view=self.gradient_as_bucket_view,
+                skip_all_reduce_unused_params=getattr(self, "skip_all_reduce_unused_params", False),
+                batched_grad_copy=getattr(self, "batched_grad_copy", False),
+            ),
+            sparse=sparse,
+            wanted=lambda was_prepared: _wants_reduction(own(), was_prepared),
+            checks=False,
+        )
+        self.reducer: Any = ReducerFace(reducer)
+        self.logger: Any = LoggerFace(Journal(reducer, self._about()))
+        for hook, state in self.__dict__.get("_comm_hooks", ()):  # when a copy is made whole
+            self._set_comm_hook(state, hook)
+        self._passing_sync_batchnorm_handle(self.module)  # type: ignore[no-untyped-call]
+
+    def _own(self) -> Reducer:
+        """Give our reducer.
+
+        Raises:
+            RuntimeError: there is none, as PyTorch builds none where every parameter is delayed.
+        """
+        if self._delay_all_reduce_all_params:
+            raise RuntimeError(
+                "delay_all_reduce_named_params holds every parameter, so there are no buckets: comm hooks "
+                "and statistics need at least one that is not delayed"
+            )
+        own: Reducer = self.reducer.own
+        return own
+
+    def _caps(self) -> tuple[int, ...]:
+        """Give the capacities of buckets in bytes."""
+        listed = tuple(getattr(self, "bucket_bytes_cap_list", ()))
+        if listed:
+            return listed
+        cap = max(1, self.bucket_bytes_cap)
+        first: int = dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
+        return (first, cap) if self.bucket_bytes_cap_default else (cap,)
+
+    def _about(self) -> dict[str, int | str]:
+        return {
+            "module_name": type(self.module).__name__,
+            "device_ids": ", ".join(map(str, self.device_ids or [])),
+            "output_device": -1 if self.output_device is None else int(self.output_device),
+            "broadcast_buffers": int(self.broadcast_buffers),
+            "has_sync_bn": int(has_sync_batch_norm(self.module)),
+        }
+
+    def _set_static_graph(self) -> None:
+        super()._set_static_graph()  # type: ignore[no-untyped-call]
+        # PyTorch's forward wraps the outputs of the first iteration unless it thinks that it has done so.
+        self._static_graph_delay_allreduce_enqueued = True
+
+    # ------------------------------------------------------------------ forward
+
+    @eager
+    def _post_forward(self, output: object) -> object:
+        """Prepare for the backward pass; what PyTorch's does, without wrapping the outputs."""
+        if self._delay_all_reduce_all_params:
+            self._clear_grad_buffer()  # type: ignore[no-untyped-call]
+            return output
+        if self._check_sync_bufs_post_fwd():  # type: ignore[no-untyped-call]
+            self._sync_buffers()  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled():
+            self.reducer.expects_pass = self.require_backward_grad_sync
+        self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if self.require_forward_param_sync:
+            self._own().prepare(output)
+        self._clear_grad_buffer()  # type: ignore[no-untyped-call]
+        return output
+
+    def _delayed_all_reduce_hook(self, grad: Tensor) -> Tensor:
+        """Average the gradients that were delayed; PyTorch's does not wait for the result."""
+        buffer: Tensor | None = self._delay_grad_buffer
+        assert buffer is not None  # it was made before this hook was set
+        buffer.div_(dist.get_world_size(self.process_group))
+        work = dist.all_reduce(buffer, group=self.process_group, async_op=True)
+        assert isinstance(work, dist.Work)  # a member's asynchronous collective always gives a handle
+        after_backward(lambda: _wait(work))
+        return grad
+
+    # ------------------------------------------------------------------ hooks and refusals
+
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
+        """Let a hook reduce the buckets in the place of all-reduce; see `Reducer.register_comm_hook`.
+
+        Any hook that runs on PyTorch's DDP runs here. All ranks register the same, before the first
+        backward pass, once.
+
+        Raises:
+            RuntimeError: there is one already, or a backward pass is under way.
+            TypeError: it is not ``hook(state, bucket)``.
+            ValueError: it is annotated to return something else.
+        """
+        self._set_comm_hook(state, hook)
+        self._comm_hooks.append((hook, state))
+
+    def _set_comm_hook(self, state: object, hook: Hook) -> None:
+        self._own().register_comm_hook(state, hook)
+        self.logger.journal.note("comm_hook", hook_name(hook))
+
+    def _register_builtin_comm_hook(self, comm_hook_type: object) -> None:
+        kinds = {
+            dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,  # type: ignore[attr-defined]
+            dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,  # type: ignore[attr-defined]
+        }
+        if comm_hook_type not in kinds:
+            raise ValueError(f"expected one of {', '.join(map(str, kinds))}, got {comm_hook_type!r}")
+        self.register_comm_hook(self.process_group, kinds[comm_hook_type])
+        self.logger.journal.note("comm_hook", str(comm_hook_type))
+
+    def _setup_in_backward_optimizers(self) -> None:
+        if any(hasattr(param, "_in_backward_optimizers") for param in self._module_parameters):
+            raise RuntimeError(
+                "parameters that carry optimizers of their own (_apply_optimizer_in_backward) are not "
+                "supported by zero_optim.ddp: use ZeroRedundancyOptimizer with zero_optim.hooks.zero_step, "
+                "which steps any optimizer during the backward pass"
+            )
+
+    def _set_sparse_metadata(self, global_unique_ids: object) -> None:
+        raise RuntimeError(
+            "sparse metadata is not supported by zero_optim.ddp: sparse gradients are reduced without it"
+        )
+
+    # ------------------------------------------------------------------ uneven inputs
+
+    def _match_all_reduce_for_bwd_pass(self) -> None:
+        self._own().shadow()
+
+    def _match_unused_params_allreduce(self) -> None:
+        """Do nothing: `Reducer.shadow` has told the others that nothing was used here."""
+
+    # ------------------------------------------------------------------ statistics
+
+    def get_ddp_logging_data(self) -> dict[str, int | str]:
+        """Tell how the wrapper was built and where time goes; does not communicate.
+
+        Names as in PyTorch's ``_get_ddp_logging_data``. Times are in ns, of the last iteration measured
+        and, under ``avg_``, of all that were: the first ten and then every hundredth.
+        """
+        self._own()
+        data = self.logger.journal.data()
+        return {**data.strs_map, **data.ints_map}
+
+
+def _agree_on_model(given: dict[str, Any]) -> None:
+    """Make sure that all ranks wrap the same model; all ranks call."""
+    module, process_group = given["module"], given.get("process_group")
+    if process_group is None and given.get("device_mesh") is not None:
+        process_group = given["device_mesh"].get_group(mesh_dim=0)
+    group = RankGroup.of(process_group)
+    with failing_together(group):
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"expected a module to wrap, got {type(module).__name__}")
+        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        params = describe(pair for pair in module.named_parameters() if pair[0] not in ignored)
+        delayed = [name for name, _ in given.get("delay_all_reduce_named_params") or ()]
+        options = {key: given[key] for key in given if key not in _NOT_COMPARED}
+        items = [f"arguments {options}, delayed: {delayed}", *params]
+    agree(group, items, "the model to wrap")
+
+
+def _wait(work: dist.Work) -> None:
+    work.wait()
+
+
+def _wants_reduction(wrapper: DistributedDataParallel | None, was_prepared: bool) -> bool:
+    """Decide, when a backward pass begins, whether it is to be reduced.
+
+    Args:
+        wrapper: ours, if it still exists.
+        was_prepared: the pass goes through the output of a forward pass outside ``no_sync``.
+    """
+    if wrapper is None or not (was_prepared or wrapper.reducer.expects_pass):
+        return False
+    if not wrapper.require_backward_grad_sync and wrapper._join_config.enable:
+        raise RuntimeError(
+            "no_sync() around backward() alone cannot be used inside Join: ranks that ran out of inputs were "
+            "told in forward() that this pass would be reduced. Put forward() under no_sync() too"
+        )
+    return wrapper.require_backward_grad_sync

@@ -1,0 +1,77 @@
+"""What the reducer needs of PyTorch and has no public name, all of it, checked when this is imported."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable
+from torch.autograd.graph import Node
+
+_NEEDED: tuple[tuple[object, str], ...] = (
+    (getattr(Variable, "_execution_engine", None), "queue_callback"),
+    (torch._C, "_will_engine_execute_node"),
+    (torch, "_foreach_copy_"),
+    (torch, "_foreach_mul_"),
+)
+
+
+def missing_names(needed: Sequence[tuple[object, str]]) -> list[str]:
+    """List which of some (owner, attribute) pairs this PyTorch does not have."""
+    return [name for owner, name in needed if not hasattr(owner, name)]
+
+
+def require(needed: Sequence[tuple[object, str]], what: str) -> None:
+    """Refuse to be imported beside a PyTorch that lacks private names we stand on.
+
+    Raises:
+        ImportError: some are missing; names them, and the versions that have them.
+    """
+    missing = missing_names(needed)
+    if missing:
+        raise ImportError(
+            f"{what} needs {', '.join(missing)}, which PyTorch {torch.__version__} does not have: "
+            "use PyTorch 2.8 to 2.13, or a newer zero-optim"
+        )
+
+
+require(_NEEDED, "the gradient reducer")
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call something when the backward pass under way has computed every gradient.
+
+    To be called from a hook of that pass. Runs on the thread that called ``backward()``; on CUDA its
+    stream is in step with the gradients by then. What it raises comes out of ``backward()``.
+    """
+    engine: Any = Variable._execution_engine
+    engine.queue_callback(callback)
+
+
+def will_run(node: Node) -> bool:
+    """Tell, from a hook of a backward pass, whether that pass accumulates into the leaf of a node."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch.autograd.grad was asked for this very leaf, and accumulates nothing
+        return False
+
+
+def num_gloo_threads(group: dist.ProcessGroup) -> int:
+    """Tell how many threads gloo communicates with for a group; 0 where that cannot be known."""
+    if dist.get_backend(group) != "gloo":
+        return 0
+    backend = group._get_backend(torch.device("cpu"))
+    return int(getattr(getattr(backend, "options", None), "_threads", 0))
+
+
+def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy many tensors in one call."""
+    foreach_copy: Any = torch._foreach_copy_
+    foreach_copy(targets, sources)
+
+
+def scale_each(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiply many tensors in place in one call."""
+    foreach_mul: Any = torch._foreach_mul_
+    foreach_mul(tensors, factor)

@@ -1,0 +1,111 @@
+"""Our reducer and journal behind the method names by which PyTorch's class knows its own."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from zero_optim.ddp.logging_data import Journal, LoggingData
+from zero_optim.ddp.reducer import Reducer
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def eager(function: F) -> F:
+    """Keep a function out of ``torch.compile``, which need not look into what counts gradients."""
+    kept: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return kept
+
+
+@dataclass(slots=True, eq=False)
+class ReducerFace:
+    """Our reducer under the method names by which PyTorch's class, and Lightning, know PyTorch's.
+
+    Args:
+        own: our reducer.
+        expects_pass: whether the last forward pass was outside ``no_sync``.
+    """
+
+    own: Reducer
+    expects_pass: bool = False
+
+    @eager
+    def prepare_for_forward(self) -> None:
+        """Begin an iteration."""
+        self.own.clock.begin()
+        self.own.check_finished()
+
+    def prepare_for_backward(self, outputs: list[Tensor]) -> None:
+        """Expect a backward pass, though the last forward pass was under ``no_sync``."""
+        self.expects_pass = True
+        self.own.prepare(outputs)
+
+    @eager
+    def _rebuild_buckets(self) -> bool:
+        return self.own.rebuild()
+
+    @eager
+    def _set_forward_pass_work_handle(self, work: dist.Work, use_static_world_size: bool) -> None:
+        """Take the count of ranks that have not joined, which is still under way."""
+        size = dist.get_world_size(self.own.process_group)
+
+        def divisor() -> float:
+            work.wait()
+            return size if use_static_world_size else float(work.result()[0].item())
+
+        self.own.divide_by(divisor)
+
+    def _set_static_graph(self) -> None:
+        self.own.set_static_graph()
+
+    def _push_all_rebuilt_params(self) -> None:
+        """Do nothing: the order is agreed when buckets are rebuilt."""
+
+    def _install_post_backward_futures(self, futures: list[Future[object]]) -> None:
+        for future in futures:
+            self.own.wait_also(future)
+
+    def _remove_autograd_hooks(self) -> None:
+        self.own.close()
+
+    def _check_reducer_finalized(self) -> None:
+        self.own.check_finished()
+
+    def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
+        self.own.clock.rate = rate
+
+    def _reset_state(self) -> None:
+        self.own.reset()
+
+    def _update_process_group(self, process_group: dist.ProcessGroup) -> None:
+        self.own.use_group(process_group)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoggerFace:
+    """Our journal under the method names by which PyTorch's class knows its logger.
+
+    Args:
+        journal: ours.
+    """
+
+    journal: Journal
+
+    def set_runtime_stats_and_log(self) -> None:
+        """Do nothing: the clock takes its marks by itself."""
+
+    def set_error_and_log(self, error: str) -> None:
+        """Do nothing: the error is raised."""
+
+    def _set_static_graph(self) -> None:
+        """Do nothing: the reducer's options are told."""
+
+    def _set_uneven_input_join(self) -> None:
+        self.journal.note("join_uneven_inputs", 1)
+
+    def _get_ddp_logging_data(self) -> LoggingData:
+        return self.journal.data()

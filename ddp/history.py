@@ -1,0 +1,73 @@
+"""What the backward passes so far have taught, as far as later ones need it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from zero_optim.ddp.iteration import Kind, Terms
+from zero_optim.ddp.wiring import ReducerOptions
+
+
+@dataclass(slots=True)
+class History:
+    """Grows by `conclude` at the end of each pass; made anew by `Reducer.reset`.
+
+    Args:
+        num_params: how many parameters there are.
+
+    Attributes:
+        num_passes: backward passes that were reduced.
+        last_order: parameters in the order in which the gradients of this rank's last pass came.
+        looks_static: whether the same parameters were used in all passes.
+        rebuild_is_due: buckets are to follow the order of the first pass.
+        has_rebuilt: they do by now.
+        learnt: how many gradients each parameter gets in a static graph, None until that is known.
+        unused: by parameter, whether no rank uses it in a static graph.
+        carried: by parameter, whether it has a gradient from a pass that was not reduced.
+    """
+
+    num_params: int
+    num_passes: int = 0
+    last_order: list[int] = field(default_factory=list)
+    looks_static: bool = True
+    rebuild_is_due: bool = False
+    has_rebuilt: bool = False
+    learnt: list[int] | None = None
+    unused: list[bool] = field(init=False)
+    carried: list[bool] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.unused = [False] * self.num_params
+        self.carried = [False] * self.num_params
+
+    def order(self) -> list[int]:
+        """Give all parameters in the order in which gradients come, those that had none last."""
+        return self.last_order + sorted(set(range(self.num_params)) - set(self.last_order), reverse=True)
+
+    def terms(self, options: ReducerOptions, divisor: float) -> Terms:
+        """Settle how the next pass is to go."""
+        kind: Kind = "some" if options.find_unused_parameters else "every"
+        if options.static_graph:
+            kind = "learning" if self.learnt is None else "learnt"
+        expected = self.learnt or [1] * self.num_params
+        return Terms(kind, expected, options.skip_all_reduce_unused_params and kind == "some", divisor)
+
+    def conclude(
+        self, calls: Sequence[int], order: Sequence[int], unused: Sequence[bool], options: ReducerOptions
+    ) -> None:
+        """Learn from a pass that has ended.
+
+        Args:
+            calls: by parameter, how many gradients it got.
+            order: parameters in the order in which their gradients came.
+            unused: by parameter, whether no rank used it.
+            options: of the reducer.
+        """
+        if self.num_passes and set(order) != set(self.last_order):
+            self.looks_static = False
+        self.num_passes += 1
+        self.last_order = list(order)
+        if options.static_graph and self.learnt is None:
+            self.learnt = list(calls)
+            self.unused = list(unused)
+        if self.num_passes == 1 and (options.static_graph or not options.find_unused_parameters):
+            self.rebuild_is_due = True

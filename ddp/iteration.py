@@ -1,0 +1,209 @@
+"""One backward pass: which gradients have come, which buckets are on their way, what went wrong.
+
+Made when the first sign of a backward pass is seen, dropped at its end. Nothing about a pass is
+remembered anywhere else.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from zero_optim.collectives import RankGroup
+from zero_optim.ddp import report
+from zero_optim.ddp.bucket import Bucket
+from zero_optim.ddp.reduction import Reduction
+from zero_optim.ddp.report import Report
+from zero_optim.ddp.wiring import Wiring
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# every: each parameter must get one gradient. some: it may get none. learning: nothing is known yet, so
+# nothing is reduced before the end. learnt: each must get as many as in the pass that was there to learn.
+Kind = Literal["every", "some", "learning", "learnt"]
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How a backward pass is to go.
+
+    Attributes:
+        kind: which gradients are waited for.
+        expected: how many gradients each parameter gets, as far as that is known.
+        skips_unused: buckets that this rank did not use are not reduced.
+        divisor: of the gradients; 1 where a comm hook divides.
+    """
+
+    kind: Kind
+    expected: Sequence[int]
+    skips_unused: bool
+    divisor: float
+
+
+class Iteration:
+    """Counts gradients down and launches buckets in order, each as soon as it and all before it are full.
+
+    Args:
+        wiring: parameters and buckets.
+        terms: how the pass is to go.
+        carried: parameters with gradients from passes that were not reduced (``no_sync``).
+        launch: starts the reduction of the bucket with a number.
+
+    Attributes:
+        calls: how many gradients each parameter got.
+        order: parameters in the order in which their gradients came.
+    """
+
+    def __init__(
+        self, wiring: Wiring, terms: Terms, carried: Sequence[bool], launch: Callable[[int], Reduction]
+    ) -> None:
+        self.calls = [0] * len(wiring.names)
+        self.order: list[int] = []
+        self._wiring = wiring
+        self._terms = terms
+        self._expected = terms.expected
+        self._divisor = terms.divisor
+        self._learns = terms.kind == "learning"
+        self._carried = carried
+        self._launch = launch
+        self._waiting = [len(bucket.indices) for bucket in wiring.buckets]
+        self._reductions: list[Reduction | None] = []
+        self._presumed: set[int] = set()  # unused
+        self._kept: dict[int, Tensor] = {}
+        self._failures: list[str] = []
+        self._troubles: dict[
+            Callable[[Sequence[str]], str], list[str]
+        ] = {}  # what to say of which parameters
+
+    @property
+    def asks_for_use(self) -> bool:
+        """Whether ranks tell each other which parameters were used."""
+        return self._terms.kind in ("some", "learning")
+
+    @property
+    def num_launched(self) -> int:
+        """How many buckets were launched, or passed over."""
+        return len(self._reductions)
+
+    def fail(self, message: str) -> None:
+        """Note something that makes the gradients useless; raised on every rank at the end."""
+        self._failures.append(message)
+
+    def _note(self, explain: Callable[[Sequence[str]], str], index: int) -> None:
+        """Note something wrong with a parameter's gradient; parameters are told of together."""
+        names = self._troubles.setdefault(explain, [])
+        if self._wiring.names[index] not in names:
+            names.append(self._wiring.names[index])
+
+    def arrived(self, index: int) -> None:
+        """Take note of a parameter's gradient; called by its hook, hence quick."""
+        calls = self.calls
+        calls[index] += 1
+        if self._learns:
+            if calls[index] == 1:
+                self.order.append(index)
+            return
+        if calls[index] != self._expected[index] or index in self._presumed:
+            self._unusual(index)
+            return
+        self.order.append(index)
+        number, slot = self._wiring.places[index]
+        self._wiring.buckets[number].arrived(slot, self._divisor)
+        self._waiting[number] -= 1
+        if not self._waiting[number]:
+            self._launch_full()
+
+    def _unusual(self, index: int) -> None:
+        """Sort out a gradient that is not the one that was waited for."""
+        if self._terms.kind == "learnt":
+            if self.calls[index] > self._expected[index]:
+                self._note(report.more, index)
+        elif index not in self._presumed:
+            self._note(report.twice, index)
+        else:
+            self._presumed.discard(index)
+            number, slot = self._wiring.places[index]
+            if number < self.num_launched:
+                self._note(report.late_gradient, index)
+            else:
+                self._wiring.buckets[number].arrived(slot, self._divisor)
+
+    def presume_unused(self, indices: Iterable[int]) -> None:
+        """Do not wait for some parameters' gradients; to be called before any has come."""
+        for index in indices:
+            self._presumed.add(index)
+            self._waiting[self._wiring.places[index][0]] -= 1
+        self._launch_full()
+
+    def _launch_full(self) -> None:
+        """Launch, in order, what is full and has nothing before it that is not."""
+        while self.num_launched < len(self._waiting) and not self._waiting[self.num_launched]:
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        number = self.num_launched
+        bucket = self._wiring.buckets[number]
+        used = [self.calls[index] > 0 for index in bucket.indices]
+        if self._terms.skips_unused and not any(used):
+            self._reductions.append(None)
+            return
+        if bucket.is_sparse:
+            bucket.take_sparse(self._divisor)
+        else:
+            self._take_rest(bucket, used)
+        for slot in bucket.pop_misfits():
+            self._note(report.dense if bucket.is_sparse else report.sparse, bucket.indices[slot])
+        self._reductions.append(self._launch(number))
+
+    def _take_rest(self, bucket: Bucket, used: Sequence[bool]) -> None:
+        """Copy what has not been copied yet: all of it, or the gradients that did not come."""
+        rest = [slot for slot, was_used in enumerate(used) if self._learns or not was_used]
+        for slot in rest:
+            if not used[slot] and bucket.is_inside(slot):
+                self._kept[bucket.indices[slot]] = bucket.views[slot].clone()  # in case nobody used it
+        bucket.take_run(self._divisor)
+        if rest:
+            bucket.take(rest, self._divisor)
+
+    # ------------------------------------------------------------------ the end
+
+    def launch_rest(self) -> None:
+        """Launch every bucket that has not been, with what gradients there are."""
+        self._check_complete()
+        while self.num_launched < len(self._waiting):
+            self._launch_next()
+
+    def _check_complete(self) -> None:
+        if self._terms.kind not in ("every", "learnt"):
+            return
+        for index, (calls, expected) in enumerate(zip(self.calls, self._expected, strict=True)):
+            if calls < expected and not self._carried[index]:
+                self._note(report.fewer if self._terms.kind == "learnt" else report.no_gradient, index)
+
+    def close(self, group: RankGroup) -> Report:
+        """Launch the exchange of what was used and what went wrong, after the last bucket; all call."""
+        used: list[bool] = []
+        if self.asks_for_use:
+            used = [calls > 0 or carried for calls, carried in zip(self.calls, self._carried, strict=True)]
+        troubles = [explain(names) for explain, names in self._troubles.items()]
+        return Report(group, "; ".join(self._failures + troubles) or None, used)
+
+    def give(self, unused: Sequence[bool]) -> None:
+        """Wait for every bucket in order, and make the reduced gradients the parameters' own.
+
+        Args:
+            unused: by parameter, whether no rank used it; its gradient is left as it was.
+        """
+        for bucket, reduction in zip(self._wiring.buckets, self._reductions, strict=True):
+            if reduction is None:
+                continue
+            bucket.give(reduction.wait(), unused)
+            for slot, index in enumerate(bucket.indices):
+                if unused[index] and index in self._kept:
+                    bucket.views[slot].copy_(self._kept[index])
+
+    def drain(self) -> None:
+        """Wait for every bucket, and drop what came."""
+        for reduction in self._reductions:
+            if reduction is not None:
+                reduction.wait()

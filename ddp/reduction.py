@@ -1,0 +1,182 @@
+"""One bucket's reduction under way: PyTorch's all-reduce, or what a comm hook makes of it."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from zero_optim.collectives import RankGroup
+from zero_optim.ddp.bucket import Bucket, GradBucket, tensor_of
+
+Hook = Callable[[Any, Any], Future[Tensor]]  # (state, bucket), PyTorch's contract
+
+
+class Reduction(Protocol):
+    """A reduction that was launched."""
+
+    def wait(self) -> Tensor:
+        """Wait for it, and give the reduced gradients: one tensor of the bucket's length, or a sparse one."""
+        ...
+
+
+class Summed:
+    """The sum over all ranks, in place; gradients were divided before.
+
+    Args:
+        group: the ranks.
+        bucket: whose flat tensor is summed.
+    """
+
+    def __init__(self, group: RankGroup, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._work = all_reduce(group, bucket.flat)
+
+    def wait(self) -> Tensor:
+        """Wait for the sum."""
+        self._work.wait()
+        if self._bucket.is_sparse:
+            return _result(self._work)
+        return self._bucket.flat
+
+
+class Hooked:
+    """Whatever a comm hook does; it divides too.
+
+    Args:
+        hook: the hook.
+        state: what it was registered with.
+        bucket: the gradients.
+        index: the bucket's place in the order of reduction.
+        is_last: whether none follows.
+
+    Raises:
+        TypeError: it did not return a future.
+    """
+
+    def __init__(self, hook: Hook, state: object, bucket: Bucket, index: int, is_last: bool) -> None:
+        self._bucket = bucket
+        self._name = hook_name(hook)
+        self._future = hook(state, GradBucket(bucket, index, is_last))
+        if not isinstance(self._future, torch._C.Future):
+            raise TypeError(
+                f"the comm hook {self._name} returned {type(self._future).__name__}: expected a "
+                "torch.futures.Future of one tensor, as all_reduce(..., async_op=True).get_future() gives"
+            )
+
+    def wait(self) -> Tensor:
+        """Wait for the future.
+
+        Raises:
+            TypeError: it holds something else than one tensor.
+            ValueError: the tensor is not as long as the bucket.
+        """
+        value = self._future.wait()
+        result = tensor_of(value)
+        if result is None:
+            raise TypeError(
+                f"the future returned by the comm hook {self._name} holds {type(value).__name__}: "
+                "expected one tensor, shaped like bucket.buffer()"
+            )
+        if not self._bucket.is_sparse and result.numel() != self._bucket.flat.numel():
+            raise ValueError(
+                f"the comm hook {self._name} returned {result.numel()} elements for a bucket of "
+                f"{self._bucket.flat.numel()}: expected a tensor shaped like bucket.buffer()"
+            )
+        return result
+
+
+class HookSlot:
+    """The comm hook, at most one, and whether it has failed.
+
+    Attributes:
+        failure: what the hook failed with; it is not called again, as nobody knows which collectives it
+            has issued.
+    """
+
+    def __init__(self) -> None:
+        self._hook: tuple[Hook, object] | None = None
+        self.failure: str | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no hook."""
+        return self._hook is None
+
+    def register(self, state: object, hook: Hook) -> None:
+        """Take a hook.
+
+        Raises:
+            RuntimeError: there is one already.
+            TypeError: it cannot be called as a hook.
+            ValueError: it is annotated to return something else than a future of a tensor.
+        """
+        _check_hook(hook)
+        if self._hook is not None:
+            raise RuntimeError(
+                f"a comm hook is registered already, {hook_name(self._hook[0])}: register_comm_hook can only "
+                "be called once. To do both, wrap one in the other and register that instead of "
+                f"{hook_name(hook)}"
+            )
+        self._hook = (hook, state)
+
+    def launch(self, bucket: Bucket, index: int, is_last: bool) -> Hooked:
+        """Call the hook."""
+        assert self._hook is not None  # asked for by is_empty
+        hook, state = self._hook
+        with self.minding():
+            return Hooked(hook, state, bucket, index, is_last)
+
+    @contextmanager
+    def minding(self) -> Iterator[None]:
+        """Remember it if what the hook does, or began, fails here."""
+        try:
+            yield
+        except Exception as error:
+            self.failure = f"a comm hook failed in an earlier backward pass: {error}"
+            raise
+
+
+def all_reduce(group: RankGroup, tensor: Tensor) -> dist.Work:
+    """Launch a sum over all ranks, in place for dense tensors."""
+    work = dist.all_reduce(tensor, group=group.process_group, async_op=True)
+    assert isinstance(work, dist.Work)  # a member's asynchronous collective always gives a handle
+    return work
+
+
+def _result(work: dist.Work) -> Tensor:
+    result = tensor_of(work.get_future().value())
+    assert result is not None  # the sum of one tensor is one tensor
+    return result
+
+
+def _check_hook(hook: object) -> None:
+    """Refuse what cannot be called as ``hook(state, bucket)``, or says that it returns something else.
+
+    Raises:
+        TypeError: it cannot be called so.
+        ValueError: it is annotated to return something else than ``Future[Tensor]``.
+    """
+    if not callable(hook):
+        raise TypeError(f"expected a comm hook, hook(state, bucket), got {type(hook).__name__}")
+    signature = inspect.signature(hook)
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        message = f"expected a comm hook, hook(state, bucket), got {hook_name(hook)}{signature}"
+        raise TypeError(message) from error
+    returned = signature.return_annotation
+    if returned not in (inspect.Signature.empty, Any, Future[Tensor]) and not isinstance(returned, str):
+        raise ValueError(
+            f"the comm hook {hook_name(hook)} is annotated to return {returned}: expected "
+            "torch.futures.Future[torch.Tensor]"
+        )
+
+
+def hook_name(hook: object) -> str:
+    """Name a hook in messages and statistics."""
+    return str(getattr(hook, "__qualname__", type(hook).__qualname__))

@@ -1,0 +1,137 @@
+"""What ranks tell each other at the end of a backward pass: what was used, and what went wrong."""
+
+import json
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_optim.collectives import RankGroup
+from zero_optim.errors import ReductionError
+
+
+class Report:
+    """One small sum over all ranks, launched behind the last bucket; all ranks make and read one.
+
+    Without it a rank that finds its gradients incomplete would raise alone, and the others would wait for
+    it in their next iteration, until the process group gives up.
+
+    Args:
+        group: the ranks.
+        failure: what went wrong here, if anything.
+        used: by parameter, whether it took part on this rank; empty where nobody needs to know.
+    """
+
+    def __init__(self, group: RankGroup, failure: str | None, used: Sequence[bool]) -> None:
+        self._group = group
+        self._failure = failure
+        counts = torch.tensor([failure is not None, *used], dtype=torch.int32)
+        self._counts: Tensor = counts.to(group.device)
+        self._work: dist.Work | None = None
+        if group.size > 1:
+            work = dist.all_reduce(self._counts, group=group.process_group, async_op=True)
+            assert isinstance(work, dist.Work)  # a member's asynchronous collective always gives a handle
+            self._work = work
+
+    def wait(self) -> list[bool]:
+        """Wait for the sum; all ranks call.
+
+        Returns:
+            By parameter, whether any rank used it.
+
+        Raises:
+            ReductionError: on every rank, with what every rank that failed has to say.
+        """
+        if self._work is not None:
+            self._work.wait()
+        failed, *used = self._counts.tolist()
+        if failed:
+            raise ReductionError(self._collect())
+        return [count > 0 for count in used]
+
+    def _collect(self) -> str:
+        told = self._group.all_gather_bytes(json.dumps(self._failure).encode())
+        failures = [json.loads(payload) for payload in told]
+        ranks: dict[str, list[int]] = {}
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                ranks.setdefault(failure, []).append(rank)
+        parts = [f"{_who(where, len(failures))}: {what}" for what, where in ranks.items()]
+        return "the gradients of this backward pass cannot be used. " + "; ".join(parts)
+
+
+def _who(ranks: Sequence[int], size: int) -> str:
+    if len(ranks) == size and size > 1:
+        return "every rank"
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def named(names: Sequence[str], most: int = 10) -> str:
+    """List parameters in a message, the first of many."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def no_gradient(names: Sequence[str]) -> str:
+    """Explain parameters that a backward pass did not reach."""
+    return (
+        f"no gradient for {named(names)}. Every parameter that requires a gradient must take part in "
+        "computing the loss. If that is meant, pass find_unused_parameters=True, or static_graph=True where "
+        "the same ones are unused each time; or set requires_grad=False on them before wrapping. If several "
+        "losses of one forward pass are backpropagated one by one, put all but the last backward() under "
+        "no_sync()"
+    )
+
+
+def twice(names: Sequence[str]) -> str:
+    """Explain second gradients in one backward pass."""
+    return (
+        "a second gradient in one backward pass, after the first was handed to be reduced, for "
+        f"{named(names)}. "
+        "Likely causes: reentrant activation checkpointing (use_reentrant=True) of parts that share the "
+        "parameter, or that run twice; loss.backward() called inside another backward pass. Use "
+        "use_reentrant=False, or static_graph=True if each iteration does the same"
+    )
+
+
+def more(names: Sequence[str]) -> str:
+    """Explain gradients that the first iteration of a static graph did not have."""
+    return _not_static("more", names)
+
+
+def fewer(names: Sequence[str]) -> str:
+    """Explain gradients that the first iteration of a static graph had."""
+    return _not_static("fewer", names)
+
+
+def _not_static(how: str, names: Sequence[str]) -> str:
+    return (
+        f"static_graph=True, but there were {how} gradients than in the first iteration for {named(names)}. "
+        "Leave static_graph out, or keep the graph the same in every iteration"
+    )
+
+
+def late_gradient(names: Sequence[str]) -> str:
+    """Explain gradients for parameters that were taken for unused."""
+    return (
+        f"a gradient came for {named(names)} after that was taken for unused and reduced. The loss depends "
+        "on it in a way that the output of forward() does not show: return every tensor that the loss is "
+        "computed from"
+    )
+
+
+def sparse(names: Sequence[str]) -> str:
+    """Explain sparse gradients in the place of dense ones."""
+    return f"a sparse gradient where a dense one was expected, for {named(names)}. {_ON_SPARSE}"
+
+
+def dense(names: Sequence[str]) -> str:
+    """Explain dense gradients in the place of sparse ones."""
+    return f"a dense gradient where a sparse one was expected, for {named(names)}. {_ON_SPARSE}"
+
+
+_ON_SPARSE = (
+    "Sparse gradients are known by their module, nn.Embedding or nn.EmbeddingBag with sparse=True: use one "
+    "of these, and do not change its sparse"
+)

@@ -1,0 +1,127 @@
+"""What is settled before a backward pass: the options, and which gradient travels in which bucket."""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import UninitializedParameter
+
+from zero_optim.buckets import assign_buckets
+from zero_optim.ddp.bucket import Bucket
+from zero_optim.plan import dense_strides
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReducerOptions:
+    """How gradients are reduced; the names are those of PyTorch's DDP.
+
+    Attributes:
+        bucket_caps_nbytes: capacity of the first, second, … bucket in bytes, the last for all that follow.
+        find_unused_parameters: parameters without a gradient are nothing wrong.
+        static_graph: every pass is like the first, which is watched: parameters may be unused, or get several
+            gradients.
+        gradient_as_bucket_view: ``param.grad`` becomes a view of its bucket, which saves a copy.
+        skip_all_reduce_unused_params: with unused parameters, do not reduce buckets without any used one;
+            these have to be the same on all ranks.
+        batched_grad_copy: copy gradients into a bucket all at once, however large they are.
+    """
+
+    bucket_caps_nbytes: Sequence[int] = (2**20, 25 * 2**20)
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    gradient_as_bucket_view: bool = False
+    skip_all_reduce_unused_params: bool = False
+    batched_grad_copy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """Which parameters there are, and where their gradients travel; the same on every rank.
+
+    Attributes:
+        names: of the parameters.
+        buckets: in the order of reduction.
+        places: the bucket and the slot in it of each parameter.
+    """
+
+    names: Sequence[str]
+    buckets: Sequence[Bucket]
+    places: Sequence[tuple[int, int]]
+
+
+def wire(
+    names: Sequence[str],
+    params: Sequence[Tensor],
+    sparse: Collection[str],
+    options: ReducerOptions,
+    order: Sequence[int] | None = None,
+) -> Wiring:
+    """Make the buckets.
+
+    Args:
+        names: of the parameters.
+        params: the parameters.
+        sparse: names of those with sparse gradients, each of which travels alone.
+        options: capacities and kinds.
+        order: in which gradients come; None for the reverse of registration.
+    """
+    keys = [
+        (param.dtype, name if name in sparse else None) for name, param in zip(names, params, strict=True)
+    ]
+    nbytes = [param.numel() * param.element_size() for param in params]
+    members = assign_buckets(keys, nbytes, options.bucket_caps_nbytes, order)
+    buckets = [
+        Bucket(
+            indices,
+            [params[index] for index in indices],
+            is_sparse=names[indices[0]] in sparse,
+            as_views=options.gradient_as_bucket_view,
+            batched=options.batched_grad_copy,
+        )
+        for indices in members
+    ]
+    places = [(0, 0)] * len(params)
+    for number, indices in enumerate(members):
+        for slot, index in enumerate(indices):
+            places[index] = (number, slot)
+    return Wiring(names, buckets, places)
+
+
+def named(params: Iterable[tuple[str, Tensor]] | Iterable[Tensor]) -> list[tuple[str, Tensor]]:
+    """Give parameters that come without names some, and check that all can be reduced.
+
+    Raises:
+        ValueError: there are none, or some are on several devices, or do not require a gradient.
+        TypeError: something is not a tensor.
+    """
+    pairs = []
+    for number, item in enumerate(params):
+        name, param = item if isinstance(item, tuple) else (f"parameter {number}", item)
+        if not isinstance(param, Tensor):
+            raise TypeError(f"expected parameters or (name, parameter) pairs, got {type(param).__name__}")
+        if not param.requires_grad or not param.is_leaf:
+            raise ValueError(f"{name} gets no gradient: expected leaf tensors with requires_grad=True")
+        pairs.append((name, param))
+    if not pairs:
+        raise ValueError("expected at least one parameter that requires a gradient, got none")
+    devices = sorted({str(param.device) for _, param in pairs})
+    if len(devices) > 1:
+        raise ValueError(
+            f"expected all parameters on one device, got {', '.join(devices)}: one device a rank"
+        )
+    return pairs
+
+
+def describe(pairs: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Describe parameters as they have to be the same on every rank."""
+    return [
+        f"{name} {tuple(param.shape)} {param.dtype}, strides {_strides(param)}, "
+        f"{'trainable' if param.requires_grad else 'frozen'}"
+        for name, param in pairs
+    ]
+
+
+def _strides(param: Tensor) -> tuple[int, ...] | str:
+    if isinstance(param, UninitializedParameter):
+        return "unknown"
+    return dense_strides(param)

@@ -1,0 +1,104 @@
+"""Stepping a sharded optimizer during the backward pass, bucket by bucket, as gradients are reduced.
+
+What happens to a bucket, and when, is told in `zero_optim.hooks.stepper`.
+"""
+
+from typing import Literal
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from zero_optim.hooks.allreduce import allreduce_hook
+from zero_optim.hooks.bucket import GradBucket, Hook, name_of
+from zero_optim.hooks.stepper import Stepper
+from zero_optim.optimizer import ZeroRedundancyOptimizer
+
+
+def zero_step(
+    optimizer: ZeroRedundancyOptimizer,
+    hook: Hook | None = None,
+    *,
+    interleave: bool = True,
+    gradients: Literal["everywhere", "owners"] = "everywhere",
+) -> Hook:
+    """Make a comm hook that steps ``optimizer`` during the backward pass.
+
+    ``ddp.register_comm_hook(state, zero_step(optimizer, hook))``, on PyTorch's DDP or ours; ``state`` is that
+    of ``hook``. All ranks call, before the first backward pass; the process groups of the gathers are made here.
+
+    The parameters are, bit for bit, those of the same run without it. ``optimizer.step()`` after the backward
+    pass finishes what the hook did not reach; a loop that never calls it is right as well, as long as DDP holds
+    all of the optimizer's parameters. The learning rate counts as it is during the backward pass.
+    Clipping and GradScaler come too late then, and raise.
+
+    A backward pass must not read a parameter after its gradient is complete, as it would through
+    ``param.detach()`` in the forward pass; autograd raises if it tries.
+
+    Args:
+        optimizer: whose step. Its classes must be steppable in parts (``optimizer.explain()`` tells).
+        hook: what reduces the gradients; any hook of this package or PyTorch's. None stands for `allreduce_hook`.
+        interleave: False steps nothing before the last bucket is on its way, which leaves the processor to the
+            backward pass as long as that runs.
+        gradients: "owners" reduces each gradient to its owner alone (ZeRO stage 2): half the bytes of an
+            all-reduce. When backward has ended ``param.grad`` is None on the other ranks. Gradients are summed in
+            the order of ranks, so on more than two ranks the last bits differ from an all-reduce's.
+
+    Raises:
+        TypeError: on every rank, if ``optimizer`` is not sharded by this library.
+        ValueError: on every rank, if a class cannot be stepped in parts; says why.
+    """
+    if not isinstance(optimizer, ZeroRedundancyOptimizer):
+        raise TypeError(f"expected a zero_optim.ZeroRedundancyOptimizer, got {type(optimizer).__name__}")
+    if gradients not in ("everywhere", "owners"):
+        raise ValueError(f'expected gradients to be "everywhere" or "owners", got {gradients!r}')
+    if gradients == "owners" and hook is not None:
+        raise ValueError(
+            f'gradients="owners" has a reduction of its own: leave out {name_of(hook)}, or reduce "everywhere"'
+        )
+    ahead = optimizer.ahead()
+    hook = allreduce_hook if hook is None else hook
+    stepper = Stepper(ahead, hook, interleave, ahead.new_lanes() if gradients == "owners" else [])
+
+    def zero_step_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return stepper.take(state, bucket)
+
+    zero_step_hook.__qualname__ = zero_step_hook.__name__ = f"zero_step({name_of(hook)})"
+    return zero_step_hook
+
+
+def hook_with_zero_step(
+    hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
+) -> Hook:
+    """Make a comm hook under PyTorch's name for it: steps begin when the last bucket is on its way.
+
+    `zero_step` with ``interleave=False``, which says the rest.
+
+    Args:
+        hook: what reduces the gradients.
+        ddp: the wrapper that it will be registered with.
+        zero: whose step.
+        shard_buckets: which ranks PyTorch's version gives a bucket to. Here a bucket's parameters keep their owners,
+            and every rank steps what it owns of it; both values do the same.
+
+    Raises:
+        TypeError: ``ddp`` is no ``DistributedDataParallel``, or ``zero`` is not sharded by this library.
+        ValueError: a class cannot be stepped in parts.
+    """
+    _check_wrapper(ddp)
+    return zero_step(zero, hook, interleave=False)
+
+
+def hook_with_zero_step_interleaved(
+    hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
+) -> Hook:
+    """Make a comm hook under PyTorch's name for it: a bucket is stepped as soon as it is reduced.
+
+    `zero_step`, which says the rest; arguments as in `hook_with_zero_step`.
+    """
+    _check_wrapper(ddp)
+    return zero_step(zero, hook)
+
+
+def _check_wrapper(ddp: object) -> None:
+    if not isinstance(ddp, DistributedDataParallel):
+        raise TypeError(f"expected a DistributedDataParallel, got {type(ddp).__name__}")

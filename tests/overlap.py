@@ -1,0 +1,163 @@
+"""What the tests of overlap train: the same run twice, stepped after the backward pass and during it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDdp
+
+from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.ddp import DistributedDataParallel as OurDdp
+from zero_optim.hooks import allreduce_hook, zero_step
+
+WRAPPERS: dict[str, type[TorchDdp]] = {"torch": TorchDdp, "ours": OurDdp}
+BUCKET_CAP_MB = 0.0004  # several buckets, so that their order matters
+
+
+class Bag(nn.Module):
+    """Parameters of any shapes, used in an order of their own, so that DDP's second buckets differ."""
+
+    def __init__(self, params: Sequence[nn.Parameter], sparse: bool = False) -> None:
+        super().__init__()
+        self.params = nn.ParameterList([] if sparse else params)
+        self.tables = nn.ModuleList(
+            nn.Embedding.from_pretrained(p.detach().clone(), freeze=False, sparse=True)
+            for p in (params if sparse else [])
+        )
+
+    def forward(self, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        terms = []
+        for table in [*self.tables][::2] + [*self.tables][1::2]:
+            rows = torch.randint(table.num_embeddings, (2,), generator=generator)
+            terms.append(table(rows).sin().sum())
+        for param in [*self.params][::2] + [*self.params][1::2]:
+            noise = torch.randn(param.shape, generator=generator).to(param.dtype)
+            terms.append((param * noise).sin().sum().float())
+        return torch.stack(terms).sum()
+
+
+class Net(nn.Module):
+    """Convolutions, norms and layers, some of them perhaps not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.conv = nn.Conv2d(2, 4, 3, padding=1)
+        self.norm = nn.GroupNorm(2, 4)
+        self.layers = nn.Sequential(nn.Linear(36, 16), nn.ReLU(), nn.Linear(16, 12), nn.Tanh())
+        self.spare = nn.Linear(12, 12)
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, x: Tensor, with_spare: bool = True) -> Tensor:
+        hidden = self.layers(self.norm(self.conv(x)).relu().flatten(1))
+        if with_spare:
+            hidden = hidden + self.spare(hidden)
+        out: Tensor = self.head(hidden)
+        return out
+
+
+def inputs(step: int, rank: int | None = None) -> Tensor:
+    """A batch for `Net`, another one for each rank and step."""
+    rank = dist.get_rank() if rank is None else rank
+    return torch.randn(5, 2, 3, 3, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    loss: Tensor = model(inputs(step)).square().mean()
+    return loss
+
+
+def adamw(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
+    options = {"lr": 0.01, "bucket_cap_mb": 0.001, **options}
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **options)
+
+
+@dataclass
+class Setting:
+    """How to build a run, with overlap or without.
+
+    Args:
+        wrapper: key of `WRAPPERS`.
+        model: builds the model, the same one each time.
+        optimizer: builds the optimizer over the wrapped model.
+        options: of the wrapper.
+        hook: builds state and hook of the reduction.
+        zero: options of `zero_step`.
+    """
+
+    wrapper: str = "torch"
+    model: Callable[[], nn.Module] = Net
+    optimizer: Callable[[nn.Module], ZeroRedundancyOptimizer] = adamw
+    options: dict[str, Any] = field(default_factory=dict)
+    hook: Callable[[], tuple[Any, Any]] = lambda: (None, allreduce_hook)
+    zero: dict[str, Any] = field(default_factory=dict)
+
+    def build(self, overlap: bool) -> tuple[TorchDdp, ZeroRedundancyOptimizer]:
+        """The wrapped model and its optimizer; ``overlap`` adds the hook that steps."""
+        options = {"bucket_cap_mb": BUCKET_CAP_MB, **self.options}
+        model = WRAPPERS[self.wrapper](self.model(), **options)
+        optimizer = self.optimizer(model)
+        state, hook = self.hook()
+        model.register_comm_hook(state, zero_step(optimizer, hook, **self.zero) if overlap else hook)
+        return model, optimizer
+
+
+Grads = list[Tensor | None]
+Step = Callable[[nn.Module, ZeroRedundancyOptimizer, int], Grads]
+
+
+def grads_of(model: nn.Module) -> Grads:
+    """Copies of the gradients as they are now."""
+    return [None if param.grad is None else param.grad.clone() for param in model.parameters()]
+
+
+def plain_step(model: nn.Module, optimizer: ZeroRedundancyOptimizer, step: int) -> Grads:
+    """Train one step; gives the gradients after the backward pass."""
+    optimizer.zero_grad()
+    loss_of(model, step).backward()
+    grads = grads_of(model)
+    optimizer.step()
+    return grads
+
+
+def assert_same_run(
+    setting: Setting, step: Step = plain_step, steps: int = 20, moves: bool = True, where: object = ""
+) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+    """Train with and without overlap side by side; every bit of parameters and gradients is the same."""
+    (plain, one), (model, other) = setting.build(overlap=False), setting.build(overlap=True)
+    before = [param.detach().clone() for param in model.parameters()]
+    for number in range(steps):
+        expected = step(plain, one, number)
+        got = step(model, other, number)
+        assert_same_params(model, plain, (where, number))
+        assert_same_grads(model, got, expected, (where, number))
+        if moves and number == 0:
+            for (name, param), old in zip(model.named_parameters(), before, strict=True):
+                assert not torch.equal(param, old), (where, name, "did not move at the first step")
+    return model, other
+
+
+def assert_same_params(model: nn.Module, expected: nn.Module, where: object = "") -> None:
+    for (name, param), want in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert same_tensors(param, want), (where, name, param, want)
+
+
+def assert_same_grads(model: nn.Module, got: Grads, expected: Grads, where: object = "") -> None:
+    assert len(got) == len(expected)
+    for (name, _), grad, want in zip(model.named_parameters(), got, expected, strict=False):
+        if grad is None or want is None:
+            assert grad is want, (where, name, grad, want)
+        else:
+            assert same_tensors(grad, want), (where, name, "grad", grad, want)
+
+
+def same_tensors(a: Tensor, b: Tensor) -> bool:
+    if a.is_sparse != b.is_sparse:
+        return False
+    if a.is_sparse:
+        a, b = a.coalesce().to_dense(), b.coalesce().to_dense()
+    return a.dtype == b.dtype and torch.equal(a.detach(), b.detach())

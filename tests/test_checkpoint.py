@@ -1,0 +1,374 @@
+"""Sharded checkpoints: what is saved loads, on any number of ranks, and training goes on bit for bit."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pool import Pool, Ranks
+from training import assert_same_bits, set_grads
+from zero_optim import RankMismatchError, StateMismatchError, ZeroRedundancyOptimizer, checkpoint
+
+CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01}),
+    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "Adafactor": (torch.optim.Adafactor, {"lr": 0.01}),
+    "NAdam": (torch.optim.NAdam, {"lr": 0.01}),
+}
+
+
+class Net(nn.Module):
+    """Parameters of several shapes, a buffer, tied weights, a memory format, and state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(11, 6)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm1d(6)
+        self.scale = nn.Parameter(torch.randn(()))
+        self.frozen = nn.Parameter(torch.randn(5), requires_grad=False)
+        self.counted = 0
+
+    def get_extra_state(self) -> int:
+        return self.counted
+
+    def set_extra_state(self, state: int) -> None:
+        self.counted = state
+
+
+class Run:
+    """A model with everything that belongs to its training."""
+
+    def __init__(self, kind: str = "AdamW", **options: Any) -> None:
+        self.model = Net()
+        optimizer_class, defaults = CLASSES[kind]
+        self.optimizer = ZeroRedundancyOptimizer(
+            self.model.parameters(), optimizer_class, **{**defaults, **options}
+        )
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, milestones=[2, 4], gamma=0.5)
+        self.step = 0
+
+    def train(self, until: int) -> None:
+        while self.step < until:
+            set_grads(list(self.model.parameters()), self.step)
+            self.optimizer.step()
+            self.scheduler.step()
+            self.model.norm.running_mean += 0.25
+            self.model.counted += 1
+            self.step += 1
+
+    def save(self, path: Path, **options: Any) -> None:
+        checkpoint.save(path, **self.parts(), extra={"step": self.step}, **options)
+
+    def load(self, path: Path) -> None:
+        self.step = checkpoint.load(path, **self.parts())["step"]
+
+    def parts(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+
+    def bits(self) -> list[Tensor]:
+        state = self.model.state_dict()
+        return [v.clone() if isinstance(v, Tensor) else torch.tensor(v) for v in state.values()]
+
+
+def disturb(model: nn.Module) -> None:
+    for tensor in [*model.parameters(), *model.buffers()]:
+        tensor.data.fill_(7)
+
+
+def save_at_three(path: Path, kind: str, options: dict[str, Any]) -> list[Tensor]:
+    """Train, saving in between; gives the bits at the end."""
+    run = Run(kind, **options)
+    run.train(3)
+    run.save(path)
+    run.train(6)
+    return run.bits()
+
+
+def resume(path: Path, kind: str, options: dict[str, Any]) -> list[Tensor]:
+    run = Run(kind, **options)
+    disturb(run.model)
+    run.load(path)
+    assert run.step == 3
+    assert run.model.counted == 3
+    assert run.model.head.weight is run.model.embedding.weight
+    assert run.scheduler.last_epoch == 3
+    run.train(6)
+    return run.bits()
+
+
+def check_resharded(
+    pool: Pool, tmp_path: Path, first: int, second: int, kind: str, then: dict[str, Any]
+) -> None:
+    expected, *others = pool.run(first, save_at_three, tmp_path / "one", kind, {})
+    for other in [*others, *pool.run(second, resume, tmp_path / "one", kind, then)]:
+        assert_same_bits(other, expected)
+
+
+@pytest.mark.parametrize("first", [1, 2, 3, 4])
+@pytest.mark.parametrize("second", [1, 2, 3, 4])
+def test_a_run_saved_on_some_ranks_goes_on_bit_for_bit_on_others(
+    pool: Pool, tmp_path: Path, first: int, second: int
+) -> None:
+    check_resharded(pool, tmp_path, first, second, "AdamW", {})
+
+
+@pytest.mark.parametrize("kind", sorted(CLASSES))
+@pytest.mark.parametrize(
+    "then",
+    [{"cost": "matmul", "bucket_cap_mb": 1e-4}, {"parameters_as_bucket_view": False}],
+    ids=["other", "packed"],
+)
+def test_partition_and_buckets_may_be_others_when_it_is_loaded(
+    pool: Pool, tmp_path: Path, kind: str, then: dict[str, Any]
+) -> None:
+    check_resharded(pool, tmp_path, 3, 2, kind, then)
+
+
+def masters_and_averages(path: Path, load: bool) -> list[Tensor]:
+    torch.set_default_dtype(torch.bfloat16)
+    run = Run(master_dtype=torch.float32, ema_decay=0.5)
+    if load:
+        disturb(run.model)
+        run.load(path)
+    else:
+        run.train(3)
+        run.save(path)
+    run.train(5)
+    bits = run.bits()
+    with run.optimizer.averaged_weights():
+        return bits + run.bits()
+
+
+def test_masters_and_averages_travel_along(pool: Pool, tmp_path: Path) -> None:
+    expected = pool.run(2, masters_and_averages, tmp_path / "one", False)
+    for got in pool.run(3, masters_and_averages, tmp_path / "one", True):
+        assert_same_bits(got, expected[0])
+
+
+def draws() -> list[float]:
+    return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+
+def check_random_and_scaler(path: Path) -> None:
+    rank = dist.get_rank()
+    random.seed(rank)
+    np.random.seed(rank)
+    torch.manual_seed(rank)
+    random.gauss(0, 1)  # leaves half a pair behind
+    run = Run()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    scaler.update(32.0)
+    checkpoint.save(path, optimizer=run.optimizer, model=run.model, scaler=scaler)
+    expected = draws()
+    draws()
+    other = torch.amp.GradScaler("cpu")
+    assert checkpoint.load(path, optimizer=run.optimizer, model=run.model, scaler=other) is None
+    assert draws() == expected
+    assert other.state_dict() == scaler.state_dict()
+    before = draws()
+    checkpoint.load(path, model=run.model, random=False)
+    assert draws() != before
+
+
+def test_random_state_of_each_rank_and_the_scaler_come_back(ranks2: Ranks, tmp_path: Path) -> None:
+    ranks2.run(check_random_and_scaler, tmp_path / "one")
+
+
+EXTRA = {
+    "position": (3, 2**70, -1.5, float("inf"), None, True, "x/y", b"\0\xff", 1 + 2j, torch.bfloat16),
+    "nested": [{1: "int key", "1": "str key"}, {"a/b": torch.arange(3), "a": {"b": torch.zeros(2, 0)}}],
+    "array": np.arange(4, dtype=np.uint16),
+    "sparse": torch.eye(3).to_sparse(),
+    "strided": torch.arange(6.0).view(2, 3).t(),
+    "device": torch.device("cpu"),
+}
+
+
+def extras(path: Path) -> dict[str, Any]:
+    checkpoint.save(path, extra=EXTRA)
+    loaded = checkpoint.load(path)
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+def test_extra_values_of_any_plain_kind_come_back(ranks2: Ranks, tmp_path: Path) -> None:
+    for got in ranks2.run(extras, tmp_path / "one"):
+        assert got["position"] == EXTRA["position"]
+        assert got["nested"][0] == EXTRA["nested"][0]  # type: ignore[index]
+        assert torch.equal(got["nested"][1]["a/b"], torch.arange(3))
+        assert got["nested"][1]["a"]["b"].shape == (2, 0)
+        assert got["array"].dtype == np.uint16
+        assert got["array"].tolist() == [0, 1, 2, 3]
+        assert torch.equal(got["sparse"].to_dense(), torch.eye(3))
+        assert got["strided"].stride() == (1, 3)
+        assert torch.equal(got["strided"], torch.arange(6.0).view(2, 3).t())
+        assert got["device"] == torch.device("cpu")
+
+
+def check_regrouped(path: Path) -> None:
+    model = Net()
+    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    groups = [
+        {"params": named[:2], "lr": 0.1},
+        {"params": named[2:], "lr": 0.2, "weight_decay": 0.5},
+    ]
+    one = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, betas=(0.5, 0.6))
+    for step in range(2):
+        set_grads(list(model.parameters()), step)
+        one.step()
+    checkpoint.save(path, model=model, optimizer=one)
+    other = Net()
+    params = dict(reversed([pair for pair in other.named_parameters() if pair[1].requires_grad]))
+    last = [params.pop(named[-1][0])]
+    two = ZeroRedundancyOptimizer(
+        [{"params": last}, {"params": params.values(), "lr": 0.7}], torch.optim.AdamW
+    )
+    checkpoint.load(path, model=other, optimizer=two)
+    assert (two.param_groups[0]["lr"], two.param_groups[0]["weight_decay"]) == (0.2, 0.5)
+    assert two.param_groups[1]["lr"] == 0.7  # the saved groups of its members disagree
+    assert two.param_groups[1]["betas"] == (0.5, 0.6)
+    assert two.param_groups[1]["weight_decay"] == 0.01
+    by_name = dict(model.named_parameters())
+    ones, twos = set(one.owned_parameters()), set(two.owned_parameters())
+    state = {name: one.state[param] for name, param in by_name.items() if param in ones}
+    for name, param in other.named_parameters():
+        assert torch.equal(param, by_name[name])
+        if name in state and param in twos:
+            assert torch.equal(two.state[param]["exp_avg"], state[name]["exp_avg"])
+
+
+def test_order_and_grouping_of_parameters_may_change(ranks2: Ranks, tmp_path: Path) -> None:
+    ranks2.run(check_regrouped, tmp_path / "one")
+
+
+def check_misfits(path: Path) -> None:
+    run = Run()
+    run.train(1)
+    run.save(path)
+    other = Run()
+    other.model.conv = nn.Conv2d(3, 5, 3)
+    other.model.extra = nn.Linear(2, 2)
+    other.optimizer = ZeroRedundancyOptimizer(other.model.parameters(), torch.optim.AdamW)
+    before = other.bits()
+    with pytest.raises(StateMismatchError) as caught:
+        checkpoint.load(path, model=other.model, optimizer=other.optimizer)
+    for part in (
+        "conv.weight: shape (4, 3, 3, 3) in the checkpoint, (5, 3, 3, 3) here",
+        "conv.bias: shape (4,)",
+        "model entry extra.weight is not in the checkpoint",
+        "parameter extra.bias is not in the checkpoint",
+    ):
+        assert part in str(caught.value)
+    assert_same_bits(other.bits(), before)
+    with pytest.raises(StateMismatchError, match=r"no scaler; it has extra, model, optimizer, scheduler"):
+        checkpoint.load(path, scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(StateMismatchError, match="give the model as well"):
+        checkpoint.load(path, optimizer=run.optimizer)
+    with pytest.raises(TypeError, match="expected optimizer to be a ZeroRedundancyOptimizer, got SGD"):
+        checkpoint.save(path, optimizer=torch.optim.SGD([torch.zeros(1)]))  # type: ignore[arg-type]
+    with pytest.raises(RankMismatchError, match="what to save"):
+        checkpoint.save(path, extra=dist.get_rank())
+    with pytest.raises(TypeError, match="extra holds a object"):
+        checkpoint.save(path, extra=object())
+    with pytest.raises(ValueError, match="expected keep"):
+        checkpoint.save(path, keep=0)
+    run.load(path)
+    run.train(2)
+
+
+def test_what_does_not_fit_is_named_on_every_rank_and_changes_nothing(ranks2: Ranks, tmp_path: Path) -> None:
+    ranks2.run(check_misfits, tmp_path / "one")
+
+
+class WithInt8(torch.optim.SGD):
+    """Keeps state of a dtype that torch.optim would cast as it loads, a global entry, and numbers."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["count"] = self.state.get("count", 0) + 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                code = self.state[p].get("code", torch.zeros(p.shape, dtype=torch.int8))
+                self.state[p] = {"code": code + 1, "steps": self.state[p].get("steps", 0) + 1, "none": None}
+        return super().step(closure)
+
+
+def check_exact(path: Path) -> None:
+    runs = []
+    for _ in range(2):
+        run = Run()
+        run.optimizer = ZeroRedundancyOptimizer(
+            run.model.parameters(), WithInt8, lr=0.1, assume_separable=True
+        )
+        run.scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 1)
+        runs.append(run)
+    one, two = runs
+    one.train(3)
+    checkpoint.save(path, model=one.model, optimizer=one.optimizer)
+    checkpoint.load(path, model=two.model, optimizer=two.optimizer)
+    assert two.optimizer.state["count"] == 3
+    for p in two.optimizer.owned_parameters():
+        entries = two.optimizer.state[p]
+        assert entries["code"].dtype == torch.int8
+        assert entries["code"].unique().tolist() == [3]
+        assert (entries["steps"], entries["none"]) == (3, None)
+
+
+def test_state_keeps_its_dtypes_and_global_entries(ranks2: Ranks, tmp_path: Path) -> None:
+    ranks2.run(check_exact, tmp_path / "one")
+
+
+def check_async(path: Path) -> None:
+    run = Run()
+    run.train(2)
+    expected = run.bits()
+    pending = checkpoint.save_async(path / "a", **run.parts(), extra={"step": 2})
+    run.train(5)  # goes on, on the default group, while the save communicates on its own
+    second = checkpoint.save_async(path / "b", **run.parts(), extra={"step": 5})
+    assert pending.done()  # one at a time
+    later = run.bits()
+    second.wait()
+    assert 0 < second.stall < 5
+    for name, bits, step in (("a", expected, 2), ("b", later, 5)):
+        other = Run()
+        other.load(path / name)
+        assert other.step == step
+        assert_same_bits(other.bits(), bits)
+    assert checkpoint.latest(path) == path / "b"
+
+
+def test_a_save_in_the_background_is_a_snapshot(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(check_async, tmp_path)
+
+
+def read_nbytes() -> int:
+    """Bytes this process has read so far, by the kernel's count."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def measured(path: Path) -> tuple[int, int]:
+    model = nn.Sequential(*(nn.Linear(256, 512) for _ in range(12)))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    set_grads(list(model.parameters()), 0)
+    optimizer.step()
+    checkpoint.save(path, model=model, optimizer=optimizer)
+    own = optimizer.state_nbytes() + sum(p.nbytes for p in optimizer.owned_parameters())
+    checkpoint.load(path, model=model, optimizer=optimizer)  # imports, connections
+    before = read_nbytes()
+    checkpoint.load(path, model=model, optimizer=optimizer)
+    return read_nbytes() - before, own
+
+
+def test_a_rank_reads_its_own_shard_and_little_more(ranks: Ranks, tmp_path: Path) -> None:
+    pytest.importorskip("resource")
+    for read, own in ranks.run(measured, tmp_path / "one"):
+        assert own <= read <= 1.1 * own

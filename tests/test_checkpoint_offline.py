@@ -1,0 +1,251 @@
+"""Tools on checkpoints, in one process: consolidated, resharded, imported, inspected, with bounded memory."""
+
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pool import Pool, Ranks
+from test_checkpoint import Run, disturb
+from training import assert_same_bits, assert_same_state, make_params, set_grads, twin
+from zero_optim import ZeroRedundancyOptimizer, checkpoint, cli
+from zero_optim.checkpoint import offline
+
+
+def saved(path: Path) -> dict[str, Any]:
+    """Save a run, and give what is in it: weights and the consolidated state."""
+    run = Run()
+    run.train(3)
+    run.save(path)
+    run.optimizer.consolidate_state_dict(to=None)
+    return {"weights": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
+
+
+def test_a_checkpoint_becomes_a_file_of_torch_optim_and_of_weights(ranks: Ranks, tmp_path: Path) -> None:
+    expected = ranks.run(saved, tmp_path / "one")[0]
+    assert cli.main(["consolidate", str(tmp_path / "one"), str(tmp_path / "optimizer.pt")]) == 0
+    state = torch.load(tmp_path / "optimizer.pt", weights_only=True)
+    names = state["param_groups"][0].pop("param_names")
+    assert names[:2] == ["scale", "frozen"]
+    assert_same_state(state, expected["optimizer"])
+    plain = torch.optim.AdamW(twin([expected["weights"][name] for name in names]))
+    plain.load_state_dict(state)
+    for out in ("weights.pt", "weights.safetensors"):
+        assert cli.main(["consolidate", str(tmp_path / "one"), str(tmp_path / out), "--weights"]) == 0
+    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert list(weights) == list(expected["weights"])
+    safetensors = pytest.importorskip("safetensors.torch")
+    loaded = safetensors.load_file(tmp_path / "weights.safetensors")
+    for name, tensor in expected["weights"].items():
+        if isinstance(tensor, torch.Tensor):
+            assert torch.equal(weights[name], tensor)
+            assert weights[name].stride() == tensor.stride()
+            assert torch.equal(loaded[name], tensor)
+        else:
+            assert weights[name] == tensor
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == [
+        "optimizer.pt", "weights.pt", "weights.safetensors",
+    ]  # fmt: skip
+
+
+def resume(path: Path, positional: bool = False) -> list[torch.Tensor]:
+    run = Run()
+    disturb(run.model)
+    run.load(path)
+    run.train(6)
+    return run.bits()
+
+
+def straight() -> list[torch.Tensor]:
+    run = Run()
+    run.train(6)
+    return run.bits()
+
+
+def test_a_resharded_checkpoint_has_a_file_for_each_rank_and_goes_on_bit_for_bit(
+    pool: Pool, tmp_path: Path
+) -> None:
+    pool.run(2, saved, tmp_path / "two")
+    expected = pool.run(1, straight)[0]
+    for world_size in (1, 3):
+        out = tmp_path / str(world_size)
+        assert cli.main(["reshard", str(tmp_path / "two"), str(out), "--world-size", str(world_size)]) == 0
+        assert len(list(out.glob("data-*"))) == world_size
+        for got in pool.run(world_size, resume, out):
+            assert_same_bits(got, expected)
+
+
+def files_read(path: Path) -> list[str]:
+    """Load, and give the data files that this rank opened."""
+    opened: list[str] = []
+    sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
+    run = Run()
+    run.load(path)
+    return sorted({Path(name).name for name in opened if "data-" in name})
+
+
+def test_after_resharding_a_rank_reads_its_own_file_alone(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, saved, tmp_path / "one")
+    offline.reshard(tmp_path / "one", tmp_path / "three", 3)
+    for rank, names in enumerate(pool.run(3, files_read, tmp_path / "three")):
+        own = [name for name in names if name.endswith(f"-{rank}.bin")]
+        assert len(own) == 1
+        assert set(names) - set(own) <= {
+            f"{own[0].rpartition('-')[0]}-0.bin"
+        }  # what all ranks read: rank 0's
+
+
+def check_imported(folder: Path) -> None:
+    with warnings.catch_warnings():  # importing it scripts functions, which PyTorch itself deprecates
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+    params = make_params()
+    theirs = TorchZero(params, torch.optim.AdamW, lr=0.01)
+    for step in range(2):
+        set_grads(params, step)
+        theirs.step()
+    theirs.consolidate_state_dict(to=0)
+    if dist.get_rank() == 0:
+        torch.save(theirs.state_dict(), folder / "theirs.pt")
+        offline.reshard(folder / "theirs.pt", folder / "ours", 2)
+        offline.consolidate(folder / "ours", folder / "back.pt")
+        assert_same_state(torch.load(folder / "back.pt", weights_only=True), theirs.state_dict())
+    dist.barrier()
+    mine = twin(params)
+    names = [f"block.{index}" for index in range(len(mine))]
+    ours = ZeroRedundancyOptimizer(list(zip(names, mine, strict=True)), torch.optim.AdamW, lr=0.5)
+    checkpoint.load(folder / "ours", optimizer=ours)
+    for step in range(2, 4):
+        for optimizer, own in ((theirs, params), (ours, mine)):
+            set_grads(own, step)
+            optimizer.step()
+    assert_same_bits(mine, params)
+
+
+def test_files_of_pytorchs_zero_optimizer_come_in_and_go_back(ranks2: Ranks, tmp_path: Path) -> None:
+    ranks2.run(check_imported, tmp_path)
+
+
+def test_files_of_torch_optim_with_a_model_come_in(pool: Pool, tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    plain = torch.optim.AdamW(model.named_parameters())
+    set_grads(list(model.parameters()), 0)
+    plain.step()
+    torch.save({"model": model.state_dict(), "optimizer": plain.state_dict()}, tmp_path / "both.pt")
+    offline.reshard(tmp_path / "both.pt", tmp_path / "ours", 2)
+    for weight, moment in pool.run(2, loaded_linear, tmp_path / "ours"):
+        assert torch.equal(weight, model.weight)
+        assert moment is None or torch.equal(moment, plain.state[model.weight]["exp_avg"])
+
+
+def loaded_linear(path: Path) -> tuple[torch.Tensor, torch.Tensor | None]:
+    model = nn.Linear(3, 2)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    checkpoint.load(path, model=model, optimizer=optimizer)
+    return model.weight.detach(), optimizer.state.get(model.weight, {}).get("exp_avg")
+
+
+def test_what_is_no_checkpoint_gets_one_line_and_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.pt").write_text("hello")
+    torch.save({"a": 1}, tmp_path / "other.pt")
+    out = str(tmp_path / "out")
+    for arguments, line in (
+        (["consolidate", str(tmp_path / "nowhere"), out], "there is no such folder"),
+        (["consolidate", str(tmp_path), out], "it has no manifest, so it was never completed"),
+        (["reshard", str(tmp_path / "text.pt"), out, "--world-size", "2"], "is no file of torch.save"),
+        (
+            ["reshard", str(tmp_path / "other.pt"), out, "--world-size", "2"],
+            "neither an optimizer's state dict",
+        ),
+        (["reshard", str(tmp_path / "other.pt"), out, "--world-size", "0"], "at least 1, got 0"),
+        (["inspect", str(tmp_path / "nowhere")], "there is no such folder"),
+    ):
+        assert cli.main(arguments) == 2
+        shown = capsys.readouterr().err
+        assert line in shown
+        assert shown.count("\n") == 1
+    assert not Path(out).exists()
+
+
+def test_inspect_tells_what_is_in_it_by_whom_and_whether_it_is_whole(
+    ranks2: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks2.run(saved, tmp_path / "one")
+    assert cli.main(["inspect", str(tmp_path / "one"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["complete"], told["world_size"], told["version"]) == (True, 2, 1)
+    assert told["software"]["torch"] == torch.__version__
+    sections = {section["name"]: section for section in told["sections"]}
+    assert sections.keys() == {"extra", "model", "optimizer", "random", "scheduler"}
+    assert sections["optimizer"]["num_tensors"] == 3 * 6  # two moments and a step of each trained parameter
+    assert cli.main(["inspect", str(tmp_path / "one")]) == 0
+    shown = capsys.readouterr().out
+    assert "complete    yes" in shown
+    assert "by 2 ranks, zero_optim" in shown
+    data = next((tmp_path / "one").glob("data-*-1.bin"))
+    content = bytearray(data.read_bytes())
+    content[-1] ^= 1
+    data.write_bytes(content)
+    assert cli.main(["inspect", str(tmp_path / "one")]) == 1
+    assert "complete    no: " in capsys.readouterr().out
+    (tmp_path / "one" / "manifest.json").unlink()
+    assert cli.main(["inspect", str(tmp_path / "one"), "--json"]) == 1
+    assert "never completed" in json.loads(capsys.readouterr().out)["reason"]
+
+
+GROWTH = """
+import ctypes, sys
+from pathlib import Path
+from zero_optim.checkpoint import inspection, offline
+
+def status(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(key))) / 1024
+
+def growth(tool, *args):
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    tool(*args)
+    return status("VmHWM") - before
+
+def tour(source, out):
+    return [
+        growth(offline.reshard, Path(source), Path(out + "-r"), 3),
+        growth(offline.consolidate, Path(out + "-r"), Path(out + ".pt")),
+        growth(offline.consolidate, Path(out + "-r"), Path(out + ".safetensors")),
+        growth(offline.reshard, Path(out + ".pt"), Path(out + "-i"), 2),
+        growth(inspection.inspect, Path(out + "-i")),
+    ]
+
+tour(sys.argv[1], sys.argv[1] + "-small")  # loads the code
+print(max(tour(sys.argv[2], sys.argv[2] + "-large")))
+"""
+
+
+def test_tools_hold_one_tensor_at_a_time(ranks2: Ranks, tmp_path: Path) -> None:
+    if sys.platform != "linux":
+        pytest.skip("memory is measured as Linux tells it")
+    ranks2.run(save_large, tmp_path / "small", 16)
+    ranks2.run(save_large, tmp_path / "large", 2048)  # 30 tensors of 8 MiB
+    command = [sys.executable, "-c", GROWTH, str(tmp_path / "small"), str(tmp_path / "large")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) <= 16 + 8  # MiB: two pieces of a file, and what the heap likes to keep
+
+
+def save_large(path: Path, width: int) -> None:
+    model = nn.ParameterList(torch.zeros(width, 1024) + index for index in range(10))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    set_grads(list(model.parameters()), 0)
+    optimizer.step()
+    checkpoint.save(path, model=model, optimizer=optimizer)

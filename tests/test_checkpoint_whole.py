@@ -1,0 +1,386 @@
+"""Checkpoints are whole or not there: kills at every moment, full disks, damage, and hostile files."""
+
+import errno
+import json
+import multiprocessing
+import os
+import pickle
+import resource
+import signal
+import sys
+import zlib
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from pool import Ranks
+from training import set_grads
+from zero_optim import CheckpointError, StateMismatchError, ZeroRedundancyOptimizer, checkpoint
+from zero_optim.checkpoint import data, manifest
+
+MOMENTS = 24  # file operations of a rank at which it is killed, in each of two ways
+
+
+def training(seed: int = 0) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+    return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+
+
+def train(model: nn.Module, optimizer: ZeroRedundancyOptimizer, step: int) -> None:
+    set_grads(list(model.parameters()), step)
+    optimizer.step()
+
+
+def total(model: nn.Module) -> float:
+    return sum(float(p.detach().double().sum()) for p in model.parameters())
+
+
+# ---------------------------------------------------------------------- killed
+
+
+def die_at(moment: int) -> None:
+    """Kill this process at its n-th write, flush, renaming or removal in a checkpoint."""
+    count = 0
+
+    def counted(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **kwargs)
+
+        setattr(owner, name, call)
+
+    for owner, name in (
+        (os, "fsync"), (Path, "replace"), (Path, "unlink"), (Path, "mkdir"), (Path, "rmdir"), (Path, "open"),
+        (data.DataWriter, "_write"), (data.DataWriter, "append"), (data.DataWriter, "__exit__"),
+    ):  # fmt: skip
+        counted(owner, name)
+
+
+def save_until_killed(folder: Path, rank: int, victim: int, moment: int) -> None:
+    """Train on two ranks and save after each step; the victim dies on the way."""
+    store = dist.FileStore(str(folder / "store"), 2)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
+    model, optimizer = training()
+    for step in range(8):
+        train(model, optimizer, step)
+        extra = {"step": step, "sum": total(model)}
+        if step == 1 and rank == victim:  # the first save is whole
+            die_at(moment)
+        saved = {"model": model, "optimizer": optimizer, "extra": extra, "keep": 2}
+        if step % 2:
+            checkpoint.save_async(folder / "saved" / str(step % 4), **saved).wait()
+        else:
+            checkpoint.save(folder / "saved" / str(step), **saved)
+
+
+def load_all(folders: list[Path]) -> list[tuple[int, bool]]:
+    """Load the newest checkpoint of each folder: its step, and whether everything in it belongs together."""
+    found = []
+    for folder in folders:
+        model, optimizer = training(seed=1)
+        newest = checkpoint.latest(folder / "saved")
+        assert newest is not None, list((folder / "saved").rglob("*"))
+        extra = checkpoint.load(newest, model=model, optimizer=optimizer)
+        steps = {float(entries["step"]) for entries in optimizer.state.values()}
+        right = total(model) == extra["sum"]
+        found.append((extra["step"], right and steps == {extra["step"] + 1.0}))
+    return found
+
+
+@pytest.mark.parametrize("everyone", [False, True], ids=["one rank", "all ranks"])
+def test_killed_at_any_moment_of_a_save_the_newest_whole_checkpoint_loads(
+    ranks1: Ranks, tmp_path: Path, everyone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The server imports torch once and forks in milliseconds; it looks for modules here, not on sys.path.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["test_checkpoint_whole"])
+    folders = []
+    for moment in range(1, MOMENTS + 1):
+        for victim in (0, 1):
+            folder = tmp_path / f"{moment}-{victim}"
+            folder.mkdir()
+            folders.append(folder)
+            arguments = [(folder, rank, victim, 4 * moment - 2 * victim) for rank in (0, 1)]
+            processes = [context.Process(target=_quietly, args=each) for each in arguments]
+            for process in processes:
+                process.start()
+            processes[victim].join(30)
+            if everyone:
+                processes[1 - victim].kill()
+            processes[1 - victim].join(30)
+            codes = [process.exitcode for process in processes]
+            assert codes[victim] == -signal.SIGKILL, codes
+            # The other one raised, and did not hang; it may have got so far before it was killed.
+            assert codes[1 - victim] in ((1, -signal.SIGKILL) if everyone else (1,)), codes
+    found = ranks1.run(load_all, folders, timeout=120)[0]
+    assert all(right for _, right in found)
+    assert len({step for step, _ in found}) > 1  # the moments cover more than one save
+
+
+def _quietly(*args: Any) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    torch.set_num_threads(1)
+    save_until_killed(*args)
+
+
+# ---------------------------------------------------------------------- disks
+
+
+def check_full_disk(path: Path, everywhere: bool) -> None:
+    model, optimizer = training()
+    train(model, optimizer, 0)
+    checkpoint.save(path, model=model, optimizer=optimizer, extra=0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    train(model, optimizer, 1)
+    for save in (checkpoint.save, lambda *a, **k: checkpoint.save_async(*a, **k).wait()):
+        if everywhere or dist.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (200, hard))
+        try:
+            with pytest.raises(
+                CheckpointError, match=r"cannot write the checkpoint .*File too large.*still are"
+            ):
+                save(path, model=model, optimizer=optimizer, extra=1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    dist.barrier()
+    assert len(list(path.iterdir())) == 1 + dist.get_world_size()  # nothing is left of what failed
+    assert checkpoint.load(path, model=model, optimizer=optimizer) == 0
+    checkpoint.save(path, model=model, optimizer=optimizer, extra=2)
+    assert checkpoint.load(path) == 2
+
+
+@pytest.mark.parametrize("everywhere", [False, True], ids=["on one rank", "on all ranks"])
+def test_a_full_disk_raises_on_every_rank_and_leaves_the_checkpoint_before(
+    ranks2: Ranks, tmp_path: Path, everywhere: bool
+) -> None:
+    ranks2.run(check_full_disk, tmp_path / "one", everywhere)
+
+
+def check_read_only(folder: Path) -> None:
+    path = folder / "one"
+    model, optimizer = training()
+    checkpoint.save(path, model=model, optimizer=optimizer, extra=0)
+    if dist.get_rank() == 0 and os.geteuid() == 0:  # root may write anywhere: the file system has to say no
+        import io
+
+        real_open = io.open
+        with pytest.MonkeyPatch.context() as patch:
+
+            def refuse_open(name: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+                if set(mode) & set("wxa+"):
+                    raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(name))
+                return real_open(name, mode, *args, **kwargs)
+
+            patch.setattr(io, "open", refuse_open)
+            with pytest.raises(CheckpointError, match="Read-only file system"):
+                checkpoint.save(path, model=model, optimizer=optimizer, extra=1)
+    elif dist.get_rank() == 0:
+        path.chmod(0o500)
+        with pytest.raises(CheckpointError, match="Permission denied"):
+            checkpoint.save(path, model=model, optimizer=optimizer, extra=1)
+        path.chmod(0o700)
+    else:
+        with pytest.raises(CheckpointError, match=r"rank 0: cannot write the checkpoint"):
+            checkpoint.save(path, model=model, optimizer=optimizer, extra=1)
+    assert checkpoint.load(path, model=model, optimizer=optimizer) == 0
+
+
+def test_a_read_only_folder_raises_on_every_rank_and_leaves_the_checkpoint_before(
+    ranks2: Ranks, tmp_path: Path
+) -> None:
+    ranks2.run(check_read_only, tmp_path)
+
+
+# ---------------------------------------------------------------------- damage
+
+
+def check_damage(folder: Path) -> None:
+    model, optimizer = training()
+    for step in range(3):
+        train(model, optimizer, step)
+        checkpoint.save(folder / str(step), model=model, optimizer=optimizer, extra=step)
+    before = [p.clone() for p in model.parameters()]
+    if dist.get_rank() == 0:
+        damage(folder / "2")
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"is damaged: .* in data-.*-1.bin: its checksum is wrong"):
+        checkpoint.load(folder / "2", model=model, optimizer=optimizer)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert checkpoint.latest(folder) == folder / "1"
+    assert checkpoint.latest(folder, quick=True) == folder / "2"
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for name in ("2", "1"):
+            with next((folder / name).glob("data-*")).open("ab") as file:
+                file.truncate(100)
+    dist.barrier()
+    with pytest.raises(CheckpointError, match="should have"):
+        checkpoint.load(folder / "1", model=model, optimizer=optimizer)
+    assert checkpoint.latest(folder, quick=True) == folder / "0"
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (folder / "1" / "manifest.json").unlink()
+    dist.barrier()
+    with pytest.raises(CheckpointError, match="it has no manifest, so it was never completed"):
+        checkpoint.load(folder / "1", model=model, optimizer=optimizer)
+    assert checkpoint.load(folder / "0", model=model, optimizer=optimizer) == 0
+    train(model, optimizer, 1)
+
+
+def damage(folder: Path) -> None:
+    """Turn one bit of a file's last tensor."""
+    path = next(folder.glob("data-*-1.bin"))
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_damaged_and_incomplete_checkpoints_are_refused_with_the_reason(
+    ranks2: Ranks, tmp_path: Path
+) -> None:
+    ranks2.run(check_damage, tmp_path)
+
+
+def check_keep(folder: Path) -> list[str]:
+    model, optimizer = training()
+    names = []
+    for step in range(4):
+        if dist.get_rank() == 0 and step == 3:
+            (folder / "notes").mkdir()
+            (folder / "notes" / "mine.txt").write_text("not a checkpoint")
+            (folder / "torn").mkdir()
+            (folder / "torn" / "data-00ff-0.bin").touch()
+        dist.barrier()
+        checkpoint.save(folder / str(step), model=model, optimizer=optimizer, keep=2)
+        dist.barrier()
+        names.append(",".join(sorted(path.name for path in folder.iterdir())))
+        dist.barrier()
+    return names
+
+
+def test_old_checkpoints_are_removed_and_nothing_else(ranks2: Ranks, tmp_path: Path) -> None:
+    assert ranks2.run(check_keep, tmp_path)[0] == ["0", "0,1", "1,2", "2,3,notes"]
+
+
+def check_replaced(path: Path) -> None:
+    model, optimizer = training()
+    for extra in range(3):
+        checkpoint.save(path, model=model, optimizer=optimizer, extra=extra)
+        assert checkpoint.load(path) == extra
+        assert len(list(path.iterdir())) == 3
+        dist.barrier()
+
+
+def test_a_checkpoint_saved_under_the_same_name_takes_the_place_of_the_one_before(
+    ranks2: Ranks, tmp_path: Path
+) -> None:
+    ranks2.run(check_replaced, tmp_path / "one")
+
+
+# ---------------------------------------------------------------------- hostile
+
+
+class Hostile:
+    """Leaves a file when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.mark,)
+
+
+def check_hostile(folder: Path) -> None:
+    path, mark = folder / "one", folder / "executed"
+    model, optimizer = training()
+    train(model, optimizer, 0)
+    checkpoint.save(path, model=model, optimizer=optimizer)
+    hostile = pickle.dumps(Hostile(mark))
+    if dist.get_rank() == 0:
+        (path / ".metadata").write_bytes(hostile)  # where DCP's own storage keeps its pickle
+        (path / "__0_0.distcp").write_bytes(hostile)
+    dist.barrier()
+    checkpoint.load(path, model=model, optimizer=optimizer)
+    dist.barrier()
+    for name in ("manifest.json", *(path.name for path in path.glob("data-*"))):
+        whole = (path / name).read_bytes()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (path / name).write_bytes(hostile.ljust(len(whole), b"\0"))
+        dist.barrier()
+        with pytest.raises(CheckpointError, match="damaged"):
+            checkpoint.load(path, model=model, optimizer=optimizer)
+        assert checkpoint.latest(path) is None
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (path / name).write_bytes(whole)
+        dist.barrier()
+    if dist.get_rank() == 0:
+        forge(path)
+    dist.barrier()
+    with pytest.raises(CheckpointError, match="no name of a data file"):
+        checkpoint.load(path, model=model, optimizer=optimizer)
+    assert not mark.exists()
+
+
+def forge(path: Path) -> None:
+    """Have the manifest name a file outside the folder, checksum and all."""
+    head, body = (path / manifest.FILE).read_text().splitlines()
+    content = json.loads(body)
+    content["files"][0][0] = "../../etc/passwd"
+    body = json.dumps(content)
+    head = json.dumps({**json.loads(head), "crc32": zlib.crc32(body.encode())})
+    (path / manifest.FILE).write_text(f"{head}\n{body}\n")
+
+
+def test_nothing_that_is_planted_in_the_folder_is_executed(ranks2: Ranks, tmp_path: Path) -> None:
+    ranks2.run(check_hostile, tmp_path)
+
+
+# ---------------------------------------------------------------------- through DCP
+
+
+def check_dcp(path: Path) -> None:
+    model, optimizer = training()
+    for step in range(2):
+        train(model, optimizer, step)
+    dcp.save(
+        {"model": model, "optimizer": checkpoint.OptimizerState(optimizer, model), "note": "hello"},
+        storage_writer=checkpoint.Writer(path),
+    )
+    other, fresh = training(seed=1)
+    state = {"model": other, "optimizer": checkpoint.OptimizerState(fresh, other), "note": ""}
+    with pytest.raises(StateMismatchError, match="SafeLoadPlanner"):
+        dcp.load(state, storage_reader=checkpoint.Reader(path))
+    dcp.load(state, storage_reader=checkpoint.Reader(path), planner=checkpoint.SafeLoadPlanner())
+    assert state["note"] == "hello"
+    for step in range(2, 4):
+        train(model, optimizer, step)
+        train(other, fresh, step)
+    assert all(torch.equal(p, q) for p, q in zip(other.parameters(), model.parameters(), strict=True))
+    with pytest.raises(StateMismatchError, match=r"it has nothing saved by checkpoint.save"):
+        checkpoint.load(path, model=model)
+    dcp.save({"bad": Hostile(path / "mark")}, storage_writer=checkpoint.Writer(path / "bad"))
+    reader, planner = checkpoint.Reader(path / "bad"), checkpoint.SafeLoadPlanner()
+    with pytest.raises(dcp.api.CheckpointException, match="Weights only load failed"):
+        dcp.load({"bad": None}, storage_reader=reader, planner=planner)
+    assert not (path / "mark").exists()
+
+
+def test_people_who_call_dcp_themselves_save_and_load_sharded(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(check_dcp, tmp_path / "one")

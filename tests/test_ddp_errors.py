@@ -1,0 +1,446 @@
+"""What goes wrong is said on every rank, by name, with what to do; and training goes on after it."""
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.utils.checkpoint import checkpoint
+
+from ddp_pairs import SMALL_MB, assert_same, averaged, batch, mlp, mlp_loss
+from pool import Ranks
+from zero_optim.ddp import DistributedDataParallel, Reducer
+from zero_optim.ddp.engine import missing_names, require
+from zero_optim.errors import RankMismatchError, ReductionError
+
+
+def check_average(model: nn.Module, clean: nn.Module, number: int, where: object = "") -> None:
+    """Run an iteration that has to be right."""
+    model.zero_grad()
+    mlp_loss(model, number).backward()
+    expected = averaged(clean, lambda net, rank: mlp_loss(net, number, rank), dist.get_world_size())
+    for name, param in clean.named_parameters():
+        assert param.grad is None
+        assert_same(model.get_parameter(f"module.{name}").grad, expected[name], (where, name), 1e-6)
+
+
+# ---------------------------------------------------------------------- models
+
+
+def differing(how: str, rank: int) -> nn.Module:
+    net = mlp()
+    if rank == 1:
+        if how == "shape":
+            net[2] = nn.Linear(8, 8, bias=False)
+            net[2].bias = nn.Parameter(torch.zeros(9))
+        elif how == "dtype":
+            net[2].weight.data = net[2].weight.data.double()
+        elif how == "order":
+            net[2]._parameters = dict(reversed(net[2]._parameters.items()))  # type: ignore[assignment]
+        elif how == "extra":
+            net.append(nn.Linear(3, 3))
+        elif how == "frozen":
+            net[2].weight.requires_grad_(False)
+        elif how == "strides":
+            net[2].weight.data = net[2].weight.data.t()
+    return net
+
+
+DIFFERENCES = {
+    "shape": "2.bias (8,)",
+    "dtype": "2.weight (8, 8) torch.float64",
+    "order": "2.bias (8,)",
+    "extra": "rank 0 has nothing more; rank 1 has 9.weight (3, 3)",
+    "frozen": "2.weight (8, 8) torch.float32, strides (8, 1), frozen",
+    "strides": "2.weight (8, 8) torch.float32, strides (1, 8)",
+}
+
+
+def check_models() -> None:
+    rank = dist.get_rank()
+    for how, message in DIFFERENCES.items():
+        with pytest.raises(RankMismatchError, match="ranks disagree about the model to wrap") as caught:
+            DistributedDataParallel(differing(how, rank))
+        assert message in str(caught.value), (how, str(caught.value))
+        assert "rank 0" in str(caught.value)
+        assert "rank 1" in str(caught.value)
+    with pytest.raises(RankMismatchError, match="bucket_cap_mb"):
+        DistributedDataParallel(mlp(), bucket_cap_mb=1 + rank)
+    with pytest.raises(TypeError, match="expected a module to wrap, got int"):
+        DistributedDataParallel(mlp() if rank else 3)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=r"doesn't have any parameter that requires a gradient"):
+        DistributedDataParallel(mlp().requires_grad_(False))
+    DistributedDataParallel(mlp(), device_ids=None if rank else [])  # each rank may name its own device
+
+
+def test_models_that_differ_are_named_on_every_rank(ranks2: Ranks) -> None:
+    ranks2.run(check_models)
+
+
+def check_own_optimizers() -> None:
+    net = mlp()
+    net[0].weight._in_backward_optimizers = []  # what PyTorch's _apply_optimizer_in_backward leaves
+    model = DistributedDataParallel(net)
+    with pytest.raises(RuntimeError, match=r"zero_optim\.hooks\.zero_step"):
+        mlp_loss(model, 0)
+    with pytest.raises(RuntimeError, match="sparse metadata is not supported"):
+        model._set_sparse_metadata({})  # type: ignore[no-untyped-call]
+
+
+def test_optimizers_on_parameters_are_refused(ranks2: Ranks) -> None:
+    ranks2.run(check_own_optimizers)
+
+
+# ---------------------------------------------------------------------- backward passes
+
+
+class Twice(nn.Module):
+    """A part that is recomputed in the backward pass, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.again = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(self.again, x, use_reentrant=True)
+        return x
+
+
+def check_twice() -> None:
+    model = DistributedDataParallel(Twice(), bucket_cap_mb=SMALL_MB)
+    for _ in range(2):
+        model.zero_grad()
+        with pytest.raises(ReductionError, match=r"every rank: a second gradient .* again\.") as caught:
+            mlp_loss(model, 0).backward()
+        for part in ("again.bias", "again.weight", "use_reentrant=False", "static_graph=True"):
+            assert part in str(caught.value), part
+        assert "first" not in str(caught.value).replace("after the first was", "")
+
+
+def test_a_second_gradient_is_reported_with_its_likely_causes(ranks2: Ranks) -> None:
+    ranks2.run(check_twice)
+
+
+class Switched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.times = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(self.times):
+            x = checkpoint(self.other, x, use_reentrant=True)
+        return x
+
+
+def check_static() -> None:
+    model = DistributedDataParallel(Switched(), static_graph=True, bucket_cap_mb=SMALL_MB)
+    net = model.module
+    assert isinstance(net, Switched)
+    for first, then, how in ((1, 0, "fewer"), (1, 2, "more")):
+        net.times = first
+        mlp_loss(model, 0).backward()
+        net.times = then
+        with pytest.raises(
+            ReductionError, match=rf"there were {how} gradients .*other\.(bias|weight), other\.(bias|weight)"
+        ) as caught:
+            mlp_loss(model, 1).backward()
+        assert "Leave static_graph out" in str(caught.value)
+    net.times = 1
+    check_average(model, copy.deepcopy(net), 2)
+
+
+def test_a_static_graph_that_changes_is_reported(ranks2: Ranks) -> None:
+    ranks2.run(check_static)
+
+
+class Hidden(nn.Module):
+    """Has something that the loss uses, and the output does not show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.shown, self.hidden = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.hidden(x)
+        out: Tensor = self.shown(x)
+        return out
+
+
+def check_hidden() -> None:
+    """The engine tells what will run, so that even this is right."""
+    net = Hidden()
+    model = DistributedDataParallel(net, find_unused_parameters=True, bucket_cap_mb=SMALL_MB)
+    clean = Hidden()
+
+    def loss(wrapped: nn.Module, net: Hidden, rank: int) -> Tensor:
+        return wrapped(batch(0, 4, 8, rank=rank)).sum() + net.kept.square().sum()
+
+    for _ in range(2):
+        model.zero_grad()
+        loss(model, net, dist.get_rank()).backward()
+        expected = averaged(clean, lambda module, rank: loss(module, module, rank), 2)  # type: ignore[arg-type]
+        for name, param in net.named_parameters():
+            assert_same(param.grad, expected[name], name, 1e-6)
+
+
+def test_a_parameter_that_the_output_does_not_show_is_reduced(ranks2: Ranks) -> None:
+    ranks2.run(check_hidden)
+
+
+class Interrupted(Exception):
+    """Raised in the middle of a backward pass."""
+
+
+def interrupt(_: Tensor) -> None:
+    raise Interrupted
+
+
+def backward_and_check(model: DistributedDataParallel, number: int) -> None:
+    mlp_loss(model, number).backward()
+    model._check_reducer_finalized()  # type: ignore[no-untyped-call]
+
+
+def check_exception(where: int, ranks: list[int], options: dict[str, Any], deferred: bool) -> None:
+    rank = dist.get_rank()
+    net = mlp()
+    model, clean = DistributedDataParallel(net, bucket_cap_mb=SMALL_MB, **options), mlp()
+    model.reducer.own.defers_reports = deferred
+    for number in range(3):  # in the first pass too, before buckets are rebuilt
+        model.zero_grad()
+        if rank in ranks:
+            handle = net[where].weight.register_hook(interrupt)
+            with pytest.raises(Interrupted):
+                mlp_loss(model, number).backward()
+            handle.remove()
+            with pytest.raises(ReductionError, match="a backward pass ended with an exception") as caught:
+                mlp_loss(model, number)
+        else:
+            with pytest.raises(ReductionError, match="a backward pass ended with an exception") as caught:
+                backward_and_check(model, number)
+        names = "every rank" if len(ranks) == 2 else f"rank {ranks[0]}"
+        assert f"{names}: a backward pass" in str(caught.value)
+        check_average(model, clean, 10 + number, (where, ranks, options, number))
+
+
+def check_exceptions() -> None:
+    for where, ranks in ((8, [0]), (0, [1]), (4, [0, 1])):
+        for options in (
+            {},
+            {"gradient_as_bucket_view": True},
+            {"find_unused_parameters": True},
+            {"static_graph": True},
+        ):
+            check_exception(where, ranks, options, deferred=False)
+    check_exception(4, [1], {}, deferred=True)
+
+
+def test_an_exception_in_a_backward_pass_reaches_every_rank_and_training_goes_on(ranks2: Ranks) -> None:
+    ranks2.run(check_exceptions)
+
+
+def check_exception_without_wrapper() -> None:
+    """The next backward pass finds that the last one broke off."""
+    rank, net, clean = dist.get_rank(), mlp(), mlp()
+    reducer = Reducer(net.named_parameters())
+    handle = net[4].weight.register_hook(interrupt) if rank else None
+    with pytest.raises(Interrupted if rank else ReductionError):
+        mlp_loss(net, 0).backward()
+    if handle is not None:
+        handle.remove()
+        with pytest.raises(ReductionError, match=r"rank 1: a backward pass ended with an exception"):
+            mlp_loss(net, 0).backward()
+    net.zero_grad()
+    mlp_loss(net, 1).backward()
+    expected = averaged(clean, lambda net, rank: mlp_loss(net, 1, rank), 2)
+    for name, param in net.named_parameters():
+        assert_same(param.grad, expected[name], name, 1e-6)
+    reducer.close()
+
+
+def test_a_reducer_alone_recovers_from_an_exception_too(ranks2: Ranks) -> None:
+    ranks2.run(check_exception_without_wrapper)
+
+
+def check_deferred() -> None:
+    """Where reading makes the CPU wait, as on CUDA, what went wrong is read before the next pass."""
+    model, clean = DistributedDataParallel(Switched()), Switched()
+    model.reducer.own.defers_reports = True
+    net = model.module
+    assert isinstance(net, Switched)
+    for _ in range(2):
+        net.times = dist.get_rank()
+        mlp_loss(model, 0).backward()
+        net.times = 1
+        with pytest.raises(
+            ReductionError, match=r"rank 0: no gradient for other\.weight, other\.bias\. Every"
+        ):
+            mlp_loss(model, 0)
+        check_average(model, clean, 1)
+    mlp_loss(model, 0).backward()
+    model._check_reducer_finalized()  # type: ignore[no-untyped-call]
+
+
+def test_a_report_may_be_read_before_the_next_pass(ranks2: Ranks) -> None:
+    ranks2.run(check_deferred)
+
+
+# ---------------------------------------------------------------------- sparse gradients
+
+
+class Words(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(10, 8, sparse=sparse), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.table(x))
+        return out
+
+
+def check_layouts() -> None:
+    words = torch.arange(4) + dist.get_rank()
+    for sparse, came, expected in ((False, "sparse", "dense"), (True, "dense", "sparse")):
+        model = DistributedDataParallel(Words(sparse))
+        model.module.table.sparse = not sparse
+        message = f"a {came} gradient where a {expected} one was expected, for table.weight. .*sparse=True"
+        for _ in range(2):
+            model.zero_grad()
+            with pytest.raises(ReductionError, match=message):
+                model(words).sum().backward()
+        model.module.table.sparse = sparse
+        model.zero_grad()
+        model(words).sum().backward()
+        assert model.module.table.weight.grad.is_sparse == sparse
+
+
+def test_gradients_of_the_wrong_layout_are_reported(ranks2: Ranks) -> None:
+    ranks2.run(check_layouts)
+
+
+# ---------------------------------------------------------------------- comm hooks
+
+
+def settled(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+def no_future(_: object, bucket: Any) -> Any:
+    return bucket.buffer()
+
+
+def too_short(_: object, bucket: Any) -> Any:
+    return settled(bucket.buffer()[1:])
+
+
+def no_tensor(_: object, bucket: Any) -> Any:
+    return settled("text")
+
+
+def two_tensors(_: object, bucket: Any) -> Any:
+    return settled([bucket.buffer(), bucket.buffer()])
+
+
+def raises(_: object, bucket: Any) -> Any:
+    raise Interrupted("from a hook")
+
+
+def raises_later(_: object, bucket: Any) -> Any:
+    def then(_: Future[Any]) -> Any:
+        raise Interrupted("from a future")
+
+    return settled(None).then(then)
+
+
+HOOKS: tuple[tuple[Callable[..., Any], type[Exception], str], ...] = (
+    (no_future, TypeError, "the comm hook no_future returned Tensor: expected a torch.futures.Future"),
+    (too_short, ValueError, "too_short returned 314 elements for a bucket of 315"),
+    (no_tensor, TypeError, "comm hook no_tensor holds str: expected one tensor"),
+    (two_tensors, TypeError, "comm hook two_tensors holds list: expected one tensor"),
+    (raises, Interrupted, "from a hook"),
+    (raises_later, RuntimeError, "from a future"),
+)
+
+
+def check_hooks() -> None:
+    for hook, kind, message in HOOKS:
+        model = DistributedDataParallel(mlp(), bucket_cap_mb=25)
+        model.register_comm_hook(None, hook)
+        with pytest.raises(kind, match=re.escape(message)):
+            mlp_loss(model, 0).backward()
+        for _ in range(2):
+            with pytest.raises(
+                ReductionError, match="a comm hook failed in an earlier backward pass"
+            ) as caught:
+                mlp_loss(model, 0)
+            assert message in str(caught.value)
+
+
+def test_a_hook_that_fails_is_named_and_not_called_again(ranks2: Ranks) -> None:
+    ranks2.run(check_hooks)
+
+
+def one_argument(state: object) -> Future[Tensor]:
+    raise NotImplementedError
+
+
+def annotated(state: object, bucket: Any) -> Tensor:
+    raise NotImplementedError
+
+
+def right(state: object, bucket: Any) -> Future[Tensor]:
+    return settled(bucket.buffer())
+
+
+def check_registration() -> None:
+    model = DistributedDataParallel(mlp())
+    with pytest.raises(TypeError, match=r"expected a comm hook, hook\(state, bucket\), got int"):
+        model.register_comm_hook(None, 3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"got one_argument\(state"):
+        model.register_comm_hook(None, one_argument)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"annotated is annotated to return .*Tensor.*expected torch.futures.Future"
+    ):
+        model.register_comm_hook(None, annotated)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"expected one of .*ALLREDUCE"):
+        model._register_builtin_comm_hook("allreduce")
+    model.register_comm_hook(None, right)
+    with pytest.raises(
+        RuntimeError, match=r"registered already, right.* only be called once.*instead of no_future"
+    ):
+        model.register_comm_hook(None, no_future)
+    late = DistributedDataParallel(mlp())
+    late.module[0].weight.register_hook(lambda _: late.register_comm_hook(None, right))
+    with pytest.raises(RuntimeError, match="before backward"):
+        mlp_loss(late, 0).backward()
+
+
+def test_a_hook_is_checked_when_it_is_registered(ranks1: Ranks) -> None:
+    ranks1.run(check_registration)
+
+
+# ---------------------------------------------------------------------- the installed PyTorch
+
+
+def test_a_pytorch_that_lacks_a_private_name_is_refused_at_import() -> None:
+    needed = [(torch, "_foreach_copy_"), (torch, "_no_such_name"), (None, "queue_callback")]
+    assert missing_names(needed) == ["_no_such_name", "queue_callback"]
+    with pytest.raises(
+        ImportError, match=r"something needs _no_such_name, queue_callback, which PyTorch .* 2.8 to"
+    ):
+        require(needed, "something")
+    require(needed[:1], "something")

@@ -1,0 +1,294 @@
+"""Comm hooks written for PyTorch's wrapper run on ours unchanged, and give the same bits."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    default_hooks,
+    optimizer_overlap_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+    quantization_hooks,
+)
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+from ddp_pairs import SMALL_MB, Pair, assert_same, batch, mlp, mlp_loss
+from pool import Ranks
+from zero_optim.ddp import DistributedDataParallel, GradBucket
+
+Setting = tuple[Callable[[], object], Callable[..., Any]]
+
+
+def renamed(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """PyTorch's wrapper refuses its bfloat16 hooks by name without CUDA; ours runs them."""
+
+    def other(state: object, bucket: Any) -> Any:
+        return hook(state, bucket)
+
+    other.__annotations__.clear()
+    return other
+
+
+def power(**options: Any) -> powerSGD_hook.PowerSGDState:
+    settings = {"start_powerSGD_iter": 2, "min_compression_rate": 0.5, **options}
+    return powerSGD_hook.PowerSGDState(None, **settings)  # type: ignore[arg-type]
+
+
+def local_sgd() -> post_localSGD_hook.PostLocalSGDState:
+    alone = dist.new_subgroups(1)[0]
+    return post_localSGD_hook.PostLocalSGDState(None, alone, start_localSGD_iter=2)  # type: ignore[no-untyped-call]
+
+
+class StackedGather:
+    """What NCCL's all_gather gives, one tensor in a list, made of gloo's; quantizing hooks build on it."""
+
+    def __init__(self, parts: list[Tensor], mine: Tensor, group: Any, async_op: bool) -> None:
+        assert async_op
+        self._parts = parts
+        self._work = dist.all_gather(parts, mine, group=group, async_op=True)
+
+    def get_future(self) -> Future[Any]:
+        future: Future[Any] = self._work.get_future().then(lambda _: [torch.stack(self._parts)])  # type: ignore[union-attr]
+        return future
+
+
+def nothing() -> None:
+    """No state."""
+
+
+SETTINGS: dict[str, Setting] = {
+    "allreduce": (nothing, default_hooks.allreduce_hook),
+    "fp16": (nothing, default_hooks.fp16_compress_hook),
+    "bf16": (nothing, default_hooks.bf16_compress_hook),
+    "fp16 wrapper": (nothing, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
+    "bf16 wrapper": (nothing, default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook)),
+    "powerSGD": (power, powerSGD_hook.powerSGD_hook),
+    "powerSGD in fp16": (power, default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)),
+    "powerSGD without memory": (partial(power, use_error_feedback=False), powerSGD_hook.powerSGD_hook),
+    # Once it begins to compress it fails on any wrapper: it hands matrices to what expects batches of them.
+    "batched powerSGD": (partial(power, start_powerSGD_iter=9), powerSGD_hook.batched_powerSGD_hook),
+    "quantized by tensor": (lambda: dist.group.WORLD, quantization_hooks.quantization_pertensor_hook),
+    "quantized by channel": (lambda: dist.group.WORLD, quantization_hooks.quantization_perchannel_hook),
+    "local SGD": (local_sgd, post_localSGD_hook.post_localSGD_hook),
+    "noop": (nothing, noop_hook),
+}
+
+
+def check_hooks(as_views: bool) -> None:
+    quantization_hooks.dist = SimpleNamespace(  # type: ignore[assignment]
+        all_gather=StackedGather, group=dist.group, get_rank=dist.get_rank
+    )
+    try:
+        check_settings(as_views)
+    finally:
+        quantization_hooks.dist = dist
+
+
+def check_settings(as_views: bool) -> None:
+    for name, (make_state, hook) in SETTINGS.items():
+        options: dict[str, Any] = {"gradient_as_bucket_view": as_views}
+        pair = Pair.of(mlp(), **options)
+        pair.ours.register_comm_hook(make_state(), hook)
+        pair.theirs.register_comm_hook(make_state(), renamed(hook) if "bf16" in name else hook)
+        told = pair.ours.get_ddp_logging_data()["comm_hook"]
+        assert told == hook.__qualname__
+        # Before buckets are rebuilt PyTorch has another order in them, which counts where neighbours do.
+        for number in range(5):
+            for model in pair:
+                model.zero_grad()
+            neighbours = name.startswith("quantized")
+            loss = lambda model, n=number: mlp_loss(model, n)  # noqa: E731
+            pair.backward(loss, (name, number), 1.0 if neighbours and number == 0 else 0.0)
+
+
+# PyTorch's hooks use what it deprecates.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("as_views", [False, True], ids=["copies", "views"])
+def test_pytorchs_hooks_give_what_they_give_on_pytorchs_wrapper(ranks2: Ranks, as_views: bool) -> None:
+    ranks2.run(check_hooks, as_views)
+
+
+def check_builtin() -> None:
+    kinds = dist.BuiltinCommHookType  # type: ignore[attr-defined]
+    for kind in (kinds.ALLREDUCE, kinds.FP16_COMPRESS):
+        pair = Pair.of(mlp(), bucket_cap_mb=SMALL_MB)
+        for model in pair:
+            model._register_builtin_comm_hook(kind)  # type: ignore[no-untyped-call]
+        assert pair.ours.get_ddp_logging_data()["comm_hook"] == str(kind)
+        for number in range(3):
+            for model in pair:
+                model.zero_grad()
+            # The builtin hook in C++ divides before it compresses, the hook in Python after.
+            tolerance = 1e-3 if kind == kinds.FP16_COMPRESS else 0.0
+            pair.backward(lambda model, n=number: mlp_loss(model, n), kind, tolerance)  # type: ignore[misc]
+
+
+def test_builtin_hooks_work(ranks2: Ranks) -> None:
+    ranks2.run(check_builtin)
+
+
+class Halving:
+    """A stand-in for PyTorch's functional optimizers: takes off half of the gradient."""
+
+    def step_param(self, param: Tensor, grad: Tensor | None) -> None:
+        assert grad is not None
+        with torch.no_grad():
+            param.sub_(grad, alpha=0.5)
+
+
+def check_optimizer_in_hook() -> None:
+    for as_views in (False, True):
+        model = DistributedDataParallel(mlp(), bucket_cap_mb=SMALL_MB, gradient_as_bucket_view=as_views)
+        plain = DistributedDataParallel(mlp())
+        state = optimizer_overlap_hooks._OptimizerHookState(Halving())
+        hook = optimizer_overlap_hooks._hook_then_optimizer(default_hooks.allreduce_hook, state)
+        model.register_comm_hook(None, hook)
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+        for number in range(4):
+            model.zero_grad()
+            mlp_loss(model, number).backward()
+            optimizer.zero_grad()
+            mlp_loss(plain, number).backward()
+            optimizer.step()
+            for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(ours, theirs), number
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_an_optimizer_may_step_in_a_hook(ranks2: Ranks) -> None:
+    ranks2.run(check_optimizer_in_hook)
+
+
+def check_bucket() -> None:
+    seen: list[tuple[int, bool, list[tuple[int, ...]]]] = []
+    net = mlp()
+    model = DistributedDataParallel(net, bucket_cap_mb=SMALL_MB, gradient_as_bucket_view=True)
+
+    def hook(state: object, bucket: GradBucket) -> Future[Tensor]:
+        assert state == "state"
+        params, grads, flat = bucket.parameters(), bucket.gradients(), bucket.buffer()
+        seen.append((bucket.index(), bucket.is_last(), [tuple(param.shape) for param in params]))
+        assert [grad.shape for grad in grads] == [param.shape for param in params]
+        assert flat.dim() == 1
+        assert flat.numel() == sum(param.numel() for param in params)
+        assert all(any(param is own for own in net.parameters()) for param in params)
+        for grad, param in zip(grads, params, strict=True):
+            assert grad.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+            assert param.grad is None or param.grad.shape == grad.shape
+        grads[0].fill_(3.0)
+        assert (flat[: grads[0].numel()] == 3.0).all()
+        bucket.set_buffer(flat.double() + 1)
+        assert bucket.buffer().dtype == torch.float64
+        assert [(grad - 4).abs().max() < 9 for grad in bucket.gradients()]
+        assert (bucket.gradients()[0] == 4.0).all()
+        bucket.set_buffer(flat[:1])
+        with pytest.raises(RuntimeError, match=r"replaced by one of 1 elements"):
+            bucket.gradients()
+        return dist.all_reduce(flat, async_op=True).get_future().then(lambda done: done.value()[0])  # type: ignore[union-attr]
+
+    model.register_comm_hook("state", hook)
+    for number in range(3):
+        seen.clear()
+        mlp_loss(model, number).backward()
+        count = len(model.reducer.own.wiring.buckets)
+        assert count > 2
+        assert [index for index, _, _ in seen] == list(range(count))
+        assert [is_last for _, is_last, _ in seen] == [False] * (count - 1) + [True]
+        assert sum(len(shapes) for _, _, shapes in seen) == len(list(net.parameters()))
+        for bucket in model.reducer.own.wiring.buckets:
+            assert (bucket.views[0] == 6.0).all()  # two ranks, and a hook that does not divide
+
+
+def test_a_bucket_keeps_pytorchs_contract(ranks2: Ranks) -> None:
+    ranks2.run(check_bucket)
+
+
+# ---------------------------------------------------------------------- sparse gradients
+
+
+class Words(nn.Module):
+    def __init__(self, kind: type[nn.Embedding] | type[nn.EmbeddingBag]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = kind(20, 4, sparse=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.table(x))
+        return out
+
+
+def words_loss(net: nn.Module, number: int) -> Tensor:
+    words = batch(number, 6, 5).mul(100).long().remainder(20)
+    loss: Tensor = net(words).square().mean()
+    return loss
+
+
+def check_sparse() -> None:
+    kinds: tuple[Any, ...] = (nn.Embedding, nn.EmbeddingBag)
+    for kind in kinds:
+        for options in ({}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}):
+            for hook in (None, default_hooks.allreduce_hook):
+                pair = Pair.of(Words(kind), **options)
+                for model in pair if hook is not None else ():
+                    model.register_comm_hook(None, hook)  # type: ignore[arg-type]
+                for number in range(4):
+                    for model in pair:
+                        model.zero_grad()
+                    pair.backward(lambda model, n=number: words_loss(model, n), (kind, options, hook, number))  # type: ignore[misc]
+                found = pair.ours.module.table.weight.grad
+                assert found.is_sparse
+                assert 0 < found.coalesce().values().shape[0] <= 20
+                assert [bucket.is_sparse for bucket in pair.ours.reducer.own.wiring.buckets].count(True) == 1
+
+
+def check_sparse_accumulated() -> None:
+    model = DistributedDataParallel(Words(nn.Embedding))
+    clean = copy.deepcopy(model.module)
+    with model.no_sync():
+        words_loss(model, 0).backward()
+    words_loss(model, 1).backward()
+    (words_loss(clean, 0) + words_loss(clean, 1)).backward()
+    alone = clean.table.weight.grad.to_dense()
+    dist.all_reduce(alone)
+    assert_same(model.module.table.weight.grad.to_dense(), alone / 2, "accumulated", 1e-6)
+
+
+# Embeddings make sparse tensors, of which PyTorch warns.
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_sparse_gradients_equal_those_of_pytorchs_wrapper(ranks2: Ranks) -> None:
+    ranks2.run(check_sparse)
+    ranks2.run(check_sparse_accumulated)
+
+
+def check_zero_hooks() -> None:
+    """A hook is part of a copy, with its state."""
+    model = DistributedDataParallel(mlp())
+    state = {"calls": 0}
+
+    def hook(state: dict[str, int], bucket: GradBucket) -> Future[Tensor]:
+        state["calls"] += 1
+        future: Future[Tensor] = Future()
+        future.set_result(bucket.buffer() * 0)
+        return future
+
+    model.register_comm_hook(state, hook)
+    twin = copy.deepcopy(model)
+    for number in range(2):
+        mlp_loss(twin, number).backward()
+    assert state["calls"] == 0
+    assert twin._comm_hooks[0][1] == {"calls": 2}
+    assert all(param.grad is not None and not param.grad.any() for param in twin.parameters())
+    assert isinstance(twin, TorchDistributedDataParallel)
+
+
+def test_a_copy_of_the_wrapper_keeps_its_hook(ranks2: Ranks) -> None:
+    ranks2.run(check_zero_hooks)

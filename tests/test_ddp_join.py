@@ -1,0 +1,265 @@
+"""Uneven inputs: what ours does inside ``Join`` is what PyTorch's wrapper does."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+
+from ddp_pairs import SMALL_MB, Pair, assert_same, batch, mlp, mlp_loss
+from pool import Ranks
+from training import assert_same_bits, assert_same_state
+from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.ddp import DistributedDataParallel
+from zero_optim.errors import ReductionError
+
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "views": {"gradient_as_bucket_view": True},
+    "find unused": {"find_unused_parameters": True},
+    "static": {"static_graph": True},
+}
+
+
+def train(model: nn.Module, count: int, first: int = 0) -> list[list[Tensor]]:
+    """Run plain SGD over some batches; gives the gradients of each."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trace = []
+    for number in range(first, first + count):
+        optimizer.zero_grad()
+        mlp_loss(model, number).backward()
+        trace.append([param.grad.clone() for param in model.parameters() if param.grad is not None])
+        optimizer.step()
+    return trace
+
+
+def compare(pair: Pair, traces: list[list[list[Tensor]]], where: object) -> None:
+    for ours, theirs in zip(*traces, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            # Where more than two ranks take part, the first pass adds up in another order than PyTorch's.
+            assert_same(a, b, where, 0.0 if dist.get_world_size() == 2 else 1e-5)
+    tolerance = 0.0 if dist.get_world_size() == 2 else 1e-5
+    for a, b in zip(pair.ours.parameters(), pair.theirs.parameters(), strict=True):
+        assert_same(a.detach(), b.detach(), where, tolerance)
+    for param in pair.ours.parameters():
+        other = param.detach().clone()
+        dist.broadcast(other, 0)
+        assert torch.equal(other, param), (where, "ranks differ")
+
+
+def check_uneven(zero: bool, modes: tuple[str, ...] = tuple(MODES)) -> None:
+    """Rank r has r + 2 batches, or r where one has to have none."""
+    rank = dist.get_rank()
+    count = rank if zero else rank + 2
+    for mode in modes:
+        options = MODES[mode]
+        for initial in (True, False):
+            if mode == "static" and zero:
+                continue  # PyTorch's fails on a rank that has learnt nothing; see below
+            pair = Pair.of(mlp(), bucket_cap_mb=SMALL_MB, **options)
+            traces = []
+            for model in pair:
+                with Join([model], divide_by_initial_world_size=initial):
+                    traces.append(train(model, count))
+            compare(pair, traces, (mode, initial, zero))
+            assert pair.ours.get_ddp_logging_data()["join_uneven_inputs"] == 1
+            traces = [train(model, 2, first=50) for model in pair]  # and the loop after it goes on as ever
+            compare(pair, traces, (mode, initial, zero, "after"))
+
+
+@pytest.mark.parametrize("zero", [False, True], ids=["some each", "none on rank 0"])
+def test_uneven_inputs_give_what_pytorchs_wrapper_gives(ranks2: Ranks, zero: bool) -> None:
+    ranks2.run(check_uneven, zero)
+
+
+def test_uneven_inputs_on_four_ranks(ranks4: Ranks) -> None:
+    ranks4.run(check_uneven, True, ("views",))
+
+
+def check_static_without_batch() -> None:
+    """A rank without a batch takes the graph from the others, and what it steps last is theirs."""
+    rank = dist.get_rank()
+    model, alone = DistributedDataParallel(mlp(), static_graph=True), mlp()
+    with model.join(divide_by_initial_world_size=False):
+        train(model, 3 * rank)
+    if rank:
+        train(alone, 3)
+        assert_same_bits(list(model.parameters()), list(alone.parameters()))
+    assert model.reducer.own.history.learnt is not None
+    train(model, 2, first=20)
+
+
+def test_a_rank_without_a_batch_in_a_static_graph(ranks2: Ranks) -> None:
+    ranks2.run(check_static_without_batch)
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.spare, self.used = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.used(x)
+        return out
+
+
+def check_unused() -> None:
+    rank = dist.get_rank()
+    for options in ({"find_unused_parameters": True}, {"static_graph": True}):
+        model = DistributedDataParallel(Unused(), bucket_cap_mb=0.0002, **options)
+        with model.join():
+            train(model, 2 + 2 * rank)
+        assert model.module.spare.weight.grad is None
+    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    model = DistributedDataParallel(Unused(), bucket_cap_mb=0.0002, **options)
+    with model.join():
+        train(model, 2 + 2 * rank)
+    assert model.module.spare.weight.grad is None
+    train(model, 2)
+
+
+def test_unused_parameters_inside_join(ranks2: Ranks) -> None:
+    ranks2.run(check_unused)
+
+
+def check_skip_without_batch() -> None:
+    """One rank alone, which stands in for itself."""
+    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    model = DistributedDataParallel(Unused(), **options)
+    with pytest.raises(ReductionError, match="had no batch to learn from which parameters are used"):
+        model.reducer.own.shadow()
+
+
+def test_skipping_buckets_needs_a_batch_on_every_rank(ranks1: Ranks) -> None:
+    ranks1.run(check_skip_without_batch)
+
+
+class WithBuffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x)
+        return out
+
+
+def check_buffers() -> None:
+    pair = Pair.of(WithBuffers())
+    traces = []
+    for model in pair:
+        with Join([model]):
+            traces.append(train(model, 2 + dist.get_rank()))
+    compare(pair, traces, "buffers")
+    for ours, theirs in zip(pair.ours.buffers(), pair.theirs.buffers(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_buffers_come_from_a_rank_that_has_not_joined(ranks2: Ranks) -> None:
+    ranks2.run(check_buffers)
+
+
+def check_with_optimizer() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for mode, options in MODES.items():
+        plain_model = DistributedDataParallel(mlp(), **options)
+        model = DistributedDataParallel(mlp(), **options)
+        plain = torch.optim.AdamW(plain_model.parameters(), lr=0.05)
+        sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.05)
+        runs = ((plain_model, plain, [plain_model]), (model, sharded, [model, sharded]))
+        for net, optimizer, joinables in runs:
+            with Join(joinables):
+                for number in range(3 + 2 * rank):
+                    optimizer.zero_grad()
+                    mlp_loss(net, number).backward()
+                    optimizer.step()
+        assert_same_bits(list(model.parameters()), list(plain_model.parameters()), mode)
+        sharded.consolidate_state_dict(to=size - 1)
+        if rank == size - 1:
+            assert_same_state(sharded.state_dict(), plain.state_dict())
+
+
+def test_uneven_inputs_together_with_the_optimizer(ranks2: Ranks) -> None:
+    ranks2.run(check_with_optimizer)
+
+
+def check_early_termination() -> None:
+    rank = dist.get_rank()
+    model = DistributedDataParallel(mlp())
+    reached: list[int] = []
+
+    def run() -> None:
+        with model.join(throw_on_early_termination=True):
+            for number in range(2 + rank):
+                mlp_loss(model, number).backward()
+                reached.append(number)
+
+    with pytest.raises(RuntimeError, match="exhausted"):
+        run()
+    assert reached == [0, 1]
+    train(model, 2)
+
+
+def test_early_termination_raises_on_every_rank_when_asked(ranks2: Ranks) -> None:
+    ranks2.run(check_early_termination)
+
+
+def check_no_sync() -> None:
+    rank = dist.get_rank()
+    pair = Pair.of(mlp(), bucket_cap_mb=SMALL_MB)
+    for model in pair:
+        with Join([model]):
+            for number in range(2 + rank):
+                model.zero_grad()
+                with model.no_sync():
+                    mlp_loss(model, number).backward()
+                mlp_loss(model, 10 + number).backward()
+    if rank:
+        pair.compare("no_sync")
+
+
+def test_no_sync_inside_join(ranks2: Ranks) -> None:
+    ranks2.run(check_no_sync)
+
+
+def check_no_sync_around_backward() -> None:
+    model = DistributedDataParallel(mlp())
+
+    def run() -> None:
+        with model.join():
+            for number in range(2):
+                loss = mlp_loss(model, number)
+                with model.no_sync():
+                    loss.backward()
+
+    with pytest.raises(RuntimeError, match=r"cannot be used inside Join.*Put forward.. under no_sync.. too"):
+        run()
+
+
+def test_no_sync_around_backward_alone_is_refused_inside_join(ranks2: Ranks) -> None:
+    ranks2.run(check_no_sync_around_backward)
+
+
+def check_penalty() -> None:
+    """torch.autograd.grad in between does not use up the divisor of the pass."""
+    rank = dist.get_rank()
+    model, clean = DistributedDataParallel(mlp()), mlp()
+    with model.join(divide_by_initial_world_size=False):
+        for number in range(1 + rank):
+            model.zero_grad()
+            x = batch(number, 5, 8).requires_grad_()
+            out = model(x)
+            torch.autograd.grad(out.sum(), x, retain_graph=True)
+            out.square().mean().backward()
+    if rank:
+        mlp_loss(clean, 1).backward()
+        for param, alone in zip(model.parameters(), clean.parameters(), strict=True):
+            assert_same(param.grad, alone.grad, "the last pass was of one rank")
+
+
+def test_the_divisor_of_a_pass_survives_torch_autograd_grad(ranks2: Ranks) -> None:
+    ranks2.run(check_penalty)

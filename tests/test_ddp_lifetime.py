@@ -1,0 +1,218 @@
+"""What stays of a wrapper when it goes (nothing), and what a copy or pickle of it does (the same)."""
+
+import copy
+import gc
+import inspect
+import io
+import pickle
+import resource
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+from ddp_pairs import SMALL_MB, assert_same, averaged, mlp, mlp_loss
+from pool import Ranks
+from zero_optim.ddp import DistributedDataParallel, Reducer
+
+VIEW = {"gradient_as_bucket_view": True}
+
+
+def num_hooks(net: nn.Module) -> int:
+    return sum(len(param._post_accumulate_grad_hooks or ()) for param in net.parameters())  # type: ignore[attr-defined]
+
+
+def check_hooks_go() -> None:
+    for options in ({}, VIEW, {"find_unused_parameters": True}, {"static_graph": True}):
+        net = mlp()
+        assert num_hooks(net) == 0
+        model = DistributedDataParallel(net, **options)
+        assert num_hooks(net) == len(list(net.parameters()))
+        for number in range(2):
+            mlp_loss(model, number).backward()
+        loss = mlp_loss(model, 2)
+        reducer = weakref.ref(model.reducer.own)
+        del model
+        assert reducer() is None  # at once, without the garbage collector
+        assert num_hooks(net) == 0
+        net.zero_grad()
+        loss.backward()  # a graph that outlives its wrapper gives this rank's gradients
+        alone = copy.deepcopy(net)
+        alone.zero_grad()
+        mlp_loss(alone, 2).backward()
+        for param, other in zip(net.parameters(), alone.parameters(), strict=True):
+            assert_same(param.grad, other.grad, options)
+        other_model = DistributedDataParallel(net, **options)
+        other_model._remove_autograd_hooks()  # type: ignore[no-untyped-call]
+        assert num_hooks(net) == 0
+
+
+def test_hooks_go_with_the_wrapper(ranks2: Ranks) -> None:
+    ranks2.run(check_hooks_go)
+
+
+def check_broken_goes() -> None:
+    """A pass that broke off does not keep anything alive either."""
+
+    def interrupt(_: Tensor) -> None:
+        raise KeyError
+
+    net = mlp()
+    model = DistributedDataParallel(net)
+    handle = net[0].weight.register_hook(interrupt)
+    with pytest.raises(KeyError):
+        mlp_loss(model, 0).backward()
+    handle.remove()
+    reducer = weakref.ref(model.reducer.own)
+    del model
+    gc.collect()
+    assert reducer() is None
+    assert num_hooks(net) == 0
+
+
+def test_hooks_go_after_a_pass_that_broke_off(ranks1: Ranks) -> None:
+    ranks1.run(check_broken_goes)
+
+
+def resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20
+
+
+def build_and_drop(net: nn.Module, **options: Any) -> list[weakref.ref[Any]]:
+    model = DistributedDataParallel(net, **options)
+    for _ in range(2):
+        model(torch.ones(1, 512)).sum().backward()
+    net.zero_grad()
+    own = model.reducer.own
+    return [weakref.ref(thing) for thing in (model, own, own.wiring.buckets[0], own.wiring.buckets[0].flat)]
+
+
+def check_no_leak() -> None:
+    net = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))  # 8 MiB
+    for options in ({}, VIEW):
+        references = build_and_drop(net, **options)
+        gc.collect()
+        before = resident_mib()
+        for _ in range(20):
+            references += build_and_drop(net, **options)
+        gc.collect()
+        assert not any(reference() is not None for reference in references)
+        assert resident_mib() - before < 24  # 20 times 8 MiB if buckets stayed
+
+
+def test_twenty_wrappers_leave_nothing_behind(ranks1: Ranks) -> None:
+    ranks1.run(check_no_leak)
+
+
+def copies_of(model: DistributedDataParallel) -> list[DistributedDataParallel]:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    return [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded]
+
+
+def check_copies() -> None:
+    for options in ({}, VIEW, {"static_graph": True}, {"find_unused_parameters": True}):
+        for passes in (0, 2):
+            model = DistributedDataParallel(mlp(), bucket_cap_mb=SMALL_MB, **options)
+            for number in range(passes):
+                mlp_loss(model, number).backward()
+            for twin in copies_of(model):
+                assert type(twin) is DistributedDataParallel
+                assert twin.reducer.own is not model.reducer.own
+                assert twin.reducer.own.options == model.reducer.own.options
+                for number in range(10, 13):
+                    for net in (model, twin):
+                        net.zero_grad()
+                        mlp_loss(net, number).backward()
+                    for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+                        assert param.grad is not other.grad
+                        assert_same(other.grad, param.grad, (options, passes, number))
+    part = DistributedDataParallel(mlp(), process_group=dist.new_group([0, 1]))
+    with pytest.raises(RuntimeError, match="only supported when using DDP with the default process group"):
+        copy.deepcopy(part)
+
+
+# Static graphs with find_unused_parameters make PyTorch's constructor warn.
+def test_copies_and_pickles_train_on_as_the_original_does(ranks2: Ranks) -> None:
+    ranks2.run(check_copies)
+
+
+def check_names() -> None:
+    net = mlp()
+    model = DistributedDataParallel(net)
+    assert isinstance(model, TorchDistributedDataParallel)
+    assert model.module is net
+    assert list(model.state_dict()) == [f"module.{name}" for name in net.state_dict()]
+    plain = get_model_state_dict(model)
+    assert list(plain) == list(net.state_dict())
+    changed = {name: value + 1 for name, value in plain.items()}
+    set_model_state_dict(model, dict(changed))
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, changed[name])
+    model.load_state_dict(model.state_dict())
+    ours, theirs = (
+        inspect.signature(kind) for kind in (DistributedDataParallel, TorchDistributedDataParallel)
+    )
+    assert ours == theirs
+
+
+# torch.distributed.checkpoint imports what PyTorch deprecates.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_names_are_those_of_pytorchs_wrapper(ranks1: Ranks) -> None:
+    ranks1.run(check_names)
+
+
+def check_update_group() -> None:
+    """Ranks leave and come back, as where machines fail."""
+    rank = dist.get_rank()
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model, clean = DistributedDataParallel(mlp(), bucket_cap_mb=SMALL_MB), mlp()
+    for number in range(2):
+        mlp_loss(model, number).backward()
+    assert model.get_ddp_logging_data()["world_size"] == 4
+    for group, members in (
+        (halves[rank // 2], [rank // 2 * 2, rank // 2 * 2 + 1]),
+        (dist.group.WORLD, range(4)),
+    ):
+        model._update_process_group(group)  # type: ignore[no-untyped-call]
+        data = model.get_ddp_logging_data()
+        assert (data["world_size"], data["has_rebuilt_buckets"]) == (len(members), 0)
+        for number in range(3):
+            model.zero_grad()
+            mlp_loss(model, number).backward()
+            expected = averaged(
+                clean,
+                lambda net, index, n=number, who=members: mlp_loss(net, n, who[index]),
+                len(members),  # type: ignore[misc]
+            )
+            for name, param in model.module.named_parameters():
+                assert_same(param.grad, expected[name], (members, number, name), 1e-6)
+        assert model.get_ddp_logging_data()["has_rebuilt_buckets"] == 1
+
+
+def test_the_process_group_may_be_changed(ranks4: Ranks) -> None:
+    ranks4.run(check_update_group)
+
+
+def check_two_wrappers() -> None:
+    """A wrapper does not mind a reducer of one's own over other parameters of the same model."""
+    net = nn.ModuleDict({"ours": mlp(), "other": mlp()})
+    model = DistributedDataParallel(net["ours"])
+    reducer = Reducer(net["other"].named_parameters())
+    (mlp_loss(model, 0) + mlp_loss(net["other"], 0)).backward()
+    for one, two in zip(net["ours"].parameters(), net["other"].parameters(), strict=True):
+        assert_same(one.grad, two.grad, "both")
+    reducer.close()
+
+
+def test_several_reducers_work_in_one_backward_pass(ranks2: Ranks) -> None:
+    ranks2.run(check_two_wrappers)

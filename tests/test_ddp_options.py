@@ -1,0 +1,410 @@
+"""Every constructor argument: the gradients that PyTorch's wrapper gives, and an effect to be seen."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+from ddp_pairs import KNOWN, SMALL_MB, Pair, assert_same, averaged, batch, mlp, mlp_loss
+from pool import Ranks
+from zero_optim.ddp import DistributedDataParallel, reduction
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "small buckets": {"bucket_cap_mb": SMALL_MB},
+    "views": {"bucket_cap_mb": SMALL_MB, "gradient_as_bucket_view": True},
+    "static graph": {"bucket_cap_mb": SMALL_MB, "static_graph": True},
+    "static graph, views": {"bucket_cap_mb": SMALL_MB, "static_graph": True, "gradient_as_bucket_view": True},
+    "find unused": {"bucket_cap_mb": SMALL_MB, "find_unused_parameters": True},
+    "one large bucket": {"bucket_cap_mb": 100},
+    "list of capacities": {"bucket_cap_mb_list": [SMALL_MB, 2 * SMALL_MB]},
+    "batched copies": {"batched_grad_copy": True},
+    "batched copies, views": {"batched_grad_copy": True, "gradient_as_bucket_view": True},
+    "without init_sync": {"init_sync": False},
+    "no device": {"device_ids": None, "output_device": None, "dim": 0},
+}
+
+
+def sizes(model: nn.Module) -> list[int]:
+    """Bytes of each bucket of ours, in the order of reduction."""
+    assert isinstance(model, DistributedDataParallel)
+    return [bucket.nbytes for bucket in model.reducer.own.wiring.buckets]
+
+
+def check_options() -> None:
+    for name, options in OPTIONS.items():
+        if not KNOWN.issuperset(options):
+            continue  # this PyTorch does not have it
+        pair = Pair.of(mlp(), **options)
+        pair.train(mlp_loss, 6, name)
+        own = pair.ours.reducer.own
+        caps = options.get("bucket_cap_mb_list") or [options.get("bucket_cap_mb", 25)]
+        found = sizes(pair.ours)
+        assert sum(found) == sum(param.numel() * 4 for param in pair.ours.parameters())
+        for number, nbytes in enumerate(found):
+            assert nbytes <= caps[min(number, len(caps) - 1)] * 2**20, (name, found)
+        assert (len(found) > 1) == (min(caps) < 0.1), (name, found)
+        assert own.options.batched_grad_copy == options.get("batched_grad_copy", False)
+        assert own.history.has_rebuilt == (not options.get("find_unused_parameters", False)), name
+        places = [bucket.flat.untyped_storage().data_ptr() for bucket in own.wiring.buckets]
+        for param in pair.ours.parameters():
+            assert param.grad is not None
+            is_view = param.grad.untyped_storage().data_ptr() in places
+            assert is_view == options.get("gradient_as_bucket_view", False), name
+
+
+def test_gradients_equal_those_of_pytorchs_wrapper_bit_for_bit(ranks2: Ranks) -> None:
+    ranks2.run(check_options)
+
+
+def check_on_many_ranks() -> None:
+    for view in (False, True):
+        pair = Pair.of(mlp(), gradient_as_bucket_view=view)
+        # Sums over more than two ranks round as the place in the bucket has it. Places are PyTorch's only
+        # once both have rebuilt in the order in which gradients came.
+        for number in range(5):
+            for model in pair:
+                model.zero_grad()
+            pair.backward(lambda model, n=number: mlp_loss(model, n), number, 1e-6 if number == 0 else 0.0)  # type: ignore[misc]
+
+
+def test_more_ranks_give_the_same_bits_once_buckets_were_rebuilt(ranks4: Ranks) -> None:
+    ranks4.run(check_on_many_ranks)
+
+
+class Rewired(nn.Module):
+    """Layers used in another order than that in which they are registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.last, self.first, self.middle = (nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.middle(self.first(x)))
+        return out
+
+
+def check_order() -> None:
+    pair = Pair.of(Rewired(), bucket_cap_mb=0.0002)  # one layer a bucket
+    names = ["last.weight", "first.weight", "middle.weight"]
+    assert pair.ours.reducer.own.names == names
+    assert [bucket.indices for bucket in pair.ours.reducer.own.wiring.buckets] == [[2], [1], [0]]
+    pair.train(mlp_loss, 4)
+    assert [bucket.indices for bucket in pair.ours.reducer.own.wiring.buckets] == [[0], [2], [1]]
+
+
+def test_buckets_follow_the_order_of_arrival_after_the_first_pass(ranks2: Ranks) -> None:
+    ranks2.run(check_order)
+
+
+def check_default_capacities() -> None:
+    net = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(30)))  # 1 MiB each
+    model = DistributedDataParallel(net)
+    assert sizes(model) == [2**20, 25 * 2**20, 4 * 2**20]
+
+
+def test_the_first_bucket_is_small_by_default(ranks1: Ranks) -> None:
+    ranks1.run(check_default_capacities)
+
+
+class WithBuffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.norm(self.conv(x)).relu().mean((2, 3)))
+        return out
+
+
+def image_loss(net: nn.Module, number: int) -> Tensor:
+    loss: Tensor = net(batch(number, 4, 3, 6, 6)).square().mean()
+    return loss
+
+
+def gathered(tensor: Tensor) -> list[Tensor]:
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor)
+    return parts
+
+
+def check_buffers() -> None:
+    for option in ("broadcast_buffers", "forward_sync_buffers"):
+        for value in (True, False):
+            if option not in KNOWN:
+                continue
+            net = WithBuffers()
+            pair = Pair.of(net, **{option: value})
+            assert pair.ours.broadcast_buffers is value
+            pair.train(image_loss, 4, (option, value))
+            for ours, theirs in zip(pair.ours.buffers(), pair.theirs.buffers(), strict=True):
+                assert torch.equal(ours, theirs), (option, value)
+            mean = pair.ours.module.norm.running_mean  # sent before a forward pass, then it moved on
+            first, second = gathered(mean)
+            assert not torch.equal(first, second)
+            with torch.no_grad():
+                pair.ours.eval()(batch(10, 4, 3, 6, 6))
+            first, second = gathered(mean)
+            assert torch.equal(first, second) == value, (option, value)
+
+
+@pytest.mark.filterwarnings("ignore:.broadcast_buffers. is deprecated")
+def test_buffers_are_sent_or_not_as_asked(ranks2: Ranks) -> None:
+    ranks2.run(check_buffers)
+
+
+def check_channels_last() -> None:
+    for view in (False, True):
+        net = WithBuffers().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        pair = Pair.of(net, gradient_as_bucket_view=view)
+        pair.train(image_loss, 4, view)
+        weight = pair.ours.module.conv.weight
+        assert weight.grad.stride() == weight.stride() != net.conv.weight.contiguous().stride()
+
+
+def test_gradients_keep_the_strides_of_their_parameters(ranks2: Ranks) -> None:
+    ranks2.run(check_channels_last)
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float32, torch.bfloat16)
+        self.layers = nn.ModuleList(nn.Linear(8, 8).to(dtype) for dtype in dtypes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x.to(layer.weight.dtype)).tanh()  # type: ignore[operator, union-attr, arg-type]
+        return x.float()
+
+
+def check_dtypes() -> None:
+    for options in ({}, {"bucket_cap_mb": SMALL_MB}, {"gradient_as_bucket_view": True}):
+        pair = Pair.of(Mixed(), **options)
+        pair.train(mlp_loss, 4, options)
+        for bucket in pair.ours.reducer.own.wiring.buckets:
+            assert len({param.dtype for param in bucket.params}) == 1
+
+
+def test_dtypes_travel_in_buckets_of_their_own(ranks2: Ranks) -> None:
+    ranks2.run(check_dtypes)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.twice, self.tied = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.tied.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.tied(self.twice(self.twice(self.first(x))))
+        return out
+
+
+def check_shared() -> None:
+    for options in ({}, {"static_graph": True}, {"gradient_as_bucket_view": True}):
+        pair = Pair.of(Tied(), bucket_cap_mb=SMALL_MB, **options)
+        assert len(pair.ours.reducer.own.params) == 5
+        pair.train(mlp_loss, 4, options)
+
+
+def test_a_parameter_that_is_used_twice_is_reduced_once(ranks2: Ranks) -> None:
+    ranks2.run(check_shared)
+
+
+def check_groups() -> None:
+    rank = dist.get_rank()
+    parts = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "data"))
+    flat = init_device_mesh("cpu", (4,))
+    own = parts[rank % 2]
+    for name, options in {"group": {"process_group": own}, "mesh": {"device_mesh": flat}}.items():
+        pair = Pair.of(mlp(), **options)
+        assert pair.ours.process_group is pair.theirs.process_group
+        exact = name == "group"  # of two ranks
+        for number in range(3):
+            for model in pair:
+                model.zero_grad()
+            loss = lambda model, n=number: mlp_loss(model, n)  # noqa: E731
+            pair.backward(loss, (name, number), 0.0 if exact or number else 1e-6)
+    model = DistributedDataParallel(mlp(), process_group=own)
+    mlp_loss(model, 0).backward()
+    grads = gathered(next(model.parameters()).grad)  # type: ignore[arg-type]
+    assert torch.equal(grads[0], grads[2])
+    assert not torch.equal(grads[0], grads[1])
+    with pytest.raises(RuntimeError, match="1D device mesh"):
+        DistributedDataParallel(mlp(), device_mesh=mesh)
+    with pytest.raises(RuntimeError, match="both process_group and device_mesh"):
+        DistributedDataParallel(mlp(), process_group=own, device_mesh=flat)
+
+
+def test_gradients_are_averaged_over_the_group_or_mesh_given(ranks4: Ranks) -> None:
+    ranks4.run(check_groups)
+
+
+def check_init_sync() -> None:
+    rank = dist.get_rank()
+    model = DistributedDataParallel(mlp(seed=0), init_sync=True)
+    with torch.no_grad():
+        first, second = gathered(next(model.parameters()).detach())
+    assert torch.equal(first, second)
+    own = mlp(seed=rank)
+    before = copy.deepcopy(own.state_dict())
+    DistributedDataParallel(own, init_sync=False)
+    for name, value in own.state_dict().items():
+        assert torch.equal(value, before[name])
+    DistributedDataParallel(own)
+    assert torch.equal(next(own.parameters()), next(mlp(seed=0).parameters()))
+
+
+def test_parameters_are_sent_at_construction_unless_init_sync_is_off(ranks2: Ranks) -> None:
+    ranks2.run(check_init_sync)
+
+
+class Branches(nn.Module):
+    """A trunk, and a layer that no rank uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.spare, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.trunk(x))
+        return out
+
+
+def check_skip(monkeypatch_name: str) -> None:
+    launched: list[int] = []
+    genuine = getattr(reduction, monkeypatch_name)
+
+    def counting(group: Any, tensor: Tensor) -> Any:
+        launched.append(tensor.numel())
+        return genuine(group, tensor)
+
+    reduction.all_reduce = counting  # type: ignore[assignment]
+    try:
+        counts = {}
+        for skip in (False, True):
+            options = {"find_unused_parameters": True, "bucket_cap_mb": 0.0002}
+            pair = Pair.of(Branches(), skip_all_reduce_unused_params=skip, **options)
+            launched.clear()
+            pair.train(mlp_loss, 3, skip)
+            counts[skip] = len(launched)
+            assert pair.ours.module.spare.weight.grad is None
+        assert counts == {False: 12, True: 9}, counts  # one of four buckets
+    finally:
+        reduction.all_reduce = genuine
+
+
+def test_buckets_without_a_used_parameter_are_skipped_when_asked(ranks2: Ranks) -> None:
+    ranks2.run(check_skip, "all_reduce")
+
+
+class Outer(nn.Module):
+    """Some parameters of the outermost module, some further in."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = nn.Parameter(torch.ones(8))
+        self.local, self.shared, self.back = nn.Linear(8, width), nn.Linear(8, 8), nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.back(self.local(self.shared(x * self.scale)))
+        return out
+
+
+def check_ignored() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    net = Outer(width=4 + rank)  # parts that are not reduced may differ
+    ignored = ["local.weight", "local.bias", "back.weight", "scale"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ignored)  # type: ignore[no-untyped-call]
+    model = DistributedDataParallel(net)
+    alone = copy.deepcopy(net)
+    assert model.reducer.own.names == ["shared.weight", "shared.bias", "back.bias"]
+    mlp_loss(model, 0).backward()
+    mlp_loss(alone, 0).backward()
+    for (name, param), single in zip(net.named_parameters(), alone.parameters(), strict=True):
+        parts = [None] * size
+        dist.all_gather_object(parts, single.grad)
+        assert param.grad is not None
+        if name in ignored:
+            assert torch.equal(param.grad, parts[rank]), name  # type: ignore[arg-type]
+        else:
+            assert torch.equal(param.grad, parts[0] * 0.5 + parts[1] * 0.5), name  # type: ignore[operator]
+
+
+def test_parameters_to_ignore_stay_local_and_may_differ(ranks2: Ranks) -> None:
+    ranks2.run(check_ignored)
+
+
+def check_delayed() -> None:
+    for delayed in (["shared.weight", "shared.bias"], ["back.weight"], None):
+        inner = Outer()
+        net: nn.Module = inner
+        if delayed is None:  # all of them; PyTorch wants one that is frozen then
+            net = nn.Sequential(inner)
+            net.frozen = nn.Linear(1, 1).requires_grad_(False)
+            net.forward = inner.forward  # type: ignore[method-assign]
+        clean = copy.deepcopy(inner)
+        trainable = {name: param for name, param in net.named_parameters() if param.requires_grad}
+        names = list(trainable) if delayed is None else delayed
+        model = DistributedDataParallel(
+            net,
+            delay_all_reduce_named_params=[(name, trainable[name]) for name in names],
+            param_to_hook_all_reduce=inner.scale,  # its gradient comes last
+        )
+        if delayed is None:
+            with pytest.raises(RuntimeError, match="every parameter"):
+                model.register_comm_hook(None, lambda _, bucket: bucket)  # type: ignore[arg-type, return-value]
+            with pytest.raises(RuntimeError, match="every parameter"):
+                model.get_ddp_logging_data()
+        else:
+            assert model.reducer.own.names == [name for name in trainable if name not in names]
+        for number in range(3):
+            model.zero_grad()
+            mlp_loss(model, number).backward()
+            expected = averaged(clean, lambda net, rank, n=number: mlp_loss(net, n, rank), 2)  # type: ignore[misc]
+            for name, param in inner.named_parameters():
+                # The sum begins before the hooked gradient itself is there.
+                if not (delayed is None and name == "scale"):
+                    assert_same(param.grad, expected[name], (delayed, number, name), 1e-6)
+
+
+def test_delayed_parameters_are_averaged_when_the_backward_pass_is_over(ranks2: Ranks) -> None:
+    ranks2.run(check_delayed)
+
+
+def check_refused() -> None:
+    net = mlp()
+    with pytest.raises(ValueError, match="mixed_precision is not supported"):
+        DistributedDataParallel(net, mixed_precision=object())  # type: ignore[arg-type]
+    for wrapper in (DistributedDataParallel, TorchDistributedDataParallel):
+        with pytest.raises(ValueError, match="need to be set at the same time"):
+            wrapper(net, param_to_hook_all_reduce=net[0].weight)
+        with pytest.raises(ValueError, match="device_ids"):
+            wrapper(net, device_ids=[dist.get_rank()])
+        with pytest.warns(FutureWarning, match="check_reduction"):
+            wrapper(net, check_reduction=True)
+    with (
+        torch._dynamo.config.patch(optimize_ddp="python_reducer"),
+        pytest.raises(ValueError, match="True or False"),
+    ):
+        DistributedDataParallel(net)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bucket_cap'"):
+        DistributedDataParallel(net, bucket_cap=1)
+
+
+def test_what_is_not_supported_is_refused_by_name(ranks2: Ranks) -> None:
+    ranks2.run(check_refused)

@@ -1,0 +1,334 @@
+"""The parts of the reducer that need no ranks: the walk over graphs, buckets, one pass, texts."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zero_optim.buckets import assign_buckets
+from zero_optim.ddp import report
+from zero_optim.ddp.bucket import RUN_NBYTES, Bucket, GradBucket, tensor_of
+from zero_optim.ddp.graph import Outlook, nearest, reach, tensors_in
+from zero_optim.ddp.history import History
+from zero_optim.ddp.iteration import Iteration, Terms
+from zero_optim.ddp.wiring import ReducerOptions, wire
+
+# ---------------------------------------------------------------------- graph
+
+
+@dataclass
+class Output:
+    main: Tensor
+    rest: dict[str, Any] = field(default_factory=dict)
+
+
+def test_tensors_are_found_in_any_nesting() -> None:
+    a, b, c, d = (torch.zeros(n) for n in range(4))
+    value = [a, (b, {"x": {c}, "y": None, "z": "text"}), Output(d, {"self": [b"bytes", 3, Output]})]
+    assert sorted(tensor.numel() for tensor in tensors_in(value)) == [0, 1, 2, 3]
+    assert list(tensors_in(a)) == [a]
+    assert list(tensors_in({"a": (), "b": object()})) == []
+
+
+def test_a_container_that_holds_itself_is_looked_into_once() -> None:
+    value: list[Any] = [torch.zeros(1)]
+    value.append({"again": value, "more": [value, value]})
+    output = Output(torch.zeros(2))
+    output.rest["output"] = output
+    assert [tensor.numel() for tensor in tensors_in(value)] == [1]
+    assert [tensor.numel() for tensor in tensors_in(output)] == [2]
+
+
+def leaves(count: int) -> list[Tensor]:
+    return [torch.ones(2, requires_grad=True) for _ in range(count)]
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return 2 * grads[0]
+
+
+def test_reach_finds_the_leaves_below_outputs() -> None:
+    a, b, c, d = leaves(4)
+    shared = a * b
+    found = reach([shared + 1, shared * c, d])
+    assert found.leaves == {id(leaf) for leaf in (a, b, c, d)}
+    assert found.is_complete
+    assert reach([]).leaves == reach([torch.ones(1)]).leaves == frozenset()
+    hidden = reach([Double.apply(a)])
+    assert not hidden.is_complete
+    both = found | hidden
+    assert (both.leaves, both.is_complete) == (found.leaves, False)
+
+
+def test_the_nearest_of_the_leaves_looked_for_is_found() -> None:
+    a, b, c, _ = leaves(4)
+    out = (a.sin().cos() * b).sum() + c.sum()
+    assert nearest(out, {id(a): 0, id(b): 1}) == 1
+    assert nearest(out, {id(a): 0}) == 0
+    assert nearest(out, {}) is None
+
+
+def test_an_outlook_tells_only_in_a_pass_and_only_once() -> None:
+    a, b, c = leaves(3)
+    told: list[list[int]] = []
+    outlook = Outlook()
+    first, second = a * 2, b * 3
+    outlook.look([first])
+    outlook.look([second])
+    hidden = c * first.detach()  # not shown by any output
+    loss = (first + second + hidden).sum()
+    unused = torch.ones(2, requires_grad=True)
+    for _ in range(2):
+        handle = first.register_hook(lambda _: told.append(outlook.pop_unused([a, b, c, unused])))
+        loss.backward(retain_graph=True)
+        handle.remove()
+    assert told == [[3], []]
+    outlook.look([Double.apply(a)])
+    handle = first.register_hook(lambda _: told.append(outlook.pop_unused([unused])))
+    loss.backward()
+    assert told[2] == []  # what Python does in the graph may reach anything
+
+
+# ---------------------------------------------------------------------- buckets
+
+
+def bucket_of(*shapes: tuple[int, ...], view: bool = False, batched: bool = False) -> Bucket:
+    params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    return Bucket(range(len(shapes)), params, is_sparse=False, as_views=view, batched=batched)
+
+
+def fill(bucket: Bucket) -> list[Tensor]:
+    """Give every parameter a gradient of its own."""
+    grads = []
+    for number, param in enumerate(bucket.params):
+        param.grad = torch.full_like(param, number + 1.0)
+        grads.append(param.grad)
+    return grads
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["copy", "view"])
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 0, 2], [0, 3, 2], [1, 2], [2], []])
+def test_gradients_that_are_taken_are_divided_once_and_others_left(order: list[int], view: bool) -> None:
+    bucket = bucket_of((3,), (3,), (3,), (3,), view=view)
+    fill(bucket)
+    bucket.flat.fill_(7.0)
+    bucket.take(order, 2.0)
+    for slot in range(4):
+        expected = (slot + 1) / 2 if slot in order else 7.0
+        assert torch.equal(bucket.views[slot], torch.full((3,), expected)), slot
+        assert bucket.is_inside(slot) == (view and slot in order)
+
+
+def test_views_that_are_gradients_already_are_divided_in_place_and_absent_ones_are_zeros() -> None:
+    bucket = bucket_of((2,), (2, 2), (1,), view=True)
+    fill(bucket)
+    bucket.take([0, 1, 2], 1.0)
+    bucket.params[2].grad = None
+    bucket.take([0, 1, 2], 4.0)
+    assert bucket.flat.tolist() == [0.25, 0.25, 0.5, 0.5, 0.5, 0.5, 0.0]
+    assert bucket.params[2].grad is None
+
+
+def test_small_gradients_are_copied_in_runs_and_batched_ones_all_at_once() -> None:
+    numel = RUN_NBYTES // 8  # two of them are a run
+    plain, batched = (bucket_of(*[(numel,)] * 4, batched=flag) for flag in (False, True))
+    for bucket in (plain, batched):
+        fill(bucket)
+        filled = []
+        for slot in range(4):
+            bucket.arrived(slot, 1.0)
+            filled.append(sum(bool(view.any()) for view in bucket.views))
+        assert filled == ([0, 0, 0, 4] if bucket is batched else [0, 2, 2, 4])
+
+
+def test_strides_of_parameters_are_those_of_their_views() -> None:
+    param = nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    transposed = nn.Parameter(torch.randn(4, 6).t())
+    bucket = Bucket([0, 1], [param, transposed], is_sparse=False, as_views=False, batched=False)
+    assert [view.stride() for view in bucket.views] == [param.stride(), transposed.stride()]
+    assert bucket.nbytes == 4 * (120 + 24)
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["copy", "view"])
+def test_results_become_gradients_but_for_those_skipped(view: bool) -> None:
+    for in_place in (True, False):
+        bucket = bucket_of((2,), (3,), (1,), view=view)
+        before = fill(bucket)
+        bucket.params[2].grad = None
+        result = bucket.flat.fill_(9.0) if in_place else torch.full((6, 1), 9.0, dtype=torch.float64)
+        bucket.give(result, [False, True, False])
+        grads = [param.grad for param in bucket.params]
+        assert grads[1] is before[1]
+        assert torch.equal(before[1], torch.full((3,), 2.0))
+        for slot in (0, 2):
+            grad = grads[slot]
+            assert grad is not None
+            assert grad.dtype == torch.float32
+            assert (grad == 9.0).all()
+            assert bucket.is_inside(slot) == view
+        assert (grads[0] is before[0]) == (not view)
+
+
+def sparse_bucket() -> Bucket:
+    return Bucket([0], [nn.Parameter(torch.zeros(5, 2))], is_sparse=True, as_views=False, batched=False)
+
+
+def sparse_grad(*rows: int) -> Tensor:
+    return torch.sparse_coo_tensor([list(rows)], torch.ones(len(rows), 2), (5, 2), check_invariants=True)
+
+
+def test_a_sparse_gradient_travels_as_it_is() -> None:
+    bucket = sparse_bucket()
+    bucket.params[0].grad = sparse_grad(1, 3)
+    bucket.arrived(0, 2.0)
+    bucket.take_sparse(2.0)
+    assert bucket.flat.is_sparse
+    assert bucket.flat.to_dense().sum() == 2
+    given = GradBucket(bucket, 0, is_last=True)
+    assert given.gradients()[0] is given.buffer() is bucket.flat
+    bucket.give(sparse_grad(0), [True])
+    assert bucket.params[0].grad.to_dense().sum() == 4  # type: ignore[union-attr]
+    bucket.give(sparse_grad(0), [False])
+    assert bucket.params[0].grad.to_dense().sum() == 2  # type: ignore[union-attr]
+    bucket.params[0].grad = None
+    bucket.take_sparse(2.0)
+    assert bucket.flat.to_dense().abs().sum() == 0
+    assert bucket.pop_misfits() == []
+
+
+def test_gradients_of_the_wrong_layout_are_told_once() -> None:
+    bucket = sparse_bucket()
+    bucket.params[0].grad = torch.ones(5, 2)
+    bucket.take_sparse(1.0)
+    assert (bucket.pop_misfits(), bucket.pop_misfits(), bucket.params[0].grad) == ([0], [], None)
+    dense = bucket_of((5, 2), (2,))
+    fill(dense)
+    dense.params[0].grad = sparse_grad(1)
+    dense.take([0, 1], 1.0)
+    assert (dense.pop_misfits(), dense.params[0].grad) == ([0], None)
+
+
+def test_a_hook_sees_the_buffer_it_has_set() -> None:
+    bucket = bucket_of((2,), (1, 3))
+    given = GradBucket(bucket, 4, is_last=False)
+    assert (given.index(), given.is_last()) == (4, False)
+    assert given.buffer() is bucket.flat
+    assert [tuple(grad.shape) for grad in given.gradients()] == [(2,), (1, 3)]
+    given.set_buffer(torch.arange(5.0))
+    assert given.gradients()[1].tolist() == [[2.0, 3.0, 4.0]]
+    assert given.parameters() == bucket.params
+    given.set_buffer(torch.zeros(4))
+    with pytest.raises(RuntimeError, match="bucket 4 was replaced by one of 4 elements: it cannot be viewed"):
+        given.gradients()
+
+
+def test_the_only_tensor_of_a_result_is_found() -> None:
+    tensor = torch.ones(1)
+    assert tensor_of(tensor) is tensor_of([tensor]) is tensor_of((tensor,)) is tensor
+    assert tensor_of([tensor, tensor]) is tensor_of(None) is tensor_of([]) is tensor_of(["text"]) is None
+
+
+def test_capacities_count_per_kind_and_the_last_one_holds_on() -> None:
+    assert assign_buckets("aaaaaa", [4] * 6, [4, 8]) == [[5], [4, 3], [2, 1], [0]]
+    assert assign_buckets("abab", [4] * 4, [4, 8]) == [[3], [2], [1], [0]]
+    assert assign_buckets("aaaa", [4] * 4, 8, order=[2, 0, 3, 1]) == [[2, 0], [3, 1]]
+
+
+# ---------------------------------------------------------------------- one pass
+
+
+class Landed:
+    """A reduction that leaves a bucket as it is."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+
+    def wait(self) -> Tensor:
+        return self._bucket.flat
+
+
+def test_buckets_are_launched_in_order_however_gradients_come() -> None:
+    params = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    wiring = wire("abc", params, (), ReducerOptions(bucket_caps_nbytes=(8,)))
+    launched: list[int] = []
+
+    def launch(number: int) -> Landed:
+        launched.append(number)
+        return Landed(wiring.buckets[number])
+
+    iteration = Iteration(wiring, History(3).terms(ReducerOptions(), 2.0), [False] * 3, launch)
+    for index, expected in ((0, []), (2, [0]), (1, [0, 1, 2])):
+        params[index].grad = torch.full((2,), 4.0)
+        iteration.arrived(index)
+        assert launched == expected
+    assert iteration.order == [0, 2, 1]
+    iteration.give([False] * 3)
+    assert [param.grad.tolist() for param in params] == [[2.0, 2.0]] * 3  # type: ignore[union-attr]
+
+
+def test_a_gradient_that_comes_though_it_was_taken_for_unused() -> None:
+    """In time it is reduced; too late it is reported."""
+    params = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    wiring = wire("abc", params, (), ReducerOptions(bucket_caps_nbytes=(16,)))  # c and b, then a
+    terms = Terms("some", [1, 1, 1], skips_unused=False, divisor=1.0)
+    for presumed, is_late in (([1], False), ([1, 2], True)):
+        iteration = Iteration(wiring, terms, [False] * 3, lambda number: Landed(wiring.buckets[number]))
+        iteration.presume_unused(presumed)
+        params[1].grad = torch.ones(2)
+        iteration.arrived(1)
+        assert (
+            any(
+                "a gradient came for b after" in explain(names)
+                for explain, names in iteration._troubles.items()
+            )
+            == is_late
+        )
+        assert iteration.num_launched == int(is_late)
+
+
+def test_a_history_learns_the_order_and_what_is_unused() -> None:
+    static = ReducerOptions(static_graph=True)
+    history = History(4)
+    assert history.terms(static, 2.0).kind == "learning"
+    history.conclude([1, 0, 2, 0], [2, 0], [False, True, False, True], static)
+    assert (history.learnt, history.order(), history.rebuild_is_due) == ([1, 0, 2, 0], [2, 0, 3, 1], True)
+    assert history.terms(static, 2.0) == Terms("learnt", [1, 0, 2, 0], skips_unused=False, divisor=2.0)
+    history.conclude([1, 1, 2, 0], [2, 0, 1], [False] * 4, static)
+    assert (history.looks_static, history.num_passes) == (False, 2)
+    assert history.unused == [False, True, False, True]
+    unused = ReducerOptions(find_unused_parameters=True, skip_all_reduce_unused_params=True)
+    assert History(1).terms(unused, 1.0) == Terms("some", [1], skips_unused=True, divisor=1.0)
+    finding = History(1)
+    finding.conclude([1], [0], [False], unused)
+    assert not finding.rebuild_is_due
+
+
+# ---------------------------------------------------------------------- texts
+
+
+def test_messages_name_some_parameters_and_count_the_rest() -> None:
+    names = [f"layer.{number}" for number in range(13)]
+    assert report.named(names[:2]) == "layer.0, layer.1"
+    assert report.named(names).endswith("layer.9 and 3 more")
+    for explain, parts in (
+        (
+            report.no_gradient,
+            ("find_unused_parameters=True", "static_graph=True", "requires_grad=False", "no_sync"),
+        ),
+        (report.twice, ("use_reentrant=False", "static_graph=True")),
+        (report.more, ("more gradients", "Leave static_graph out")),
+        (report.fewer, ("fewer gradients", "Leave static_graph out")),
+        (report.late_gradient, ("return every tensor",)),
+        (report.sparse, ("a sparse gradient where a dense one", "nn.EmbeddingBag")),
+        (report.dense, ("a dense gradient where a sparse one", "nn.Embedding")),
+    ):
+        for part in ("layer.0, layer.1", *parts):
+            assert part in explain(names[:2]), (explain, part)

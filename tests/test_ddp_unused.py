@@ -1,0 +1,146 @@
+"""Unused parameters and outputs, under every mode: right gradients on all ranks, or a clear error at once."""
+
+import copy
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pool import Ranks
+from zero_optim.ddp import DistributedDataParallel
+from zero_optim.errors import ReductionError
+
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "find_unused": {"find_unused_parameters": True},
+    "static": {"static_graph": True},
+}
+LACKS = ("nothing", "parameter", "output", "parameter on rank 1")
+WAYS = ("plain", "no_sync", "no_sync around backward", "checkpoint", "reentrant checkpoint")
+BUCKET_CAP_MB = 0.0005  # several buckets
+
+
+@dataclass
+class Output:
+    main: Tensor
+    others: dict[str, list[Tensor]]
+
+
+class Net(nn.Module):
+    """Two heads, one of them perhaps not asked for, and a layer that is perhaps not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.main, self.other, self.spare = nn.Linear(8, 3), nn.Linear(8, 2), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, with_spare: bool, reentrant: bool | None) -> Output:
+        hidden = self.trunk(x) if reentrant is None else checkpoint(self.trunk, x, use_reentrant=reentrant)
+        if with_spare:
+            hidden = hidden + self.spare(hidden)
+        return Output(self.main(hidden), {"heads": [self.other(hidden)]})
+
+
+@dataclass(frozen=True)
+class Case:
+    lacks: str
+    way: str
+
+    def loss(self, net: nn.Module, rank: int, number: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * number + rank)
+        x = torch.randn(4, 6, generator=generator, requires_grad=True)
+        spared = self.lacks == "parameter" or (self.lacks == "parameter on rank 1" and rank == 1)
+        reentrant = {"checkpoint": False, "reentrant checkpoint": True}.get(self.way)
+        out = net(x, not spared, reentrant)
+        loss = out.main.square().mean()
+        return loss if self.lacks == "output" else loss + out.others["heads"][0].sin().mean()
+
+
+def expected_grads(case: Case, net: nn.Module, numbers: range) -> list[Tensor | None]:
+    """Average over ranks of what each would compute alone; as many ranks as the group has."""
+    size = dist.get_world_size()
+    sums: list[Tensor | None] = [None for _ in net.parameters()]
+    for rank in range(size):
+        single = copy.deepcopy(net)
+        single.zero_grad()
+        for number in numbers:
+            case.loss(single, rank, number).backward()
+        for index, param in enumerate(single.parameters()):
+            if param.grad is not None:
+                part, before = param.grad / size, sums[index]
+                sums[index] = part if before is None else before + part
+    return sums
+
+
+def train(case: Case, ddp: nn.Module, number: int) -> range:
+    """Run one iteration, two passes where the first is not reduced; tells which batches were used."""
+    rank = dist.get_rank()
+    if case.way in ("no_sync", "no_sync around backward"):
+        quiet: Any = ddp.no_sync
+        with quiet() if case.way == "no_sync" else nullcontext():
+            loss = case.loss(ddp, rank, 2 * number)
+        with quiet():
+            loss.backward()
+        case.loss(ddp, rank, 2 * number + 1).backward()
+        return range(2 * number, 2 * number + 2)
+    case.loss(ddp, rank, number).backward()
+    return range(number, number + 1)
+
+
+def check(mode: str, as_view: bool) -> None:
+    for lacks, way in product(LACKS, WAYS):
+        case, net = Case(lacks, way), Net()
+        ddp = DistributedDataParallel(
+            copy.deepcopy(net), gradient_as_bucket_view=as_view, bucket_cap_mb=BUCKET_CAP_MB, **MODES[mode]
+        )
+        where = (mode, lacks, way, as_view)
+        if mode == "plain" and lacks != "nothing":
+            check_error(case, ddp, where)
+            continue
+        for number in range(4):
+            ddp.zero_grad(set_to_none=number % 2 == 0)
+            if number % 2:  # gradients of zeros stay where nobody used a parameter
+                net.zero_grad()
+            expected = expected_grads(case, net, train(case, ddp, number))
+            check_same(ddp, expected, zeros_may_stand=number % 2 == 1, where=(*where, number))
+
+
+def check_error(case: Case, ddp: nn.Module, where: object) -> None:
+    """The first pass raises, on every rank, with names; the reducer is whole after it."""
+    name = "other.bias" if case.lacks == "output" else "spare.bias"
+    for _ in range(2):
+        ddp.zero_grad()
+        with pytest.raises(ReductionError, match=f"no gradient for .*{name}") as caught:
+            train(case, ddp, 0)
+        alone = case.lacks == "parameter on rank 1"
+        assert ("rank 1:" if alone else "every rank:") in str(caught.value), where
+        assert "find_unused_parameters=True" in str(caught.value)
+
+
+def check_same(ddp: nn.Module, expected: list[Tensor | None], zeros_may_stand: bool, where: object) -> None:
+    for (name, param), want in zip(ddp.named_parameters(), expected, strict=True):
+        if want is None:
+            assert param.grad is None or (zeros_may_stand and not param.grad.any()), (where, name)
+            continue
+        assert param.grad is not None, (where, name)
+        # Sums over more than two ranks are taken in another order.
+        tolerance = 0.0 if dist.get_world_size() == 2 else 1e-6
+        torch.testing.assert_close(param.grad, want, rtol=tolerance, atol=tolerance, msg=str((where, name)))
+
+
+@pytest.mark.parametrize("as_view", [False, True], ids=["copy", "view"])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_combination_is_right_or_refused(ranks2: Ranks, mode: str, as_view: bool) -> None:
+    ranks2.run(check, mode, as_view)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_combination_is_right_or_refused_on_four_ranks(ranks4: Ranks, mode: str) -> None:
+    ranks4.run(check, mode, False)

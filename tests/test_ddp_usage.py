@@ -1,0 +1,343 @@
+"""Ways to write a training loop: each gives what PyTorch's wrapper gives, or what a single process would."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ddp_pairs import SMALL_MB, Pair, assert_same, averaged, batch, mlp, mlp_loss
+from pool import Ranks
+from zero_optim.ddp import DistributedDataParallel
+
+VIEWS = ({}, {"gradient_as_bucket_view": True})
+
+
+def check_accumulation() -> None:
+    for options in (*VIEWS, {"static_graph": True}, {"find_unused_parameters": True}):
+        pair = Pair.of(mlp(), bucket_cap_mb=SMALL_MB, **options)
+        for number in range(5):
+            if number != 3:  # and once on top of what is there
+                for model in pair:
+                    model.zero_grad(set_to_none=number % 2 == 0)
+            if "static_graph" not in options or number:  # PyTorch's fails otherwise
+                for model in pair:
+                    with model.no_sync():
+                        mlp_loss(model, 10 + number).backward()
+                        mlp_loss(model, 20 + number).backward()
+            pair.backward(lambda model, n=number: mlp_loss(model, n), (options, number))  # type: ignore[misc]
+
+
+def test_gradients_accumulate_with_and_without_no_sync(ranks2: Ranks) -> None:
+    ranks2.run(check_accumulation)
+
+
+def check_no_sync_without_end() -> None:
+    """Local gradients stay local, and a later reduction averages them all."""
+    net = mlp()
+    model = DistributedDataParallel(net)
+    clean = copy.deepcopy(net)
+    with model.no_sync():
+        mlp_loss(model, 0).backward()
+    mlp_loss(clean, 0).backward()
+    for param, alone in zip(net.parameters(), clean.parameters(), strict=True):
+        assert_same(param.grad, alone.grad, "local")
+    assert model.require_backward_grad_sync
+    with torch.no_grad():
+        mlp_loss(model, 5)
+    mlp_loss(model, 1).backward()
+    expected = averaged(clean, lambda net, rank: mlp_loss(net, 0, rank) + mlp_loss(net, 1, rank), 2)
+    for name, param in net.named_parameters():
+        assert_same(param.grad, expected[name], name, 1e-6)
+
+
+def test_no_sync_keeps_gradients_local_until_the_next_reduction(ranks2: Ranks) -> None:
+    ranks2.run(check_no_sync_without_end)
+
+
+def check_several_forwards() -> None:
+    for options in (*VIEWS, {"find_unused_parameters": True}):
+        pair = Pair.of(mlp(), bucket_cap_mb=SMALL_MB, **options)
+        for number in range(4):
+            for model in pair:
+                model.zero_grad()
+            two = lambda model, n=number: mlp_loss(model, n) + mlp_loss(model, 10 + n).sin()  # noqa: E731
+            pair.backward(two, (options, number))
+        model, clean = pair.ours, copy.deepcopy(pair.ours.module)
+        for number in range(3):  # each backpropagated on its own, after both forward passes
+            model.zero_grad()
+            first, second = mlp_loss(model, number), mlp_loss(model, 10 + number)
+            first.backward()
+            second.backward()
+            expected = averaged(
+                clean,
+                lambda net, rank, n=number: mlp_loss(net, n, rank) + mlp_loss(net, 10 + n, rank),
+                2,  # type: ignore[misc]
+            )
+            for name, param in clean.named_parameters():
+                assert_same(dict(model.module.named_parameters())[name].grad, expected[name], name, 1e-6)
+                assert param.grad is None
+
+
+def test_several_forward_passes_before_one_backward_or_before_several(ranks2: Ranks) -> None:
+    ranks2.run(check_several_forwards)
+
+
+def check_forward_kept_for_later() -> None:
+    """A forward pass under no_sync in between does not keep the pass before it from being reduced."""
+    net = mlp()
+    model, clean = DistributedDataParallel(net), copy.deepcopy(net)
+    loss = mlp_loss(model, 0)
+    with model.no_sync():
+        mlp_loss(model, 1)
+    loss.backward()
+    expected = averaged(clean, lambda net, rank: mlp_loss(net, 0, rank), 2)
+    for name, param in net.named_parameters():
+        assert_same(param.grad, expected[name], name)
+
+
+def test_a_forward_pass_under_no_sync_does_not_undo_the_one_before(ranks2: Ranks) -> None:
+    ranks2.run(check_forward_kept_for_later)
+
+
+def check_expected_from_outside() -> None:
+    """Lightning switches reduction off in forward(), and asks for it just before backward()."""
+    net = mlp()
+    model, clean = DistributedDataParallel(net), copy.deepcopy(net)
+    with model.no_sync():
+        loss = mlp_loss(model, 0)
+    model.reducer.prepare_for_backward([])
+    loss.backward()
+    expected = averaged(clean, lambda net, rank: mlp_loss(net, 0, rank), 2)
+    for name, param in net.named_parameters():
+        assert_same(param.grad, expected[name], name)
+
+
+def test_a_backward_pass_may_be_announced_from_outside(ranks2: Ranks) -> None:
+    ranks2.run(check_expected_from_outside)
+
+
+def penalized(model: nn.Module, number: int, rank: int | None = None) -> Tensor:
+    x = batch(number, 5, 8, rank=rank).requires_grad_()
+    out = model(x)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    loss: Tensor = out.square().mean() + slope.square().mean()
+    return loss
+
+
+def check_penalty() -> None:
+    for options in VIEWS:
+        pair = Pair.of(mlp(), bucket_cap_mb=SMALL_MB, **options)
+        pair.train(penalized, 4, options)
+    for options in ({"static_graph": True}, {"find_unused_parameters": True}):  # PyTorch's are wrong or fail
+        model = DistributedDataParallel(mlp(), bucket_cap_mb=SMALL_MB, **options)
+        clean = copy.deepcopy(model.module)
+        for number in range(3):
+            model.zero_grad()
+            penalized(model, number).backward()
+            expected = averaged(clean, lambda net, rank, n=number: penalized(net, n, rank), 2)  # type: ignore[misc]
+            for name, param in model.module.named_parameters():
+                assert_same(param.grad, expected[name], (options, number, name), 1e-6)
+        assert model.reducer.own.history.num_passes == 3
+
+
+def test_torch_autograd_grad_through_the_output_does_not_disturb(ranks2: Ranks) -> None:
+    ranks2.run(check_penalty)
+
+
+def check_grad_alone() -> None:
+    for options in ({}, {"static_graph": True}, {"find_unused_parameters": True}):
+        model = DistributedDataParallel(mlp(), **options)
+        clean = copy.deepcopy(model.module)
+        for number in range(3):
+            loss = mlp_loss(model, number)
+            params = list(model.parameters())
+            found = torch.autograd.grad(loss, params, retain_graph=True)  # this rank's own
+            alone = torch.autograd.grad(mlp_loss(clean, number), list(clean.parameters()))
+            for param, got, expected in zip(params, found, alone, strict=True):
+                assert_same(got, expected, (options, number))
+                assert param.grad is None
+            loss.backward()
+            expected_all = averaged(clean, lambda net, rank, n=number: mlp_loss(net, n, rank), 2)  # type: ignore[misc]
+            for name, param in model.module.named_parameters():
+                assert_same(param.grad, expected_all[name], (options, number, name))
+            model.zero_grad()
+
+
+def test_gradients_taken_by_hand_are_those_of_the_rank_alone(ranks2: Ranks) -> None:
+    ranks2.run(check_grad_alone)
+
+
+def check_create_graph() -> None:
+    model = DistributedDataParallel(mlp(), gradient_as_bucket_view=True)
+    clean = copy.deepcopy(model.module)
+    for number in range(3):
+        model.zero_grad()
+        with pytest.warns(UserWarning, match="create_graph=True reduces the gradients, not the graph"):
+            mlp_loss(model, number).backward(create_graph=True)
+        expected = averaged(clean, lambda net, rank, n=number: mlp_loss(net, n, rank), 2)  # type: ignore[misc]
+        for name, param in model.module.named_parameters():
+            assert param.grad is not None
+            assert_same(param.grad.detach(), expected[name], name)
+    model.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_create_graph_warns_and_reduces_first_order_gradients(ranks2: Ranks) -> None:
+    ranks2.run(check_create_graph)
+
+
+def check_retained() -> None:
+    pair = Pair.of(mlp(), bucket_cap_mb=SMALL_MB)
+    for number in range(3):
+        for model in pair:
+            model.zero_grad()
+        losses = [mlp_loss(model, number) for model in pair]
+        for loss in losses:
+            loss.backward(retain_graph=True)
+        pair.compare(number)
+    once = [param.grad.clone() for param in pair.ours.parameters()]  # type: ignore[union-attr]
+    losses[0].backward()
+    for param, grad in zip(pair.ours.parameters(), once, strict=True):
+        assert_same(param.grad, 2 * grad, "twice", 1e-6)
+
+
+def test_a_graph_may_be_backpropagated_twice(ranks2: Ranks) -> None:
+    ranks2.run(check_retained)
+
+
+def check_checkpoint() -> None:
+    for reentrant in (False, True):
+        for options in (*VIEWS, {"static_graph": True}):
+            pair = Pair.of(mlp(), bucket_cap_mb=SMALL_MB, **options)
+
+            def loss(model: nn.Module, number: int, reentrant: bool = reentrant) -> Tensor:
+                x = batch(number, 5, 8).requires_grad_()
+                found: Tensor = checkpoint(model, x, use_reentrant=reentrant).square().mean()
+                return found
+
+            if reentrant and options.get("static_graph"):
+                continue  # PyTorch's fails; ours is compared below
+            pair.train(loss, 4, (reentrant, options))
+    model = DistributedDataParallel(mlp(), static_graph=True)
+    clean = copy.deepcopy(model.module)
+    for number in range(3):
+        model.zero_grad()
+        checkpoint(model, batch(number, 5, 8).requires_grad_(), use_reentrant=True).square().mean().backward()
+        expected = averaged(clean, lambda net, rank, n=number: mlp_loss(net, n, rank), 2)  # type: ignore[misc]
+        for name, param in model.module.named_parameters():
+            assert_same(param.grad, expected[name], name)
+
+
+def test_the_wrapper_itself_may_be_checkpointed(ranks2: Ranks) -> None:
+    ranks2.run(check_checkpoint)
+
+
+class Halves(nn.Module):
+    """Parts that are recomputed in the backward pass; one of them may run twice."""
+
+    def __init__(self, reentrant: bool, times: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.reentrant, self.times = reentrant, times
+        self.first, self.second = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(self.times):
+            x = checkpoint(self.second, x, use_reentrant=self.reentrant)
+        return x
+
+
+def check_parts() -> None:
+    for reentrant, times, options in (
+        (False, 1, {}),
+        (True, 1, {}),
+        (False, 2, {}),
+        (False, 2, {"find_unused_parameters": True}),
+        (True, 2, {"static_graph": True}),
+    ):
+        for view in (False, True):
+            pair = Pair.of(
+                Halves(reentrant, times), bucket_cap_mb=SMALL_MB, gradient_as_bucket_view=view, **options
+            )
+            pair.train(mlp_loss, 4, (reentrant, times, options, view))
+
+
+def test_parts_may_be_checkpointed_once_or_twice(ranks2: Ranks) -> None:
+    ranks2.run(check_parts)
+
+
+def check_compiled(backend: str, steps: int) -> None:
+    for options in ({"gradient_as_bucket_view": True}, {"static_graph": True}):
+        torch._dynamo.reset()
+        plain = DistributedDataParallel(mlp(), **options)
+        inner = DistributedDataParallel(torch.compile(mlp(), backend=backend), **options)  # type: ignore[arg-type]
+        wrapped = DistributedDataParallel(mlp(), **options)
+        outer: Any = torch.compile(wrapped, backend=backend)
+        for number in range(steps):
+            for model in (plain, inner, outer):
+                model.zero_grad()
+                mlp_loss(model, number).backward()
+            for param, *others in zip(
+                *(model.parameters() for model in (plain, inner, wrapped)), strict=True
+            ):
+                for other in others:
+                    assert_same(other.grad, param.grad, (options, number), 1e-6)
+        for model in (plain, inner, wrapped):
+            assert model.reducer.own.history.num_passes == steps
+        with outer.no_sync():
+            mlp_loss(outer, 0).backward()
+        assert wrapped.reducer.own.history.num_passes == steps
+
+
+# torch.compile warns of its own innards here and there.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("backend", "steps"), [("aot_eager", 4), ("inductor", 3)])
+def test_the_wrapper_or_what_it_wraps_may_be_compiled(ranks2: Ranks, backend: str, steps: int) -> None:
+    ranks2.run(check_compiled, backend, steps, timeout=240)
+
+
+def check_buffer_hook() -> None:
+    """A hook for buffers gives futures, which are waited for when the backward pass ends."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    model = DistributedDataParallel(net)
+    done: list[str] = []
+
+    def hook(state: object, buffers: dict[str, Tensor]) -> list[torch.futures.Future[object]]:
+        assert state == "state"
+        done.append("called")
+        future: torch.futures.Future[object] = torch.futures.Future()
+        work = dist.all_reduce(buffers["1.running_mean"], async_op=True)
+        inner = work.get_future()  # type: ignore[union-attr]
+        inner.then(lambda _: (done.append("reduced"), future.set_result(None)))
+        return [future]
+
+    model._register_buffer_comm_hook("state", hook)
+    model(batch(0, 4, 8)).sum().backward()
+    assert done == ["called", "reduced"]
+
+
+def test_a_hook_for_buffers_is_waited_for(ranks2: Ranks) -> None:
+    ranks2.run(check_buffer_hook)
+
+
+def check_frozen() -> None:
+    """A parameter that is frozen after wrapping is one that is unused."""
+    for options in ({"find_unused_parameters": True}, {"static_graph": True}):
+        model = DistributedDataParallel(mlp(), bucket_cap_mb=SMALL_MB, **options)
+        model.module[2].weight.requires_grad_(False)
+        clean = copy.deepcopy(model.module)
+        for number in range(3):
+            model.zero_grad()
+            mlp_loss(model, number).backward()
+            expected = averaged(clean, lambda net, rank, n=number: mlp_loss(net, n, rank), 2)  # type: ignore[misc]
+            for name, param in model.module.named_parameters():
+                assert_same(param.grad, expected.get(name), (options, number, name))
+
+
+def test_a_parameter_may_be_frozen_after_wrapping(ranks2: Ranks) -> None:
+    ranks2.run(check_frozen)

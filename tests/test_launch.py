@@ -1,0 +1,405 @@
+"""`zero_optim.launch`: values and failures come back, no process stays, notebooks and scripts work."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+import torch
+import torch.distributed as dist
+from nbclient import NotebookClient
+
+from zero_optim import LaunchTimeoutError, RankFailedError, launch
+from zero_optim.session import pack, unpack
+
+CHECKOUT = Path(__file__).parents[1]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+
+
+def sum_over_ranks(start: torch.Tensor) -> dict[str, Any]:
+    start += dist.get_rank()  # its own copy
+    total = start.clone()
+    dist.all_reduce(total)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    return {
+        "total": total,
+        "rank": dist.get_rank(),
+        "environment": [int(os.environ[name]) for name in names],
+        "backend": dist.get_backend(),
+        "threads": torch.get_num_threads(),
+        "pid": os.getpid(),
+    }
+
+
+def leave_word(folder: Path) -> None:
+    folder.joinpath(f"{dist.get_rank()}.pid").write_text(str(os.getpid()))
+    dist.barrier()
+
+
+def fail_on_one(folder: Path) -> None:
+    leave_word(folder)
+    if dist.get_rank() == 1:
+        raise ValueError("the cause of it all")
+    dist.all_reduce(torch.ones(3))
+
+
+def vanish_on_one(folder: Path) -> None:
+    leave_word(folder)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(3))
+
+
+def hang(folder: Path) -> None:
+    quiet = subprocess.DEVNULL
+    started = subprocess.Popen(["sleep", "600"], stdout=quiet, stderr=quiet)
+    folder.joinpath(f"{dist.get_rank()}-started.pid").write_text(str(started.pid))
+    leave_word(folder)
+    time.sleep(600)
+
+
+def give_no_value() -> object:
+    if dist.get_rank() == 1:
+        os._exit(0)
+    return threading.Lock()
+
+
+def is_alive(pid: int) -> bool:
+    with suppress(ProcessLookupError, FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def pids_in(folder: Path, count: int) -> list[int]:
+    files = sorted(folder.glob("*.pid"))
+    assert len(files) == count
+    return [int(file.read_text()) for file in files]
+
+
+def assert_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 5
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [pid for pid in pids if is_alive(pid)] == []
+
+
+def test_every_rank_runs_in_a_group_and_returns_its_value() -> None:
+    start = torch.zeros(3)
+    found = launch(sum_over_ranks, 2, start)
+    for rank, value in enumerate(found):
+        assert torch.equal(value["total"], torch.ones(3))
+        assert value["rank"] == rank
+        assert value["environment"] == [rank, rank, 2, 2]
+        assert value["backend"] == "gloo"
+        assert value["threads"] == max(1, len(os.sched_getaffinity(0)) // 2)
+        assert not is_alive(value["pid"])
+    assert torch.equal(start, torch.zeros(3))  # ranks have copies
+
+
+def test_the_rank_that_failed_first_is_told_first(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError) as caught:
+        launch(fail_on_one, 2, tmp_path)
+    message = str(caught.value)
+    assert caught.value.rank == 1
+    assert message.startswith("rank 1 of 2 failed:\n\nTraceback")
+    assert 'raise ValueError("the cause of it all")' in message
+    assert message.index("ValueError: the cause of it all") < message.index("afterwards failed: rank ")
+    assert "zero_optim/launch.py" not in message  # frames of the launcher tell nothing
+    assert_gone(pids_in(tmp_path, 2))
+
+
+def test_a_rank_that_was_killed_is_told_before_those_that_lost_it(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError, match=r"^rank 1 of 2 was killed by SIGKILL") as caught:
+        launch(vanish_on_one, 2, tmp_path)
+    assert caught.value.rank == 1
+    assert_gone(pids_in(tmp_path, 2))
+
+
+def test_a_rank_without_a_value_and_one_whose_value_cannot_be_pickled_have_failed() -> None:
+    message = r"^rank 1 of 2 ended with status 0\n\nafterwards failed: rank 0 \(TypeError\)$"
+    with pytest.raises(RankFailedError, match=message):
+        launch(give_no_value, 2)
+
+
+def test_a_timeout_tells_where_the_ranks_were_and_leaves_none(tmp_path: Path) -> None:
+    with pytest.raises(LaunchTimeoutError, match="no end after 10 s on rank 0 of 1") as caught:
+        launch(hang, 1, tmp_path, timeout=10)
+    assert isinstance(caught.value, TimeoutError)
+    assert str(caught.value).count(" in hang") == 1
+    assert_gone(pids_in(tmp_path, 2))  # with what they had started
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "killed"])
+def test_no_rank_outlives_its_caller(number: signal.Signals, tmp_path: Path) -> None:
+    code = f"""
+        import pathlib, sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from test_launch import hang
+        from zero_optim import launch
+        launch(hang, 2, pathlib.Path({str(tmp_path)!r}))
+    """
+    with python(code) as caller:
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob("*.pid"))) < 4 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.2)
+        ranks = [int(file.read_text()) for file in tmp_path.glob("?.pid")]
+        os.kill(caller.pid, number)
+        _, errors = caller.communicate(timeout=20)
+        assert caller.returncode != 0
+        assert errors.rstrip().endswith("KeyboardInterrupt") == (number == signal.SIGINT)
+        assert len(ranks) == 2
+        assert_gone(ranks)
+    for file in tmp_path.glob("*-started.pid"):  # orphans of ranks that the kernel has killed
+        with suppress(ProcessLookupError):
+            os.kill(int(file.read_text()), signal.SIGKILL)
+
+
+def test_ctrl_c_while_ranks_start_prints_one_traceback() -> None:
+    code = "import os; from zero_optim import launch; print('now', flush=True); launch(os.getpid, 2)"
+    with python(code) as caller:
+        assert caller.stdout is not None
+        assert caller.stdout.readline() == "now\n"
+        time.sleep(0.5)
+        os.killpg(caller.pid, signal.SIGINT)  # as a terminal does it: to all of them
+        _, errors = caller.communicate(timeout=20)
+        assert errors.count("Traceback") == 1, errors
+        assert errors.rstrip().endswith("KeyboardInterrupt")
+
+
+@contextmanager
+def python(code: str) -> Iterator[subprocess.Popen[str]]:
+    """Runs code in a session of its own, and ends it."""
+    command, pipe = [sys.executable, "-c", textwrap.dedent(code)], subprocess.PIPE
+    options: dict[str, Any] = {"text": True, "env": ENVIRONMENT, "start_new_session": True}
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_script_without_the_guard_is_told_what_it_lacks(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os\nfrom zero_optim import launch\nlaunch(os.getpid, 1)\n")
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=ENVIRONMENT)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()
+    assert any("put the code that calls it under `if __name__" in line for line in last)
+    assert any(
+        line.startswith("zero_optim.launch.RankFailedError: rank 0 of 1 ended with status 1") for line in last
+    )
+    assert "needs `if __name__ ==" in done.stderr
+
+
+def test_a_script_launches_its_own_function(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    text = """
+        from dataclasses import dataclass
+        import torch.distributed as dist
+        from zero_optim import launch
+
+        @dataclass
+        class Place:
+            rank: int
+
+        def place():
+            return Place(dist.get_rank())
+
+        if __name__ == "__main__":
+            assert launch(place, 1) == [Place(0)]
+            print("well")
+    """
+    script.write_text(textwrap.dedent(text))
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=ENVIRONMENT)
+    assert done.stdout == "well\n", done.stderr
+
+
+FIRST_CELL = """
+from dataclasses import dataclass, fields
+
+import torch
+import torch.distributed as dist
+import zero_optim.ddp
+from torch import nn
+from zero_optim import RankFailedError, launch
+
+STEPS = 3
+# Whatever the notebook has computed itself, with threads and with autograd, must not matter to the ranks.
+nn.Linear(512, 512)(torch.randn(512, 512)).sum().backward()
+
+
+@dataclass
+class Outcome:
+    rank: int
+    threads: int
+    loss: float
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.layer(x).square().mean()
+
+
+def helper(model):
+    return zero_optim.ddp.DistributedDataParallel(model)
+
+
+def train(width):
+    torch.manual_seed(0)
+    model = helper(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        loss = model(torch.ones(1024, width))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return Outcome(dist.get_rank(), torch.get_num_threads(), loss.item())
+
+
+found = launch(train, 2, 64, threads=2, timeout=50)
+"""
+SECOND_CELL = """
+assert [outcome.rank for outcome in found] == [0, 1]
+assert isinstance(found[0], Outcome) and [field.name for field in fields(found[0])] == ["rank", "threads", "loss"]
+assert found[1].threads == 2
+assert found[0].loss == found[1].loss > 0
+
+
+def fail():
+    raise ValueError("in a cell")
+
+
+try:
+    launch(fail, 1)
+except RankFailedError as error:
+    print(error)
+"""
+
+
+def test_functions_and_classes_of_a_notebook_cell_reach_the_ranks(tmp_path: Path) -> None:
+    notebook = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(cell) for cell in (FIRST_CELL, SECOND_CELL)]
+    )
+    run = NotebookClient(notebook, timeout=100, resources={"metadata": {"path": str(tmp_path)}})
+    run.execute(env=ENVIRONMENT)
+    told = "".join(output["text"] for output in notebook.cells[1].outputs)
+    assert told.startswith("rank 0 of 1 failed:\n\nTraceback")
+    assert 'raise ValueError("in a cell")' in told  # with the cell's line
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"fn": "train"}, TypeError, "expected fn to be callable, got str"),
+        ({"nproc": 0}, ValueError, "expected nproc to be at least 1, got 0"),
+        ({"nproc": 2.0}, TypeError, "expected nproc to be an int, got float"),
+        ({"nproc": True}, TypeError, "expected nproc to be an int, got bool"),
+        ({"threads": 0}, ValueError, "expected threads to be at least 1, got 0"),
+        ({"timeout": 0}, ValueError, "expected timeout to be a number of seconds above 0, or None, got 0"),
+        ({"backend": "pigeon"}, ValueError, "this PyTorch has no backend 'pigeon'"),
+    ],
+)
+def test_wrong_arguments_are_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments = {"fn": sum_over_ranks, "nproc": 2, **change}
+    with pytest.raises(error, match=message):
+        launch(arguments.pop("fn"), arguments.pop("nproc"), **arguments)
+
+
+def test_what_cannot_be_sent_is_refused_with_the_reason() -> None:
+    lock = threading.Lock()
+
+    def with_lock() -> None:
+        lock.acquire()
+
+    message = r"with_lock cannot be sent to new processes .*: cannot pickle '_thread.lock' object\. Make such"
+    with pytest.raises(TypeError, match=message):
+        launch(with_lock, 2)
+
+
+# ---------------------------------------------------------------------- by value
+
+
+def there_and_back(function: Callable[..., Any], *args: object) -> Any:
+    found, found_args = unpack(pack(function, args))
+    return found(*found_args)
+
+
+def test_what_can_be_imported_goes_by_reference() -> None:
+    function, _ = unpack(pack(sum_over_ranks, ()))
+    assert function is sum_over_ranks
+
+
+def test_nested_functions_keep_closures_defaults_and_recursion() -> None:
+    base = 3
+
+    def factorial(n: int, *, scale: int = 2) -> int:
+        return scale if n == 0 else n * factorial(n - 1, scale=scale) + 0 * base
+
+    assert there_and_back(factorial, 4) == 48
+    assert there_and_back(lambda x: x + base, 1) == 4
+
+
+def test_nested_classes_keep_methods_slots_and_fields() -> None:
+    class Base:
+        """Of two."""
+
+        __slots__ = ("x",)
+
+        def __init__(self, x: int) -> None:
+            self.x = x
+
+        @property
+        def double(self) -> int:
+            return 2 * self.x
+
+        @classmethod
+        def make(cls) -> "Base":
+            return cls(5)
+
+        @staticmethod
+        def three() -> int:
+            return 3
+
+    class Child(Base):
+        def __init__(self, x: int) -> None:
+            super().__init__(x + 1)
+
+    @dataclasses.dataclass(frozen=True)
+    class Point:
+        x: int
+        y: list[int] = dataclasses.field(default_factory=list)
+
+    def look() -> list[object]:
+        point = dataclasses.replace(Point(1), x=2)
+        names = [field.name for field in dataclasses.fields(point)]
+        child = Child.make()
+        return [child.x, child.double, child.three(), Base.__doc__, names, point == Point(2), repr(point)]
+
+    assert there_and_back(look) == look()
+
+
+def test_a_class_with_a_metaclass_has_to_be_imported() -> None:
+    import enum
+
+    class Colour(enum.Enum):
+        RED = 1
+
+    with pytest.raises(TypeError, match=r"Colour, of metaclass Enum(Type|Meta), can only be imported"):
+        pack(print, (Colour.RED,))

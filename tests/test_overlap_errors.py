@@ -1,0 +1,384 @@
+"""Steps that come too late, failures on one rank, and what is left when hook and DDP go."""
+
+import copy
+import gc
+import io
+import pickle
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch_optimizer
+from torch import Tensor, nn
+
+from overlap import (
+    WRAPPERS,
+    Net,
+    Setting,
+    adamw,
+    assert_same_params,
+    grads_of,
+    inputs,
+    loss_of,
+    plain_step,
+)
+from pool import Ranks
+from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.hooks import allreduce_hook, zero_step
+
+both_wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
+
+
+# ---------------------------------------------------------------------- too late
+
+
+def clip_by_optimizer(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
+    optimizer.clip_grad_norm_(0.1)
+
+
+def clip_by_torch(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+
+
+def replace_gradient(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+
+
+def scale(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+
+
+def unscale(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+
+
+def second_pass(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
+    loss_of(model, 99).backward()
+    optimizer.step()
+
+
+def unreduced_pass(model: Any, optimizer: ZeroRedundancyOptimizer) -> None:
+    with model.no_sync():
+        loss_of(model, 99).backward()
+    optimizer.step()
+
+
+def step_argument(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
+    optimizer.step(grad_scale=2.0)
+
+
+TOO_LATE: dict[str, tuple[Callable[[nn.Module, ZeroRedundancyOptimizer], None], str]] = {
+    "clip_grad_norm_ of ours": (clip_by_optimizer, "too early to clip"),
+    "clip_grad_norm_ of PyTorch": (clip_by_torch, "gradients were changed, clipped or unscaled perhaps"),
+    "other gradients": (replace_gradient, "gradients were changed"),
+    "GradScaler": (scale, "too early for GradScaler"),
+    "GradScaler, unscaled": (unscale, "too early for GradScaler"),
+    "two backward passes": (second_pass, "2 backward passes were reduced before step"),
+    "a pass under no_sync": (unreduced_pass, "gradients were changed"),
+    "an argument of step": (step_argument, "too early for grad_scale"),
+}
+
+
+def check_too_late(wrapper: str, first: int) -> None:
+    """Raises at the first step or at a later one, on every rank; training goes on after it."""
+    for name, (act, message) in TOO_LATE.items():
+        model, optimizer = Setting(wrapper).build(overlap=True)
+        for number in range(first):
+            plain_step(model, optimizer, number)
+        for number in range(2):
+            optimizer.zero_grad()
+            loss_of(model, first + number).backward()
+            with pytest.raises(RuntimeError, match=message):
+                act(model, optimizer)
+            if act is clip_by_optimizer:
+                optimizer.step()
+            elif act is second_pass and first + number:  # it came out of backward(): step() says so again
+                with pytest.raises(RuntimeError, match=message):
+                    optimizer.step()
+        plain_step(model, optimizer, 50)
+        assert_equal_on_all_ranks(model, name)
+
+
+def assert_equal_on_all_ranks(model: nn.Module, where: object) -> None:
+    for name, param in model.named_parameters():
+        other = param.detach().clone()
+        dist.broadcast(other, 0)
+        assert torch.equal(other, param), (where, name)
+
+
+@pytest.mark.parametrize("first", [0, 2])
+@both_wrappers
+def test_what_comes_too_late_raises_on_every_rank(ranks2: Ranks, wrapper: str, first: int) -> None:
+    ranks2.run(check_too_late, wrapper, first)
+
+
+# ---------------------------------------------------------------------- failures
+
+
+class FailingSGD(torch.optim.SGD):
+    """Fails on the rank that owns what is marked."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if getattr(param, "fails", False) and param.grad is not None:
+                    raise ArithmeticError("the step failed")
+        return super().step(closure)
+
+
+def sgd(model: nn.Module) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(model.parameters(), FailingSGD, lr=0.1, bucket_cap_mb=0.001)
+
+
+def check_failing_step(wrapper: str, interleave: bool) -> None:
+    model, optimizer = Setting(wrapper, optimizer=sgd, zero={"interleave": interleave}).build(overlap=True)
+    plain_step(model, optimizer, 0)
+    marked = model.module.layers[2].weight
+    fails_here = optimizer.owners()[marked] == dist.get_rank()
+    marked.fails = True
+    for number in (1, 2):
+        optimizer.zero_grad()
+        if fails_here:
+            with pytest.raises(ArithmeticError, match="the step failed"):
+                loss_of(model, number).backward()
+        else:
+            loss_of(model, number).backward()
+        assert all(param.grad is not None for param in model.parameters())
+        optimizer.step()
+        assert_equal_on_all_ranks(model, number)
+    marked.fails = False
+    plain_step(model, optimizer, 3)
+    assert_equal_on_all_ranks(model, "afterwards")
+
+
+@pytest.mark.parametrize("interleave", [True, False])
+@both_wrappers
+def test_a_step_that_fails_on_one_rank_raises_in_its_backward_pass(
+    ranks: Ranks, wrapper: str, interleave: bool
+) -> None:
+    ranks.run(check_failing_step, wrapper, interleave)
+
+
+def check_failing_hook(wrapper: str) -> None:
+    """The future of one bucket fails on one rank, after its collective."""
+    fails = [False]
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        def read(future: torch.futures.Future[Tensor]) -> Tensor:
+            if fails[0] and number == 1 and dist.get_rank() == 1:
+                raise ArithmeticError("the hook failed")
+            return future.value()
+
+        number = bucket.index()
+        return allreduce_hook(None, bucket).then(read)
+
+    model, optimizer = Setting(wrapper, hook=lambda: (None, hook)).build(overlap=True)
+    plain_step(model, optimizer, 0)
+    fails[0] = True
+    optimizer.zero_grad()
+    if dist.get_rank() == 1:
+        with pytest.raises(Exception, match="the hook failed"):
+            loss_of(model, 1).backward()
+    else:
+        loss_of(model, 1).backward()
+    optimizer.step()
+    assert_equal_on_all_ranks(model, "failed")
+    fails[0] = False
+    plain_step(model, optimizer, 2)
+    assert_equal_on_all_ranks(model, "afterwards")
+
+
+@both_wrappers
+def test_a_reduction_that_fails_on_one_rank_raises_in_its_backward_pass(ranks: Ranks, wrapper: str) -> None:
+    ranks.run(check_failing_hook, wrapper)
+
+
+def check_wrong_hook(wrapper: str, result: object, message: str) -> None:
+    """What the hook gives is no reduction, on every rank."""
+
+    def hook(state: object, bucket: dist.GradBucket) -> Any:
+        if isinstance(result, str):
+            raise ArithmeticError(result)
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(result)
+        return future
+
+    model, _ = Setting(wrapper, hook=lambda: (None, hook)).build(overlap=True)
+    with pytest.raises(Exception, match=message):
+        loss_of(model, 0).backward()
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ("no reduction today", "no reduction today"),
+        ({"a": "dict"}, "expected the hook's future to hold one tensor, got dict"),
+    ],
+)
+@both_wrappers
+def test_a_hook_that_fails_on_every_rank_raises_there(
+    ranks2: Ranks, wrapper: str, result: object, message: str
+) -> None:
+    ranks2.run(check_wrong_hook, wrapper, result, message)
+
+
+class Broken(torch.autograd.Function):
+    """A backward pass that breaks off in its middle."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, breaks: bool) -> Tensor:
+        ctx.breaks = breaks
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        if ctx.breaks:
+            raise ArithmeticError("broke off")
+        return grad, None
+
+
+class Breaking(Net):
+    def forward(self, x: Tensor, breaks: bool = False) -> Tensor:
+        hidden = self.norm(self.conv(x)).relu().flatten(1)
+        out: Tensor = self.head(self.spare(self.layers(Broken.apply(hidden, breaks))))
+        return out
+
+
+def check_broken_off(interleave: bool) -> None:
+    """With our DDP, which recovers from a pass that broke off."""
+    setting = Setting("ours", model=Breaking, zero={"interleave": interleave})
+    model, optimizer = setting.build(overlap=True)
+    plain_step(model, optimizer, 0)
+    optimizer.zero_grad()
+    with pytest.raises(ArithmeticError, match="broke off"):
+        model(inputs(1), True).sum().backward()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="ended with an exception"):
+        loss_of(model, 2).backward()
+    for number in range(2):
+        plain_step(model, optimizer, 3 + number)
+        assert_equal_on_all_ranks(model, number)
+
+
+@pytest.mark.parametrize("interleave", [True, False])
+def test_training_goes_on_after_a_backward_pass_that_broke_off(ranks2: Ranks, interleave: bool) -> None:
+    ranks2.run(check_broken_off, interleave)
+
+
+# ---------------------------------------------------------------------- what is left, and what may be done between
+
+
+def num_threads() -> int:
+    return sum(thread.name == "zero_step" for thread in threading.enumerate())
+
+
+def check_no_leak(wrapper: str) -> None:
+    for number in range(20):
+        model, optimizer = Setting(wrapper).build(overlap=True)
+        if number % 4 == 0:
+            plain_step(model, optimizer, 0)
+        assert num_threads() >= 1
+        gone = weakref.ref(optimizer)
+        del model, optimizer
+        gc.collect()
+        assert gone() is None
+    for thread in threading.enumerate():
+        if thread.name == "zero_step":
+            thread.join(10)
+    assert num_threads() == 0
+
+
+@both_wrappers
+def test_threads_end_when_hook_and_ddp_go(ranks2: Ranks, wrapper: str) -> None:
+    ranks2.run(check_no_leak, wrapper)
+
+
+def check_between(wrapper: str) -> None:
+    """Copies, consolidation, loading and added groups between steps."""
+    setting = Setting(wrapper)
+    runs = [setting.build(overlap) for overlap in (False, True)]
+    for number in range(8):
+        for model, optimizer in runs:
+            plain_step(model, optimizer, number)
+            if number == 2:
+                optimizer.consolidate_state_dict(to=None)
+                optimizer.load_state_dict(optimizer.state_dict())
+            if number == 4:
+                optimizer.param_groups[0]["lr"] = 0.003
+                torch.save(model.state_dict(), io.BytesIO())
+            if number == 5:
+                check_copies(optimizer)
+        assert_same_params(runs[1][0], runs[0][0], number)
+
+
+def check_copies(optimizer: ZeroRedundancyOptimizer) -> None:
+    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        for param, other in zip(twin.owners(), optimizer.owners(), strict=True):
+            assert torch.equal(param, other)
+            param.grad = torch.ones_like(param)
+        twin.step()
+        assert zero_step(twin) is not None
+
+
+@both_wrappers
+def test_copying_consolidating_and_loading_between_steps_changes_nothing(ranks2: Ranks, wrapper: str) -> None:
+    ranks2.run(check_between, wrapper)
+
+
+def check_added_group(wrapper: str) -> None:
+    """A group that DDP held from the start is stepped by the hook from then on, with step() or without."""
+
+    def some(model: nn.Module) -> ZeroRedundancyOptimizer:
+        return ZeroRedundancyOptimizer([*model.parameters()][:4], torch.optim.AdamW, lr=0.01)
+
+    runs = [Setting(wrapper, optimizer=some).build(overlap) for overlap in (False, True)]
+    for number in range(6):
+        for model, optimizer in runs:
+            if number == 3:
+                optimizer.add_param_group({"params": [*model.parameters()][4:], "lr": 0.02})
+            optimizer.zero_grad()
+            loss_of(model, number).backward()
+            if optimizer is runs[0][1]:
+                optimizer.step()
+        assert_same_params(runs[1][0], runs[0][0], number)
+    model, optimizer = runs[1]
+    extra = nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match="MADGRAD cannot be stepped during"):
+        optimizer.add_param_group({"params": [extra], "optimizer_class": torch_optimizer.MADGRAD})
+    optimizer.zero_grad()
+    loss_of(model, 9).backward()
+    assert len(optimizer.param_groups) == 2
+    assert len(grads_of(model)) == len(list(model.parameters()))
+
+
+@both_wrappers
+def test_a_group_added_after_registering_is_stepped(ranks2: Ranks, wrapper: str) -> None:
+    ranks2.run(check_added_group, wrapper)
+
+
+def check_averages_in_place() -> None:
+    model, optimizer = Setting(optimizer=lambda m: adamw(m, ema_decay=0.5)).build(overlap=True)
+    plain_step(model, optimizer, 0)
+    loss = loss_of(model, 1)
+    with optimizer.averaged_weights():
+        before = [param.detach().clone() for param in model.parameters()]
+        with pytest.raises(RuntimeError, match="holds the averaged weights"):
+            loss_of(model, 1).backward()
+        assert all(torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))
+    del loss
+
+
+def test_a_backward_pass_through_averaged_weights_raises_and_changes_nothing(ranks2: Ranks) -> None:
+    ranks2.run(check_averages_in_place)

@@ -1,0 +1,141 @@
+"""The step during the backward pass composes with whatever reduces the gradients."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+from overlap import WRAPPERS, Grads, Setting, assert_same_params, assert_same_run, inputs, loss_of, plain_step
+from pool import Ranks
+from zero_optim import ZeroRedundancyOptimizer, hooks
+from zero_optim.hooks import zero_step
+
+both_wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
+
+OURS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("fp16", {}),
+    ("bf16", {}),
+    ("allreduce", {"wrap": "fp16"}),
+    ("allreduce", {"wrap": "bf16", "log": True}),
+    ("quantize_tensor", {}),
+    ("quantize_channel", {"group_size": 64}),
+    ("power_sgd", {"rank": 1, "start": 2, "min_rate": 1.0}),
+    ("power_sgd", {"rank": 2, "start": 2, "min_rate": 1.0, "wrap": "bf16"}),
+    ("batched_power_sgd", {"rank": 1, "start": 2}),
+    ("top_k", {"ratio": 0.2}),
+)
+
+
+def pytorchs_power_sgd() -> tuple[object, object]:
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=3, min_compression_rate=1.0)
+    return state, powerSGD_hook.powerSGD_hook
+
+
+def pytorchs(hook: Any) -> Callable[[], tuple[object, object]]:
+    return lambda: (None, hook)
+
+
+THEIRS: dict[str, Callable[[], tuple[object, object]]] = {
+    "allreduce": pytorchs(default_hooks.allreduce_hook),
+    "fp16": pytorchs(default_hooks.fp16_compress_hook),
+    "fp16 wrapper": pytorchs(default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
+    "power_sgd": pytorchs_power_sgd,
+}
+
+
+def check_hooks(wrapper: str) -> None:
+    for name, options in OURS:
+        setting = Setting(wrapper, hook=lambda name=name, options=options: hooks.make_hook(name, **options))  # type: ignore[misc]
+        assert_same_run(setting, steps=7, where=(name, options))
+    for name, hook in THEIRS.items():
+        # PyTorch's PowerSGD launches collectives from callbacks, which on gloo mix up those of several buckets.
+        options = {"bucket_cap_mb": 25} if name == "power_sgd" else {}
+        assert_same_run(Setting(wrapper, hook=hook, options=options), steps=7, where=("PyTorch's", name))
+
+
+@both_wrappers
+def test_every_hook_gives_the_same_bits(ranks2: Ranks, wrapper: str) -> None:
+    ranks2.run(check_hooks, wrapper)
+
+
+def check_wrapped(wrapper: str) -> None:
+    """zero_step inside a wrapper: it finds 16-bit gradients, which the wrapper casts back for DDP alone."""
+    setting = Setting(wrapper)
+    plain, one = Setting(wrapper, hook=lambda: hooks.make_hook("allreduce", wrap="bf16")).build(overlap=False)
+    model = WRAPPERS[wrapper](setting.model(), bucket_cap_mb=0.0004)
+    other = setting.optimizer(model)
+    model.register_comm_hook(None, hooks.bf16_compress_wrapper(zero_step(other)))
+    for number in range(5):
+        assert_same_grads_after(plain_step(plain, one, number), plain_step(model, other, number))
+        assert_same_params(model, plain, number)
+
+
+def assert_same_grads_after(a: Grads, b: Grads) -> None:
+    assert all(x is not None and y is not None and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@both_wrappers
+def test_a_wrapper_around_it_gives_the_same_bits(ranks2: Ranks, wrapper: str) -> None:
+    ranks2.run(check_wrapped, wrapper)
+
+
+def check_owners(wrapper: str, exact: bool) -> None:
+    """Gradients reduced to their owners: the same bits on two ranks, and no gradients of others."""
+    setting = Setting(wrapper, options={"find_unused_parameters": True})
+    plain, one = setting.build(overlap=False)
+    setting.zero, setting.hook = {"gradients": "owners"}, lambda: (None, None)
+    model, other = setting.build(overlap=True)
+    for number in range(8):
+        for net, optimizer in ((plain, one), (model, other)):
+            optimizer.zero_grad()
+            net(inputs(number), number % 3 == dist.get_rank()).square().mean().backward()
+            if net is model:
+                check_only_own_gradients(other)
+            optimizer.step()
+        if exact:
+            assert_same_params(model, plain, number)
+        else:
+            for param, want in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(param, want, rtol=1e-4, atol=1e-5)
+
+
+def check_only_own_gradients(optimizer: ZeroRedundancyOptimizer) -> None:
+    for param, owner in optimizer.owners().items():
+        assert param.grad is None or owner == dist.get_rank()
+
+
+@both_wrappers
+def test_gradients_reduced_to_owners_give_the_same_bits(ranks2: Ranks, wrapper: str) -> None:
+    ranks2.run(check_owners, wrapper, True)
+
+
+@both_wrappers
+def test_gradients_reduced_to_owners_give_the_same_values_on_four_ranks(ranks4: Ranks, wrapper: str) -> None:
+    ranks4.run(check_owners, wrapper, False)
+
+
+def check_arguments() -> None:
+    model, optimizer = Setting().build(overlap=False)
+    with pytest.raises(ValueError, match='expected gradients to be "everywhere" or "owners"'):
+        zero_step(optimizer, gradients="all")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="has a reduction of its own: leave out allreduce_hook"):
+        zero_step(optimizer, hooks.allreduce_hook, gradients="owners")
+    hook = zero_step(optimizer, hooks.fp16_compress_hook)
+    assert hook.__name__ == hook.__qualname__ == "zero_step(fp16_compress_hook)"
+    signature = inspect.signature(hook)
+    assert signature.return_annotation == torch.futures.Future[torch.Tensor]
+    assert signature.parameters["bucket"].annotation is dist.GradBucket
+    part = torch.optim.SGD
+    partly = ZeroRedundancyOptimizer(list(model.parameters())[2:], part, lr=0.1)
+    other = WRAPPERS["torch"](model.module, bucket_cap_mb=0.0004)
+    other.register_comm_hook(None, zero_step(partly, gradients="owners"))
+    with pytest.raises(ValueError, match="parameters of the model are not in the optimizer"):
+        loss_of(other, 0).backward()
+
+
+def test_arguments_are_checked_and_the_hook_is_named(ranks2: Ranks) -> None:
+    ranks2.run(check_arguments)

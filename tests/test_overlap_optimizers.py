@@ -1,0 +1,65 @@
+"""Every optimizer class stepped during the backward pass gives the bits of the run without overlap, or is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from optimizer_cases import BITWISE, CASES, Case, Options
+from overlap import Bag, Grads, Setting, assert_same_run, grads_of
+from pool import Ranks
+from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.hooks import zero_step
+from zero_optim.traits import probe
+
+REFUSED_IN_PARTS = {"torch_optimizer.MADGRAD"}
+SOME = ("torch.optim.AdamW", "torch.optim.Muon", "torch.optim.SparseAdam", "torch_optimizer.AccSGD")
+
+
+def step_bag(model: torch.nn.Module, optimizer: ZeroRedundancyOptimizer, step: int) -> Grads:
+    optimizer.zero_grad()
+    model(100 * step + torch.distributed.get_rank()).backward()
+    grads = grads_of(model)
+    optimizer.step()
+    return grads
+
+
+def setting_of(case: Case, options: Options, wrapper: str) -> Setting:
+    return Setting(
+        wrapper,
+        lambda: Bag(case.params(), sparse=case.feed == "sparse rows"),
+        lambda model: ZeroRedundancyOptimizer(
+            model.parameters(), case.optimizer_class, bucket_cap_mb=0.0005, **options
+        ),
+    )
+
+
+def check_classes(wrapper: str, names: tuple[str, ...], steps: int) -> list[str]:
+    refused = []
+    for name in names:
+        for options in CASES[name].options:
+            setting = setting_of(CASES[name], options, wrapper)
+            if not probe(CASES[name].optimizer_class, options).steppable_in_parts:
+                refused.append(name)
+                check_refusal(setting, name)
+                continue
+            moves = CASES[name].feed != "sparse rows"
+            assert_same_run(setting, step_bag, steps, moves=moves, where=(name, options))
+    return refused
+
+
+def check_refusal(setting: Setting, name: str) -> None:
+    optimizer = setting.optimizer(setting.model())
+    with pytest.raises(ValueError, match=rf"(?i){name.split('.')[-1]} cannot be stepped during .*: stepped in parts, "):
+        zero_step(optimizer)
+
+
+@pytest.mark.parametrize("wrapper", ["torch", "ours"])
+def test_every_class_gives_the_same_bits_or_is_refused_with_the_reason(ranks2: Ranks, wrapper: str) -> None:
+    for refused in ranks2.run(check_classes, wrapper, tuple(BITWISE), 20, timeout=120):
+        assert set(refused) == REFUSED_IN_PARTS
+
+
+@pytest.mark.parametrize("wrapper", ["torch", "ours"])
+def test_some_classes_give_the_same_bits_on_four_ranks(ranks4: Ranks, wrapper: str) -> None:
+    ranks4.run(check_classes, wrapper, SOME, 20, timeout=120)

@@ -1,0 +1,347 @@
+"""Training loops of all kinds give the same bits with the step taken during the backward pass."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+from torch.utils.checkpoint import checkpoint
+
+from overlap import (
+    BUCKET_CAP_MB,
+    WRAPPERS,
+    Bag,
+    Grads,
+    Net,
+    Setting,
+    adamw,
+    assert_same_params,
+    assert_same_run,
+    grads_of,
+    inputs,
+    loss_of,
+    plain_step,
+)
+from pool import Ranks
+from training import make_params
+from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.hooks import (
+    allreduce_hook,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+    zero_step,
+)
+
+both_wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
+
+
+def muon_and_adamw(model: nn.Module) -> ZeroRedundancyOptimizer:
+    matrices = [param for param in model.parameters() if param.dim() == 2]
+    biases = [param for param in model.parameters() if param.dim() == 1]
+    others = [param for param in model.parameters() if param.dim() not in (1, 2)]
+    groups = [
+        {"params": matrices, "optimizer_class": torch.optim.Muon, "lr": 0.02},
+        {"params": biases, "weight_decay": 0.0, "lr": 0.003},
+        {"params": others, "betas": (0.5, 0.6)},
+    ]
+    return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=0.01, bucket_cap_mb=0.001)
+
+
+def mixed_model() -> nn.Module:
+    params = [p for i, dtype in enumerate((torch.float32, torch.bfloat16, torch.float32)) for p in params_of(dtype, i)]
+    return Bag(params)
+
+
+def params_of(dtype: torch.dtype, seed: int) -> list[nn.Parameter]:
+    return make_params(((9, 4), (5,), (3, 3)), dtype, seed)
+
+
+def channels_last() -> nn.Module:
+    return Net().to(memory_format=torch.channels_last)
+
+
+def step_bag(model: nn.Module, optimizer: ZeroRedundancyOptimizer, step: int) -> Grads:
+    optimizer.zero_grad()
+    model(100 * step + dist.get_rank()).backward()
+    grads = grads_of(model)
+    optimizer.step()
+    return grads
+
+
+KINDS: dict[str, tuple[dict[str, Any], Callable[..., Grads]]] = {
+    "packed": ({"optimizer": lambda m: adamw(m, parameters_as_bucket_view=False)}, plain_step),
+    "grads as views": ({"options": {"gradient_as_bucket_view": True}}, plain_step),
+    "packed, grads as views": (
+        {
+            "optimizer": lambda m: adamw(m, parameters_as_bucket_view=False),
+            "options": {"gradient_as_bucket_view": True},
+        },
+        plain_step,
+    ),
+    "all at the last bucket": ({"zero": {"interleave": False}}, plain_step),
+    "one bucket": ({"options": {"bucket_cap_mb": 25}}, plain_step),
+    "muon and adamw": ({"optimizer": muon_and_adamw}, plain_step),
+    "mixed dtypes": ({"model": mixed_model}, step_bag),
+    "masters": ({"model": mixed_model, "optimizer": lambda m: adamw(m, master_dtype=torch.float32)}, step_bag),
+    "channels last": ({"model": channels_last}, plain_step),
+    "averages": ({"optimizer": lambda m: adamw(m, ema_decay=0.9)}, plain_step),
+}
+
+
+def check_kinds(wrapper: str) -> None:
+    for name, (arguments, step) in KINDS.items():
+        _, optimizer = assert_same_run(Setting(wrapper, **arguments), step, where=name)
+        if name == "averages":
+            check_averages(wrapper, optimizer)
+
+
+def check_averages(wrapper: str, overlapped: ZeroRedundancyOptimizer) -> None:
+    model, optimizer = Setting(wrapper, optimizer=KINDS["averages"][0]["optimizer"]).build(overlap=False)
+    for number in range(20):
+        plain_step(model, optimizer, number)
+    with optimizer.averaged_weights(), overlapped.averaged_weights():
+        for param, want in zip(overlapped.owners(), model.parameters(), strict=True):
+            assert torch.equal(param, want)
+
+
+@both_wrappers
+def test_every_kind_of_parameters_and_groups_gives_the_same_bits(ranks2: Ranks, wrapper: str) -> None:
+    ranks2.run(check_kinds, wrapper)
+
+
+def check_some_kinds(wrapper: str) -> None:
+    for name in ("packed", "muon and adamw", "masters"):
+        arguments, step = KINDS[name]
+        assert_same_run(Setting(wrapper, **arguments), step, 8, where=name)
+
+
+@both_wrappers
+def test_some_kinds_give_the_same_bits_on_four_ranks(ranks4: Ranks, wrapper: str) -> None:
+    ranks4.run(check_some_kinds, wrapper)
+
+
+# ---------------------------------------------------------------------- loops
+
+
+def accumulating(model: Any, optimizer: ZeroRedundancyOptimizer, step: int) -> Grads:
+    optimizer.zero_grad()
+    with model.no_sync():
+        for micro in range(2):
+            loss_of(model, 3 * step + micro).backward()
+    loss_of(model, 3 * step + 2).backward()
+    grads = grads_of(model)
+    optimizer.step()
+    return grads
+
+
+def keeping_gradients(model: nn.Module, optimizer: ZeroRedundancyOptimizer, step: int) -> Grads:
+    """The gradients of every other step stay, and the next ones are added to them."""
+    if step % 2:
+        optimizer.zero_grad(set_to_none=False)
+    loss_of(model, step).backward()
+    optimizer.step()
+    return grads_of(model)
+
+
+def with_closure(model: nn.Module, optimizer: ZeroRedundancyOptimizer, step: int) -> Grads:
+    def closure() -> Tensor:
+        assert torch.is_grad_enabled()
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        loss = optimizer.step(closure)
+    assert loss is not None
+    return [torch.as_tensor(loss).detach()]
+
+
+def scheduled(model: nn.Module, optimizer: ZeroRedundancyOptimizer, step: int) -> Grads:
+    if step == 0:
+        optimizer.schedules = [lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=30)]  # type: ignore[attr-defined]
+    grads = plain_step(model, optimizer, step)
+    optimizer.schedules[0].step()
+    return grads
+
+
+def freezing(model: Any, optimizer: ZeroRedundancyOptimizer, step: int) -> Grads:
+    """What DDP was built without begins to train later: each rank gives it the same gradients."""
+    frozen: nn.Parameter = model.module.layers[0].weight
+    optimizer.zero_grad()
+    frozen.requires_grad_(step >= 3)
+    loss_of(model, step).backward()
+    if frozen.grad is not None:
+        dist.all_reduce(frozen.grad)
+    grads = grads_of(model)
+    optimizer.step()
+    return grads
+
+
+def frozen_net() -> nn.Module:
+    net = Net()
+    net.layers[0].weight.requires_grad_(False)
+    return net
+
+
+def kept_frozen(model: Any, optimizer: ZeroRedundancyOptimizer, step: int) -> Grads:
+    """A parameter that was frozen with its gradient still there moves on, as in torch.optim."""
+    frozen: nn.Parameter = model.module.layers[0].weight
+    if frozen.grad is None:
+        frozen.grad = torch.ones_like(frozen)
+    model.module.layers[0].bias.grad = None
+    loss_of(model, step).backward()
+    optimizer.step()
+    for param in model.parameters():
+        if param is not frozen:
+            param.grad = None
+    return grads_of(model)
+
+
+def checkpointed(reentrant: bool) -> Callable[..., Grads]:
+    def step(model: nn.Module, optimizer: ZeroRedundancyOptimizer, number: int) -> Grads:
+        optimizer.zero_grad()
+        loss: Tensor = model(inputs(number).requires_grad_(), reentrant).square().mean()
+        loss.backward()
+        grads = grads_of(model)
+        optimizer.step()
+        return grads
+
+    return step
+
+
+class Checkpointed(Net):
+    def forward(self, x: Tensor, reentrant: bool = False) -> Tensor:  # type: ignore[override]
+        hidden = checkpoint(lambda x: self.norm(self.conv(x)).relu().flatten(1), x, use_reentrant=reentrant)
+        hidden = checkpoint(self.layers, hidden, use_reentrant=reentrant)
+        out: Tensor = checkpoint(lambda h: self.head(self.spare(h)), hidden, use_reentrant=reentrant)
+        return out
+
+
+def extra_optimizer(model: nn.Module) -> ZeroRedundancyOptimizer:
+    """Parameters that DDP does not hold, and no gradient for one of DDP's."""
+    extra = make_params(((4, 3), (7,)), seed=9)
+    held = [param for param in model.parameters()][1:]
+    optimizer = ZeroRedundancyOptimizer([*held, *extra], torch.optim.AdamW, lr=0.01, bucket_cap_mb=0.001)
+    optimizer.extra = extra  # type: ignore[attr-defined]
+    return optimizer
+
+
+def with_extra(model: nn.Module, optimizer: ZeroRedundancyOptimizer, step: int) -> Grads:
+    optimizer.zero_grad()
+    loss_of(model, step).backward()
+    for index, param in enumerate(optimizer.extra):
+        param.grad = torch.full_like(param, 0.1 * (step - index))
+    optimizer.step()
+    return [param.detach().clone() for param in optimizer.extra]
+
+
+LOOPS: dict[str, tuple[dict[str, Any], Callable[..., Grads], bool]] = {
+    "no_sync": ({}, accumulating, True),
+    "no_sync, grads as views": ({"options": {"gradient_as_bucket_view": True}}, accumulating, True),
+    "kept gradients": ({}, keeping_gradients, True),
+    "kept gradients, as views": ({"options": {"gradient_as_bucket_view": True}}, keeping_gradients, True),
+    "closure": ({}, with_closure, True),
+    "closure, masters": ({"optimizer": lambda m: adamw(m, master_dtype=torch.float64)}, with_closure, True),
+    "scheduler": ({}, scheduled, True),
+    "unfreezing": ({"model": frozen_net}, freezing, False),
+    "frozen with a gradient": ({"model": frozen_net}, kept_frozen, False),
+    "checkpoint": ({"model": Checkpointed}, checkpointed(reentrant=False), True),
+    "reentrant checkpoint": ({"model": Checkpointed}, checkpointed(reentrant=True), True),
+    "not in DDP": ({"optimizer": extra_optimizer}, with_extra, False),
+}
+
+
+def check_loops(wrapper: str) -> None:
+    for name, (arguments, step, moves) in LOOPS.items():
+        assert_same_run(Setting(wrapper, **arguments), step, 8, moves=moves, where=name)
+
+
+@both_wrappers
+def test_every_kind_of_loop_gives_the_same_bits(ranks2: Ranks, wrapper: str) -> None:
+    ranks2.run(check_loops, wrapper)
+
+
+def check_no_step(wrapper: str, interleave: bool) -> None:
+    """PyTorch's idiom for overlap: nobody calls step()."""
+    setting = Setting(wrapper, zero={"interleave": interleave})
+    plain, one = setting.build(overlap=False)
+    model, other = setting.build(overlap=True)
+    schedules = [lr_scheduler.ExponentialLR(optimizer, 0.8) for optimizer in (one, other)]
+    for number in range(10):
+        plain_step(plain, one, number)
+        model.zero_grad()
+        loss_of(model, number).backward()
+        assert_same_params(model, plain, number)
+        for schedule in schedules:
+            schedule.step()
+
+
+@both_wrappers
+@pytest.mark.parametrize("interleave", [True, False])
+def test_a_loop_that_never_calls_step_trains(ranks2: Ranks, wrapper: str, interleave: bool) -> None:
+    ranks2.run(check_no_step, wrapper, interleave)
+
+
+def check_spellings(wrapper: str) -> None:
+    expected, one = Setting(wrapper).build(overlap=False)
+    runs = []
+    for make_hook in (hook_with_zero_step, hook_with_zero_step_interleaved):
+        for shard_buckets in (False, True):
+            model = WRAPPERS[wrapper](Net(), bucket_cap_mb=BUCKET_CAP_MB)
+            optimizer = adamw(model, overlap_with_ddp=True)
+            model.register_comm_hook(None, make_hook(allreduce_hook, model, optimizer, shard_buckets))
+            runs.append((model, optimizer))
+    for number in range(4):
+        plain_step(expected, one, number)
+        for model, optimizer in runs:
+            plain_step(model, optimizer, number)
+            assert_same_params(model, expected, number)
+
+
+@both_wrappers
+def test_the_names_that_pytorch_uses_give_the_same_bits(ranks2: Ranks, wrapper: str) -> None:
+    ranks2.run(check_spellings, wrapper)
+
+
+def check_wrong_use() -> None:
+    model = WRAPPERS["torch"](Net(), bucket_cap_mb=BUCKET_CAP_MB)
+    with pytest.raises(ValueError, match="MADGRAD cannot be stepped during"):
+        import torch_optimizer
+
+        ZeroRedundancyOptimizer(model.parameters(), torch_optimizer.MADGRAD, overlap_with_ddp=True)
+    optimizer = adamw(model, overlap_with_ddp=True)
+    loss_of(model, 0).backward()
+    with pytest.raises(RuntimeError, match="overlap_with_ddp=True, but no step was taken"):
+        optimizer.step()
+    with pytest.raises(TypeError, match="expected a DistributedDataParallel, got Net"):
+        hook_with_zero_step(allreduce_hook, model.module, optimizer)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"expected a zero_optim\.ZeroRedundancyOptimizer, got AdamW"):
+        zero_step(torch.optim.AdamW(model.parameters()))  # type: ignore[arg-type]
+
+
+def test_wrong_use_is_refused_saying_why(ranks2: Ranks) -> None:
+    ranks2.run(check_wrong_use)
+
+
+def check_sub_groups(wrapper: str) -> None:
+    """Two pairs train models of their own; then DDP over all four, sharded within pairs."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    pair = pairs[rank % 2]
+    for group in (pair, None):
+        setting = Setting(
+            wrapper,
+            optimizer=lambda m: adamw(m, process_group=pair),
+            options={"process_group": group},
+            hook=lambda group=group: (group, allreduce_hook),  # type: ignore[misc]
+        )
+        assert_same_run(setting, steps=6, where=group)
+
+
+@both_wrappers
+def test_sub_groups_give_the_same_bits(ranks4: Ranks, wrapper: str) -> None:
+    ranks4.run(check_sub_groups, wrapper)

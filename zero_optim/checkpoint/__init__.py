@@ -1,0 +1,24 @@
+"""Checkpoints: each rank writes what it owns; they load on any number of ranks, and are whole or not there.
+
+docs/checkpoints.md says what is in them.
+"""
+
+from zero_optim.checkpoint.folder import latest
+from zero_optim.checkpoint.loading import Peek, load, peek
+from zero_optim.checkpoint.saving import PendingSave, save, save_async
+from zero_optim.checkpoint.stateful import OptimizerState
+from zero_optim.checkpoint.storage import Reader, SafeLoadPlanner, Writer
+
+__all__ = [
+    "OptimizerState",
+    "Peek",
+    "PendingSave",
+    "Reader",
+    "SafeLoadPlanner",
+    "Writer",
+    "latest",
+    "load",
+    "peek",
+    "save",
+    "save_async",
+]

@@ -1,0 +1,153 @@
+"""What each rank puts into a checkpoint: the state and the parameters it owns, its part of the rest."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from zero_optim.checkpoint.data import bytes_of
+from zero_optim.checkpoint.names import Names, Objects, names_of, unwrapped
+from zero_optim.checkpoint.values import Json, key_of, pack
+from zero_optim.collectives import RankGroup
+from zero_optim.optimizer import ZeroRedundancyOptimizer
+from zero_optim.partition import assign_owners
+from zero_optim.plan import options_of
+from zero_optim.wire import copied_to_cpu
+
+MODEL, OPTIMIZER, STATE, EVERYWHERE, RANDOM, EXTRA = (
+    "model", "optimizer", "optimizer/state", "optimizer/everywhere", "random", "extra",
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Part:
+    """What one rank writes.
+
+    Attributes:
+        values: packed, by key.
+        tensors: by key.
+    """
+
+    values: dict[str, Json] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, key: str, value: object) -> None:
+        """Add a nested value with its tensors."""
+        self.values[key], tensors = pack(key, value, key)
+        self.tensors.update(tensors)
+
+    def staged(self) -> "Part":
+        """Copy the tensors into CPU memory, so that training may go on."""
+        return Part(self.values, {key: copied_to_cpu(tensor) for key, tensor in self.tensors.items()})
+
+
+def collect(group: RankGroup, objects: Objects, extra: object) -> tuple[Part, list[str]]:
+    """List what this rank writes; copies nothing, does not communicate.
+
+    Returns:
+        The part, and descriptions of what must be the same on every rank.
+    """
+    part, shared = Part(), Part()
+    if objects.model is not None:
+        _add_model(part, group, objects.model, objects.optimizer)
+    if objects.optimizer is not None:
+        _add_optimizer(part, shared, objects.optimizer, names_of(objects.optimizer, objects.model))
+    for name, value in objects.others.items():
+        shared.add(name, value.state_dict())
+    shared.add(EXTRA, extra)
+    part.add(key_of(RANDOM, str(group.rank)), random_state())
+    if group.rank == 0:
+        part.values.update(shared.values)
+        part.tensors.update(shared.tensors)
+    return part, _described(shared)
+
+
+def _described(shared: Part) -> list[str]:
+    """Describe what every rank should have alike; state of its own that a rank keeps is not in it."""
+    values = [f"{key}: {value}" for key, value in shared.values.items() if key != EVERYWHERE]
+    sums = [
+        f"{key}: tensor with checksum {crc32(bytes_of(tensor))}"
+        for key, tensor in shared.tensors.items()
+        if not key.startswith(EVERYWHERE)
+    ]
+    return values + sums
+
+
+def _add_model(
+    part: Part, group: RankGroup, model: nn.Module, optimizer: ZeroRedundancyOptimizer | None
+) -> None:
+    packed = Part()
+    packed.add(MODEL, unwrapped(model).state_dict())
+    writers = tensor_owners(packed.tensors, optimizer, group.size)
+    if group.rank == 0:
+        part.values.update(packed.values)
+    part.tensors.update({key: t for key, t in packed.tensors.items() if writers[key] == group.rank})
+
+
+def tensor_owners(
+    tensors: Mapping[str, Tensor], optimizer: ZeroRedundancyOptimizer | None, num_ranks: int
+) -> dict[str, int]:
+    """Choose which rank writes or reads each tensor of a model: its owner, or where it has none, any.
+
+    Returns:
+        The same on every rank.
+    """
+    owners = optimizer.owners() if optimizer is not None else {}
+    of_memory = {param.data_ptr(): owner for param, owner in owners.items() if param.numel()}
+    chosen = {key: of_memory[t.data_ptr()] for key, t in tensors.items() if t.data_ptr() in of_memory}
+    loads = [0.0] * num_ranks
+    for key, rank in chosen.items():
+        loads[rank] += tensors[key].nbytes
+    rest = [key for key in tensors if key not in chosen]
+    (ranks,) = assign_owners([[tensors[key].nbytes for key in rest]], num_ranks, loads)
+    return {**chosen, **dict(zip(rest, ranks, strict=True))}
+
+
+def _add_optimizer(part: Part, shared: Part, optimizer: ZeroRedundancyOptimizer, names: Names) -> None:
+    groups = []
+    for number, (group, members) in enumerate(zip(optimizer.param_groups, names.groups, strict=True)):
+        key = key_of(OPTIMIZER, "options", str(number))
+        shared.add(key, options_of(group))
+        groups.append({"names": members, "options": shared.values.pop(key)})
+    shared.values[OPTIMIZER] = {
+        "named": names.named,
+        "groups": groups,
+        "params": {
+            name: [str(p.dtype).removeprefix("torch."), list(p.shape)] for name, p in names.param.items()
+        },
+    }
+    name_of, everywhere = names.name, {}
+    for key, value in optimizer.owned_state().items():
+        if isinstance(key, Tensor):
+            part.add(f"{STATE}/{key_of(name_of[key])}", value)
+        else:
+            everywhere[key] = value
+    shared.add(EVERYWHERE, everywhere)
+
+
+def random_state() -> dict[str, Any]:
+    """Take down this process's random states: Python's, numpy's, PyTorch's of the CPU and the CUDA device."""
+    kind, internal, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python": (kind, torch.tensor(internal), gauss),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Go on from what `random_state` took down."""
+    kind, internal, gauss = state["python"]
+    random.setstate((kind, tuple(internal.tolist()), gauss))
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

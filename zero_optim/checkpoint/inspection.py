@@ -1,0 +1,130 @@
+"""What a checkpoint holds, as data and as a table."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from zero_optim.checkpoint import manifest as manifests
+from zero_optim.checkpoint.folder import verify
+from zero_optim.checkpoint.manifest import FILE, VERSION, Manifest
+from zero_optim.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of a checkpoint: the model, the optimizer's state, and so on."""
+
+    name: str
+    num_tensors: int
+    nbytes: int
+    num_values: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """A checkpoint as it lies in its folder.
+
+    Attributes:
+        path: its folder.
+        complete: whether it is whole; every byte was compared with its checksum.
+        reason: why it is not, else empty.
+        version: of the format.
+        saved: when, UTC.
+        world_size: ranks that wrote it.
+        software: that wrote it.
+        sections: what is in it.
+        files: name, rank that wrote it, bytes.
+    """
+
+    path: str
+    complete: bool
+    reason: str
+    version: int = VERSION
+    saved: str = ""
+    world_size: int = 0
+    software: tuple[tuple[str, str], ...] = ()
+    sections: tuple[Section, ...] = ()
+    files: tuple[tuple[str, int, int], ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give it as plain values, for JSON."""
+        return {**asdict(self), "software": dict(self.software)}
+
+    def __str__(self) -> str:
+        """Write it as a table."""
+        head = [("checkpoint", self.path), ("complete", "yes" if self.complete else f"no: {self.reason}")]
+        if self.saved:
+            by = ", ".join(f"{name} {version}" for name, version in self.software)
+            ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+            head += [("saved", f"{self.saved} by {ranks}, {by}"), ("format", f"version {self.version}")]
+        lines = [f"{name:<12}{value}" for name, value in head]
+        if self.sections:
+            rows = [
+                (s.name, f"{s.num_tensors:,}", f"{s.nbytes:,}", f"{s.num_values:,}") for s in self.sections
+            ]
+            lines += ["", *_table(("section", "tensors", "bytes", "values"), rows)]
+        if self.files:
+            lines += [
+                "",
+                *_table(("file", "rank", "bytes"), [(n, str(r), f"{b:,}") for n, r, b in self.files]),
+            ]
+        return "\n".join(lines)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lay rows out in columns: the first to the left, figures to the right."""
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    return [
+        "  ".join(
+            cell.rjust(w) if n else cell.ljust(w) for n, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in (head, *rows)
+    ]
+
+
+def inspect(folder: Path) -> Inspection:
+    """Look at a checkpoint, and read all of it for its checksums.
+
+    Raises:
+        CheckpointError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"no checkpoint at {folder}: there is no such folder")
+    reason, manifest = "", None
+    try:
+        if (folder / FILE).is_file():
+            manifest = Manifest.from_json((folder / FILE).read_text())
+        manifest = manifests.read(folder)
+        verify(folder, manifest)
+    except (CheckpointError, ValueError, TypeError, KeyError, OSError) as error:
+        reason = str(error)
+    if manifest is None:
+        return Inspection(str(folder), complete=False, reason=reason)
+    saved = datetime.fromtimestamp(manifest.time_ns / 1e9, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return Inspection(
+        str(folder),
+        not reason,
+        reason,
+        saved=saved,
+        world_size=manifest.world_size,
+        software=tuple(manifest.software.items()),
+        sections=_sections(manifest),
+        files=tuple((name, file.rank, file.nbytes) for name, file in manifest.files.items()),
+    )
+
+
+def _sections(manifest: Manifest) -> tuple[Section, ...]:
+    names = dict.fromkeys(map(_section, [*manifest.values, *manifest.entries]))
+    found = []
+    for name in sorted(names):
+        entries = [entry for key, entry in manifest.entries.items() if _section(key) == name]
+        values = sum(_section(key) == name for key in manifest.values)
+        found.append(Section(name, len(entries), sum(entry.nbytes for entry in entries), values))
+    return tuple(found)
+
+
+def _section(key: str) -> str:
+    return re.split(r"[/.]", key, maxsplit=1)[0]

@@ -1,0 +1,397 @@
+"""Loading: every rank reads what it owns by now, whoever wrote it, and the parameters are dealt out."""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zero_optim.agreement import agree, failing_together
+from zero_optim.checkpoint.content import (
+    EVERYWHERE,
+    EXTRA,
+    MODEL,
+    OPTIMIZER,
+    RANDOM,
+    STATE,
+    set_random_state,
+    tensor_owners,
+)
+from zero_optim.checkpoint.names import Names, Objects, names_of, positional, unwrapped
+from zero_optim.checkpoint.saving import group_of
+from zero_optim.checkpoint.storage import Reader
+from zero_optim.checkpoint.values import Json, key_of, tensors_in, unpack
+from zero_optim.collectives import RankGroup
+from zero_optim.errors import StateMismatchError
+from zero_optim.optimizer import ZeroRedundancyOptimizer
+from zero_optim.plan import options_of
+from zero_optim.wire import PIECE_NBYTES, Nested, memory_of
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module | None = None,
+    optimizer: ZeroRedundancyOptimizer | None = None,
+    scheduler: Any = None,  # noqa: ANN401 - torch has no one class of them
+    scaler: Any = None,  # noqa: ANN401
+    random: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+) -> Nested:
+    """Go on from a checkpoint; all ranks call, with the same arguments.
+
+    The number of ranks, the partition and the buckets may be others than when it was saved, and so may the
+    order and the grouping of parameters. Each rank reads what it owns, and the parameters are then
+    broadcast; everything read is compared with its checksum. Nothing has been changed if this raises one
+    of the errors below.
+
+    Args:
+        path: a checkpoint's folder; `latest` finds the newest.
+        model: to load into; with the parameters' names of when it was saved.
+        optimizer: to load into, fresh or not. A group made of other parameters than any saved group takes
+            over the options on which their saved groups agree, and keeps its own for the rest.
+        scheduler: to load into.
+        scaler: to load into.
+        random: restore each rank's random state, where a rank of that number was there to save it.
+        process_group: the ranks that load; None for the optimizer's, or without one the default group.
+
+    Returns:
+        What was saved as ``extra``.
+
+    Raises:
+        CheckpointError: on every rank, when the checkpoint is incomplete or damaged, with the reason.
+        StateMismatchError: on every rank, naming everything in it that does not fit.
+    """
+    objects = Objects(model, optimizer, scheduler, scaler)
+    group = group_of(optimizer, process_group)
+    with failing_together(group):
+        reader = Reader(path)
+        content = _Content(reader, objects)
+    values = reader.manifest.values
+    agree(group, [f"{path} of {reader.manifest.time_ns}", *content.asked], "the checkpoint to load")
+    with failing_together(group):
+        names = _names(objects, values)
+        targets = _targets(group, objects, values)
+        read = _Read(reader, _wanted(group, values, objects, names, targets, random))
+        alike = {name: read.value(name) for name in objects.others}
+        extra = read.value(EXTRA)
+        state = _own_state(read, objects, names)
+        options = _options(read, objects, names)
+    _load_model(group, objects, targets, read)
+    if objects.optimizer is not None:
+        objects.optimizer.load_owned_state(state, options)
+        objects.optimizer.gather_parameters()
+    with failing_together(group):
+        for name, value in objects.others.items():
+            value.load_state_dict(alike[name])
+        key = key_of(RANDOM, str(group.rank))
+        if random and key in values:
+            set_random_state(read.value(key))
+    return extra
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Peek:
+    """What can be known of a checkpoint without loading it.
+
+    Attributes:
+        extra: what was saved under that name.
+        shapes: of the model's tensors, by name.
+    """
+
+    extra: Nested
+    shapes: dict[str, tuple[int, ...]]
+
+
+def peek(path: str | os.PathLike[str]) -> Peek:
+    """Look at a checkpoint, in one process; does not communicate, and reads little.
+
+    Raises:
+        CheckpointError: it is incomplete or damaged, with the reason.
+        StateMismatchError: `save` has not written it.
+    """
+    reader = Reader(path)
+    _Content(reader, Objects())
+    read = _Read(reader, tensors_in(reader.manifest.values[EXTRA]))
+    parts = model_parts(reader.manifest.values)
+    entries = reader.manifest.entries
+    shapes = {name: entries[part[1][0]].shape for name, part in parts.items() if part[0] == "tensor"}
+    return Peek(read.value(EXTRA), shapes)
+
+
+class _Content:
+    """What is asked of a checkpoint, compared with what it has.
+
+    Raises:
+        StateMismatchError: it has no such section, or a section that does not fit.
+    """
+
+    def __init__(self, reader: Reader, objects: Objects) -> None:
+        values = reader.manifest.values
+        has = {MODEL: objects.model, OPTIMIZER: objects.optimizer, **objects.others}
+        self.asked = sorted(name for name, value in has.items() if value is not None)
+        missing = [name for name in self.asked if name not in values]
+        if missing or EXTRA not in values:
+            held = (
+                ", ".join(sorted(name for name in values if "/" not in name))
+                or "nothing saved by checkpoint.save"
+            )
+            raise StateMismatchError(
+                f"the checkpoint has no {' and no '.join(missing or [EXTRA])}; it has {held}"
+            )
+        wrong = _wrong_model(reader, objects.model) if objects.model is not None else []
+        if objects.optimizer is not None:
+            wrong += _wrong_optimizer(reader, objects)
+        if wrong:
+            raise StateMismatchError("the checkpoint does not fit:\n  " + "\n  ".join(dict.fromkeys(wrong)))
+
+
+def _wrong_names(what: str, saved: Iterable[str], present: Iterable[str]) -> list[str]:
+    saved, present = dict.fromkeys(saved), dict.fromkeys(present)
+    lost = [f"{what} {name} is not in the checkpoint" for name in present if name not in saved]
+    return lost + [f"{what} {name} of the checkpoint is not there" for name in saved if name not in present]
+
+
+def model_parts(values: Mapping[str, Json]) -> dict[str, Json]:
+    """List what a checkpoint has of the model's state dict, packed, by name; nothing without a model."""
+    _, pairs = values.get(MODEL, ["dict", []])
+    return dict(pairs)
+
+
+def _wrong_model(reader: Reader, model: nn.Module) -> list[str]:
+    parts, present = model_parts(reader.manifest.values), unwrapped(model).state_dict()
+    wrong = _wrong_names("model entry", parts, present)
+    for name in parts.keys() & present.keys():
+        kind, body = parts[name]
+        if kind == "tensor" and isinstance(present[name], Tensor):
+            entry = reader.manifest.entries[body[0]]
+            if entry.shape != tuple(present[name].shape):
+                wrong.append(
+                    f"{name}: shape {entry.shape} in the checkpoint, {tuple(present[name].shape)} here"
+                )
+    return wrong
+
+
+def _wrong_optimizer(reader: Reader, objects: Objects) -> list[str]:
+    values, entries = reader.manifest.values, reader.manifest.entries
+    names = _names(objects, values)
+    assert names is not None
+    about = values[OPTIMIZER]
+    if names.named and not about["named"]:
+        saved, present = [len(g["names"]) for g in about["groups"]], [len(g) for g in names.groups]
+        return [
+            f"the checkpoint knows parameters by place and has groups of {saved}, here they have {present}"
+        ]
+    if about["named"] and not names.named:
+        fix = "give the model as well, or build the optimizer from model.named_parameters()"
+        return [f"the checkpoint knows parameters by name, and this optimizer knows no names: {fix}"]
+    wrong = _wrong_names("parameter", [n for group in about["groups"] for n in group["names"]], names.param)
+    assert objects.optimizer is not None
+    for number, group in enumerate(names.groups):
+        for name in group:
+            param = names.param[name]
+            shape = tuple(about["params"].get(name, [None, param.shape])[1])
+            if shape != tuple(param.shape):
+                wrong.append(f"{name}: shape {shape} in the checkpoint, {tuple(param.shape)} here")
+            for key in sorted(objects.optimizer.shaped_entries(param, number)):
+                entry = entries.get(f"{STATE}/{key_of(name, key)}")
+                if entry is not None and entry.shape != tuple(param.shape):
+                    wrong.append(f"{name}: '{key}' has shape {entry.shape}, not {tuple(param.shape)}")
+    return wrong
+
+
+def _names(objects: Objects, values: Mapping[str, Json]) -> Names | None:
+    """Name the optimizer's parameters as the checkpoint does: by place, if it knows no names."""
+    if objects.optimizer is None:
+        return None
+    names = names_of(objects.optimizer, objects.model)
+    saved = [len(group["names"]) for group in values[OPTIMIZER]["groups"]]
+    if not names.named or values[OPTIMIZER]["named"] or saved != [len(group) for group in names.groups]:
+        return names
+    groups = [[positional(n, place) for place in range(len(group))] for n, group in enumerate(names.groups)]
+    params = {
+        positional(n, i): names.param[name] for n, g in enumerate(names.groups) for i, name in enumerate(g)
+    }
+    return Names(groups, False, params)
+
+
+# ---------------------------------------------------------------------- reading
+
+
+class _Read:
+    """What this rank has read."""
+
+    def __init__(self, reader: Reader, keys: Iterable[str]) -> None:
+        self.values = reader.manifest.values
+        self._entries = reader.manifest.entries
+        self._tensors = reader.read_tensors(dict.fromkeys(keys))
+
+    def value(self, key: str) -> Nested:
+        """Put a value together."""
+        return unpack(self.values[key], self.tensor)
+
+    def packed(self, value: Json) -> Nested:
+        """Put a value together that is part of another."""
+        return unpack(value, self.tensor)
+
+    def tensor(self, key: str, strides: Sequence[int]) -> Tensor:
+        """Give a tensor with the strides it was saved with."""
+        return with_strides(self._tensors[key], strides)
+
+    def blank(self, key: str) -> Tensor:
+        """Allocate what another rank has read."""
+        entry = self._entries[key]
+        assert entry.dtype is not None  # a tensor's
+        return torch.empty(entry.shape, dtype=entry.dtype)
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self._tensors[key]
+
+
+def with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
+    """Lay a tensor out with some strides, which are dense; copies only if it is laid out otherwise."""
+    if tensor.stride() == tuple(strides) or tensor.numel() == 0:
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Target:
+    """A tensor of the model to load into, and the rank that reads it."""
+
+    tensor: Tensor
+    key: str
+    owner: int
+    stepped: bool  # its owner is its optimizer's, which gathers it
+
+
+def _targets(group: RankGroup, objects: Objects, values: Mapping[str, Json]) -> list[_Target]:
+    if objects.model is None:
+        return []
+    parts = model_parts(values)
+    present: dict[str, Tensor] = {}
+    places: set[tuple[object, ...]] = set()
+    for name, tensor in unwrapped(objects.model).state_dict().items():
+        if parts[name][0] == "tensor" and isinstance(tensor, Tensor):
+            place = (
+                (tensor.data_ptr(), tensor.device, tensor.shape, tensor.stride())
+                if tensor.numel()
+                else (name,)
+            )
+            if place not in places:  # tied weights are loaded once
+                places.add(place)
+                present[name] = tensor
+    owners = tensor_owners(present, objects.optimizer, group.size)
+    stepped = {p.data_ptr() for p in objects.optimizer.owners()} if objects.optimizer is not None else set()
+    return [
+        _Target(tensor, parts[name][1][0], owners[name], tensor.numel() > 0 and tensor.data_ptr() in stepped)
+        for name, tensor in present.items()
+    ]
+
+
+def _wanted(
+    group: RankGroup,
+    values: Mapping[str, Json],
+    objects: Objects,
+    names: Names | None,
+    targets: Iterable[_Target],
+    random: bool,
+) -> list[str]:
+    """List the tensors that this rank has to read."""
+    packed = [values[name] for name in (*objects.others, EXTRA)]
+    if random:
+        packed += [value for key, value in values.items() if key == key_of(RANDOM, str(group.rank))]
+    if objects.optimizer is not None and names is not None:
+        owned = set(objects.optimizer.owned_parameters())
+        mine = [f"{STATE}/{key_of(name)}" for name, param in names.param.items() if param in owned]
+        packed += [values[key] for key in (*mine, EVERYWHERE) if key in values]
+        packed += [saved["options"] for saved in values[OPTIMIZER]["groups"]]
+    if objects.model is not None:
+        packed += [part for part in model_parts(values).values() if part[0] != "tensor"]
+    keys = [key for value in packed for key in tensors_in(value)]
+    return keys + [target.key for target in targets if target.owner == group.rank]
+
+
+def _own_state(read: _Read, objects: Objects, names: Names | None) -> dict[Any, Any]:
+    if objects.optimizer is None or names is None:
+        return {}
+    owned = set(objects.optimizer.owned_parameters())
+    keys = {f"{STATE}/{key_of(name)}": param for name, param in names.param.items() if param in owned}
+    state = {param: read.value(key) for key, param in keys.items() if key in read.values}
+    return {**state, **read.value(EVERYWHERE)} if EVERYWHERE in read.values else state
+
+
+def _options(read: _Read, objects: Objects, names: Names | None) -> list[dict[str, Any]]:
+    """Find the options to go on with, for each group of the optimizer."""
+    if objects.optimizer is None or names is None:
+        return []
+    saved = [
+        (set(group["names"]), read.packed(group["options"])) for group in read.values[OPTIMIZER]["groups"]
+    ]
+    pairs = zip(objects.optimizer.param_groups, names.groups, strict=True)
+    return [_agreed(options_of(group), set(members), saved) for group, members in pairs]
+
+
+def _agreed(
+    own: dict[str, Any], members: set[str], saved: list[tuple[set[str], dict[str, Any]]]
+) -> dict[str, Any]:
+    """Take over the options on which the saved groups of a group's members agree."""
+    sources = [options for names, options in saved if names & members] or [
+        options for names, options in saved if not names and not members
+    ][:1]
+    first = sources[0] if sources else {}
+    agreed = (
+        k for k in first if all(k in options and _same(options[k], first[k]) for options in sources[1:])
+    )
+    return {**own, **{key: first[key] for key in agreed}}
+
+
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    return one == other
+
+
+# ---------------------------------------------------------------------- the model
+
+
+@torch.no_grad()
+def _load_model(group: RankGroup, objects: Objects, targets: Sequence[_Target], read: _Read) -> None:
+    """Put what was read into the model on all ranks; all ranks call."""
+    if objects.model is None:
+        return
+    for target in targets:
+        if target.stepped and target.owner == group.rank:
+            target.tensor.copy_(read[target.key])
+    batch: list[_Target] = []
+    for target in [target for target in targets if not target.stepped]:
+        batch.append(target)
+        if sum(entry.tensor.nbytes for entry in batch) >= PIECE_NBYTES:
+            _share(group, batch, read)
+            batch = []
+    _share(group, batch, read)
+    with failing_together(group):
+        _load_rest(objects.model, read)
+
+
+def _share(group: RankGroup, batch: Sequence[_Target], read: _Read) -> None:
+    """Broadcast some tensors from the ranks that read them."""
+    rows = []
+    for target in batch:
+        saved = read[target.key] if target.owner == group.rank else read.blank(target.key)
+        rows.append(saved.to(group.device))
+    live = [(t.owner, memory_of(row)) for t, row in zip(batch, rows, strict=True) if row.numel()]
+    for work in group.share_rows(live):
+        work.wait()
+    for target, row in zip(batch, rows, strict=True):
+        target.tensor.copy_(row)
+
+
+def _load_rest(model: nn.Module, read: _Read) -> None:
+    """Hand the model what is no tensor: extra state of its modules."""
+    rest = {name: read.packed(part) for name, part in model_parts(read.values).items() if part[0] != "tensor"}
+    if rest:
+        unwrapped(model).load_state_dict(rest, strict=False)

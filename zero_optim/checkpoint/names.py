@@ -1,0 +1,106 @@
+"""Parameter names: what a checkpoint's keys are made of, so that order and grouping do not matter."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from zero_optim.optimizer import ZeroRedundancyOptimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Objects:
+    """What is saved or loaded; None for what is not.
+
+    Attributes:
+        model: in any wrapper.
+        optimizer: whose state is sharded.
+        scheduler, scaler: anything with ``state_dict`` and ``load_state_dict``, the same on every rank.
+    """
+
+    model: nn.Module | None = None
+    optimizer: ZeroRedundancyOptimizer | None = None
+    scheduler: Any = None
+    scaler: Any = None
+
+    def __post_init__(self) -> None:
+        """Refuse what is no such thing."""
+        if self.optimizer is not None and not isinstance(self.optimizer, ZeroRedundancyOptimizer):
+            raise TypeError(
+                f"expected optimizer to be a ZeroRedundancyOptimizer, got {type(self.optimizer).__name__}: "
+                "checkpoints are written by the owners of the state"
+            )
+        if self.model is not None and not isinstance(self.model, nn.Module):
+            raise TypeError(f"expected model to be a torch.nn.Module, got {type(self.model).__name__}")
+
+    @property
+    def others(self) -> dict[str, Any]:
+        """What every rank has alike, by section."""
+        both = {"scheduler": self.scheduler, "scaler": self.scaler}
+        return {name: value for name, value in both.items() if value is not None}
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Take a model out of DDP and of ``torch.compile``, which put prefixes before its names."""
+    while True:
+        if isinstance(model, DistributedDataParallel | DataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def positional(group: int, place: int) -> str:
+    """Name a parameter that has no name."""
+    return f"#{group}.{place}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Names:
+    """The names of an optimizer's parameters.
+
+    Attributes:
+        groups: by group.
+        named: False where names are places.
+        param: by name.
+    """
+
+    groups: list[list[str]]
+    named: bool
+    param: dict[str, Tensor]
+
+    @property
+    def name(self) -> dict[Tensor, str]:
+        """The other way round."""
+        return {param: name for name, param in self.param.items()}
+
+
+def names_of(optimizer: ZeroRedundancyOptimizer, model: nn.Module | None) -> Names:
+    """Name an optimizer's parameters: as the model does, else as the optimizer was told, else by place.
+
+    Raises:
+        ValueError: only some have names, or two have the same.
+    """
+    in_model = (
+        {param: name for name, param in unwrapped(model).named_parameters()} if model is not None else {}
+    )
+    groups, param_of, named = [], {}, set()
+    for number, group in enumerate(optimizer.param_groups):
+        told = group.get("param_names") or [None] * len(group["params"])
+        names = []
+        for place, param in enumerate(group["params"]):
+            name = in_model.get(param, told[place])
+            named.add(name is not None)
+            names.append(positional(number, place) if name is None else name)
+            if names[-1] in param_of:
+                raise ValueError(f"two parameters of the optimizer are called {names[-1]}")
+            param_of[names[-1]] = param
+        groups.append(names)
+    if len(named) > 1:
+        raise ValueError(
+            "some parameters of the optimizer have names and some have none: give the model they all "
+            "belong to, or build the optimizer from model.named_parameters()"
+        )
+    return Names(groups, True in named, param_of)

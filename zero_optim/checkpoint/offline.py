@@ -1,0 +1,186 @@
+"""Checkpoints without a cluster: in one process, and never more than one tensor in memory.
+
+`consolidate` writes what ``torch.load`` reads, `reshard` writes a checkpoint for another number of
+ranks, out of a checkpoint or out of a file of ``torch.optim`` or PyTorch's ``ZeroRedundancyOptimizer``.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from torch import Tensor
+
+from zero_optim.checkpoint.content import EVERYWHERE, MODEL, OPTIMIZER, RANDOM, STATE
+from zero_optim.checkpoint.data import DataWriter, bytes_of
+from zero_optim.checkpoint.loading import model_parts
+from zero_optim.checkpoint.manifest import DataFile, Entry
+from zero_optim.checkpoint.storage import Reader, complete, data_name, new_token
+from zero_optim.checkpoint.torchfile import Source, read_source, write_file
+from zero_optim.checkpoint.values import Json, key_of, tensors_in, unpack
+from zero_optim.errors import CheckpointError, StateMismatchError
+from zero_optim.partition import assign_owners
+from zero_optim.progress import Progress
+
+
+def consolidate(source: Path, out: Path, *, weights: bool = False) -> None:
+    """Write the optimizer's whole state, in the format of ``torch.optim``, or the weights, to one file.
+
+    Args:
+        source: a checkpoint's folder.
+        out: ``.pt`` for a file that ``torch.load`` reads; ``.safetensors`` for weights.
+        weights: the model's state dict, instead of the optimizer's.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete or damaged, or ``out`` cannot be written.
+        StateMismatchError: it has no optimizer, or no model.
+    """
+    reader = Reader(source)
+    wanted = MODEL if weights or out.suffix == ".safetensors" else OPTIMIZER
+    if wanted not in reader.manifest.values:
+        raise StateMismatchError(f"{source} holds no {wanted}")
+    build = _weights if wanted == MODEL else _optimizer_dict
+    total = sum(
+        entry.nbytes for key, entry in reader.manifest.entries.items() if key.startswith(wanted + "/")
+    )
+    with Progress("consolidating", total) as progress:
+
+        def read(key: str) -> Tensor:
+            tensor = reader.read_tensors([key])[key]
+            progress.advance(tensor.nbytes)
+            return tensor
+
+        write_file(out, reader, build(reader.manifest.values), read)
+
+
+def _weights(values: Mapping[str, Json]) -> Callable[[Any], Any]:
+    return lambda get: {name: unpack(part, get) for name, part in model_parts(values).items()}
+
+
+def _optimizer_dict(values: Mapping[str, Json]) -> Callable[[Any], Any]:
+    """Plan a state dict of ``torch.optim``: built when it is known where tensors come from."""
+    about = values[OPTIMIZER]
+    names = [name for group in about["groups"] for name in group["names"]]
+
+    def build(get: Callable[..., Tensor]) -> dict[str, Any]:
+        keys = {index: f"{STATE}/{key_of(name)}" for index, name in enumerate(names)}
+        state = {index: unpack(values[key], get) for index, key in keys.items() if key in values}
+        state.update(unpack(values[EVERYWHERE], get) if EVERYWHERE in values else {})
+        groups, first = [], 0
+        for group in about["groups"]:
+            members = list(range(first, first + len(group["names"])))
+            named = {"param_names": group["names"]} if about["named"] else {}
+            groups.append({**unpack(group["options"], get), **named, "params": members})
+            first += len(members)
+        return {"state": state, "param_groups": groups}
+
+    return build
+
+
+def reshard(source: Path, out: Path, world_size: int) -> None:
+    """Write a checkpoint as so many ranks would have: each finds all it owns in one file.
+
+    Args:
+        source: a checkpoint's folder; or a file of ``torch.save`` with a state dict of an optimizer, of a
+            model, or a dict of both under "optimizer" and "model". Parameters that such a file does not
+            name are known by place.
+        out: the folder of the new checkpoint.
+        world_size: number of ranks, at least 1.
+
+    Raises:
+        CheckpointError: the source is incomplete or damaged, or ``out`` cannot be written.
+        ValueError: ``world_size`` is below 1, or the file is no state dict.
+    """
+    if world_size < 1:
+        raise ValueError(f"expected a world size of at least 1, got {world_size}")
+    if out.exists() and source.exists() and out.samefile(source):
+        raise ValueError(f"{out} is the checkpoint itself: name another folder")
+    found = read_source(source) if source.is_file() else _from_checkpoint(source)
+    owner_of = _owners(found, world_size)
+    token = new_token()
+    with _plainly(out):
+        out.mkdir(parents=True, exist_ok=True)
+        files, entries = _write(found, owner_of, out, token, world_size)
+        complete(out, world_size, files, entries, found.values, {})
+
+
+def _from_checkpoint(folder: Path) -> Source:
+    reader = Reader(folder)
+    if OPTIMIZER not in reader.manifest.values and MODEL not in reader.manifest.values:
+        raise StateMismatchError(
+            f"{folder} was written by dcp.save: only what checkpoint.save wrote can be resharded"
+        )
+    nbytes = {key: entry.nbytes for key, entry in reader.manifest.entries.items()}
+    return Source(reader.manifest.values, nbytes, lambda key: reader.read_tensors([key])[key])
+
+
+def _owners(source: Source, world_size: int) -> Callable[[str], int]:
+    """Choose a rank for each key, as an optimizer does by default: by their sizes, group by group."""
+    about = source.values.get(OPTIMIZER, {"groups": []})
+    costs = [[_cost(source, name) for name in group["names"]] for group in about["groups"]]
+    names = [name for group in about["groups"] for name in group["names"]]
+    owners = [owner for group in assign_owners(costs, world_size) for owner in group]
+    of_name: dict[str, int] = dict(zip(names, owners, strict=True))
+    loads = [0.0] * world_size
+    weights = [key for part in model_parts(source.values).values() for key in tensors_in(part)]
+    for key in weights:
+        if _name(key, MODEL) in of_name:
+            loads[of_name[_name(key, MODEL)]] += source.nbytes[key]
+    rest = [key for key in dict.fromkeys(weights) if _name(key, MODEL) not in of_name]
+    (more,) = assign_owners([[source.nbytes[key] for key in rest]], world_size, loads)
+    of_key = dict(zip(rest, more, strict=True))
+
+    def owner_of(key: str) -> int:
+        for section in (STATE, MODEL):
+            if key.startswith(section + "/") and _name(key, section) in of_name:
+                return of_name[_name(key, section)]
+        if key.startswith(RANDOM + "/"):
+            rank = int(key.split("/")[1])
+            return rank if rank < world_size else 0
+        return of_key.get(key, 0)
+
+    return owner_of
+
+
+def _cost(source: Source, name: str) -> float:
+    """Give the elements of a parameter; where its shape is not known, the bytes of its state."""
+    about = source.values[OPTIMIZER]["params"].get(name)
+    prefix = f"{STATE}/{key_of(name)}/"
+    return (
+        math.prod(about[1]) if about else sum(n for key, n in source.nbytes.items() if key.startswith(prefix))
+    )
+
+
+def _name(key: str, section: str) -> str:
+    return unquote(key[len(section) + 1 :].split("/", maxsplit=1)[0])
+
+
+def _write(
+    source: Source, owner_of: Callable[[str], int], out: Path, token: str, world_size: int
+) -> tuple[dict[str, DataFile], dict[str, Entry]]:
+    """Write all data files, tensor by tensor."""
+    entries: dict[str, Entry] = {}
+    ends: dict[int, int] = {}
+    with ExitStack() as stack, Progress("resharding", sum(source.nbytes.values())) as progress:
+        files: dict[int, DataWriter] = {}
+        for key in source.nbytes:
+            rank, tensor = owner_of(key), source.read(key)
+            if rank not in files:
+                files[rank] = stack.enter_context(DataWriter(out / data_name(token, rank)))
+            shape = tuple(tensor.shape)
+            chunk = files[rank].append(bytes_of(tensor), (0,) * len(shape), shape)
+            entries[key] = Entry(tensor.dtype, shape, (chunk,))
+            ends[rank] = chunk.start + chunk.nbytes
+            progress.advance(tensor.nbytes)
+            del tensor  # before the next one is read
+    return {data_name(token, rank): DataFile(rank, end) for rank, end in sorted(ends.items())}, entries
+
+
+@contextmanager
+def _plainly(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"cannot write {out}: {error.strerror or error}") from error

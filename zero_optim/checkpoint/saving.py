@@ -1,0 +1,267 @@
+"""Saving: every rank writes what it owns, one of them completes the checkpoint."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+from time import perf_counter
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import nn
+
+from zero_optim.agreement import agree, failing_together
+from zero_optim.checkpoint import folder as folders
+from zero_optim.checkpoint.content import Part, collect
+from zero_optim.checkpoint.manifest import PART, Chunk, DataFile, Entry, dtype_named
+from zero_optim.checkpoint.names import Objects
+from zero_optim.checkpoint.storage import complete, new_token, write_tensors
+from zero_optim.collectives import RankGroup
+from zero_optim.errors import CheckpointError
+from zero_optim.optimizer import ZeroRedundancyOptimizer
+from zero_optim.wire import encode, recv_value, send_value
+
+
+def save(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module | None = None,
+    optimizer: ZeroRedundancyOptimizer | None = None,
+    scheduler: Any = None,  # noqa: ANN401 - torch has no one class of them
+    scaler: Any = None,  # noqa: ANN401
+    extra: object = None,
+    keep: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Save a checkpoint; all ranks call, with the same arguments.
+
+    Each rank writes the state and the parameters it owns, and its random state: no rank ever holds the
+    whole. The checkpoint is complete, or is not there: whatever ends the processes, and if anything
+    fails, ``path`` holds what it held before. Keys are parameter names, taken from ``model``, or from
+    the optimizer where it was built from named parameters.
+
+    Args:
+        path: the checkpoint's own folder, on a file system that all ranks share. A checkpoint that is
+            there already is replaced in one step.
+        model: with equal parameters and buffers on every rank, wrapped in DDP or not.
+        optimizer: with everything it keeps, masters and averages included.
+        scheduler: of learning rates, or anything with a ``state_dict()``, the same on every rank.
+        scaler: the same, such as ``torch.amp.GradScaler``.
+        extra: nested plain values and tensors, the same on every rank: the step, the position in the data.
+        keep: after this one is complete, remove the checkpoints beside it in the same parent folder but
+            for the ``keep`` newest, this one counted. None removes none.
+        process_group: the ranks that save; None for the optimizer's, or without one the default group.
+
+    Raises:
+        CheckpointError: on every rank, when any could not write: a full disk, a read-only folder.
+        RankMismatchError: ranks were given different things.
+        TypeError: something to save is neither a tensor nor plain.
+    """
+    objects = Objects(model, optimizer, scheduler, scaler)
+    group = group_of(optimizer, process_group)
+    part = _begin(group, Path(path), objects, extra, keep)
+    _write(group, Path(path), part, keep)
+
+
+def save_async(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module | None = None,
+    optimizer: ZeroRedundancyOptimizer | None = None,
+    scheduler: Any = None,  # noqa: ANN401
+    scaler: Any = None,  # noqa: ANN401
+    extra: object = None,
+    keep: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> "PendingSave":
+    """Save a checkpoint while training goes on; all ranks call, with the arguments of `save`.
+
+    Returns when this rank's part has been copied into CPU memory, which takes as much memory again until
+    it is written. A thread does the rest. One save is under way at a time: the next one waits for it, and
+    raises what went wrong in it if nobody has waited for it.
+
+    Returns:
+        The save under way. Wait for it before the process group is destroyed.
+
+    Raises:
+        RankMismatchError, TypeError: as `save` does.
+    """
+    objects = Objects(model, optimizer, scheduler, scaler)
+    began = perf_counter()
+    group = group_of(optimizer, process_group)
+    lane = _lane(group)
+    if lane.last is not None:
+        lane.last.wait_unless_told()
+    part = _begin(group, Path(path), objects, extra, keep).staged()
+    lane.last = PendingSave(lane.group, Path(path), part, keep, began)
+    return lane.last
+
+
+class PendingSave:
+    """A save that a thread is carrying out.
+
+    Attributes:
+        path: the checkpoint's folder, which is whole once `wait` has returned.
+        stall: seconds for which `save_async` held up the caller.
+    """
+
+    def __init__(self, group: RankGroup, path: Path, part: Part, keep: int | None, began: float) -> None:
+        self.path = path
+        self._error: Exception | None = None
+        self._told = False
+        self._thread = Thread(target=self._run, args=(group, part, keep), name="zero_optim save")
+        self._thread.start()
+        self.stall = perf_counter() - began
+
+    def _run(self, group: RankGroup, part: Part, keep: int | None) -> None:
+        try:
+            _write(group, self.path, part, keep)
+        except Exception as error:  # noqa: BLE001 - kept for whoever waits
+            self._error = error
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not; does not communicate."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait for the end; does not communicate.
+
+        Raises:
+            CheckpointError: on every rank that waits, if the checkpoint could not be written.
+        """
+        self._thread.join()
+        self._told = True
+        if self._error is not None:
+            raise self._error
+
+    def wait_unless_told(self) -> None:
+        """Wait, and raise what went wrong unless `wait` has done so already."""
+        self._thread.join()
+        if not self._told:
+            self.wait()
+
+
+class _Lane:
+    """Where saves in the background communicate: a group apart from the one that trains."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self.group = group
+        self.last: PendingSave | None = None
+
+
+# One for each process group, as long as that lives: making one takes some 20 ms and is collective.
+_LANES: WeakKeyDictionary[dist.ProcessGroup, _Lane] = WeakKeyDictionary()
+
+
+def _lane(group: RankGroup) -> _Lane:
+    if group.process_group not in _LANES:
+        _LANES[group.process_group] = _Lane(group.twin())
+    return _LANES[group.process_group]
+
+
+def group_of(optimizer: ZeroRedundancyOptimizer | None, process_group: dist.ProcessGroup | None) -> RankGroup:
+    """Find the ranks that save or load."""
+    return optimizer.ranks if optimizer is not None and process_group is None else RankGroup.of(process_group)
+
+
+def _begin(group: RankGroup, path: Path, objects: Objects, extra: object, keep: int | None) -> Part:
+    """See what this rank is to write, and that all ranks are about to write one checkpoint."""
+    with failing_together(group):
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise ValueError(f"expected keep to be a number of checkpoints from 1, or None, got {keep!r}")
+        part, alike = collect(group, objects, extra)
+    agree(
+        group, [f"path={path}", f"keep={keep}", f"model={objects.model is not None}", *alike], "what to save"
+    )
+    return part
+
+
+def _write(group: RankGroup, folder: Path, part: Part, keep: int | None) -> None:
+    """Write this rank's file; then rank 0 completes the checkpoint."""
+    token = group.all_gather_fixed(new_token().encode())[0].decode()
+    with failing_together(group), _clear(folder):
+        if group.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with failing_together(group), _clear(folder):
+            files, entries = write_tensors(folder, token, group.rank, part.tensors)
+        parts = _gather_parts(group, files, entries, part)
+        with failing_together(group), _clear(folder):
+            if parts:
+                files, entries, values = parts
+                complete(folder, group.size, files, entries, values, {})
+    except Exception:
+        _clean_up(folder, token, group.rank)
+        raise
+    with failing_together(group), _clear(folder):
+        if keep is not None and group.rank == 0:
+            folders.prune(folder, keep)
+
+
+@contextmanager
+def _clear(folder: Path) -> Iterator[None]:
+    """Say plainly what an error of the file system means."""
+    try:
+        yield
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        raise CheckpointError(
+            f"cannot write the checkpoint {folder}: {error.strerror or error}{where}. Checkpoints that were "
+            "whole before still are"
+        ) from error
+
+
+def _clean_up(folder: Path, token: str, rank: int) -> None:
+    """Remove what this rank wrote of a checkpoint that came to nothing, as far as possible."""
+    from zero_optim.checkpoint.storage import data_name
+
+    try:
+        if _is_committed(folder, token):
+            return
+        (folder / data_name(token, rank)).unlink(missing_ok=True)
+        if rank == 0:
+            (folder / PART).unlink(missing_ok=True)
+            if not any(folder.iterdir()):
+                folder.rmdir()
+    except OSError:
+        return
+
+
+def _is_committed(folder: Path, token: str) -> bool:
+    """Whether the manifest has been renamed into place already: then its files stay."""
+    from zero_optim.checkpoint.manifest import FILE
+
+    return (folder / FILE).is_file() and token in (folder / FILE).read_text()
+
+
+_Parts = tuple[dict[str, DataFile], dict[str, Entry], dict[str, Any]]
+
+
+def _gather_parts(
+    group: RankGroup, files: dict[str, DataFile], entries: dict[str, Entry], part: Part
+) -> _Parts | None:
+    """Bring what all ranks have written to rank 0; all ranks call."""
+    if group.rank != 0:
+        rows = [[f, d.rank, d.nbytes] for f, d in files.items()]
+        told = [rows, {key: _row(entry) for key, entry in entries.items()}, part.values]
+        send_value(group, [0], *encode(told, "the checkpoint's manifest"))
+        return None
+    values = dict(part.values)
+    for rank in range(1, group.size):
+        rows, more, packed = recv_value(group, rank)
+        files.update({name: DataFile(writer, nbytes) for name, writer, nbytes in rows})
+        entries.update({key: _entry(*row) for key, row in more.items()})
+        values.update(packed)
+    return files, entries, values
+
+
+def _row(entry: Entry) -> list[Any]:
+    (chunk,) = entry.chunks  # parameters are never cut
+    place = [chunk.offsets, chunk.sizes, chunk.file, chunk.start, chunk.nbytes, chunk.crc32]
+    return [str(entry.dtype).removeprefix("torch."), entry.shape, place]
+
+
+def _entry(dtype: str, shape: tuple[int, ...], place: list[Any]) -> Entry:
+    return Entry(dtype_named(dtype), shape, (Chunk(*place),))

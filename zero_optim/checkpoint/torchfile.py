@@ -1,0 +1,268 @@
+"""Files of ``torch.save`` and of safetensors, written and read tensor by tensor.
+
+``torch.save`` is asked to leave the tensors' bytes out (``skip_data``), and a look at the file with fake
+tensors tells where each belongs: so neither writing nor reading ever needs the whole in memory.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.serialization import skip_data
+
+from zero_optim.checkpoint.content import EVERYWHERE, EXTRA, MODEL, OPTIMIZER, STATE
+from zero_optim.checkpoint.data import bytes_of
+from zero_optim.checkpoint.loading import with_strides
+from zero_optim.checkpoint.names import positional
+from zero_optim.checkpoint.storage import Reader
+from zero_optim.checkpoint.values import Json, key_of, pack
+from zero_optim.errors import CheckpointError
+from zero_optim.plan import dense_strides
+from zero_optim.wire import inner_tensors, map_tensors, memory_of
+
+Read = Callable[[str], Tensor]
+_SAFETENSORS = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.complex64: "C64",
+}  # fmt: skip
+
+
+def write_file(out: Path, reader: Reader, build: Callable[[Any], Any], read: Read) -> None:
+    """Write a value whose tensors are read one by one; beside, then renamed into place.
+
+    Args:
+        out: a ``.safetensors`` or any other file, for ``torch.load``.
+        reader: of the checkpoint.
+        build: makes the value, given what gives a tensor for a key and its strides.
+        read: reads a tensor.
+
+    Raises:
+        CheckpointError: the file cannot be written.
+    """
+    beside = out.with_name(out.name + ".part")
+    try:
+        if out.suffix == ".safetensors":
+            _write_safetensors(beside, reader, build, read)
+        else:
+            _write_pt(beside, reader, build, read)
+        with beside.open("rb") as file:
+            os.fsync(file.fileno())
+        beside.replace(out)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {out}: {error.strerror or error}") from error
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _write_pt(path: Path, reader: Reader, build: Callable[[Any], Any], read: Read) -> None:
+    order: list[str] = []
+
+    def reserve(key: str, strides: tuple[int, ...]) -> Tensor:
+        order.append(key)
+        blank = reader.blank(key)  # its memory is never touched, so it takes none
+        return torch.empty_strided(blank.shape, strides, dtype=blank.dtype)
+
+    if _needs_values(build, reader):
+        torch.save(build(lambda key, strides: with_strides(read(key), strides)), path)
+        return
+    value = build(reserve)
+    with skip_data():
+        torch.save(value, path)
+    del value
+    fakes = inner_tensors(_without_bytes(path))
+    assert len(fakes) == len(order)  # dicts keep their order
+    with path.open("r+b", buffering=0) as file:
+        for key, fake in zip(order, fakes, strict=True):
+            file.seek(_offset(fake))
+            file.write(_memory(with_strides(read(key), fake.stride())))
+
+
+def _needs_values(build: Callable[[Any], Any], reader: Reader) -> bool:
+    """Whether some tensors are inside others, sparse or wrapped, which cannot be made without values."""
+    keys: list[str] = []
+
+    def meta(key: str, strides: tuple[int, ...]) -> Tensor:
+        keys.append(key)
+        blank = reader.blank(key)
+        return torch.empty_strided(blank.shape, strides, dtype=blank.dtype, device="meta")
+
+    try:
+        tensors = _tensors(build(meta))
+    except (RuntimeError, TypeError, NotImplementedError):
+        return True
+    return len(tensors) != len(keys) or any(
+        type(t) is not Tensor or t.layout != torch.strided for t in tensors
+    )
+
+
+def _tensors(value: object) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    children = (
+        value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    )
+    return [tensor for child in children for tensor in _tensors(child)]
+
+
+def _without_bytes(path: Path) -> Any:  # noqa: ANN401 - whatever the file holds
+    """Read a file of ``torch.save`` with tensors that have a place in the file instead of memory."""
+    with FakeTensorMode():
+        return torch.load(path, weights_only=True, map_location="cpu")
+
+
+def _offset(fake: Tensor) -> int:
+    storage: Any = fake.untyped_storage()
+    return int(storage._checkpoint_offset) + int(fake.storage_offset()) * fake.itemsize
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    run: Any = memory_of(tensor).numpy()
+    return memoryview(run)
+
+
+def _write_safetensors(path: Path, reader: Reader, build: Callable[[Any], Any], read: Read) -> None:
+    """Write a dict of tensors: eight bytes of length, a header in JSON, and the tensors' bytes in order."""
+    keys: list[str] = []
+
+    def note(key: str, strides: tuple[int, ...]) -> Tensor:
+        keys.append(key)
+        return reader.blank(key)
+
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start, wanted = 0, list[str]()
+    for name, value in build(note).items():
+        if not isinstance(value, Tensor):
+            continue  # extra state of a module: the format has tensors only
+        if value.dtype not in _SAFETENSORS:
+            raise CheckpointError(
+                f"{name} is of {value.dtype}, for which safetensors has no name: write a .pt file"
+            )
+        wanted.append(keys[len(wanted)])
+        header[name] = {
+            "dtype": _SAFETENSORS[value.dtype],
+            "shape": list(value.shape),
+            "data_offsets": [start, start + value.nbytes],
+        }
+        start += value.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb", buffering=0) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for key in wanted:
+            file.write(bytes_of(read(key)))
+
+
+# ---------------------------------------------------------------------- into ours
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a checkpoint is made of.
+
+    Attributes:
+        values: packed, by key.
+        nbytes: of each tensor, by key.
+        read: reads a tensor.
+    """
+
+    values: Mapping[str, Json]
+    nbytes: Mapping[str, int]
+    read: Read
+
+
+def read_source(path: Path) -> Source:
+    """Look at a file of ``torch.save``; its tensors are read when they are asked for.
+
+    Raises:
+        ValueError: it is no state dict, or one that only running code could read.
+    """
+    try:
+        content = _without_bytes(path)
+    except Exception as error:  # pickle and torch raise anything for files that are none
+        raise ValueError(
+            f"{path} is no file of torch.save that holds tensors and plain values only: {error}"
+        ) from error
+    values, tensors = _packed(content, path)
+
+    def read(key: str) -> Tensor:
+        fake = tensors[key]
+        run = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
+        with path.open("rb", buffering=0) as file:
+            file.seek(_offset(fake))
+            count = file.readinto(_memory(run)) if run.numel() else 0
+        if count != run.nbytes:
+            raise CheckpointError(f"{path} is torn: it ends inside {key}")
+        return run
+
+    return Source(values, {key: fake.nbytes for key, fake in tensors.items()}, read)
+
+
+def _packed(content: Any, path: Path) -> tuple[dict[str, Json], dict[str, Tensor]]:  # noqa: ANN401
+    """Find the sections in what a file holds."""
+    sections = content if isinstance(content, dict) else {}
+    if {"state", "param_groups"} <= sections.keys():
+        sections = {OPTIMIZER: sections}
+    elif sections and all(isinstance(value, Tensor) for value in sections.values()):
+        sections = {MODEL: sections}
+    values: dict[str, Json] = {}
+    tensors: dict[str, Tensor] = {}
+
+    def add(key: str, value: object) -> None:
+        values[key], found = _pack(key, value)
+        tensors.update(found)
+
+    if isinstance(sections.get(MODEL), Mapping):
+        add(MODEL, dict(sections[MODEL]))
+    optimizer = sections.get(OPTIMIZER)
+    if isinstance(optimizer, Mapping) and {"state", "param_groups"} <= optimizer.keys():
+        values[OPTIMIZER] = _pack_optimizer(optimizer, add, values)
+    if not values:
+        raise ValueError(f"{path} holds neither an optimizer's state dict nor a model's")
+    add(EXTRA, None)
+    return values, tensors
+
+
+def _pack_optimizer(
+    state_dict: Mapping[str, Any], add: Callable[[str, object], None], values: dict[str, Json]
+) -> Json:
+    groups, known = [], dict[Any, str]()
+    for number, group in enumerate(state_dict["param_groups"]):
+        names = group.get("param_names") or [
+            positional(number, place) for place in range(len(group["params"]))
+        ]
+        known.update(zip(group["params"], names, strict=True))
+        key = key_of(OPTIMIZER, "options", str(number))
+        add(key, {k: v for k, v in group.items() if k not in ("params", "param_names")})
+        groups.append({"names": names, "options": values.pop(key)})
+    state = state_dict["state"]
+    for index, name in known.items():
+        if index in state:
+            add(f"{STATE}/{key_of(name)}", state[index])
+    add(EVERYWHERE, {key: value for key, value in state.items() if key not in known})
+    named = all("param_names" in group for group in state_dict["param_groups"])
+    return {"named": named, "groups": groups, "params": {}}
+
+
+def _pack(key: str, value: object) -> tuple[Json, dict[str, Tensor]]:
+    """Pack a value of fake tensors."""
+    fakes: dict[int, Tensor] = {}
+
+    def plain(fake: Tensor) -> Tensor:
+        if fake.stride() != dense_strides(fake) and fake.numel():
+            raise ValueError(
+                f"{key} holds a tensor that is part of another, larger one: clone() it and save again"
+            )
+        meta = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="meta")
+        fakes[id(meta)] = fake
+        return meta
+
+    packed, tensors = pack(key, map_tensors(value, plain), key)
+    return packed, {name: fakes[id(meta)] for name, meta in tensors.items()}

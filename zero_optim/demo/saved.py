@@ -1,0 +1,84 @@
+"""The checkpoints of a run: where they lie, and what can be known of one before any rank is started.
+
+They hold no data position but the step: the order of samples is a function of that and of the seed, which
+is in the config.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero_optim import CheckpointError, checkpoint
+from zero_optim.demo.config import RunConfig
+
+FOLDER = "checkpoints"
+KEPT = 2  # the newest, and the one before should that be damaged
+_KIND = "zero-optim train"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Saved:
+    """A checkpoint as it is before it is loaded.
+
+    Attributes:
+        run: that it was saved by.
+        step: updates made.
+        text_digest: of the text it was trained on.
+        shapes: of the model's tensors.
+    """
+
+    run: RunConfig
+    step: int
+    text_digest: str
+    shapes: dict[str, tuple[int, ...]]
+
+
+def folder_of(out: str, step: int) -> Path:
+    """Name the folder of a run's checkpoint."""
+    return Path(out) / FOLDER / f"{step:08}"
+
+
+def run_folder(path: str | Path) -> Path:
+    """Name the run folder that a checkpoint lies in."""
+    return Path(path).parent.parent
+
+
+def extra(config: RunConfig, step: int, text_digest: str) -> dict[str, Any]:
+    """Give what to save beside model, optimizer and scheduler."""
+    return {"kind": _KIND, "config": config.to_json(), "step": step, "text_digest": text_digest}
+
+
+def locate(place: str) -> Path:
+    """Find the newest whole checkpoint of a run folder, or, for "", of the newest run; or one named itself.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if place == "":
+        runs = sorted(Path("runs").glob(f"*/{FOLDER}"), key=lambda path: path.stat().st_mtime, reverse=True)
+        found = next(filter(None, map(checkpoint.latest, runs)), None)
+        if found is None:
+            raise ValueError(f"--resume found no runs/*/{FOLDER} here: name a run folder")
+        return found
+    path = Path(place)
+    inside = path / FOLDER
+    newest = checkpoint.latest(inside if inside.is_dir() else path)
+    if newest is None or newest.parent not in (inside, path.parent):
+        raise ValueError(f"no checkpoint at {path}" + (" is whole" if inside.is_dir() else ""))
+    return newest
+
+
+def look(path: Path) -> Saved:
+    """Look at a checkpoint without loading it.
+
+    Raises:
+        ValueError: it is incomplete or damaged, or of something else.
+    """
+    try:
+        peek = checkpoint.peek(path)
+        if not isinstance(peek.extra, dict) or peek.extra.get("kind") != _KIND:
+            raise ValueError(f"{path} is no checkpoint of zero-optim train")
+        run = RunConfig.from_json(peek.extra["config"])
+    except (CheckpointError, TypeError, KeyError) as error:
+        raise ValueError(str(error)) from error
+    return Saved(run, peek.extra["step"], peek.extra["text_digest"], peek.shapes)

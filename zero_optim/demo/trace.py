@@ -1,0 +1,148 @@
+"""One iteration, seen: a Chrome trace by ``torch.profiler``, and a picture of who does what when."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+Row = Literal["compute", "reduce", "step", "gather"]
+
+EVENTS, PICTURE = "trace.json", "trace.png"
+
+ROWS: tuple[Row, ...] = ("compute", "reduce", "step", "gather")
+FORWARD, BACKWARD = "forward", "backward"  # ranges that the trainer marks
+# Starts of the names under which the profiler tells of an event. Sends are left out: each has its receive.
+_NAMES: Mapping[Row, tuple[str, ...]] = {
+    "compute": (FORWARD, BACKWARD),
+    "reduce": ("gloo:all_reduce", "gloo:recv", "gloo:all_gather", "nccl:all_reduce", "nccl:all_to_all"),
+    "step": ("Optimizer.step#",),
+    "gather": ("gloo:broadcast", "nccl:broadcast"),
+}
+_OUTER_STEP = "Optimizer.step#ZeroRedundancyOptimizer"  # holds the local step and the gather
+_NODE = "autograd::engine::evaluate_function"
+_COLOURS: Mapping[Row, str] = {
+    "compute": "#4477aa",
+    "reduce": "#cc6677",
+    "step": "#228833",
+    "gather": "#ddaa33",
+}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Span:
+    """Something that took time.
+
+    Attributes:
+        start, stop: in ms from the first span's start.
+        row: what it is.
+        name: as the profiler has it.
+    """
+
+    start: float
+    stop: float
+    row: Row
+    name: str
+
+
+@contextmanager
+def traced(path: Path) -> Iterator[None]:
+    """Profile the body on this rank, all threads, and write a Chrome trace (load it at ui.perfetto.dev)."""
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities, **_all_threads()) as profiler:
+        yield
+    profiler.export_chrome_trace(str(path))
+
+
+def _all_threads() -> dict[str, Any]:
+    """Have the profiler see the thread that steps, where this PyTorch can."""
+    try:
+        from torch._C._profiler import _ExperimentalConfig
+
+        return {"experimental_config": _ExperimentalConfig(profile_all_threads=True)}
+    except (ImportError, TypeError):
+        return {}
+
+
+def spans_of(path: Path) -> list[Span]:
+    """Read the spans of the four rows from a Chrome trace, by start."""
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
+    found = [(row, event) for event in events for row in _rows(event["name"])]
+    if not found:
+        return []
+    ends = [_stop(event) for event in events if event["name"].startswith(_NODE)]
+    origin = min(float(event["ts"]) for _, event in found)
+    spans = []
+    for row, event in found:
+        stop = _stop(event)
+        if event["name"].startswith(BACKWARD):  # at its end it waits for buckets, which is no computing
+            stop = max((end for end in ends if event["ts"] < end <= stop), default=stop)
+        spans.append(Span((event["ts"] - origin) / 1e3, (stop - origin) / 1e3, row, event["name"]))
+    return sorted(spans)
+
+
+def _rows(name: str) -> list[Row]:
+    if name.startswith(_OUTER_STEP):
+        return []
+    return [row for row, starts in _NAMES.items() if name.startswith(starts)]
+
+
+def _stop(event: Mapping[str, Any]) -> float:
+    return float(event["ts"]) + float(event["dur"])
+
+
+def hidden(spans: Iterable[Span]) -> float:
+    """Tell what share of the time of reductions, steps and gathers lay under forward or backward, 0 to 1."""
+    spans = list(spans)
+    compute = [span for span in spans if span.row == "compute"]
+    others = [span for span in spans if span.row != "compute"]
+    total = sum(span.stop - span.start for span in others)
+    under = sum(max(0.0, min(a.stop, b.stop) - max(a.start, b.start)) for a in others for b in compute)
+    return under / total if total else 0.0
+
+
+def draw(pictures: Sequence[tuple[str, Sequence[Span]]], path: Path) -> None:
+    """Draw iterations one under the other, on one scale: a row each for compute, reduce, step, gather.
+
+    Args:
+        pictures: a title and the spans of each.
+        path: of the PNG file.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(
+        len(pictures),
+        1,
+        figsize=(10, 0.6 + 1.9 * len(pictures)),
+        sharex=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for (title, spans), axis in zip(pictures, axes[:, 0], strict=True):
+        for place, row in enumerate(ROWS):
+            bars = [(span.start, max(span.stop - span.start, 0.05)) for span in spans if span.row == row]
+            axis.broken_barh(
+                bars, (place - 0.38, 0.76), facecolors=_COLOURS[row], edgecolor="white", linewidth=0.5
+            )
+        for span in spans:
+            if span.row == "compute":
+                middle = (span.start + span.stop) / 2
+                axis.text(middle, 0, span.name, color="white", ha="center", va="center", fontsize=8)
+            if span.name.startswith(BACKWARD):
+                axis.axvline(span.stop, color="grey", linestyle=":", linewidth=1)
+        axis.set_yticks(range(len(ROWS)), ROWS)
+        axis.invert_yaxis()
+        axis.set_title(title, loc="left", fontsize=10)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[-1, 0].set_xlabel("ms; the dotted line is where the last gradient was computed")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
