@@ -1,12 +1,13 @@
 """A bucket: gradients that are reduced together, and the flat tensor in which they travel."""
 
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from zero_optim.ddp.engine import copy_each, scale_each
+from zero_optim.engine import copy_each, scale_each
 from zero_optim.plan import dense_strides
 
 # Gradients are copied in runs of about this many bytes: few calls, and each while it still lies in the cache.
@@ -25,6 +26,8 @@ class Bucket:
         batched: copy gradients only when the bucket is full, all in one call.
 
     Attributes:
+        run: slots of gradients that have come and were not copied yet.
+        run_length: how many of them are copied at a time.
         flat: the gradients, 1-D; for a sparse bucket the last gradient given.
         views: each parameter's place in ``flat``, with its shape and strides; none if sparse.
     """
@@ -38,8 +41,8 @@ class Bucket:
         self.as_views = as_views
         numel = sum(param.numel() for param in params)
         self.batched = batched
-        self._run_length = len(params) if batched else max(1, RUN_NBYTES * len(params) // max(1, self.nbytes))
-        self._run: list[int] = []  # slots of gradients that have come and were not copied yet
+        self.run_length = len(params) if batched else max(1, RUN_NBYTES * len(params) // max(1, self.nbytes))
+        self.run: list[int] = []
         self._misfits: list[int] = []  # slots of sparse gradients among dense ones, or the other way round
         self.flat = _no_gradient(params[0]) if is_sparse else params[0].new_zeros(numel, requires_grad=False)
         self.views = [] if is_sparse else self.views_of(self.flat)
@@ -61,34 +64,25 @@ class Bucket:
             offset += param.numel()
         return views
 
-    def arrived(self, slot: int, divisor: float) -> None:
-        """Take note of a gradient, and copy it, divided, now or together with the next ones.
+    def take_run(self, divisor: float) -> None:
+        """Copy what has come and was not copied yet, divided.
 
         Args:
-            slot: the parameter's place in this bucket.
             divisor: 1 where a comm hook divides.
         """
-        if self.is_sparse:
-            return  # it travels as it is
-        self._run.append(slot)
-        if len(self._run) >= self._run_length:
-            self.take_run(divisor)
-
-    def take_run(self, divisor: float) -> None:
-        """Copy what has come and was not copied yet."""
-        run, self._run = self._run, []
-        self.take(run, divisor)
+        slots, self.run = self.run, []
+        if not self.is_sparse:  # a sparse gradient travels as it is
+            self.take(slots, divisor)
 
     def take(self, slots: Sequence[int], divisor: float) -> None:
         """Copy gradients in, divided, or zeros where there is none; in few calls where all are alike."""
         views = [self.views[slot] for slot in slots]
         params = [self.params[slot] for slot in slots]
         grads = [param.grad for param in params]
-        if len(slots) < 2 or not _can_be_copied(grads, views):
+        if len(slots) < 2 or any(map(is_, grads, views)) or not _copied(views, grads):
             for slot in slots:
                 self._take(slot, divisor)
             return
-        copy_each(views, grads)
         if divisor != 1:
             self._scale(slots, 1 / divisor)
         if self.as_views:
@@ -128,6 +122,7 @@ class Bucket:
 
     def take_sparse(self, divisor: float) -> None:
         """Make the parameter's sparse gradient, divided, the one that travels; without one, an empty one."""
+        self.run = []
         grad = self.params[0].grad
         if grad is not None and not grad.is_sparse:
             self._misfits.append(0)
@@ -162,6 +157,8 @@ class Bucket:
         self._give_views(views, skipped)
 
     def _give_views(self, views: Sequence[Tensor], skipped: Sequence[bool]) -> None:
+        if self.as_views and all(map(is_, [param.grad for param in self.params], views)):
+            return
         targets, sources = [], []
         for index, param, view in zip(self.indices, self.params, views, strict=True):
             grad = param.grad
@@ -178,11 +175,13 @@ class Bucket:
             copy_each(targets, sources)
 
 
-def _can_be_copied(grads: Sequence[Tensor | None], views: Sequence[Tensor]) -> TypeGuard[Sequence[Tensor]]:
-    """Whether all gradients are there, dense, and not in their places already."""
-    return not any(
-        grad is None or grad is view or grad.is_sparse for grad, view in zip(grads, views, strict=True)
-    )
+def _copied(views: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
+    """Copy gradients to their places, unless one is missing or sparse; then some may have been copied."""
+    try:
+        copy_each(views, grads)  # type: ignore[arg-type]
+    except (TypeError, RuntimeError):
+        return False
+    return True
 
 
 def _no_gradient(param: Tensor) -> Tensor:

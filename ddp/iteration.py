@@ -61,7 +61,9 @@ class Iteration:
         self.order: list[int] = []
         self._wiring = wiring
         self._terms = terms
-        self._expected = terms.expected
+        self._expected = list(terms.expected)
+        self._places = wiring.places
+        self._buckets = wiring.buckets
         self._divisor = terms.divisor
         self._learns = terms.kind == "learning"
         self._carried = carried
@@ -103,14 +105,17 @@ class Iteration:
             if calls[index] == 1:
                 self.order.append(index)
             return
-        if calls[index] != self._expected[index] or index in self._presumed:
+        if calls[index] != self._expected[index]:
             self._unusual(index)
             return
         self.order.append(index)
-        number, slot = self._wiring.places[index]
-        self._wiring.buckets[number].arrived(slot, self._divisor)
-        self._waiting[number] -= 1
-        if not self._waiting[number]:
+        number, slot = self._places[index]
+        bucket, waiting = self._buckets[number], self._waiting
+        bucket.run.append(slot)
+        if len(bucket.run) >= bucket.run_length:
+            bucket.take_run(self._divisor)
+        waiting[number] -= 1
+        if not waiting[number]:
             self._launch_full()
 
     def _unusual(self, index: int) -> None:
@@ -126,12 +131,13 @@ class Iteration:
             if number < self.num_launched:
                 self._note(report.late_gradient, index)
             else:
-                self._wiring.buckets[number].arrived(slot, self._divisor)
+                self._buckets[number].run.append(slot)
 
     def presume_unused(self, indices: Iterable[int]) -> None:
         """Do not wait for some parameters' gradients; to be called before any has come."""
         for index in indices:
             self._presumed.add(index)
+            self._expected[index] = 0  # whatever comes is unusual
             self._waiting[self._wiring.places[index][0]] -= 1
         self._launch_full()
 

@@ -24,7 +24,6 @@ from torch.futures import Future
 
 from zero_optim.agreement import agree, failing_together
 from zero_optim.collectives import RankGroup
-from zero_optim.ddp.engine import after_backward
 from zero_optim.ddp.graph import Outlook, accumulates, nearest, tensors_in
 from zero_optim.ddp.history import History
 from zero_optim.ddp.inbox import Inbox, Token, hook_up, output_hook, remove, weakly
@@ -33,6 +32,7 @@ from zero_optim.ddp.reduction import Hook, HookSlot, Reduction, Summed
 from zero_optim.ddp.report import Report
 from zero_optim.ddp.statistics import Clock
 from zero_optim.ddp.wiring import ReducerOptions, Wiring, describe, named, wire
+from zero_optim.engine import after_backward
 from zero_optim.errors import ReductionError
 
 

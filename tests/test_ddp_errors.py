@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from ddp_pairs import SMALL_MB, assert_same, averaged, batch, mlp, mlp_loss
 from pool import Ranks
 from zero_optim.ddp import DistributedDataParallel, Reducer
-from zero_optim.ddp.engine import missing_names, require
+from zero_optim.engine import missing_names, require
 from zero_optim.errors import RankMismatchError, ReductionError
 
 

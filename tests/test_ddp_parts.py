@@ -144,7 +144,9 @@ def test_small_gradients_are_copied_in_runs_and_batched_ones_all_at_once() -> No
         fill(bucket)
         filled = []
         for slot in range(4):
-            bucket.arrived(slot, 1.0)
+            bucket.run.append(slot)
+            if len(bucket.run) >= bucket.run_length:
+                bucket.take_run(1.0)
             filled.append(sum(bool(view.any()) for view in bucket.views))
         assert filled == ([0, 0, 0, 4] if bucket is batched else [0, 2, 2, 4])
 
@@ -188,7 +190,8 @@ def sparse_grad(*rows: int) -> Tensor:
 def test_a_sparse_gradient_travels_as_it_is() -> None:
     bucket = sparse_bucket()
     bucket.params[0].grad = sparse_grad(1, 3)
-    bucket.arrived(0, 2.0)
+    bucket.run.append(0)
+    bucket.take_run(2.0)
     bucket.take_sparse(2.0)
     assert bucket.flat.is_sparse
     assert bucket.flat.to_dense().sum() == 2

@@ -1,8 +1,11 @@
-"""What the library needs of PyTorch's autograd engine and has no public name, checked when this is imported."""
+"""What the library needs of PyTorch and has no public name, its DDP class apart; checked when imported."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 
@@ -11,6 +14,8 @@ _NEEDED: tuple[tuple[object, str], ...] = (
     (torch._C, "_current_autograd_node"),
     (torch._C, "_current_graph_task_id"),
     (torch._C, "_will_engine_execute_node"),
+    (torch, "_foreach_copy_"),
+    (torch, "_foreach_mul_"),
 )
 
 
@@ -39,7 +44,7 @@ require(_NEEDED, "zero_optim")
 def backward_number() -> int:
     """Number the backward pass that this thread is inside of, in a hook or in a callback at its end.
 
-    -1 outside of any. A pass that is run by another one, for reentrant checkpointing, has a number of its own.
+    -1 outside of any. A pass that another one runs, for reentrant checkpointing, has a number of its own.
     """
     return int(torch._C._current_graph_task_id())
 
@@ -50,7 +55,7 @@ def in_backward() -> bool:
 
 
 def in_outer_backward() -> bool:
-    """Whether, in a callback at the end of a backward pass, another pass is under way that has run this one."""
+    """Whether, in a callback at the end of a backward pass, another pass is under way that runs this one."""
     return torch._C._current_autograd_node() is not None
 
 
@@ -61,9 +66,33 @@ def after_backward(callback: Callable[[], None]) -> None:
     queued by then. Runs on the thread that called ``backward()``; on CUDA its stream is in step with
     the gradients by then. What it raises comes out of ``backward()``.
     """
-    Variable._execution_engine.queue_callback(callback)  # type: ignore[no-untyped-call]
+    engine: Any = Variable._execution_engine
+    engine.queue_callback(callback)
 
 
 def will_run(node: Node) -> bool:
-    """Tell, from a hook of a backward pass, whether that pass is going to run a node of its graph."""
-    return bool(torch._C._will_engine_execute_node(node))
+    """Tell, from a hook of a backward pass, whether that pass accumulates into the leaf of a node."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch.autograd.grad was asked for this very leaf, and accumulates nothing
+        return False
+
+
+def num_gloo_threads(group: dist.ProcessGroup) -> int:
+    """Tell how many threads gloo communicates with for a group; 0 where that cannot be known."""
+    if dist.get_backend(group) != "gloo":
+        return 0
+    backend = group._get_backend(torch.device("cpu"))
+    return int(getattr(getattr(backend, "options", None), "_threads", 0))
+
+
+def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy many tensors in one call."""
+    foreach_copy: Any = torch._foreach_copy_
+    foreach_copy(targets, sources)
+
+
+def scale_each(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiply many tensors in place in one call."""
+    foreach_mul: Any = torch._foreach_mul_
+    foreach_mul(tensors, factor)
