@@ -3,9 +3,9 @@
 Note [Who does what]
     The backward pass calls the hook when a bucket is full. The hook launches the reduction and puts the
     bucket in the line of a thread of its own, which takes one after the other: waits for the reduction, steps
-    what this rank owns of it, launches the gather. So the order of collectives is that of the buckets on every
-    rank, whatever the timing, and gathers have process groups of their own. DDP waits for the bucket's future
-    when backward ends; a callback behind DDP's sees to the rest.
+    what this rank owns of it, launches the gather. So the order of collectives is that of the buckets on
+    every rank, whatever the timing, and gathers have process groups of their own. DDP waits for the bucket's
+    future when backward ends; a callback behind DDP's sees to the rest.
 
 Note [Gradients that are all zero]
     A bucket does not tell which parameters were used: unused ones are zeros in it. An optimizer leaves a
@@ -30,7 +30,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -69,6 +69,9 @@ class _Task:
     done: TensorFuture
 
 
+_Line: TypeAlias = "queue.SimpleQueue[tuple[Stepper, _Task] | None]"
+
+
 class Stepper:
     """Takes buckets, steps them on a thread of its own, and sees to the end of the backward pass.
 
@@ -90,10 +93,8 @@ class Stepper:
         self._asked: set[int] = set()  # backward passes that will call `_end`
         self._late: list[Tensor] = []
         self._error: BaseException | None = None
-        self._line: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        thread = threading.Thread(target=_work, args=(weakref.ref(self), self._line), daemon=True)
-        thread.name = "zero_step"
-        thread.start()
+        self._line: _Line = queue.SimpleQueue()
+        threading.Thread(target=_work, args=(self._line,), name="zero_step", daemon=True).start()
         weakref.finalize(self, self._line.put, None)
 
     def take(self, state: object, bucket: GradBucket) -> TensorFuture:
@@ -140,7 +141,8 @@ class Stepper:
             # From here on any moment may change them. Autograd has to refuse to read old values, and on this
             # thread it does so whatever the timing.
             torch.autograd.graph.increment_version(task.part.params)
-            self._line.put(task)
+            self._ahead.announce(task.done)
+            self._line.put((self, task))
 
     # ------------------------------------------------------------------ on the thread
 
@@ -195,26 +197,25 @@ class Stepper:
         if last is None or (is_inner and not last.ends):
             return  # the end has been seen to already, or more is to come
         self._last = None
-        last.done.wait()
+        self._ahead.wait_for_steps()
         try:
             if not is_inner:
                 self._step_late([param.grad for param in self._late])
             if self._lanes:
                 self._ahead.drop_gradients()
         finally:
-            self._ahead.end_backward(is_final=not is_inner)
+            self._ahead.end_backward(is_final=not is_inner, failed=self._error is not None)
         self._raise()
 
     def _end_joined(self) -> None:
         """Take part in the same gathers."""
-        last, self._last = self._last, None
-        assert last is not None  # it was just taken
-        last.done.wait()
+        self._last = None
+        self._ahead.wait_for_steps()
         self._step_late([None] * len(self._late))
         self._raise()
 
     def _step_late(self, gradients: Sequence[Tensor | None]) -> None:
-        """Step what is late, unless ``step()`` will: under ``Join`` it lends the gradients to their owners."""
+        """Step what is late, unless ``step()`` will: under ``Join`` it lends owners the gradients."""
         late, self._late = self._late, []
         if late and not self._ahead.lends:
             is_whole = self._error is None
@@ -226,16 +227,14 @@ class Stepper:
             raise error
 
 
-def _work(stepper: "weakref.ReferenceType[Stepper]", line: "queue.SimpleQueue[_Task | None]") -> None:
-    """Run the thread: it does not keep its stepper, and ends with it."""
+def _work(line: "_Line") -> None:
+    """Run the thread: nothing but what stands in line keeps a stepper, and the thread ends with it."""
     streams: dict[torch.device, torch.cuda.Stream] = {}
-    while (task := line.get()) is not None:
-        found = stepper()
-        if found is None:
-            return
+    while (found := line.get()) is not None:
+        stepper, task = found
         with torch.no_grad(), _beside(task.buffer.device, streams):
-            found.work(task)
-        del found, task
+            stepper.work(task)
+        del found, stepper, task
 
 
 def _beside(
@@ -262,7 +261,7 @@ def _gradients(result: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
     if result.is_sparse:
         return [result]
     flat = result.reshape(-1).to(params[0].dtype)
-    starts = itertools.accumulate((param.numel() for param in params), initial=flat.storage_offset())
+    starts = itertools.accumulate((param.numel() for param in params), initial=int(flat.storage_offset()))
     return [
         flat.as_strided(param.shape, dense_strides(param), start)
         for param, start in zip(params, starts, strict=False)

@@ -24,24 +24,29 @@ def zero_step(
     """Make a comm hook that steps ``optimizer`` during the backward pass.
 
     ``ddp.register_comm_hook(state, zero_step(optimizer, hook))``, on PyTorch's DDP or ours; ``state`` is that
-    of ``hook``. All ranks call, before the first backward pass; the process groups of the gathers are made here.
+    of ``hook``. All ranks call, before the first backward pass; the process groups of the gathers are made
+    here.
 
     The parameters are, bit for bit, those of the same run without it. ``optimizer.step()`` after the backward
-    pass finishes what the hook did not reach; a loop that never calls it is right as well, as long as DDP holds
-    all of the optimizer's parameters. The learning rate counts as it is during the backward pass.
-    Clipping and GradScaler come too late then, and raise.
+    pass finishes what the hook did not reach; a loop that never calls it is right as well, as long as DDP
+    holds all of the optimizer's parameters. The learning rate counts as it is during the backward pass.
+    Clipping and GradScaler come too late then, and raise. Uneven inputs need ``Join([ddp, optimizer])``. When
+    ``backward()`` has raised, part of the step may have been taken: call ``optimizer.wait_for_gathers()``
+    first if training is to go on.
 
     A backward pass must not read a parameter after its gradient is complete, as it would through
-    ``param.detach()`` in the forward pass; autograd raises if it tries.
+    ``param.detach()`` in the forward pass; autograd raises if it tries. A hook with error feedback can give a
+    gradient to a parameter that no rank used; it is stepped then, and would not be without overlap.
 
     Args:
         optimizer: whose step. Its classes must be steppable in parts (``optimizer.explain()`` tells).
-        hook: what reduces the gradients; any hook of this package or PyTorch's. None stands for `allreduce_hook`.
-        interleave: False steps nothing before the last bucket is on its way, which leaves the processor to the
-            backward pass as long as that runs.
+        hook: what reduces the gradients; any hook of this package or PyTorch's. None stands for
+            `allreduce_hook`.
+        interleave: False steps nothing before the last bucket is on its way, which leaves the processor to
+            the backward pass as long as that runs. Not for DDP's ``skip_all_reduce_unused_params``.
         gradients: "owners" reduces each gradient to its owner alone (ZeRO stage 2): half the bytes of an
-            all-reduce. When backward has ended ``param.grad`` is None on the other ranks. Gradients are summed in
-            the order of ranks, so on more than two ranks the last bits differ from an all-reduce's.
+            all-reduce. When backward has ended ``param.grad`` is None on the other ranks. Gradients are
+            summed in the order of ranks, so on more than two ranks the last bits differ from an all-reduce's.
 
     Raises:
         TypeError: on every rank, if ``optimizer`` is not sharded by this library.
@@ -53,7 +58,8 @@ def zero_step(
         raise ValueError(f'expected gradients to be "everywhere" or "owners", got {gradients!r}')
     if gradients == "owners" and hook is not None:
         raise ValueError(
-            f'gradients="owners" has a reduction of its own: leave out {name_of(hook)}, or reduce "everywhere"'
+            f'gradients="owners" has a reduction of its own: leave out {name_of(hook)}, or reduce '
+            '"everywhere"'
         )
     ahead = optimizer.ahead()
     hook = allreduce_hook if hook is None else hook
@@ -77,8 +83,8 @@ def hook_with_zero_step(
         hook: what reduces the gradients.
         ddp: the wrapper that it will be registered with.
         zero: whose step.
-        shard_buckets: which ranks PyTorch's version gives a bucket to. Here a bucket's parameters keep their owners,
-            and every rank steps what it owns of it; both values do the same.
+        shard_buckets: which ranks PyTorch's version gives a bucket to. Here a bucket's parameters keep their
+            owners, and every rank steps what it owns of it; both values do the same.
 
     Raises:
         TypeError: ``ddp`` is no ``DistributedDataParallel``, or ``zero`` is not sharded by this library.

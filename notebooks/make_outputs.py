@@ -17,7 +17,8 @@ def executed(path: Path, timeout: int = 300) -> nbformat.NotebookNode:
         timeout: seconds for each cell.
     """
     notebook = nbformat.read(path, as_version=4)
-    run = NotebookClient(notebook, timeout=timeout, record_timing=False, resources={"metadata": {"path": str(FOLDER)}})
+    options = {"timeout": timeout, "record_timing": False, "coalesce_streams": True}
+    run = NotebookClient(notebook, resources={"metadata": {"path": str(FOLDER)}}, **options)
     return run.execute()
 
 

@@ -102,7 +102,9 @@ class Setting:
         model = WRAPPERS[self.wrapper](self.model(), **options)
         optimizer = self.optimizer(model)
         state, hook = self.hook()
-        model.register_comm_hook(state, zero_step(optimizer, hook, **self.zero) if overlap else hook)
+        if overlap:
+            hook = zero_step(optimizer, None if "gradients" in self.zero else hook, **self.zero)
+        model.register_comm_hook(state, hook)
         return model, optimizer
 
 

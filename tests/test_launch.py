@@ -142,7 +142,8 @@ def test_a_timeout_tells_where_the_ranks_were_and_leaves_none(tmp_path: Path) ->
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "killed"])
 def test_no_rank_outlives_its_caller(number: signal.Signals, tmp_path: Path) -> None:
     code = f"""
-        import pathlib, sys
+        import pathlib, signal, sys
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs behind
         sys.path.insert(0, {str(Path(__file__).parent)!r})
         from test_launch import hang
         from zero_optim import launch
@@ -166,7 +167,13 @@ def test_no_rank_outlives_its_caller(number: signal.Signals, tmp_path: Path) -> 
 
 
 def test_ctrl_c_while_ranks_start_prints_one_traceback() -> None:
-    code = "import os; from zero_optim import launch; print('now', flush=True); launch(os.getpid, 2)"
+    code = """
+        import os, signal
+        from zero_optim import launch
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        print("now", flush=True)
+        launch(os.getpid, 2)
+    """
     with python(code) as caller:
         assert caller.stdout is not None
         assert caller.stdout.readline() == "now\n"
@@ -277,7 +284,8 @@ found = launch(train, 2, 64, threads=2, timeout=50)
 """
 SECOND_CELL = """
 assert [outcome.rank for outcome in found] == [0, 1]
-assert isinstance(found[0], Outcome) and [field.name for field in fields(found[0])] == ["rank", "threads", "loss"]
+assert [field.name for field in fields(found[0])] == ["rank", "threads", "loss"]
+assert isinstance(found[0], Outcome)
 assert found[1].threads == 2
 assert found[0].loss == found[1].loss > 0
 
@@ -301,7 +309,7 @@ def test_functions_and_classes_of_a_notebook_cell_reach_the_ranks(tmp_path: Path
     run.execute(env=ENVIRONMENT)
     told = "".join(output["text"] for output in notebook.cells[1].outputs)
     assert told.startswith("rank 0 of 1 failed:\n\nTraceback")
-    assert 'raise ValueError("in a cell")' in told  # with the cell's line
+    assert ", in fail\nValueError: in a cell" in told
 
 
 @pytest.mark.parametrize(
@@ -393,13 +401,3 @@ def test_nested_classes_keep_methods_slots_and_fields() -> None:
         return [child.x, child.double, child.three(), Base.__doc__, names, point == Point(2), repr(point)]
 
     assert there_and_back(look) == look()
-
-
-def test_a_class_with_a_metaclass_has_to_be_imported() -> None:
-    import enum
-
-    class Colour(enum.Enum):
-        RED = 1
-
-    with pytest.raises(TypeError, match=r"Colour, of metaclass Enum(Type|Meta), can only be imported"):
-        pack(print, (Colour.RED,))

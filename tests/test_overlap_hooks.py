@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from overlap import WRAPPERS, Grads, Setting, assert_same_params, assert_same_run, inputs, loss_of, plain_step
+from overlap import WRAPPERS, Grads, Setting, assert_same_params, assert_same_run, plain_step
 from pool import Ranks
-from zero_optim import ZeroRedundancyOptimizer, hooks
+from zero_optim import hooks
 from zero_optim.hooks import zero_step
 
 both_wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -49,10 +50,10 @@ THEIRS: dict[str, Callable[[], tuple[object, object]]] = {
 
 def check_hooks(wrapper: str) -> None:
     for name, options in OURS:
-        setting = Setting(wrapper, hook=lambda name=name, options=options: hooks.make_hook(name, **options))  # type: ignore[misc]
+        setting = Setting(wrapper, hook=partial(hooks.make_hook, name, **options))
         assert_same_run(setting, steps=7, where=(name, options))
     for name, hook in THEIRS.items():
-        # PyTorch's PowerSGD launches collectives from callbacks, which on gloo mix up those of several buckets.
+        # PyTorch's PowerSGD launches collectives from callbacks, which on gloo mix those of several buckets.
         options = {"bucket_cap_mb": 25} if name == "power_sgd" else {}
         assert_same_run(Setting(wrapper, hook=hook, options=options), steps=7, where=("PyTorch's", name))
 
@@ -83,59 +84,14 @@ def test_a_wrapper_around_it_gives_the_same_bits(ranks2: Ranks, wrapper: str) ->
     ranks2.run(check_wrapped, wrapper)
 
 
-def check_owners(wrapper: str, exact: bool) -> None:
-    """Gradients reduced to their owners: the same bits on two ranks, and no gradients of others."""
-    setting = Setting(wrapper, options={"find_unused_parameters": True})
-    plain, one = setting.build(overlap=False)
-    setting.zero, setting.hook = {"gradients": "owners"}, lambda: (None, None)
-    model, other = setting.build(overlap=True)
-    for number in range(8):
-        for net, optimizer in ((plain, one), (model, other)):
-            optimizer.zero_grad()
-            net(inputs(number), number % 3 == dist.get_rank()).square().mean().backward()
-            if net is model:
-                check_only_own_gradients(other)
-            optimizer.step()
-        if exact:
-            assert_same_params(model, plain, number)
-        else:
-            for param, want in zip(model.parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(param, want, rtol=1e-4, atol=1e-5)
-
-
-def check_only_own_gradients(optimizer: ZeroRedundancyOptimizer) -> None:
-    for param, owner in optimizer.owners().items():
-        assert param.grad is None or owner == dist.get_rank()
-
-
-@both_wrappers
-def test_gradients_reduced_to_owners_give_the_same_bits(ranks2: Ranks, wrapper: str) -> None:
-    ranks2.run(check_owners, wrapper, True)
-
-
-@both_wrappers
-def test_gradients_reduced_to_owners_give_the_same_values_on_four_ranks(ranks4: Ranks, wrapper: str) -> None:
-    ranks4.run(check_owners, wrapper, False)
-
-
-def check_arguments() -> None:
-    model, optimizer = Setting().build(overlap=False)
-    with pytest.raises(ValueError, match='expected gradients to be "everywhere" or "owners"'):
-        zero_step(optimizer, gradients="all")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="has a reduction of its own: leave out allreduce_hook"):
-        zero_step(optimizer, hooks.allreduce_hook, gradients="owners")
+def check_names() -> None:
+    _, optimizer = Setting().build(overlap=False)
     hook = zero_step(optimizer, hooks.fp16_compress_hook)
     assert hook.__name__ == hook.__qualname__ == "zero_step(fp16_compress_hook)"
     signature = inspect.signature(hook)
     assert signature.return_annotation == torch.futures.Future[torch.Tensor]
     assert signature.parameters["bucket"].annotation is dist.GradBucket
-    part = torch.optim.SGD
-    partly = ZeroRedundancyOptimizer(list(model.parameters())[2:], part, lr=0.1)
-    other = WRAPPERS["torch"](model.module, bucket_cap_mb=0.0004)
-    other.register_comm_hook(None, zero_step(partly, gradients="owners"))
-    with pytest.raises(ValueError, match="parameters of the model are not in the optimizer"):
-        loss_of(other, 0).backward()
 
 
-def test_arguments_are_checked_and_the_hook_is_named(ranks2: Ranks) -> None:
-    ranks2.run(check_arguments)
+def test_the_hook_is_named_and_has_the_signature_that_ddp_asks_for(ranks2: Ranks) -> None:
+    ranks2.run(check_names)

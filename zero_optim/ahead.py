@@ -10,14 +10,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from zero_optim.collectives import RankGroup
 from zero_optim.gather import UnderWay, launch_part
 from zero_optim.layout import Run
 from zero_optim.plan import Group
-from zero_optim.share import Share
 from zero_optim.sharding import Sharding
+from zero_optim.share import Share
 from zero_optim.storage import Bucket
 
 
@@ -65,7 +66,8 @@ class Ahead:
 
     Attributes:
         group: the ranks.
-        lends: ranks may have joined, see `zero_optim.join`: ``step()`` lends them gradients for what is left to it.
+        lends: ranks may have joined, see `zero_optim.join`: ``step()`` lends them gradients for what is left
+            to it.
     """
 
     def __init__(
@@ -77,9 +79,11 @@ class Ahead:
         self._sharding = sharding
         self._share = share
         self._under_way = under_way
+        self._announced: list[torch.futures.Future[Tensor]] = []
         self._is_closed_by_step = False  # whether the training loop calls step() at all
-        self._num_passes = 0  # since the last `close`
-        self._has_ended = False  # the last of them; it has not if it broke off
+        self._is_open = False  # between a pass and step()
+        self._num_passes = 0  # since the last `close`, but for those that failed
+        self._has_ended = True  # the last one; it has not if it broke off
         self._seals: list[tuple[Tensor, int, int]] = []
         self._stepped: dict[Tensor, None] = {}  # since the last `begin` or `close`, whoever owns them
         self.lends = False
@@ -87,7 +91,7 @@ class Ahead:
     @property
     def has_begun(self) -> bool:
         """Whether a step has been begun that ``step()`` has not finished."""
-        return self._num_passes > 0
+        return self._is_open
 
     def begin(self, joined: bool) -> None:
         """Begin a step; its first part comes next.
@@ -96,21 +100,39 @@ class Ahead:
             joined: this rank ran out of inputs.
 
         Raises:
-            RuntimeError: the last one has not been finished by ``step()``, though the ones before were.
+            RuntimeError: the last one has not been finished by ``step()``, though the ones before were; or
+                its backward pass broke off.
         """
-        self._num_passes = self._num_passes + 1 if self._has_ended else 1
-        self._has_ended = False
+        broke_off = not self._has_ended
+        self._num_passes += not broke_off
+        self._is_open, self._has_ended = True, False
         if self._is_closed_by_step:
             self._check_passes()
+        if broke_off and self._under_way and not joined:
+            raise RuntimeError(
+                "the last backward pass broke off after part of its step had been taken, and the "
+                "forward pass since may have read parameters half way: call optimizer.wait_for_gathers() "
+                "before going on"
+            )
         self._under_way.wait()
         self._stepped, self._seals = {}, []
         self.lends = self._optimizer.begin_ahead(self._lanes[0], joined)
 
+    def announce(self, done: torch.futures.Future[Tensor]) -> None:
+        """Take note of a part that another thread will step, and of the future that it completes then."""
+        self._announced.append(done)
+
+    def wait_for_steps(self) -> None:
+        """Wait until all parts announced were stepped and their gathers launched."""
+        announced, self._announced = self._announced, []
+        for done in announced:
+            done.wait()
+
     def _check_passes(self) -> None:
         if self._num_passes > 1:
             raise RuntimeError(
-                f"{self._num_passes} backward passes were reduced before step(), and each was stepped with the "
-                "gradients added up so far. Put all but the last backward pass of a step under no_sync()"
+                f"{self._num_passes} backward passes were reduced before step(), and each was stepped with "
+                "the gradients added up so far. Put all but the last backward pass of a step under no_sync()"
             )
 
     def new_lanes(self) -> list[RankGroup]:
@@ -126,8 +148,8 @@ class Ahead:
         unknown = sum(param not in self._sharding.owners for param in params)
         if unknown:
             raise ValueError(
-                f"{unknown} parameters of the model are not in the optimizer, so they have no owner to reduce "
-                'their gradients to: add them to it, or reduce gradients "everywhere"'
+                f"{unknown} parameters of the model are not in the optimizer, so they have no owner to "
+                'reduce their gradients to: add them to it, or reduce gradients "everywhere"'
             )
         return [self._sharding.owners[param] for param in params]
 
@@ -174,13 +196,15 @@ class Ahead:
                 pending = launch_part(self._lanes, bucket, chosen, runs)
                 self._under_way.add([bucket.params[index] for index in chosen], pending)
 
-    def end_backward(self, *, is_final: bool) -> None:
+    def end_backward(self, *, is_final: bool, failed: bool) -> None:
         """End a backward pass: wait for the gathers, but for those that a forward pass will wait for.
 
         Args:
             is_final: gradients are what ``step()`` would find; a change of them from now on comes too late.
+            failed: the pass raises, here.
         """
         self._has_ended = True
+        self._num_passes -= failed
         if is_final:
             self._seals = [(p, id(p.grad), p.grad._version) for p in self._stepped if p.grad is not None]
         self._sharding.end_step()
@@ -196,9 +220,9 @@ class Ahead:
             grad = param.grad
             if grad is not None and (id(grad) != identity or grad._version != version):
                 raise RuntimeError(
-                    "gradients were changed, clipped or unscaled perhaps, after the step had been taken with them "
-                    "during the backward pass. That cannot have an effect: leave it out, or leave out zero_step "
-                    "(overlap_with_ddp)"
+                    "gradients were changed, clipped or unscaled perhaps, after the step had been taken with "
+                    "them during the backward pass. That cannot have an effect: leave it out, or leave out "
+                    "zero_step (overlap_with_ddp)"
                 )
 
     def rest(self, params: Iterable[Tensor]) -> list[Tensor]:
@@ -209,5 +233,5 @@ class Ahead:
     def close(self) -> None:
         """End the step, in ``step()``."""
         self._is_closed_by_step = True
-        self._num_passes, self._has_ended = 0, False
+        self._is_open, self._num_passes, self._has_ended = False, 0, True
         self._stepped, self._seals = {}, []

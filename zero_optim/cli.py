@@ -260,7 +260,7 @@ def _add_gradients(command: argparse.ArgumentParser, default: dict[str, Any]) ->
         nargs="?",
         const="everywhere",
         choices=get_args(Overlap),
-        help="step during the backward pass, gradients reduced everywhere (the plain flag) or to their owners "
+        help="step during the backward pass, gradients reduced everywhere (the plain flag) or to owners "
         "alone; without --clip",
     )
     group.add_argument(

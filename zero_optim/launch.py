@@ -43,7 +43,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
 from zero_optim.errors import RemoteRankError
-from zero_optim.session import pack, unpack
+from zero_optim.session import pack, pickler, unpack
 
 T = TypeVar("T")
 
@@ -84,9 +84,9 @@ def launch(
     Each rank is a new process in an initialised default process group on the loopback interface. See Notes
     [Processes], [Which failure is told] and [No process left].
 
-    A function of a notebook cell or a prompt is sent as code, with the global names it uses as they are now;
-    so are lambdas and nested functions. A script needs ``if __name__ == "__main__":`` around the code that
-    calls this, since the ranks import it.
+    A function of a notebook cell or a prompt is sent as code, with the global names it uses as they are now,
+    by cloudpickle, which has to be installed for that; so are lambdas and nested functions. A script needs
+    ``if __name__ == "__main__":`` around the code that calls this, since the ranks import it.
 
     Args:
         fn: called on each rank. ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE`` are set as
@@ -329,7 +329,8 @@ def _run(rank: int, job: _Job) -> None:
     dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.nproc, **device)
     fn, args = unpack(job.path("call").read_bytes())
     value = fn(*args)
-    torch.save(value, job.path("value", rank))  # pickle, but tensors that share memory are written once
+    # Pickle, but tensors that share memory are written once; classes of a notebook come back as they went.
+    torch.save(value, job.path("value", rank), pickle_module=pickler())
     if dist.is_initialized():
         dist.destroy_process_group()
 

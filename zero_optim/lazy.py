@@ -1,13 +1,15 @@
 """Gathers that are waited for by the forward pass: module by module, as each needs its parameters."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from zero_optim.sharding import Sharding
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
 
 
 def _eager(function: Callable[..., None]) -> Callable[..., None]:

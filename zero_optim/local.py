@@ -163,7 +163,7 @@ class LocalOptimizer:
 
     @property
     def spares_gradients(self) -> bool:
-        """Whether steps surely leave gradients as they are: PyTorch's own do, some others add weight decay to them."""
+        """Whether steps surely leave gradients as they are; some outside PyTorch add weight decay to them."""
         return all(type(part.optimizer).__module__.startswith("torch.optim.") for part in self._parts)
 
     @property

@@ -265,17 +265,19 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not ahead.has_begun:
             if self._overlaps:
                 raise RuntimeError(
-                    "overlap_with_ddp=True, but no step was taken during the backward pass: register the hook, "
-                    "ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, optimizer)), and run "
-                    "backward() outside no_sync() before step()"
+                    "overlap_with_ddp=True, but no step was taken during the backward pass: register the "
+                    "hook, ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, "
+                    "optimizer)), and run backward() outside no_sync() before step()"
                 )
             return False
         try:
             if "found_inf" in self.__dict__ or kwargs:
                 what = ", ".join(kwargs) or "GradScaler, whose factor was not taken out of the gradients"
+                for name in ("found_inf", "grad_scale"):  # the scaler does not if step() raises
+                    self.__dict__.pop(name, None)
                 raise RuntimeError(
-                    f"the step was taken during the backward pass, too early for {what}: leave it out, or leave "
-                    "out zero_step (overlap_with_ddp). bfloat16 needs no GradScaler"
+                    f"the step was taken during the backward pass, too early for {what}: leave it out, or "
+                    "leave out zero_step (overlap_with_ddp). bfloat16 needs no GradScaler"
                 )
             ahead.check()
             self._step_rest(ahead, joined=False)
@@ -357,7 +359,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return LazyGather(model, self._sharding)
 
     def wait_for_gathers(self) -> None:
-        """Wait until every parameter has its new value on this rank; free if nothing is under way."""
+        """Wait until every parameter has its new value on this rank; free if nothing is under way.
+
+        To be called when ``backward()`` has raised and training goes on all the same: part of the
+        step may have been taken.
+        """
+        if self._ahead is not None:
+            self._ahead.wait_for_steps()
         self._sharding.under_way.wait()
 
     def _skips_together(self, found_inf: Tensor) -> bool:
@@ -397,8 +405,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         if self._ahead is not None and self._ahead.has_begun:
             raise RuntimeError(
-                "the step was taken during the backward pass, too early to clip: leave out clip_grad_norm_(), "
-                "or zero_step (overlap_with_ddp)"
+                "the step was taken during the backward pass, too early to clip: leave out "
+                "clip_grad_norm_(), or zero_step (overlap_with_ddp)"
             )
         params = self._params()
         owners = [self._sharding.owners[param] for param in params]
@@ -627,7 +635,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def shadow_step(self) -> None:
         """Take part in a step of the active ranks, after this one ran out of inputs."""
-        if self._ahead is not None and self._ahead.has_begun:  # by the comm hook, which runs on joined ranks too
+        if (
+            self._ahead is not None and self._ahead.has_begun
+        ):  # by the comm hook, which runs on joined ranks too
             try:
                 self._step_rest(self._ahead, joined=True)
             finally:

@@ -164,7 +164,9 @@ class Sharding:
         """Tell for each bucket whether something in it trains, or has done so."""
         return [was or is_active(bucket) for bucket, was in zip(self.buckets, self._active, strict=True)]
 
-    def stretches(self, params: Sequence[Tensor]) -> tuple[tuple[Bucket, frozenset[int], tuple[Run, ...]], ...]:
+    def stretches(
+        self, params: Sequence[Tensor]
+    ) -> tuple[tuple[Bucket, frozenset[int], tuple[Run, ...]], ...]:
         """Find where some parameters lie: by bucket, their indices within it, and the stretches they fill."""
         by_bucket: dict[int, set[int]] = {}
         for param in params:

@@ -77,7 +77,9 @@ class Trainer:
     def _register_hook(self) -> None:
         """Have a hook reduce the gradients, and step as well; after the pass that must train nothing."""
         config = self.config
-        state, hook = make_hook(config.hook, None, **dict(config.hook_options)) if config.hook else (None, None)
+        state, hook = None, None
+        if config.hook:
+            state, hook = make_hook(config.hook, None, **dict(config.hook_options))
         if config.overlap != "off":
             hook = zero_step(self._optimizer, hook, gradients=config.overlap)
         if hook is not None:

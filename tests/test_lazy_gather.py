@@ -1,0 +1,341 @@
+"""Gathers left running after step(): the same training, and nobody reads a parameter before it has come."""
+
+import copy
+import io
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDdp
+from torch.utils.checkpoint import checkpoint
+
+from overlap import WRAPPERS, Net, Setting, adamw, assert_same_params, inputs, loss_of, plain_step
+from pool import Ranks
+from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.collectives import RankGroup
+
+DELAY = 0.3  # seconds
+
+both_wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
+
+
+class Attention(nn.Module):
+    """Reads weights of modules that it never calls, ties weights, and runs a part again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.tokens = nn.Embedding(11, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.inner = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.tokens.weight
+        self.spare = nn.Linear(8, 8)
+
+    def forward(self, tokens: Tensor, with_spare: bool = False) -> Tensor:
+        hidden = self.tokens(tokens)
+        hidden = hidden + self.attention(hidden, hidden, hidden, need_weights=False)[0]
+        hidden = self.block(hidden)
+        hidden = checkpoint(self.inner, hidden, use_reentrant=False)
+        if with_spare:
+            hidden = hidden + self.spare(hidden)
+        out: Tensor = self.head(hidden)
+        return out
+
+
+def tokens(step: int) -> Tensor:
+    return torch.randint(11, (3, 5), generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+
+
+def step_tokens(model: nn.Module, optimizer: ZeroRedundancyOptimizer, step: int) -> None:
+    optimizer.zero_grad()
+    loss = model(tokens(step), step > 1).square().mean()
+    if step % 3 == 1:  # evaluation in the middle of training, past the modules
+        model.eval()
+        with torch.no_grad():
+            loss_there = model(tokens(step), step > 1).square().mean()
+        torch.testing.assert_close(loss_there, loss.detach())
+        model.train()
+    loss.backward()
+    optimizer.step()
+
+
+def check_training(wrapper: str, overlap: bool, as_view: bool) -> None:
+    setting = Setting(
+        wrapper,
+        Attention,
+        lambda m: adamw(m, parameters_as_bucket_view=as_view),
+        {"find_unused_parameters": True},
+    )
+    plain, one = setting.build(overlap=False)
+    model, other = setting.build(overlap=overlap)
+    other.gather_lazily(model)
+    for number in range(8):
+        step_tokens(plain, one, number)
+        with slow_gathers():
+            step_tokens(model, other, number)
+    other.wait_for_gathers()
+    assert_same_params(model, plain)
+
+
+@contextmanager
+def slow_gathers(delay: float = 0.003) -> Iterator[None]:
+    """Let what rank 0 sends come late: the handles of its broadcasts are ready only after a delay."""
+    share_rows = RankGroup.share_rows
+
+    def late(self: RankGroup, rows: Any) -> list[Any]:
+        return [_Late(work, time.monotonic() + delay) for work in share_rows(self, rows)]
+
+    RankGroup.share_rows = late  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        RankGroup.share_rows = share_rows  # type: ignore[method-assign]
+
+
+class _Late:
+    def __init__(self, work: Any, ready: float) -> None:
+        self.work, self.ready = work, ready
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self.ready - time.monotonic()))
+        self.work.wait()
+
+
+@pytest.mark.parametrize("as_view", [True, False], ids=["view", "packed"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+@both_wrappers
+def test_training_gives_the_same_bits(ranks2: Ranks, wrapper: str, overlap: bool, as_view: bool) -> None:
+    ranks2.run(check_training, wrapper, overlap, as_view)
+
+
+def check_compiled() -> None:
+    torch._dynamo.reset()
+    plain, model = Net(), Net()
+    one, other = adamw(plain), adamw(model)
+    other.gather_lazily(model)
+    compiled = torch.compile(model, backend="aot_eager")
+    for number in range(3):
+        for net, optimizer in ((plain, one), (compiled, other)):
+            optimizer.zero_grad()
+            loss = net(inputs(number, rank=0)).square().mean()
+            loss.backward()
+            optimizer.step()
+    other.wait_for_gathers()
+    for param, want in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param, want)
+
+
+# PyTorch's compiler looks at every tensor's gradient where a hook breaks the graph.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_a_compiled_model_trains(ranks2: Ranks) -> None:
+    ranks2.run(check_compiled, timeout=120)
+
+
+# ---------------------------------------------------------------------- really under way
+
+
+class Chain(nn.Module):
+    """Layers of one bucket each, called in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def check_waits(as_view: bool) -> None:
+    """Every broadcast takes long: step() does not wait, and each layer waits for its own alone."""
+    model = Chain()
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(),
+        torch.optim.SGD,
+        lr=0.1,
+        bucket_cap_mb=8 * 8 * 4 / 2**20,
+        parameters_as_bucket_view=as_view,
+    )
+    optimizer.gather_lazily(model)
+    x = torch.ones(2, 8)
+    model(x)  # shows which modules are called
+    waited: list[int] = []
+    for index, bucket in enumerate(optimizer._sharding.buckets):
+        settle = bucket.settle
+
+        def noted(*args: Any, index: int = index, settle: Callable[..., None] = settle) -> None:
+            waited.append(index)
+            settle(*args)
+
+        bucket.settle = noted  # type: ignore[method-assign]
+    before = [layer.weight.detach().clone() for layer in model.layers]  # type: ignore[operator]
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    with slow_gathers(DELAY):
+        began = time.monotonic()
+        optimizer.step()
+        assert time.monotonic() - began < DELAY
+    assert waited == []
+    for index, layer in enumerate(model.layers):
+        layer(x)
+        assert waited == [3 - other for other in range(index + 1)]  # buckets are in the order of gradients
+        assert torch.equal(layer.weight, before[index] - 0.1)  # type: ignore[arg-type, operator]
+    assert not optimizer._sharding.under_way
+
+
+@pytest.mark.parametrize("as_view", [True, False], ids=["view", "packed"])
+def test_a_module_waits_for_its_own_buckets_alone(ranks2: Ranks, as_view: bool) -> None:
+    ranks2.run(check_waits, as_view)
+
+
+# ---------------------------------------------------------------------- everything that reads
+
+
+def load(optimizer: ZeroRedundancyOptimizer, model: nn.Module) -> None:
+    optimizer.consolidate_state_dict(to=None)
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def average(optimizer: ZeroRedundancyOptimizer, model: nn.Module) -> None:
+    with optimizer.averaged_weights():
+        model(inputs(0))
+
+
+def load_model(optimizer: ZeroRedundancyOptimizer, model: nn.Module) -> None:
+    saved = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
+    step_once(optimizer, model)
+    model.load_state_dict(saved)
+
+
+def call_part(optimizer: ZeroRedundancyOptimizer, model: Any) -> None:
+    """A module that the first forward pass did not call, by itself."""
+    found = model.layers(torch.ones(2, 36)), model.spare(torch.ones(2, 12))
+    assert all(not out.isnan().any() for out in found)
+    optimizer.wait_for_gathers()
+
+
+READERS: dict[str, Callable[[ZeroRedundancyOptimizer, Any], Any]] = {
+    "wait_for_gathers": lambda optimizer, model: optimizer.wait_for_gathers(),
+    "state_dict of the model": lambda optimizer, model: torch.save(model.state_dict(), io.BytesIO()),
+    "state_dict of a part": lambda optimizer, model: model.layers.state_dict(),
+    "load_state_dict of the model": load_model,
+    "load_state_dict": load,
+    "averaged_weights": average,
+    "deepcopy": lambda optimizer, model: copy.deepcopy(optimizer),
+    "gather_parameters": lambda optimizer, model: optimizer.gather_parameters(),
+    "evaluation": lambda optimizer, model: torch.no_grad()(model)(inputs(0)),
+    "step": lambda optimizer, model: step_once(optimizer, model, 1),
+    "part of the model": call_part,
+}
+
+
+def step_once(optimizer: ZeroRedundancyOptimizer, model: nn.Module, number: int = 0) -> None:
+    for param in model.parameters():
+        generator = torch.Generator().manual_seed(number + param.numel())
+        param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+    optimizer.step()
+
+
+def check_readers(as_view: bool) -> None:
+    """Under slow gathers each does what it does without them."""
+    for name, read in READERS.items():
+        results = []
+        for lazy in (False, True):
+            model = Net().bfloat16() if "model" not in name and name == "load_state_dict" else Net()
+            optimizer = adamw(
+                model, parameters_as_bucket_view=as_view, ema_decay=0.5, master_dtype=torch.float32
+            )
+            if lazy:
+                optimizer.gather_lazily(model)
+            if name != "load_state_dict":
+                model(inputs(0), with_spare=False)
+            with slow_gathers(0.02):
+                step_once(optimizer, model)
+                assert bool(optimizer._sharding.under_way) == lazy
+                read(optimizer, model)
+                if name != "step":
+                    assert not optimizer._sharding.under_way, name
+                optimizer.wait_for_gathers()
+            results.append([param.detach().clone() for param in model.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), name
+
+
+@pytest.mark.parametrize("as_view", [True, False], ids=["view", "packed"])
+def test_whatever_reads_parameters_through_our_interface_waits_first(ranks2: Ranks, as_view: bool) -> None:
+    ranks2.run(check_readers, as_view)
+
+
+def check_remove() -> None:
+    model = Net()
+    optimizer = adamw(model)
+    lazy = optimizer.gather_lazily(model)
+    twin = copy.deepcopy(optimizer)
+    step_once(optimizer, model)
+    assert optimizer._sharding.under_way
+    lazy.remove()
+    lazy.remove()
+    assert not optimizer._sharding.under_way
+    for module in model.modules():
+        hooks = (module._forward_pre_hooks, module._forward_hooks, module._state_dict_pre_hooks)
+        assert not any(hooks)
+    step_once(optimizer, model, 1)
+    assert not optimizer._sharding.under_way
+    for param in twin.owners():  # a copy has no forward passes that wait
+        param.grad = torch.ones_like(param)
+    twin.step()
+    assert not twin._sharding.under_way
+
+
+def test_remove_and_copies_wait_at_each_step_again(ranks2: Ranks) -> None:
+    ranks2.run(check_remove)
+
+
+def check_outside() -> None:
+    """Parameters that no forward pass of the model waits for have come when step() returns."""
+    model, extra = Net(), nn.Linear(8, 8)
+    optimizer = adamw(nn.ModuleList([model, extra]))
+    optimizer.gather_lazily(model)
+    expected = [param.detach().clone() for param in extra.parameters()]
+    reference = torch.optim.AdamW([nn.Parameter(p.clone()) for p in expected], lr=0.01)
+    for group in reference.param_groups:
+        for param in group["params"]:
+            param.grad = torch.ones_like(param)
+    for param in [*model.parameters(), *extra.parameters()]:
+        param.grad = torch.ones_like(param)
+    with slow_gathers(0.02):
+        optimizer.step()
+        for param, want in zip(extra.parameters(), reference.param_groups[0]["params"], strict=True):
+            reference.step() if want is reference.param_groups[0]["params"][0] else None
+            assert torch.equal(param, want)
+    optimizer.wait_for_gathers()
+
+
+def test_parameters_outside_the_model_are_waited_for_by_step(ranks2: Ranks) -> None:
+    ranks2.run(check_outside)
+
+
+def check_wrapped_outside() -> None:
+    """The hooks sit on the model that DDP wraps."""
+    plain, model = (TorchDdp(Net()) for _ in range(2))
+    one, other = adamw(plain), adamw(model)
+    other.gather_lazily(model.module)
+    for number in range(4):
+        plain_step(plain, one, number)
+        with slow_gathers():
+            plain_step(model, other, number)
+    assert torch.equal(loss_of(model, 9), loss_of(plain, 9))
+    other.wait_for_gathers()
+    assert_same_params(model, plain)
+
+
+def test_the_model_inside_ddp_may_be_given(ranks2: Ranks) -> None:
+    ranks2.run(check_wrapped_outside)
