@@ -27,7 +27,7 @@ test: $(STAMP)  ## run every test
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 bench: $(STAMP)  ## run every benchmark, about a quarter of an hour
-	@for name in partition memory muon consolidate checkpoint step; do $(VENV)/bin/python benchmarks/$$name.py || exit 1; done
+	@for name in partition memory muon consolidate checkpoint step reducer overlap; do $(VENV)/bin/python benchmarks/$$name.py || exit 1; done
 
 lint: style types imports  ## check all three; add -k to see what else fails after a failure
 
