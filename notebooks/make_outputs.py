@@ -1,10 +1,14 @@
 """Execute notebooks and write their outputs back: ``python notebooks/make_outputs.py [NAME.ipynb ...]``."""
 
+import os
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
+from traitlets.config import Config
 
 FOLDER = Path(__file__).parent
 
@@ -17,9 +21,22 @@ def executed(path: Path, timeout: int = 300) -> nbformat.NotebookNode:
         timeout: seconds for each cell.
     """
     notebook = nbformat.read(path, as_version=4)
-    options = {"timeout": timeout, "record_timing": False, "coalesce_streams": True}
-    run = NotebookClient(notebook, resources={"metadata": {"path": str(FOLDER)}}, **options)
-    return run.execute()
+    run_cells(notebook, FOLDER, timeout=timeout, record_timing=False, coalesce_streams=True)
+    return notebook
+
+
+def run_cells(notebook: nbformat.NotebookNode, folder: Path, **options: Any) -> None:
+    """Execute a notebook in place, in a kernel that starts in ``folder``; ``options`` are of `NotebookClient`.
+
+    The kernel is reached over sockets in a temporary folder: the free TCP ports that would be chosen for it
+    can be taken by another process before it binds them.
+    """
+    with tempfile.TemporaryDirectory() as sockets:
+        over_ipc = Config({"KernelManager": {"transport": "ipc", "ip": f"{sockets}/kernel"}})
+        client = NotebookClient(
+            notebook, config=over_ipc, resources={"metadata": {"path": str(folder)}}, **options
+        )
+        client.execute(env=dict(os.environ))
 
 
 if __name__ == "__main__":

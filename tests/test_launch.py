@@ -17,13 +17,13 @@ import nbformat
 import pytest
 import torch
 import torch.distributed as dist
-from nbclient import NotebookClient
+from make_outputs import run_cells
 
 from zero_optim import LaunchTimeoutError, RankFailedError, launch
 from zero_optim.session import pack, unpack
 
 CHECKOUT = Path(__file__).parents[1]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (CHECKOUT, CHECKOUT / "notebooks")))}
 
 
 def sum_over_ranks(start: torch.Tensor) -> dict[str, Any]:
@@ -301,12 +301,14 @@ except RankFailedError as error:
 """
 
 
-def test_functions_and_classes_of_a_notebook_cell_reach_the_ranks(tmp_path: Path) -> None:
+def test_functions_and_classes_of_a_notebook_cell_reach_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     notebook = nbformat.v4.new_notebook(
         cells=[nbformat.v4.new_code_cell(cell) for cell in (FIRST_CELL, SECOND_CELL)]
     )
-    run = NotebookClient(notebook, timeout=100, resources={"metadata": {"path": str(tmp_path)}})
-    run.execute(env=ENVIRONMENT)
+    monkeypatch.setenv("PYTHONPATH", str(CHECKOUT))
+    run_cells(notebook, tmp_path, timeout=100)
     told = "".join(output["text"] for output in notebook.cells[1].outputs)
     assert told.startswith("rank 0 of 1 failed:\n\nTraceback")
     assert ", in fail\nValueError: in a cell" in told

@@ -1,7 +1,6 @@
 """The notebooks run, and are committed with outputs that tell nothing about the machine they were made on."""
 
 import getpass
-import importlib.util
 import re
 import socket
 from collections.abc import Iterator
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from make_outputs import executed
 
 CHECKOUT = Path(__file__).parents[1]
 FOLDER = CHECKOUT / "notebooks"
@@ -38,14 +38,9 @@ def texts(notebook: nbformat.NotebookNode) -> Iterator[str]:
 def test_a_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = path.read_bytes()
     monkeypatch.setenv("PYTHONPATH", str(CHECKOUT))
-    spec = importlib.util.spec_from_file_location("make_outputs", FOLDER / "make_outputs.py")
-    assert spec is not None
-    assert spec.loader is not None
-    make_outputs = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(make_outputs)
-    executed = make_outputs.executed(path)  # raises what a cell raises
+    done = executed(path)  # raises what a cell raises
     for cell, committed in zip(
-        code_cells(executed), code_cells(nbformat.read(path, as_version=4)), strict=True
+        code_cells(done), code_cells(nbformat.read(path, as_version=4)), strict=True
     ):
         assert kinds(cell) == kinds(committed), cell.outputs
     assert path.read_bytes() == before

@@ -33,6 +33,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -222,6 +223,8 @@ def _started(job: _Job) -> Iterator[list[BaseProcess]]:
     """Start the ranks, and leave none of them, however the body ends."""
     processes: list[BaseProcess] = []
     try:
+        # Starting a process starts this one first, which would let SIGINT through again for the ranks.
+        resource_tracker.ensure_running()
         held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             context: Any = start_processes(_enter, (job,), job.nproc, join=False)  # type: ignore[no-untyped-call]
