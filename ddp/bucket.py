@@ -10,9 +10,11 @@ from torch import Tensor
 from zero_optim.engine import copy_each, scale_each
 from zero_optim.plan import dense_strides
 
-# Gradients are copied in runs of about this many bytes: few calls, and each while it still lies in the cache.
-# Where they become views of the bucket, the memory they leave is that of the next ones.
+# Small gradients are copied in runs of about this many bytes: few calls, and each while it still lies in the
+# cache. Where they become views of the bucket, the memory they leave is that of the next ones. A large one is
+# copied when it comes: copying and dividing it in one go saves more than a call.
 RUN_NBYTES = 2**18
+LARGE_NBYTES = 2**15
 
 
 class Bucket:
@@ -24,16 +26,27 @@ class Bucket:
         is_sparse: the one parameter's gradient is sparse; it travels as it is.
         as_views: gradients become views of the flat tensor.
         batched: copy gradients only when the bucket is full, all in one call.
+        has_flag: one more element travels with the gradients.
 
     Attributes:
         run: slots of gradients that have come and were not copied yet.
         run_length: how many of them are copied at a time.
+        large: slots of gradients that are copied as soon as they come.
         flat: the gradients, 1-D; for a sparse bucket the last gradient given.
+        flag: the element behind them; none unless asked for.
+        cargo: the gradients and the flag in one, as all-reduce takes them.
         views: each parameter's place in ``flat``, with its shape and strides; none if sparse.
     """
 
     def __init__(
-        self, indices: Sequence[int], params: Sequence[Tensor], is_sparse: bool, as_views: bool, batched: bool
+        self,
+        indices: Sequence[int],
+        params: Sequence[Tensor],
+        *,
+        is_sparse: bool,
+        as_views: bool,
+        batched: bool,
+        has_flag: bool = False,
     ) -> None:
         self.indices = list(indices)
         self.params = list(params)
@@ -41,15 +54,33 @@ class Bucket:
         self.as_views = as_views
         numel = sum(param.numel() for param in params)
         self.batched = batched
-        self.run_length = len(params) if batched else max(1, RUN_NBYTES * len(params) // max(1, self.nbytes))
         self.run: list[int] = []
+        self.run_length, self.large = _runs([p.nbytes for p in params], batched or is_sparse)
         self._misfits: list[int] = []  # slots of sparse gradients among dense ones, or the other way round
-        self.flat = _no_gradient(params[0]) if is_sparse else params[0].new_zeros(numel, requires_grad=False)
-        self.views = [] if is_sparse else self.views_of(self.flat)
+        if is_sparse:
+            self.flat = self.cargo = _no_gradient(params[0])
+            self.flag = self.flat.new_empty(0)
+            self.views = []
+        else:
+            self.cargo = params[0].new_zeros(numel + has_flag, requires_grad=False)
+            self.flat, self.flag = self.cargo[:numel], self.cargo[numel:]
+            self.views = self.views_of(self.flat)
 
     def twin(self) -> "Bucket":
         """Make another bucket for the same parameters, without a gradient in it."""
-        return Bucket(self.indices, self.params, self.is_sparse, as_views=False, batched=self.batched)
+        return Bucket(
+            self.indices,
+            self.params,
+            is_sparse=self.is_sparse,
+            as_views=False,
+            batched=self.batched,
+            has_flag=self.has_flag,
+        )
+
+    @property
+    def has_flag(self) -> bool:
+        """Whether one more element travels with the gradients."""
+        return self.flag.numel() > 0
 
     @property
     def nbytes(self) -> int:
@@ -76,12 +107,16 @@ class Bucket:
 
     def take(self, slots: Sequence[int], divisor: float) -> None:
         """Copy gradients in, divided, or zeros where there is none; in few calls where all are alike."""
+        if len(slots) < 2:
+            for slot in slots:
+                self.take_one(slot, divisor)
+            return
         views = [self.views[slot] for slot in slots]
         params = [self.params[slot] for slot in slots]
         grads = [param.grad for param in params]
-        if len(slots) < 2 or any(map(is_, grads, views)) or not _copied(views, grads):
+        if any(map(is_, grads, views)) or not _copied(views, grads):
             for slot in slots:
-                self._take(slot, divisor)
+                self.take_one(slot, divisor)
             return
         if divisor != 1:
             self._scale(slots, 1 / divisor)
@@ -98,7 +133,8 @@ class Bucket:
         else:
             scale_each([self.views[slot] for slot in slots], factor)
 
-    def _take(self, slot: int, divisor: float) -> None:
+    def take_one(self, slot: int, divisor: float) -> None:
+        """Copy one gradient in, divided, or zeros if there is none."""
         param, view = self.params[slot], self.views[slot]
         grad = param.grad
         if grad is None:
@@ -127,7 +163,7 @@ class Bucket:
         if grad is not None and not grad.is_sparse:
             self._misfits.append(0)
             self.params[0].grad = grad = None
-        self.flat = _no_gradient(self.params[0]) if grad is None else grad / divisor
+        self.flat = self.cargo = _no_gradient(self.params[0]) if grad is None else grad / divisor
 
     def pop_misfits(self) -> list[int]:
         """Tell, once, which slots got a gradient of the wrong layout; these gradients are gone."""
@@ -159,6 +195,8 @@ class Bucket:
     def _give_views(self, views: Sequence[Tensor], skipped: Sequence[bool]) -> None:
         if self.as_views and all(map(is_, [param.grad for param in self.params], views)):
             return
+        if not self.as_views and not any(skipped) and _copied([param.grad for param in self.params], views):
+            return
         targets, sources = [], []
         for index, param, view in zip(self.indices, self.params, views, strict=True):
             grad = param.grad
@@ -175,10 +213,24 @@ class Bucket:
             copy_each(targets, sources)
 
 
-def _copied(views: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
-    """Copy gradients to their places, unless one is missing or sparse; then some may have been copied."""
+def _runs(nbytes: Sequence[int], batched: bool) -> tuple[int, frozenset[int]]:
+    """Settle how many small gradients are copied at a time, and which slots hold large ones.
+
+    Args:
+        nbytes: of each slot.
+        batched: copy all at the end, however large they are.
+    """
+    if batched:
+        return len(nbytes), frozenset()
+    large = frozenset(slot for slot, size in enumerate(nbytes) if size >= LARGE_NBYTES)
+    small = [size for slot, size in enumerate(nbytes) if slot not in large]
+    return max(1, RUN_NBYTES * len(small) // max(1, sum(small))), large
+
+
+def _copied(targets: Sequence[Tensor | None], sources: Sequence[Tensor | None]) -> bool:
+    """Copy each to each, unless one is missing or sparse; then some may have been copied."""
     try:
-        copy_each(views, grads)  # type: ignore[arg-type]
+        copy_each(targets, sources)  # type: ignore[arg-type]
     except (TypeError, RuntimeError):
         return False
     return True

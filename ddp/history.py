@@ -43,13 +43,25 @@ class History:
         """Give all parameters in the order in which gradients come, those that had none last."""
         return self.last_order + sorted(set(range(self.num_params)) - set(self.last_order), reverse=True)
 
-    def terms(self, options: ReducerOptions, divisor: float) -> Terms:
-        """Settle how the next pass is to go."""
+    def terms(self, options: ReducerOptions, divisor: float, has_flag: bool) -> Terms:
+        """Settle how the next pass is to go.
+
+        Args:
+            options: of the reducer.
+            divisor: of the gradients.
+            has_flag: whether the last bucket can carry word of what went wrong.
+        """
         kind: Kind = "some" if options.find_unused_parameters else "every"
         if options.static_graph:
             kind = "learning" if self.learnt is None else "learnt"
         expected = self.learnt or [1] * self.num_params
-        return Terms(kind, expected, options.skip_all_reduce_unused_params and kind == "some", divisor)
+        return Terms(
+            kind,
+            expected,
+            skips_unused=options.skip_all_reduce_unused_params and kind == "some",
+            flags=has_flag and kind in ("every", "learnt"),
+            divisor=divisor,
+        )
 
     def conclude(
         self, calls: Sequence[int], order: Sequence[int], unused: Sequence[bool], options: ReducerOptions

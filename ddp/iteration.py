@@ -31,12 +31,14 @@ class Terms:
         kind: which gradients are waited for.
         expected: how many gradients each parameter gets, as far as that is known.
         skips_unused: buckets that this rank did not use are not reduced.
+        flags: the last bucket waits for the end of the pass, and its flag tells what went wrong.
         divisor: of the gradients; 1 where a comm hook divides.
     """
 
     kind: Kind
     expected: Sequence[int]
     skips_unused: bool
+    flags: bool
     divisor: float
 
 
@@ -66,8 +68,11 @@ class Iteration:
         self._buckets = wiring.buckets
         self._divisor = terms.divisor
         self._learns = terms.kind == "learning"
+        if self._learns:
+            self._expected = [0] * len(wiring.names)  # whatever comes is unusual
         self._carried = carried
         self._launch = launch
+        self._num_early = len(wiring.buckets) - terms.flags  # buckets that go as soon as they are full
         self._waiting = [len(bucket.indices) for bucket in wiring.buckets]
         self._reductions: list[Reduction | None] = []
         self._presumed: set[int] = set()  # unused
@@ -101,26 +106,29 @@ class Iteration:
         """Take note of a parameter's gradient; called by its hook, hence quick."""
         calls = self.calls
         calls[index] += 1
-        if self._learns:
-            if calls[index] == 1:
-                self.order.append(index)
-            return
         if calls[index] != self._expected[index]:
             self._unusual(index)
             return
         self.order.append(index)
         number, slot = self._places[index]
         bucket, waiting = self._buckets[number], self._waiting
-        bucket.run.append(slot)
-        if len(bucket.run) >= bucket.run_length:
-            bucket.take_run(self._divisor)
+        if slot in bucket.large:
+            bucket.take_one(slot, self._divisor)
+        else:
+            run = bucket.run
+            run.append(slot)
+            if len(run) >= bucket.run_length:
+                bucket.take_run(self._divisor)
         waiting[number] -= 1
         if not waiting[number]:
             self._launch_full()
 
     def _unusual(self, index: int) -> None:
         """Sort out a gradient that is not the one that was waited for."""
-        if self._terms.kind == "learnt":
+        if self._learns:
+            if self.calls[index] == 1:
+                self.order.append(index)
+        elif self._terms.kind == "learnt":
             if self.calls[index] > self._expected[index]:
                 self._note(report.more, index)
         elif index not in self._presumed:
@@ -143,7 +151,7 @@ class Iteration:
 
     def _launch_full(self) -> None:
         """Launch, in order, what is full and has nothing before it that is not."""
-        while self.num_launched < len(self._waiting) and not self._waiting[self.num_launched]:
+        while self.num_launched < self._num_early and not self._waiting[self.num_launched]:
             self._launch_next()
 
     def _launch_next(self) -> None:
@@ -159,6 +167,8 @@ class Iteration:
             self._take_rest(bucket, used)
         for slot in bucket.pop_misfits():
             self._note(report.dense if bucket.is_sparse else report.sparse, bucket.indices[slot])
+        if number == self._num_early:  # the last, at the end: nothing more can go wrong
+            bucket.flag.fill_(bool(self._failures or self._troubles))
         self._reductions.append(self._launch(number))
 
     def _take_rest(self, bucket: Bucket, used: Sequence[bool]) -> None:
@@ -187,12 +197,13 @@ class Iteration:
                 self._note(report.fewer if self._terms.kind == "learnt" else report.no_gradient, index)
 
     def close(self, group: RankGroup) -> Report:
-        """Launch the exchange of what was used and what went wrong, after the last bucket; all call."""
+        """Have ranks tell each other what was used and what went wrong, after the last bucket; all call."""
         used: list[bool] = []
         if self.asks_for_use:
             used = [calls > 0 or carried for calls, carried in zip(self.calls, self._carried, strict=True)]
         troubles = [explain(names) for explain, names in self._troubles.items()]
-        return Report(group, "; ".join(self._failures + troubles) or None, used)
+        flag = self._buckets[-1].flag if self._terms.flags else None
+        return Report(group, "; ".join(self._failures + troubles) or None, used, flag)
 
     def give(self, unused: Sequence[bool]) -> None:
         """Wait for every bucket in order, and make the reduced gradients the parameters' own.

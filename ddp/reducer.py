@@ -4,7 +4,9 @@ Note [One backward pass]
     A hook on the output of the forward pass, or the first gradient, begins an `Iteration` and asks the
     autograd engine to be called when the pass has ended. Each gradient is counted; a full bucket
     is launched if all before it were, so that every rank launches in the same order. At the end what is
-    left is launched, ranks exchange what went wrong, and the results become the parameters' gradients.
+    left is launched, and the results become the parameters' gradients. Ranks tell each other what went wrong
+    by one more element of the last bucket, which waits for the end for that; or by a small sum of its own
+    where there is a comm hook, or where parameters may be unused.
 
 The behaviour is that of PyTorch's reducer (Li et al., "PyTorch Distributed: Experiences on Accelerating
 Data Parallel Training", VLDB 2020), but for this: a pass that lacks gradients raises when it
@@ -27,7 +29,7 @@ from zero_optim.collectives import RankGroup
 from zero_optim.ddp.graph import Outlook, accumulates, nearest, tensors_in
 from zero_optim.ddp.history import History
 from zero_optim.ddp.inbox import Inbox, Token, hook_up, output_hook, remove, weakly
-from zero_optim.ddp.iteration import Iteration
+from zero_optim.ddp.iteration import Iteration, Terms
 from zero_optim.ddp.reduction import Hook, HookSlot, Reduction, Summed
 from zero_optim.ddp.report import Report
 from zero_optim.ddp.statistics import Clock
@@ -246,7 +248,7 @@ class Reducer:
         self.check_finished()
         self.rebuild()
         divisor = self._divisor() if self._divisor is not None else self._group.size
-        terms = self.history.terms(self.options, divisor if self._slot.is_empty else 1)
+        terms = self._terms(divisor if self._slot.is_empty else 1)
         iteration = Iteration(self._wiring, terms, self.history.carried, weakly(self._launch))
         with_graph = torch.is_grad_enabled()
         if with_graph:
@@ -262,6 +264,11 @@ class Reducer:
         with torch.no_grad():
             iteration.presume_unused(self._surely_unused())
         return iteration
+
+    def _terms(self, divisor: float) -> Terms:
+        return self.history.terms(
+            self.options, divisor, has_flag=self._slot.is_empty and self._wiring.buckets[-1].has_flag
+        )
 
     def _surely_unused(self) -> list[int]:
         """Find parameters that will get no gradient in the pass that has just begun."""
@@ -328,7 +335,7 @@ class Reducer:
         """
         self.check_finished()
         self.rebuild()
-        terms = self.history.terms(self.options, 1)
+        terms = self._terms(1)
         self._divisor = None
         twins = replace(self._wiring, buckets=[bucket.twin() for bucket in self._wiring.buckets])
         reductions = [self._reduce(twins, number) for number in self._numbers_used(terms.skips_unused)]
@@ -339,8 +346,10 @@ class Reducer:
 
         self._await_hooks(drain)
         asks = terms.kind in ("some", "learning")
-        used = Report(self._group, None, [False] * len(self.params) if asks else []).wait()
+        flag = twins.buckets[-1].flag if terms.flags else None
+        report = Report(self._group, None, [False] * len(self.params) if asks else [], flag)
         drain()
+        used = report.wait()
         # A rank that has no pass to learn from takes it that the others' is what its own would have been.
         unused = [not flag for flag in used]
         self.history.conclude([int(flag) for flag in used], self.history.last_order, unused, self.options)

@@ -29,12 +29,12 @@ class Summed:
 
     Args:
         group: the ranks.
-        bucket: whose flat tensor is summed.
+        bucket: whose gradients are summed, and its flag.
     """
 
     def __init__(self, group: RankGroup, bucket: Bucket) -> None:
         self._bucket = bucket
-        self._work = all_reduce(group, bucket.flat)
+        self._work = all_reduce(group, bucket.cargo)
 
     def wait(self) -> Tensor:
         """Wait for the sum."""

@@ -26,7 +26,7 @@ def executed(path: Path, timeout: int = 300) -> nbformat.NotebookNode:
 
 
 def run_cells(notebook: nbformat.NotebookNode, folder: Path, **options: Any) -> None:
-    """Execute a notebook in place, in a kernel that starts in ``folder``; ``options`` are of `NotebookClient`.
+    """Execute a notebook in place, in a kernel that starts in ``folder``.
 
     The kernel is reached over sockets in a temporary folder: the free TCP ports that would be chosen for it
     can be taken by another process before it binds them.

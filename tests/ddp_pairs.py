@@ -15,7 +15,7 @@ from zero_optim.ddp import DistributedDataParallel
 
 Loss = Callable[[nn.Module], Tensor]
 KNOWN = frozenset(inspect.signature(TorchDistributedDataParallel.__init__).parameters)
-SMALL_MB = 0.0005  # a capacity that gives small models several buckets
+SMALL_MB = 0.0002  # a capacity that gives small models several buckets
 
 
 def batch(number: int, *shape: int, rank: int | None = None) -> Tensor:

@@ -17,6 +17,7 @@ from pool import Ranks
 from zero_optim.ddp import DistributedDataParallel, Reducer
 from zero_optim.engine import missing_names, require
 from zero_optim.errors import RankMismatchError, ReductionError
+from zero_optim.hooks import allreduce_hook
 
 
 def check_average(model: nn.Module, clean: nn.Module, number: int, where: object = "") -> None:
@@ -248,6 +249,52 @@ def check_exceptions() -> None:
 
 def test_an_exception_in_a_backward_pass_reaches_every_rank_and_training_goes_on(ranks2: Ranks) -> None:
     ranks2.run(check_exceptions)
+
+
+def check_report() -> None:
+    genuine, sums = dist.all_reduce, [0]
+
+    def counting(*args: Any, **options: Any) -> Any:
+        sums[0] += 1
+        return genuine(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", counting)
+        check_sums(sums)
+
+
+def check_sums(sums: list[int]) -> None:
+    for options, own, hook in (
+        ({}, 0, None),
+        ({"gradient_as_bucket_view": True}, 0, None),
+        ({"static_graph": True}, 0, None),
+        ({"find_unused_parameters": True}, 1, None),
+        ({}, 1, allreduce_hook),
+    ):
+        net = mlp()
+        model = DistributedDataParallel(net, bucket_cap_mb=SMALL_MB, **options)
+        if hook is not None:
+            model.register_comm_hook(dist.group.WORLD, hook)
+        for number in range(3):
+            sums[0] = 0
+            mlp_loss(model, number).backward()
+        num_buckets = len(model.reducer.own.wiring.buckets)
+        assert sums[0] == num_buckets + own, options
+        sums[0] = 0
+        handle = net[0].weight.register_hook(interrupt) if dist.get_rank() else None
+        with pytest.raises(Interrupted if handle else ReductionError):
+            backward_and_check(model, 4)
+        if handle is not None:
+            handle.remove()
+            with pytest.raises(ReductionError, match="rank 1: a backward pass ended with"):
+                mlp_loss(model, 4)
+        assert sums[0] == num_buckets + own, options
+        check_average(model, mlp(), 5, options)
+
+
+def test_word_of_a_failure_travels_with_the_last_bucket(ranks2: Ranks) -> None:
+    """It costs a sum of its own only where used parameters are asked for, or a comm hook reduces."""
+    ranks2.run(check_report)
 
 
 def check_exception_without_wrapper() -> None:

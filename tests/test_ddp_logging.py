@@ -45,7 +45,8 @@ def check_keys(options: dict[str, Any]) -> None:
             assert ours[key] == theirs[key], (key, ours[key], theirs[key])
     for key in TIMES:
         assert 0 <= ours[key] < 60e9, key
-        assert 0 < ours[f"avg_{key}"] < 60e9, key
+        overlaps = ours["num_buckets_reduced"] > 1  # the last goes when the backward pass has ended
+        assert overlaps <= ours[f"avg_{key}"] < 60e9, key
     for key in ("forward_compute_time_start", "backward_compute_time_end", "backward_comm_time_start"):
         assert begun < ours[key] <= time.time_ns(), key
     assert ours["backward_compute_time"] >= ours["backward_compute_comm_overlap_time"]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from zero_optim.buckets import assign_buckets
 from zero_optim.ddp import report
-from zero_optim.ddp.bucket import RUN_NBYTES, Bucket, GradBucket, tensor_of
+from zero_optim.ddp.bucket import LARGE_NBYTES, RUN_NBYTES, Bucket, GradBucket, tensor_of
 from zero_optim.ddp.graph import Outlook, nearest, reach, tensors_in
 from zero_optim.ddp.history import History
 from zero_optim.ddp.iteration import Iteration, Terms
@@ -138,17 +138,16 @@ def test_views_that_are_gradients_already_are_divided_in_place_and_absent_ones_a
 
 
 def test_small_gradients_are_copied_in_runs_and_batched_ones_all_at_once() -> None:
-    numel = RUN_NBYTES // 8  # two of them are a run
-    plain, batched = (bucket_of(*[(numel,)] * 4, batched=flag) for flag in (False, True))
-    for bucket in (plain, batched):
-        fill(bucket)
-        filled = []
-        for slot in range(4):
-            bucket.run.append(slot)
-            if len(bucket.run) >= bucket.run_length:
-                bucket.take_run(1.0)
-            filled.append(sum(bool(view.any()) for view in bucket.views))
-        assert filled == ([0, 0, 0, 4] if bucket is batched else [0, 2, 2, 4])
+    numel = LARGE_NBYTES // 4 - 1  # elements of the largest that are small
+    length = RUN_NBYTES // (4 * numel)  # of a run
+    shapes = [(numel + 1,), *[(numel,)] * 2 * length]
+    plain, batched = (bucket_of(*shapes, batched=flag) for flag in (False, True))
+    assert (plain.run_length, plain.large) == (length, {0})
+    assert (batched.run_length, batched.large) == (len(shapes), frozenset())
+    sparse = Bucket(
+        [0], [nn.Parameter(torch.zeros(numel + 1))], is_sparse=True, as_views=False, batched=False
+    )
+    assert sparse.large == frozenset()
 
 
 def test_strides_of_parameters_are_those_of_their_views() -> None:
@@ -245,6 +244,26 @@ def test_capacities_count_per_kind_and_the_last_one_holds_on() -> None:
     assert assign_buckets("aaaa", [4] * 4, 8, order=[2, 0, 3, 1]) == [[2, 0], [3, 1]]
 
 
+def test_a_bucket_may_be_full_once_it_has_reached_its_capacity() -> None:
+    assert assign_buckets("aaaaaa", [4] * 6, [4, 7], overflow=True) == [[5], [4, 3], [2, 1], [0]]
+    assert assign_buckets("aaa", [4, 9, 5], 8, overflow=True) == [[2, 1], [0]]
+
+
+def test_the_end_of_the_last_bucket_is_one_of_its_own_once_the_order_is_known() -> None:
+    params = [nn.Parameter(torch.zeros(numel)) for numel in (1, 2, 3, 10)]
+    order = [3, 2, 1, 0]
+    for cap, expected in (
+        (None, [[3, 2, 1, 0]]), (1, [[3, 2, 1], [0]]), (12, [[3, 2], [1, 0]]), (99, [[3, 2, 1, 0]]),
+    ):  # fmt: skip
+        options = ReducerOptions(bucket_caps_nbytes=(100,), tail_cap_nbytes=cap)
+        assert [bucket.indices for bucket in wire("abcd", params, (), options).buckets] == [order]
+        wiring = wire("abcd", params, (), options, order)
+        assert [bucket.indices for bucket in wiring.buckets] == expected
+        assert [bucket.has_flag for bucket in wiring.buckets] == [False] * (len(expected) - 1) + [True]
+        found = [wiring.buckets[number].indices[slot] for number, slot in wiring.places]
+        assert found == [0, 1, 2, 3]
+
+
 # ---------------------------------------------------------------------- one pass
 
 
@@ -258,21 +277,27 @@ class Landed:
         return self._bucket.flat
 
 
-def test_buckets_are_launched_in_order_however_gradients_come() -> None:
+@pytest.mark.parametrize("has_flag", [False, True], ids=["", "flag"])
+def test_buckets_are_launched_in_order_however_gradients_come(has_flag: bool) -> None:
     params = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
     wiring = wire("abc", params, (), ReducerOptions(bucket_caps_nbytes=(8,)))
+    assert [bucket.has_flag for bucket in wiring.buckets] == [False, False, True]
     launched: list[int] = []
 
     def launch(number: int) -> Landed:
         launched.append(number)
         return Landed(wiring.buckets[number])
 
-    iteration = Iteration(wiring, History(3).terms(ReducerOptions(), 2.0), [False] * 3, launch)
-    for index, expected in ((0, []), (2, [0]), (1, [0, 1, 2])):
+    terms = History(3).terms(ReducerOptions(), 2.0, has_flag)
+    iteration = Iteration(wiring, terms, [False] * 3, launch)
+    for index, expected in ((0, []), (2, [0]), (1, [0, 1] if has_flag else [0, 1, 2])):
         params[index].grad = torch.full((2,), 4.0)
         iteration.arrived(index)
         assert launched == expected
     assert iteration.order == [0, 2, 1]
+    iteration.launch_rest()
+    assert launched == [0, 1, 2]
+    assert wiring.buckets[2].flag.tolist() == [0.0]
     iteration.give([False] * 3)
     assert [param.grad.tolist() for param in params] == [[2.0, 2.0]] * 3  # type: ignore[union-attr]
 
@@ -281,7 +306,7 @@ def test_a_gradient_that_comes_though_it_was_taken_for_unused() -> None:
     """In time it is reduced; too late it is reported."""
     params = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
     wiring = wire("abc", params, (), ReducerOptions(bucket_caps_nbytes=(16,)))  # c and b, then a
-    terms = Terms("some", [1, 1, 1], skips_unused=False, divisor=1.0)
+    terms = Terms("some", [1, 1, 1], skips_unused=False, flags=False, divisor=1.0)
     for presumed, is_late in (([1], False), ([1, 2], True)):
         iteration = Iteration(wiring, terms, [False] * 3, lambda number: Landed(wiring.buckets[number]))
         iteration.presume_unused(presumed)
@@ -300,15 +325,17 @@ def test_a_gradient_that_comes_though_it_was_taken_for_unused() -> None:
 def test_a_history_learns_the_order_and_what_is_unused() -> None:
     static = ReducerOptions(static_graph=True)
     history = History(4)
-    assert history.terms(static, 2.0).kind == "learning"
+    assert history.terms(static, 2.0, has_flag=True).kind == "learning"
     history.conclude([1, 0, 2, 0], [2, 0], [False, True, False, True], static)
     assert (history.learnt, history.order(), history.rebuild_is_due) == ([1, 0, 2, 0], [2, 0, 3, 1], True)
-    assert history.terms(static, 2.0) == Terms("learnt", [1, 0, 2, 0], skips_unused=False, divisor=2.0)
+    learnt = Terms("learnt", [1, 0, 2, 0], skips_unused=False, flags=True, divisor=2.0)
+    assert history.terms(static, 2.0, has_flag=True) == learnt
     history.conclude([1, 1, 2, 0], [2, 0, 1], [False] * 4, static)
     assert (history.looks_static, history.num_passes) == (False, 2)
     assert history.unused == [False, True, False, True]
     unused = ReducerOptions(find_unused_parameters=True, skip_all_reduce_unused_params=True)
-    assert History(1).terms(unused, 1.0) == Terms("some", [1], skips_unused=True, divisor=1.0)
+    some = Terms("some", [1], skips_unused=True, flags=False, divisor=1.0)
+    assert History(1).terms(unused, 1.0, has_flag=True) == some
     finding = History(1)
     finding.conclude([1], [0], [False], unused)
     assert not finding.rebuild_is_due

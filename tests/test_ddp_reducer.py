@@ -136,7 +136,7 @@ def check_launches(prepared: bool) -> list[tuple[int, int]]:
     net, came, launched = Parts(), [0], []
     for param in net.parameters():
         param.register_post_accumulate_grad_hook(lambda _: came.__setitem__(0, came[0] + 1))
-    options = ReducerOptions(bucket_caps_nbytes=(300,), find_unused_parameters=True)  # a layer a bucket
+    options = ReducerOptions(bucket_caps_nbytes=(256,), find_unused_parameters=True)  # a layer a bucket
     reducer = Reducer(net.named_parameters(), options=options)
 
     def hook(_: object, bucket: GradBucket) -> Future[Tensor]:

@@ -39,9 +39,7 @@ def test_a_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = path.read_bytes()
     monkeypatch.setenv("PYTHONPATH", str(CHECKOUT))
     done = executed(path)  # raises what a cell raises
-    for cell, committed in zip(
-        code_cells(done), code_cells(nbformat.read(path, as_version=4)), strict=True
-    ):
+    for cell, committed in zip(code_cells(done), code_cells(nbformat.read(path, as_version=4)), strict=True):
         assert kinds(cell) == kinds(committed), cell.outputs
     assert path.read_bytes() == before
     assert not (FOLDER / ".ipynb_checkpoints").exists()

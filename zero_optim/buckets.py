@@ -8,8 +8,10 @@ def assign_buckets(
     nbytes: Sequence[int],
     cap_nbytes: int | Sequence[int],
     order: Sequence[int] | None = None,
+    *,
+    overflow: bool = False,
 ) -> list[list[int]]:
-    """Fill buckets with neighbours of the same key, none fuller than the cap.
+    """Fill buckets with neighbours of the same key, up to the cap.
 
     Without an order parameters are taken last registered first, since backward reaches them in about
     that order: what a bucket holds then becomes ready at about the same time.
@@ -17,10 +19,12 @@ def assign_buckets(
     Args:
         keys: what must be equal within a bucket (dtype, device, …), one for each parameter.
         nbytes: size of each parameter in bytes.
-        cap_nbytes: no bucket of several parameters is larger than this many bytes; a parameter
-            above the cap has a bucket to itself. Several caps are for the first, second, … bucket
+        cap_nbytes: no bucket of several parameters is larger than this many bytes, but for ``overflow``; a
+            parameter above the cap has a bucket to itself. Several caps are for the first, second, … bucket
             of each key, the last one for all that follow.
         order: the parameter indices in the order in which they are to be taken.
+        overflow: a bucket is full once it has reached the cap, by however much the last parameter takes it
+            over; PyTorch's reducer fills its buckets so.
 
     Returns:
         Parameter indices of each bucket, in the order taken; buckets in the order in which they were
@@ -40,7 +44,8 @@ def assign_buckets(
     for index in reversed(range(len(keys))) if order is None else order:
         key = keys[index]
         bucket, size = open_buckets.get(key, ([], 0))
-        if bucket and size + nbytes[index] > caps[min(num_full.get(key, 0), len(caps) - 1)]:
+        cap = caps[min(num_full.get(key, 0), len(caps) - 1)]
+        if bucket and (size >= cap if overflow else size + nbytes[index] > cap):
             full.append(bucket)
             num_full[key] = num_full.get(key, 0) + 1
             bucket, size = [], 0
