@@ -6,7 +6,7 @@ Note [Overlap is no mode]
     matter how often DDP makes its buckets anew, and the first step is as good as any.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from zero_optim.collectives import RankGroup
 from zero_optim.gather import UnderWay, launch_part
 from zero_optim.layout import Run
-from zero_optim.plan import Group
+from zero_optim.plan import Group, params_of
 from zero_optim.sharding import Sharding
 from zero_optim.share import Share
 from zero_optim.storage import Bucket
@@ -29,6 +29,10 @@ class Steps(Protocol):
 
     def begin_ahead(self, lane: RankGroup, joined: bool) -> bool:
         """Get ready for a step; tells whether some ranks may have joined."""
+        ...
+
+    def lend(self, params: Sequence[Tensor], *, joined: bool) -> None:
+        """Give ranks that ran out of inputs the gradients of what they own."""
         ...
 
 
@@ -209,13 +213,37 @@ class Ahead:
             self._seals = [(p, id(p.grad), p.grad._version) for p in self._stepped if p.grad is not None]
         self._sharding.end_step()
 
-    def check(self) -> None:
-        """Refuse to pretend, in ``step()``, that the step taken is the one that was asked for.
+    def finish(self, late: str, *, joined: bool) -> None:
+        """Finish the step, in ``step()``: step what was not stepped, such as what DDP does not hold.
+
+        All ranks call.
+
+        Args:
+            late: what else ``step()`` was asked for, which cannot have an effect any more; empty for nothing.
+            joined: this rank ran out of inputs.
 
         Raises:
-            RuntimeError: there were several backward passes, or gradients were changed since.
+            RuntimeError: the step taken is not the one that was asked for: there were several backward
+                passes, or gradients were changed since, or something came late.
         """
-        self._check_passes()
+        try:
+            if late:
+                raise RuntimeError(
+                    f"the step was taken during the backward pass, too early for {late}: leave it out, or "
+                    "leave out zero_step (overlap_with_ddp). bfloat16 needs no GradScaler"
+                )
+            if not joined:
+                self._check_passes()
+                self._check_gradients()
+            rest = self._rest()
+            if rest:
+                self._optimizer.lend(rest, joined=joined)
+                self.step(self.part(rest), [param.grad for param in rest])
+        finally:
+            self._close()
+        self._sharding.end_step()
+
+    def _check_gradients(self) -> None:
         for param, identity, version in self._seals:
             grad = param.grad
             if grad is not None and (id(grad) != identity or grad._version != version):
@@ -225,13 +253,12 @@ class Ahead:
                     "zero_step (overlap_with_ddp)"
                 )
 
-    def rest(self, params: Iterable[Tensor]) -> list[Tensor]:
+    def _rest(self) -> list[Tensor]:
         """List what ``step()`` has yet to step: what trains or has a gradient; the same on every rank."""
-        left = [param for param in params if param not in self._stepped]
+        left = [param for param in params_of(self._optimizer.param_groups) if param not in self._stepped]
         return [param for param in left if param.requires_grad or param.grad is not None]
 
-    def close(self) -> None:
-        """End the step, in ``step()``."""
+    def _close(self) -> None:
         self._is_closed_by_step = True
         self._is_open, self._num_passes, self._has_ended = False, 0, True
         self._stepped, self._seals = {}, []

@@ -18,49 +18,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_optim.plan import PARAM_KEYS, Group, describe_options, member_ids, options_of, params_of
-from zero_optim.traits import ShapedKeys, Traits, probe, refusal
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """How to build an optimizer over some groups.
-
-    Args:
-        optimizer_class: a class of optimizers, or a callable that builds one from groups.
-        arguments: keyword arguments for it.
-    """
-
-    optimizer_class: Callable[..., Optimizer]
-    arguments: Mapping[str, Any]
-
-    @classmethod
-    def taken_from(cls, group: Group) -> "Recipe | None":
-        """Take ``optimizer_class`` out of a group; None if it names none."""
-        if "optimizer_class" not in group:
-            return None
-        optimizer_class = group.pop("optimizer_class")
-        return cls(optimizer_class, options_of(group))
-
-    @property
-    def name(self) -> str:
-        """The class's name, for messages."""
-        return getattr(self.optimizer_class, "__qualname__", type(self.optimizer_class).__qualname__)
-
-    def describe(self) -> str:
-        """Name the class and its plain arguments, for messages and for comparison between ranks."""
-        return f"{self.name} with {describe_options([dict(self.arguments)])[0].removeprefix('group 0 with ')}"
-
-    def build(self, groups: list[Group]) -> Optimizer:
-        """Build the optimizer.
-
-        Raises:
-            TypeError: what was built is no ``torch.optim.Optimizer``.
-        """
-        optimizer = self.optimizer_class(groups, **self.arguments)
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"expected optimizer_class to build a torch.optim.Optimizer, got {optimizer!r}")
-        return optimizer
+from zero_optim.plan import PARAM_KEYS, Group, member_ids, options_of, params_of
+from zero_optim.recipe import Recipe
+from zero_optim.shaped import ShapedKeys
+from zero_optim.traits import Traits, probe, refusal
 
 
 @dataclass(slots=True)
@@ -133,7 +94,7 @@ class LocalOptimizer:
         if not traits.separable:
             raise ValueError(refusal(recipe.optimizer_class, traits))
         if self._steps_parts:
-            _check_parts(recipe, traits)
+            recipe.check_parts(traits)
         return traits
 
     def check_parts(self) -> None:
@@ -143,7 +104,7 @@ class LocalOptimizer:
             ValueError: there is one; says why.
         """
         for part in self._parts:
-            _check_parts(part.recipe, part.traits)
+            part.recipe.check_parts(part.traits)
         self._steps_parts = True
 
     def traits(self) -> list[tuple[str, Traits | None]]:
@@ -346,14 +307,6 @@ class LocalOptimizer:
             for key, value in local.items():
                 if key not in PARAM_KEYS:
                     public.setdefault(key, value)
-
-
-def _check_parts(recipe: Recipe, traits: Traits | None) -> None:
-    if traits is not None and not traits.steppable_in_parts:
-        raise ValueError(
-            f"{recipe.name} cannot be stepped during the backward pass, some parameters at a time: "
-            f"{traits.counting}. Use it without zero_step (overlap_with_ddp)"
-        )
 
 
 def _as_saved(loaded: Any, saved: Any, name: object = None) -> Any:  # noqa: ANN401 - whatever the class keeps

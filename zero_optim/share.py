@@ -9,8 +9,9 @@ from torch import Tensor
 from zero_optim.agreement import failing_together
 from zero_optim.collectives import RankGroup
 from zero_optim.leaves import EMA, MASTER, Leaves, OwnedState, WeightAverage
-from zero_optim.local import LocalOptimizer, Recipe
+from zero_optim.local import LocalOptimizer
 from zero_optim.plan import Group
+from zero_optim.recipe import Recipe
 
 
 class Share:

@@ -15,7 +15,7 @@ from zero_optim.collectives import RankGroup
 from zero_optim.errors import NotConsolidatedError, StateMismatchError
 from zero_optim.plan import Group
 from zero_optim.progress import Progress
-from zero_optim.traits import ShapedKeys
+from zero_optim.shaped import ShapedKeys
 from zero_optim.wire import copied, copied_to_cpu, encode, inner_tensors, map_tensors, recv_value, send_value
 
 WholeState = dict[Any, Any]

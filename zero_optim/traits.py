@@ -1,4 +1,4 @@
-"""What an optimizer tolerates, and what its state looks like: found by trying the user's class.
+"""What an optimizer tolerates: found by trying the user's class.
 
 Sharding must not change the algorithm, and only the class itself knows what it does; so `probe`
 runs it on small tensors, in `trials`, and compares bits. An answer that allows rests on runs that
@@ -7,7 +7,7 @@ agreed; whatever could not be tried, or never moved a parameter, is not allowed.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
@@ -16,20 +16,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_optim.trials import (
-    Feed,
-    Record,
-    Run,
-    Subject,
-    frozen,
-    isolated,
-    record,
-    start,
-    starts_of,
-    step_in_parts,
-    step_whole,
-    thawed,
-)
+from zero_optim.sameness import same, same_pieces
+from zero_optim.subject import Subject, frozen, thawed
+from zero_optim.trials import Feed, Record, Run, isolated, record, start, starts_of, step_in_parts, step_whole
 
 StepRun: TypeAlias = Callable[[Run, int, Mapping[int, Tensor | None]], None]
 
@@ -51,8 +40,6 @@ _FEEDS = (
 )
 # Factored or quantized state often begins at some size: 128 rows, or 4096 elements.
 _LARGE = ((130, 130),)
-# Sizes of trial parameters: distinct, so that no other tensor of the state has the shape by chance.
-_TRIAL_SIZES = (5, 3, 7, 2, 4, 6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,10 +318,11 @@ def _state_difference(made: Record, run: Run) -> str | None:
     """Compare at the end the state of each parameter, and the state of none."""
     for index in run.leaves:
         (whole,) = made.run.leaves[index]
-        if not _same_pieces(made.run.state_of(index)[0], run.state_of(index), whole.shape):
+        if not same_pieces(made.run.state_of(index)[0], run.state_of(index), whole.shape):
             return f"the state of {_named(made, index)} differed"
-    same = _same(made.run.global_state(), run.global_state())
-    return None if same else "the state that belongs to no parameter differed"
+    if same(made.run.global_state(), run.global_state()):
+        return None
+    return "the state that belongs to no parameter differed"
 
 
 def _group_difference(subject: Subject, made: Record, run: Run) -> str | None:
@@ -347,7 +335,7 @@ def _group_difference(subject: Subject, made: Record, run: Run) -> str | None:
     for number, (mine, other) in enumerate(both):
         keys = sorted((mine.keys() | other.keys()) - {"params"}, key=str)
         differing += [
-            (number, key, other.get(key)) for key in keys if not _same(mine.get(key), other.get(key))
+            (number, key, other.get(key)) for key in keys if not same(mine.get(key), other.get(key))
         ]
     if not differing:
         return None
@@ -362,89 +350,3 @@ def _group_difference(subject: Subject, made: Record, run: Run) -> str | None:
     if _first_difference(made, again, step_run) is None and _state_difference(made, again) is None:
         return None
     return f"the group's entry '{differing[0][1]}' differed"
-
-
-def _same(a: object, b: object) -> bool:
-    """Compare values bit for bit; objects of other kinds are not compared."""
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return isinstance(a, Tensor) and isinstance(b, Tensor) and _same_tensors(a, b)
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(_same, a, b))
-    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    if isinstance(a, float) and isinstance(b, float):
-        return a == b or (a != a and b != b)  # noqa: PLR0124 - NaN
-    plain = (bool, int, float, complex, str, bytes, type(None))
-    return bool(a == b) if isinstance(a, plain) or isinstance(b, plain) else type(a) is type(b)
-
-
-def _same_tensors(a: Tensor, b: Tensor) -> bool:
-    return frozen(a.to_dense() if a.is_sparse else a) == frozen(b.to_dense() if b.is_sparse else b)
-
-
-def _same_pieces(whole: object, pieces: Sequence[Any], shape: torch.Size) -> bool:
-    """Compare a parameter's state with that of its pieces: what has its shape is cut, the rest repeated."""
-    if len(pieces) == 1:
-        return _same(whole, pieces[0])
-    if isinstance(whole, Tensor) and whole.shape == shape:
-        if not all(isinstance(piece, Tensor) for piece in pieces):
-            return False
-        return _same_tensors(whole.reshape(-1), torch.cat([piece.reshape(-1) for piece in pieces]))
-    if isinstance(whole, Mapping):
-        alike = all(isinstance(piece, Mapping) and piece.keys() == whole.keys() for piece in pieces)
-        return alike and all(
-            _same_pieces(value, [piece[key] for piece in pieces], shape) for key, value in whole.items()
-        )
-    if isinstance(whole, list | tuple):
-        alike = all(isinstance(piece, list | tuple) and len(piece) == len(whole) for piece in pieces)
-        return alike and all(map(_same_pieces, whole, zip(*pieces, strict=True), [shape] * len(whole)))
-    return all(_same(whole, piece) for piece in pieces)
-
-
-# ---------------------------------------------------------------------- what state looks like
-
-
-@dataclass(slots=True)
-class ShapedKeys:
-    """Which entries of a class's state have the shape of their parameter.
-
-    A loaded state dict can be checked against this before the optimizer has any state of its own.
-    Found by one step of a throwaway optimizer for each number of dimensions asked for; draws no
-    random numbers and does not communicate.
-
-    Args:
-        optimizer_class: as given to `ZeroRedundancyOptimizer`.
-        defaults: its keyword arguments.
-    """
-
-    optimizer_class: Callable[..., Optimizer]
-    defaults: dict[str, Any]
-    _found: dict[int, frozenset[str]] = field(default_factory=dict)
-
-    def of(self, num_dims: int) -> frozenset[str]:
-        """Name the entries with the parameter's shape; none where the class cannot be tried."""
-        if num_dims not in self._found:
-            self._found[num_dims] = self._try(num_dims) if 0 < num_dims <= len(_TRIAL_SIZES) else frozenset()
-        return self._found[num_dims]
-
-    def _try(self, num_dims: int) -> frozenset[str]:
-        subject = Subject.of(self.optimizer_class, self.defaults, ())
-        feed = Feed((_TRIAL_SIZES[:num_dims],), gaps=False, num_groups=1, num_steps=1)
-        with isolated():
-            for candidate in (subject, subject.without_switches()):
-                for tried in (feed, replace(feed, sparse=True)):
-                    try:
-                        made = record(candidate, tried)
-                    except Exception:  # noqa: BLE001 - one that needs more than this is not checked
-                        continue
-                    return _shaped(made.run)
-        return frozenset()
-
-
-def _shaped(run: Run) -> frozenset[str]:
-    (param,), (entries, *_) = run.leaves[0], run.state_of(0)
-    return frozenset(
-        k for k, value in entries.items() if isinstance(value, Tensor) and value.shape == param.shape
-    )

@@ -13,19 +13,18 @@ from zero_optim.agreement import agree, failing_together
 from zero_optim.checkpoint.content import (
     EVERYWHERE,
     EXTRA,
-    MODEL,
     OPTIMIZER,
     RANDOM,
     STATE,
     set_random_state,
     tensor_owners,
 )
-from zero_optim.checkpoint.names import Names, Objects, names_of, positional, unwrapped
+from zero_optim.checkpoint.fitting import Content, model_parts, names_in
+from zero_optim.checkpoint.names import Names, Objects, unwrapped
 from zero_optim.checkpoint.saving import group_of
 from zero_optim.checkpoint.storage import Reader
 from zero_optim.checkpoint.values import Json, key_of, tensors_in, unpack
 from zero_optim.collectives import RankGroup
-from zero_optim.errors import StateMismatchError
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan import options_of
 from zero_optim.wire import PIECE_NBYTES, Nested, memory_of
@@ -69,11 +68,11 @@ def load(
     group = group_of(optimizer, process_group)
     with failing_together(group):
         reader = Reader(path)
-        content = _Content(reader, objects)
+        content = Content(reader, objects)
     values = reader.manifest.values
     agree(group, [f"{path} of {reader.manifest.time_ns}", *content.asked], "the checkpoint to load")
     with failing_together(group):
-        names = _names(objects, values)
+        names = names_in(objects, values)
         targets = _targets(group, objects, values)
         read = _Read(reader, _wanted(group, values, objects, names, targets, random))
         alike = {name: read.value(name) for name in objects.others}
@@ -114,108 +113,12 @@ def peek(path: str | os.PathLike[str]) -> Peek:
         StateMismatchError: `save` has not written it.
     """
     reader = Reader(path)
-    _Content(reader, Objects())
+    Content(reader, Objects())
     read = _Read(reader, tensors_in(reader.manifest.values[EXTRA]))
     parts = model_parts(reader.manifest.values)
     entries = reader.manifest.entries
     shapes = {name: entries[part[1][0]].shape for name, part in parts.items() if part[0] == "tensor"}
     return Peek(read.value(EXTRA), shapes)
-
-
-class _Content:
-    """What is asked of a checkpoint, compared with what it has.
-
-    Raises:
-        StateMismatchError: it has no such section, or a section that does not fit.
-    """
-
-    def __init__(self, reader: Reader, objects: Objects) -> None:
-        values = reader.manifest.values
-        has = {MODEL: objects.model, OPTIMIZER: objects.optimizer, **objects.others}
-        self.asked = sorted(name for name, value in has.items() if value is not None)
-        missing = [name for name in self.asked if name not in values]
-        if missing or EXTRA not in values:
-            held = (
-                ", ".join(sorted(name for name in values if "/" not in name))
-                or "nothing saved by checkpoint.save"
-            )
-            raise StateMismatchError(
-                f"the checkpoint has no {' and no '.join(missing or [EXTRA])}; it has {held}"
-            )
-        wrong = _wrong_model(reader, objects.model) if objects.model is not None else []
-        if objects.optimizer is not None:
-            wrong += _wrong_optimizer(reader, objects)
-        if wrong:
-            raise StateMismatchError("the checkpoint does not fit:\n  " + "\n  ".join(dict.fromkeys(wrong)))
-
-
-def _wrong_names(what: str, saved: Iterable[str], present: Iterable[str]) -> list[str]:
-    saved, present = dict.fromkeys(saved), dict.fromkeys(present)
-    lost = [f"{what} {name} is not in the checkpoint" for name in present if name not in saved]
-    return lost + [f"{what} {name} of the checkpoint is not there" for name in saved if name not in present]
-
-
-def model_parts(values: Mapping[str, Json]) -> dict[str, Json]:
-    """List what a checkpoint has of the model's state dict, packed, by name; nothing without a model."""
-    _, pairs = values.get(MODEL, ["dict", []])
-    return dict(pairs)
-
-
-def _wrong_model(reader: Reader, model: nn.Module) -> list[str]:
-    parts, present = model_parts(reader.manifest.values), unwrapped(model).state_dict()
-    wrong = _wrong_names("model entry", parts, present)
-    for name in parts.keys() & present.keys():
-        kind, body = parts[name]
-        if kind == "tensor" and isinstance(present[name], Tensor):
-            entry = reader.manifest.entries[body[0]]
-            if entry.shape != tuple(present[name].shape):
-                wrong.append(
-                    f"{name}: shape {entry.shape} in the checkpoint, {tuple(present[name].shape)} here"
-                )
-    return wrong
-
-
-def _wrong_optimizer(reader: Reader, objects: Objects) -> list[str]:
-    values, entries = reader.manifest.values, reader.manifest.entries
-    names = _names(objects, values)
-    assert names is not None
-    about = values[OPTIMIZER]
-    if names.named and not about["named"]:
-        saved, present = [len(g["names"]) for g in about["groups"]], [len(g) for g in names.groups]
-        return [
-            f"the checkpoint knows parameters by place and has groups of {saved}, here they have {present}"
-        ]
-    if about["named"] and not names.named:
-        fix = "give the model as well, or build the optimizer from model.named_parameters()"
-        return [f"the checkpoint knows parameters by name, and this optimizer knows no names: {fix}"]
-    wrong = _wrong_names("parameter", [n for group in about["groups"] for n in group["names"]], names.param)
-    assert objects.optimizer is not None
-    for number, group in enumerate(names.groups):
-        for name in group:
-            param = names.param[name]
-            shape = tuple(about["params"].get(name, [None, param.shape])[1])
-            if shape != tuple(param.shape):
-                wrong.append(f"{name}: shape {shape} in the checkpoint, {tuple(param.shape)} here")
-            for key in sorted(objects.optimizer.shaped_entries(param, number)):
-                entry = entries.get(f"{STATE}/{key_of(name, key)}")
-                if entry is not None and entry.shape != tuple(param.shape):
-                    wrong.append(f"{name}: '{key}' has shape {entry.shape}, not {tuple(param.shape)}")
-    return wrong
-
-
-def _names(objects: Objects, values: Mapping[str, Json]) -> Names | None:
-    """Name the optimizer's parameters as the checkpoint does: by place, if it knows no names."""
-    if objects.optimizer is None:
-        return None
-    names = names_of(objects.optimizer, objects.model)
-    saved = [len(group["names"]) for group in values[OPTIMIZER]["groups"]]
-    if not names.named or values[OPTIMIZER]["named"] or saved != [len(group) for group in names.groups]:
-        return names
-    groups = [[positional(n, place) for place in range(len(group))] for n, group in enumerate(names.groups)]
-    params = {
-        positional(n, i): names.param[name] for n, g in enumerate(names.groups) for i, name in enumerate(g)
-    }
-    return Names(groups, False, params)
 
 
 # ---------------------------------------------------------------------- reading

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zero_optim.checkpoint.content import EVERYWHERE, MODEL, OPTIMIZER, RANDOM, STATE
 from zero_optim.checkpoint.data import DataWriter, bytes_of
-from zero_optim.checkpoint.loading import model_parts
+from zero_optim.checkpoint.fitting import model_parts
 from zero_optim.checkpoint.manifest import DataFile, Entry
 from zero_optim.checkpoint.storage import Reader, complete, data_name, new_token
 from zero_optim.checkpoint.torchfile import Source, read_source, write_file

@@ -1,0 +1,137 @@
+"""What is tried: an optimizer class and its options, held as a value that a cache may keep."""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+Group: TypeAlias = dict[str, Any]
+Builder: TypeAlias = Callable[..., Optimizer]
+
+# Options that choose an implementation of the same algorithm. Some need an accelerator.
+_SWITCHES = ("capturable", "fused", "differentiable")
+_NUM_EXACT_GROUPS = 4  # this many different groups are tried as they are; of more, one of each kind
+
+
+@dataclass(slots=True)
+class Held:
+    """An option that cannot be copied, kept as it is; unhashable, so that no cache keeps it."""
+
+    value: Any
+
+    def __call__(self) -> Any:  # noqa: ANN401 - whatever it was
+        """Stand in for a weak reference, where the object allows none."""
+        return self.value
+
+
+def frozen(value: object) -> object:
+    """Turn an option into a hashable value that no one can change; see `thawed`."""
+    if value is None or isinstance(value, bool | int | float | complex | str | torch.dtype | torch.device):
+        return type(value), value
+    if type(value) in (list, tuple):
+        return type(value), tuple(frozen(item) for item in value)  # type: ignore[attr-defined]
+    if type(value) is dict:
+        return dict, tuple((key, frozen(item)) for key, item in value.items())
+    if isinstance(value, Tensor) and not value.is_sparse:
+        on_cpu = value.detach().cpu()
+        return Tensor, on_cpu.dtype, tuple(on_cpu.shape), bits(on_cpu)
+    return Held(value)
+
+
+def thawed(value: Any) -> Any:  # noqa: ANN401 - whatever it was
+    """Give a fresh copy of a frozen option: a trial may change its own."""
+    if isinstance(value, Held):
+        return value.value
+    if value[0] is Tensor:
+        _, dtype, shape, held = value
+        return torch.frombuffer(bytearray(held), dtype=dtype).reshape(shape) if held else torch.empty(shape)
+    if value[0] in (list, tuple):
+        return value[0](thawed(item) for item in value[1])
+    return {key: thawed(item) for key, item in value[1]} if value[0] is dict else value[1]
+
+
+def bits(tensor: Tensor) -> bytes:
+    """Copy a tensor's elements, in order, as bytes."""
+    if tensor.dtype == torch.float32:
+        return tensor.detach().numpy().tobytes()
+    whole = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return whole.view(torch.uint8).numpy().tobytes() if whole.numel() else b""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is tried: a class and its options, held without keeping the class alive.
+
+    Hashable if its options are; equal for equal classes and options.
+    """
+
+    reference: Callable[[], Any]
+    options: object
+    groups: tuple[object, ...]
+
+    @classmethod
+    def of(cls, build: Builder, options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> "Subject":
+        """Freeze options; those bound by functools.partial count as options too."""
+        function = getattr(build, "func", None)
+        if callable(function) and not getattr(build, "args", True):
+            return cls.of(function, {**build.keywords, **options}, groups)  # type: ignore[attr-defined]
+        exact = {frozen(_awake(group)): None for group in groups}
+        if len(exact) <= _NUM_EXACT_GROUPS:
+            return cls(_reference(build), frozen(_awake(options)), tuple(exact))
+        distinct = {_kind_of(group): frozen(_awake(group)) for group in reversed(groups)}
+        return cls(_reference(build), frozen(_awake(options)), tuple(reversed(distinct.values())))
+
+    def build(self, params: Sequence[Sequence[Tensor]]) -> Optimizer:
+        """Build the optimizer; a group stays even if it has no parameter, as on a rank that owns none."""
+        own = [thawed(group) for group in self.groups] or [{}]
+        groups = [{**own[index % len(own)], "params": list(part)} for index, part in enumerate(params)]
+        optimizer: Optimizer = self.reference()(groups, **thawed(self.options))
+        switch_mode(optimizer, "train")
+        return optimizer
+
+    def without_switches(self) -> "Subject":
+        """The same with implementation switches off: a CPU may lack what they choose."""
+        options, *groups = (
+            frozen(
+                {key: False if key in _SWITCHES and value else value for key, value in thawed(part).items()}
+            )
+            for part in (self.options, *self.groups)
+        )
+        return replace(self, options=options, groups=tuple(groups))
+
+
+def _reference(build: Builder) -> Callable[[], Any]:
+    try:
+        return weakref.ref(build)
+    except TypeError:
+        return Held(build)
+
+
+def _awake(options: Mapping[str, Any]) -> Group:
+    """Leave out the parameters, and replace a rate of zero (a warm-up's start): it would hide everything."""
+    kept = {key: value for key, value in options.items() if key not in ("params", "param_names")}
+    rate = kept.get("lr")
+    if isinstance(rate, int | float) and rate == 0:
+        kept["lr"] = 0.01
+    elif isinstance(rate, Tensor) and not rate.any():
+        kept["lr"] = torch.full_like(rate, 0.01, device="cpu")
+    return kept
+
+
+def _kind_of(group: Mapping[str, Any]) -> object:
+    """Tell groups apart by their options, but numbers by sign alone: forty rates need not forty groups."""
+    return tuple(
+        (key, type(value), (value > 0, value < 0)) if type(value) in (int, float) else (key, repr(value))
+        for key, value in sorted(_awake(group).items())
+    )
+
+
+def switch_mode(optimizer: Optimizer, mode: str) -> None:
+    """Call ``train()`` or ``eval()`` of classes that have modes, as schedule-free ones do."""
+    method = getattr(optimizer, mode, None)
+    if callable(method):
+        method()
