@@ -71,8 +71,6 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     - Several forward passes, each backpropagated on its own, are all reduced.
     - Models that differ between ranks are refused with the name of the first parameter that does.
     - Unused parameters are found without wrapping the outputs, so outputs are not copied.
-    - Where bucket sizes are left to their defaults, the last bucket is small as well as the first, once the
-      order of gradients is known: its reduction is what an iteration waits for at the end.
 
     All ranks of the group must construct it with the same arguments, and run forward and backward
     passes together.
@@ -125,7 +123,6 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             self.process_group,
             ReducerOptions(
                 bucket_caps_nbytes=self._caps(),
-                tail_cap_nbytes=self._caps()[0] if self._caps_are_default() else None,
                 find_unused_parameters=self.find_unused_parameters,
                 static_graph=static_graph and self.static_graph,  # when a copy is made whole
                 gradient_as_bucket_view=self.gradient_as_bucket_view,
@@ -163,10 +160,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             return listed
         cap = max(1, self.bucket_bytes_cap)
         first: int = dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
-        return (first, cap) if self._caps_are_default() else (cap,)
-
-    def _caps_are_default(self) -> bool:
-        return bool(self.bucket_bytes_cap_default) and not getattr(self, "bucket_bytes_cap_list", ())
+        return (first, cap) if self.bucket_bytes_cap_default else (cap,)
 
     def _about(self) -> dict[str, int | str]:
         return {

@@ -17,9 +17,6 @@ class ReducerOptions:
 
     Attributes:
         bucket_caps_nbytes: capacity of the first, second, … bucket in bytes, the last for all that follow.
-        tail_cap_nbytes: cut off the end of the last bucket as one of its own, of at most this many bytes or
-            one parameter, once the order of gradients is known: what is reduced when backward has ended is
-            what an iteration waits for. None to leave it whole.
         find_unused_parameters: parameters without a gradient are nothing wrong.
         static_graph: every pass is like the first, which is watched: parameters may be unused, or get several
             gradients.
@@ -30,7 +27,6 @@ class ReducerOptions:
     """
 
     bucket_caps_nbytes: Sequence[int] = (2**20, 25 * 2**20)
-    tail_cap_nbytes: int | None = 2**20
     find_unused_parameters: bool = False
     static_graph: bool = False
     gradient_as_bucket_view: bool = False
@@ -74,8 +70,6 @@ def wire(
     ]
     nbytes = [param.numel() * param.element_size() for param in params]
     members = assign_buckets(keys, nbytes, options.bucket_caps_nbytes, order, overflow=True)
-    if order is not None and options.tail_cap_nbytes is not None:
-        _cut_tail(members, nbytes, options.tail_cap_nbytes)
     buckets = [
         Bucket(
             indices,
@@ -92,17 +86,6 @@ def wire(
         for slot, index in enumerate(indices):
             places[index] = (number, slot)
     return Wiring(names, buckets, places)
-
-
-def _cut_tail(members: list[list[int]], nbytes: Sequence[int], cap: int) -> None:
-    """Move the last parameters of the last bucket to one more bucket, in place; as many as the cap allows."""
-    last = members[-1]
-    size, start = nbytes[last[-1]], len(last) - 1
-    while start and size + nbytes[last[start - 1]] <= cap:
-        start -= 1
-        size += nbytes[last[start]]
-    if start:
-        members[-1:] = [last[:start], last[start:]]
 
 
 def named(params: Iterable[tuple[str, Tensor]] | Iterable[Tensor]) -> list[tuple[str, Tensor]]:

@@ -249,21 +249,6 @@ def test_a_bucket_may_be_full_once_it_has_reached_its_capacity() -> None:
     assert assign_buckets("aaa", [4, 9, 5], 8, overflow=True) == [[2, 1], [0]]
 
 
-def test_the_end_of_the_last_bucket_is_one_of_its_own_once_the_order_is_known() -> None:
-    params = [nn.Parameter(torch.zeros(numel)) for numel in (1, 2, 3, 10)]
-    order = [3, 2, 1, 0]
-    for cap, expected in (
-        (None, [[3, 2, 1, 0]]), (1, [[3, 2, 1], [0]]), (12, [[3, 2], [1, 0]]), (99, [[3, 2, 1, 0]]),
-    ):  # fmt: skip
-        options = ReducerOptions(bucket_caps_nbytes=(100,), tail_cap_nbytes=cap)
-        assert [bucket.indices for bucket in wire("abcd", params, (), options).buckets] == [order]
-        wiring = wire("abcd", params, (), options, order)
-        assert [bucket.indices for bucket in wiring.buckets] == expected
-        assert [bucket.has_flag for bucket in wiring.buckets] == [False] * (len(expected) - 1) + [True]
-        found = [wiring.buckets[number].indices[slot] for number, slot in wiring.places]
-        assert found == [0, 1, 2, 3]
-
-
 # ---------------------------------------------------------------------- one pass
 
 
