@@ -145,6 +145,10 @@ def masters_and_averages(path: Path, load: bool) -> list[Tensor]:
     run.train(5)
     bits = run.bits()
     with run.optimizer.averaged_weights():
+        for go in (run.save, run.load):  # the averages would be taken for the weights
+            with pytest.raises(RuntimeError, match="leave averaged_weights"):
+                go(path)
+        checkpoint.save(path.parent / "averaged", model=run.model)
         return bits + run.bits()
 
 

@@ -311,7 +311,7 @@ def test_functions_and_classes_of_a_notebook_cell_reach_the_ranks(
     run_cells(notebook, tmp_path, timeout=100)
     told = "".join(output["text"] for output in notebook.cells[1].outputs)
     assert told.startswith("rank 0 of 1 failed:\n\nTraceback")
-    assert ", in fail\nValueError: in a cell" in told
+    assert ', in fail\n    raise ValueError("in a cell")\nValueError: in a cell' in told
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,8 @@ def check_average(master_dtype: torch.dtype | None) -> None:
             assert_same_bits(own, [average.to(dtype) for average in averages], "averaged")
             with pytest.raises(RuntimeError, match="leave averaged_weights"):
                 optimizer.step()
+            with pytest.raises(RuntimeError, match="leave averaged_weights"):
+                optimizer.load_owned_state(optimizer.owned_state(), optimizer.param_groups)
         assert_same_bits(own, values, "put back")
 
     train(sharded, range(4))

@@ -256,7 +256,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
 
     def begin_step(self) -> None:
         """Get ready for a step: look at the parameters, and at what was changed from outside."""
-        self._own.average.check_out()
+        self.check_weights()
         self._snapshot.changed()
         self._sharding.refresh(self.param_groups)
         self._own.take_over_state(self.state)
@@ -374,8 +374,8 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
     def averaged_weights(self) -> Iterator[None]:
         """Hold the averaged weights in the model for the time of a ``with``; all ranks enter and leave.
 
-        Needs ``ema_decay``. Communicates like a step, on entering and on leaving. Stepping inside
-        raises.
+        Needs ``ema_decay``. Communicates like a step, on entering and on leaving. Inside, stepping raises,
+        and so does loading, or saving a checkpoint of model and optimizer together.
         """
         with failing_together(self._group):
             self._sharding.refresh(self.param_groups)

@@ -6,6 +6,7 @@ extra, sends these as code.
 """
 
 import importlib.util
+import linecache
 import pickle
 import sys
 from collections.abc import Callable
@@ -19,7 +20,7 @@ def pack(function: Callable[..., object], args: tuple[object, ...]) -> bytes:
         TypeError: the function, an argument, or something that the function uses cannot be sent.
     """
     try:
-        return pickle.dumps((function, args)) if not _needs_code(function) else _by_value(function, args)
+        return pickle.dumps((function, args, {})) if not _needs_code(function) else _by_value(function, args)
     except (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError) as error:
         name = getattr(function, "__qualname__", repr(function))
         raise TypeError(
@@ -33,8 +34,13 @@ def _by_value(function: Callable[..., object], args: tuple[object, ...]) -> byte
         raise TypeError("no import finds it, and cloudpickle is not installed (pip install cloudpickle)")
     import cloudpickle
 
-    encoded: bytes = cloudpickle.dumps((function, args))
+    encoded: bytes = cloudpickle.dumps((function, args, _typed_sources()))
     return encoded
+
+
+def _typed_sources() -> dict[str, tuple[object, ...]]:
+    """Give the source lines of what was typed here, for tracebacks of the ranks: no file has them."""
+    return {name: entry for name, entry in linecache.cache.items() if len(entry) > 1 and entry[1] is None}
 
 
 def _needs_code(function: Callable[..., object]) -> bool:
@@ -45,7 +51,8 @@ def _needs_code(function: Callable[..., object]) -> bool:
 
 def unpack(call: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Decode what `pack` made, on a rank."""
-    function, args = pickle.loads(call)
+    function, args, sources = pickle.loads(call)
+    linecache.cache.update(sources)
     return function, args
 
 

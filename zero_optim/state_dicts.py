@@ -61,6 +61,14 @@ class ShardedState(Optimizer):
         """Wait until every parameter has its new value on this rank; free if nothing is under way."""
         self._sharding.under_way.wait()
 
+    def check_weights(self) -> None:
+        """Refuse to go on while averages stand in for the model's weights; does not communicate.
+
+        Raises:
+            RuntimeError: they do.
+        """
+        self._own.average.check_out()
+
     # ------------------------------------------------------------------ the whole
 
     def _show_state(self) -> None:
@@ -189,6 +197,7 @@ class ShardedState(Optimizer):
         self._take_over(state, groups, exact=True)
 
     def _take_over(self, part: Mapping[Any, Any], groups: list[Group], *, exact: bool) -> None:
+        self.check_weights()
         self.wait_for_gathers()  # they read the parameters, which masters are written to
         self._own.load(part, groups, exact=exact)
         self.param_groups = groups

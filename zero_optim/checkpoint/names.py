@@ -33,6 +33,8 @@ class Objects:
             )
         if self.model is not None and not isinstance(self.model, nn.Module):
             raise TypeError(f"expected model to be a torch.nn.Module, got {type(self.model).__name__}")
+        if self.model is not None and self.optimizer is not None:
+            self.optimizer.check_weights()  # what is saved as the model has to be what training goes on from
 
     @property
     def others(self) -> dict[str, Any]:
