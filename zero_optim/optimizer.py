@@ -298,9 +298,9 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         """Leave gathers running after `step`: forward passes of ``model`` wait for what they need.
 
         Each rank calls, before a step. Does not communicate. What reads parameters through this optimizer or
-        through ``model.state_dict()`` waits too. What reads them in another way calls `wait_for_gathers` first:
-        ``param.norm()``, ``copy.deepcopy(model)``, a ``forward`` that reads the weight of a module before it
-        calls that module. To be called before ``torch.compile``, not after.
+        through ``model.state_dict()`` waits too. What reads them in another way calls `wait_for_gathers`
+        first: ``param.norm()``, ``copy.deepcopy(model)``, a ``forward`` that reads the weight of a module
+        before it calls that module. To be called before ``torch.compile``, not after.
 
         Args:
             model: holds the parameters; a wrapper such as DDP may be given too.
