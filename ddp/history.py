@@ -54,7 +54,7 @@ class History:
         kind: Kind = "some" if options.find_unused_parameters else "every"
         if options.static_graph:
             kind = "learning" if self.learnt is None else "learnt"
-        expected = self.learnt or [1] * self.num_params
+        expected = self.learnt or [0 if kind == "learning" else 1] * self.num_params
         return Terms(
             kind,
             expected,

@@ -29,7 +29,8 @@ class Terms:
 
     Attributes:
         kind: which gradients are waited for.
-        expected: how many gradients each parameter gets, as far as that is known.
+        expected: how many gradients each parameter gets; none while that is being learnt, so that whatever
+            comes is unusual.
         skips_unused: buckets that this rank did not use are not reduced.
         flags: the last bucket waits for the end of the pass, and its flag tells what went wrong.
         divisor: of the gradients; 1 where a comm hook divides.
@@ -68,8 +69,6 @@ class Iteration:
         self._buckets = wiring.buckets
         self._divisor = terms.divisor
         self._learns = terms.kind == "learning"
-        if self._learns:
-            self._expected = [0] * len(wiring.names)  # whatever comes is unusual
         self._carried = carried
         self._launch = launch
         self._num_early = len(wiring.buckets) - terms.flags  # buckets that go as soon as they are full

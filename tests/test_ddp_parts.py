@@ -144,10 +144,29 @@ def test_small_gradients_are_copied_in_runs_and_batched_ones_all_at_once() -> No
     plain, batched = (bucket_of(*shapes, batched=flag) for flag in (False, True))
     assert (plain.run_length, plain.large) == (length, {0})
     assert (batched.run_length, batched.large) == (len(shapes), frozenset())
+    assert arrivals(shapes, batched=False) == [1] * length + [1 + length] * length + [1 + 2 * length]
+    assert arrivals(shapes, batched=True) == [0] * 2 * length + [1 + 2 * length]
     sparse = Bucket(
         [0], [nn.Parameter(torch.zeros(numel + 1))], is_sparse=True, as_views=False, batched=False
     )
     assert sparse.large == frozenset()
+
+
+def arrivals(shapes: list[tuple[int, ...]], *, batched: bool) -> list[int]:
+    """How many gradients lie in the bucket each time that one more has come."""
+    params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    count = len(params)
+    options = ReducerOptions(bucket_caps_nbytes=(2**30,), batched_grad_copy=batched)
+    wiring = wire([str(index) for index in range(count)], params, (), options, range(count))
+    terms = History(count).terms(options, 2.0, has_flag=True)
+    (bucket,) = wiring.buckets
+    iteration = Iteration(wiring, terms, [False] * count, lambda _: Landed(bucket))
+    filled = []
+    for index, param in enumerate(params):
+        param.grad = torch.ones_like(param)
+        iteration.arrived(index)
+        filled.append(sum(bool((view == 0.5).all()) for view in bucket.views))
+    return filled
 
 
 def test_strides_of_parameters_are_those_of_their_views() -> None:

@@ -318,7 +318,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         """
         if self._ahead is not None:
             self._ahead.wait_for_steps()
-        self._sharding.under_way.wait()
+        super().wait_for_gathers()
 
     def _skips_together(self, found_inf: Tensor) -> bool:
         """Decide with the other ranks whether a scaled step is skipped; unscale if it is not."""
