@@ -1,6 +1,10 @@
 """The command line: bad input gets one line and status 2, and no process is started for it."""
 
 import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +15,7 @@ import torch.distributed as dist
 from zero_optim import ZeroRedundancyOptimizer, checkpoint, cli
 from zero_optim.demo import prepare, saved
 from zero_optim.demo.config import RunConfig, flag
+from zero_optim.demo.launch import InterruptedRunError, importing_from
 from zero_optim.demo.model import GPT
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -206,6 +211,63 @@ def test_a_checkpoint_of_another_model_or_a_torn_one_is_refused(
     data = next(Path("there", "checkpoints", "00000005").glob("data-*"))
     data.write_bytes(data.read_bytes()[:1000])
     assert "no checkpoint at there is whole" in refused(capsys, "--resume", "there")
+
+
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A module in the current folder; gives the file that it makes when it is imported."""
+    code = "import pathlib, torch\npathlib.Path(__file__).with_name('trace').touch()\n"
+    Path("planted.py").write_text(code + "class Mine(torch.optim.SGD): pass\n")
+    monkeypatch.setattr("sys.path", ["", *sys.path])
+    yield Path("trace").resolve()
+    sys.modules.pop("planted", None)
+
+
+def test_a_checkpoint_does_not_choose_what_is_imported(
+    capsys: pytest.CaptureFixture[str], planted: Path
+) -> None:
+    save("there", optimizer="planted:Mine")
+    line = refused(capsys, "--resume", "there")
+    assert "names the optimizer class planted:Mine" in line
+    assert "give --optimizer planted:Mine" in line
+    assert "--optimizer planted:Mine there, --optimizer SGD here" in refused(
+        capsys, "--resume", "there", "--optimizer", "SGD"
+    )
+    assert not planted.exists()
+    config = started("--resume", "there", "--optimizer", "planted:Mine")
+    assert config.options == (("lr", 0.5), ("momentum", 0.9))
+    assert planted.exists()  # the user has asked for it
+
+
+def test_a_name_in_a_checkpoint_cannot_add_words_to_a_command_that_is_proposed(
+    capsys: pytest.CaptureFixture[str], planted: Path
+) -> None:
+    save("there", optimizer="planted:Mine; rm -r there\n\x1b[2J")
+    line = refused(capsys, "--resume", "there")
+    assert "names no optimizer class" in line
+    assert line.isprintable() or line[:-1].isprintable()
+    assert not planted.exists()
+
+
+def test_a_run_that_was_ended_says_which_class_of_the_users_to_name_again(
+    capsys: pytest.CaptureFixture[str], planted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(config: RunConfig) -> None:
+        save(config.out, optimizer=config.optimizer)
+        raise InterruptedRunError(signal.SIGTERM)
+
+    monkeypatch.setattr(cli, "launch", interrupted)
+    assert cli.main(["train", "--optimizer", "planted:Mine", "--out", "there"]) == 128 + signal.SIGTERM
+    command = "zero-optim train --resume there --optimizer planted:Mine"
+    assert capsys.readouterr().err.endswith(f"go on with: {command}\n")
+
+
+def test_ranks_import_from_where_the_launcher_does_and_not_from_the_current_folder(planted: Path) -> None:
+    path = [entry for entry in sys.path if entry]
+    command = [sys.executable, "-c", importing_from(path, "import planted")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "ModuleNotFoundError" in done.stderr
+    assert not planted.exists()
 
 
 def under_torchrun(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:

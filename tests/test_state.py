@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections import OrderedDict
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -410,6 +411,20 @@ def test_a_subclass_that_nobody_has_imported_is_not_looked_for() -> None:
     skeleton[1][0] = ["os", "system"]
     with pytest.raises(TypeError, match=r"tensor subclass os\.system"):
         decode(skeleton, iter(tensors))
+
+
+def test_looking_for_a_subclass_makes_no_module_import_what_it_imports_when_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+    lazy = ModuleType("lazy")
+    lazy.__getattr__ = lambda name: asked.append(name) or Marked  # type: ignore[method-assign]
+    monkeypatch.setitem(sys.modules, "lazy", lazy)
+    skeleton, tensors = encode(torch.ones(2).as_subclass(Marked), "value")
+    skeleton[1][0] = ["lazy", "Anything"]
+    with pytest.raises(TypeError, match=r"tensor subclass lazy\.Anything"):
+        decode(skeleton, iter(tensors))
+    assert asked == []
 
 
 def check_dealt_out() -> None:

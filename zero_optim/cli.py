@@ -98,7 +98,10 @@ def _what_is_left(config: RunConfig) -> str:
         found = saved.look(saved.locate(config.out))
     except ValueError:
         return "no checkpoint was due yet"
-    return f"update {found.step} is saved, go on with: zero-optim train --resume {shlex.quote(config.out)}"
+    command = ["zero-optim", "train", "--resume", config.out]
+    if ":" in config.optimizer:  # not taken from a checkpoint
+        command += ["--optimizer", config.optimizer]
+    return f"update {found.step} is saved, go on with: {shlex.join(command)}"
 
 
 def _complain(line: str) -> None:
@@ -194,7 +197,7 @@ def _add_run(command: argparse.ArgumentParser, default: dict[str, Any]) -> None:
         const="",
         metavar="DIR",
         help="go on from the checkpoint of a run folder, without DIR of the newest in runs/; "
-        "options that are not named stay those of the run",
+        "options that are not named stay those of the run, but a package.module:Class has to be named again",
     )
     for name, text in (
         ("seed", "of initial weights and the order of the text"),

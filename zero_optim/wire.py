@@ -7,7 +7,6 @@ copy of the whole.
 """
 
 import io
-import operator
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -153,11 +152,16 @@ def _decode_subclass(kind: str, body: list[Any], tensors: Iterator[Tensor]) -> T
 
 
 def _loaded_subclass(module: str, name: str) -> type[Tensor]:
-    """Find a tensor subclass among what this process has imported: nothing is imported on a file's word."""
-    try:
-        found = operator.attrgetter(name)(sys.modules[module])
-    except (KeyError, AttributeError):
-        found = None
+    """Find a tensor subclass among what this process has imported: nothing is imported on a file's word.
+
+    Attributes are looked up without the module's ``__getattr__``, which may import when it is asked.
+    """
+    found: object = sys.modules.get(module)
+    for part in name.split("."):
+        try:
+            found = object.__getattribute__(found, "__dict__").get(part)
+        except AttributeError:
+            found = None
     if not (isinstance(found, type) and issubclass(found, Tensor)):
         raise TypeError(f"a value needs the tensor subclass {module}.{name}: import {module} first")
     return found

@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from types import FrameType
@@ -62,7 +62,7 @@ def launch(config: "RunConfig") -> None:
     with _quiet(), _signals_raise(), tempfile.TemporaryDirectory(prefix="zero-optim-") as folder:
         start = elastic_launch(_launch_config(config.nproc, folder), sys.executable)
         try:
-            start("-c", _WORKER, config.to_json(), str(os.getpid()))
+            start("-c", importing_from(sys.path, _WORKER), config.to_json(), str(os.getpid()))
         except ChildFailedError as error:
             raise WorkerFailedError(describe(error.failures)) from None
         except SignalException as error:
@@ -83,6 +83,14 @@ def _launch_config(nproc: int, folder: str) -> LaunchConfig:
         logs_specs=DefaultLogsSpecs(log_dir=folder),
         **_signals_option(),
     )
+
+
+def importing_from(path: Sequence[str], code: str) -> str:
+    """Have code given to ``python -c`` import from this path alone.
+
+    Python puts the current folder first, where a run or somebody else's checkpoint may have left modules.
+    """
+    return f"import sys; sys.path[:] = {[str(entry) for entry in path]!r}; {code}"
 
 
 def _heard() -> list[signal.Signals]:

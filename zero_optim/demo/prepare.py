@@ -48,6 +48,8 @@ def prepare(given: Mapping[str, Any], started: Started | None) -> RunConfig:
     check_extras()
     path = saved.locate(given["resume"]) if given.get("resume") is not None else None
     found = saved.look(path) if path is not None else None
+    if found is not None:
+        _check_class(found.run.optimizer, named="optimizer" in given)
     config = _merge(given, found, path, started)
     if found is not None:
         _check_fits(config, found)
@@ -98,6 +100,17 @@ def make_folder(config: RunConfig) -> None:
         raise ValueError(f"cannot make the run folder {folder}: {error.strerror}") from error
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(f"cannot write to the run folder {folder}")
+
+
+def _check_class(name: object, *, named: bool) -> None:
+    """Refuse to import what only a checkpoint names: its text must never choose which code runs."""
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.]+(:[\w.]+)?", name):
+        raise ValueError(f"the checkpoint names no optimizer class, but {ascii(name)[:80]}")
+    if ":" in name and not named:
+        raise ValueError(
+            f"the checkpoint names the optimizer class {name}, whose module would be run: "
+            f"if you trust it, give --optimizer {name}"
+        )
 
 
 def _merge(
