@@ -12,7 +12,8 @@ import torch
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from zero_optim.demo import guard, launch, records, report, schedule, worker
+from zero_optim import host
+from zero_optim.demo import launch, records, report, schedule, worker
 from zero_optim.demo.config import ModelShape
 from zero_optim.demo.model import GPT, generate
 from zero_optim.demo.records import Record, Records
@@ -204,7 +205,7 @@ def test_where_the_kernel_does_not_help_a_rank_looks_for_its_parent_and_ends_wit
     monkeypatch.setattr(os, "getppid", lambda: next(parents))
     monkeypatch.setattr(time, "sleep", waits.append)
     with pytest.raises(Ended, match="1"):
-        guard.watch(5)
+        host.watch(5)
     assert len(waits) == 2
 
 
@@ -214,9 +215,9 @@ def test_a_rank_whose_parent_is_gone_already_ends_at_once(monkeypatch: pytest.Mo
 
     watched = threading.Event()
     monkeypatch.setattr(os, "_exit", end)
-    monkeypatch.setattr(guard, "_ask_kernel", lambda: False)
-    monkeypatch.setattr(guard, "watch", lambda parent: watched.set())
-    guard.end_with_parent(os.getppid())
+    monkeypatch.setattr(host, "_ask_kernel", lambda: False)
+    monkeypatch.setattr(host, "watch", lambda parent: watched.set())
+    host.end_with_parent(os.getppid())
     assert watched.wait(10)
     with pytest.raises(Ended):
-        guard.end_with_parent(os.getppid() + 1)
+        host.end_with_parent(os.getppid() + 1)

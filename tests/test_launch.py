@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from make_outputs import run_cells
 
+from sockets import listening, reachable_from_outside
 from zero_optim import LaunchTimeoutError, RankFailedError, launch
 from zero_optim.session import pack, unpack
 
@@ -39,6 +40,11 @@ def sum_over_ranks(start: torch.Tensor) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "pid": os.getpid(),
     }
+
+
+def addresses() -> tuple[list[str], list[str]]:
+    dist.all_reduce(torch.ones(1), group=dist.new_group())
+    return listening("self"), reachable_from_outside("self")
 
 
 def leave_word(folder: Path) -> None:
@@ -104,6 +110,12 @@ def test_every_rank_runs_in_a_group_and_returns_its_value() -> None:
         assert value["threads"] == max(1, len(os.sched_getaffinity(0)) // 2)
         assert not is_alive(value["pid"])
     assert torch.equal(start, torch.zeros(3))  # ranks have copies
+
+
+def test_ranks_listen_on_the_loopback_interface_alone() -> None:
+    for everywhere, outside in launch(addresses, 2):
+        assert everywhere
+        assert outside == []
 
 
 def test_the_rank_that_failed_first_is_told_first(tmp_path: Path) -> None:

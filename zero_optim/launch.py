@@ -18,16 +18,13 @@ Note [No process left]
     is in a session of its own.
 """
 
-import ctypes
 import faulthandler
 import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -44,12 +41,12 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
 from zero_optim.errors import RemoteRankError
+from zero_optim.host import end_with_parent, num_cores, use_loopback
 from zero_optim.session import pack, pickler, unpack
 
 T = TypeVar("T")
 
 _GRACE = 0.5  # seconds that the others have to fail too, once a rank has
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class RankFailedError(RemoteRankError):
@@ -109,11 +106,10 @@ def launch(
         RuntimeError: the call is not behind ``if __name__ == "__main__":``.
     """
     _check(fn, nproc, backend, threads, timeout)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     call = pack(fn, args)
     deadline = None if timeout is None else time.monotonic() + timeout
     with tempfile.TemporaryDirectory(prefix="zero_optim-") as folder:
-        job = _Job(folder, nproc, backend, threads or max(1, cores // nproc), os.getpid())
+        job = _Job(folder, nproc, backend, threads or max(1, num_cores() // nproc), os.getpid())
         job.path("call").write_bytes(call)
         with _started(job) as processes:
             _wait(processes, deadline)
@@ -301,7 +297,7 @@ def _signal(number: int) -> str:
 
 def _enter(rank: int, job: _Job) -> None:
     """Be a rank: call the function in a process group, and leave a file that says how it went."""
-    _follow(job.parent)
+    end_with_parent(job.parent)
     os.setsid()
     signal.signal(signal.SIGINT, lambda *_: None)  # not SIG_IGN, which processes started here would inherit
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -319,9 +315,7 @@ def _enter(rank: int, job: _Job) -> None:
 
 def _run(rank: int, job: _Job) -> None:
     torch.set_num_threads(job.threads)
-    os.environ["GLOO_SOCKET_IFNAME"] = next(
-        name for _, name in socket.if_nameindex() if name.startswith("lo")
-    )
+    use_loopback()
     size = str(job.nproc)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
     device: dict[str, Any] = {}
@@ -350,19 +344,3 @@ def _note(error: BaseException, rank: int, job: _Job) -> None:
     failure = _Failure(rank, order, text, type(error).__name__)
     path.with_suffix(".part").write_text(json.dumps(asdict(failure)))
     path.with_suffix(".part").rename(path)
-
-
-def _follow(parent: int) -> None:
-    """Have this process killed as soon as the caller is gone."""
-    with suppress(OSError, AttributeError):  # Linux: at once, and even if this process hangs in C++
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    caller = multiprocessing.parent_process()
-
-    def watch() -> None:
-        if caller is not None:
-            caller.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True, name="parent watch").start()
-    if os.getppid() != parent:  # it went before the kernel was asked
-        os._exit(1)

@@ -4,7 +4,7 @@ Note [How a run ends]
     The launcher is the parent. It turns SIGINT, SIGTERM, SIGHUP and SIGQUIT into an exception and ends
     its workers; they live in sessions of their own, so a Ctrl-C at the terminal reaches the parent
     alone, and once. When a worker fails or is killed, the launcher ends the others. When the parent
-    itself is killed outright, `guard` ends the workers. Checkpoints are whole throughout, see
+    itself is killed outright, `end_with_parent` ends the workers. Checkpoints are whole throughout, see
     `zero_optim.checkpoint`.
 """
 

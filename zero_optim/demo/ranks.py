@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_optim.demo.config import Device
+from zero_optim.host import num_cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +76,3 @@ def choose_device(asked: Device, local_world_size: int) -> str:
             f"--device cuda needs a GPU for each of {local_world_size} ranks, this host has {num_gpus}"
         )
     return "cuda" if asked != "cpu" and num_gpus >= local_world_size else "cpu"
-
-
-def num_cores() -> int:
-    """Count the cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

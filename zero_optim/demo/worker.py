@@ -13,12 +13,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from zero_optim.demo import guard, ranks, saved, text, trace
+from zero_optim.demo import ranks, saved, text, trace
 from zero_optim.demo.config import RunConfig
 from zero_optim.demo.journal import Journal
 from zero_optim.demo.records import Record
 from zero_optim.demo.trainer import DivergedError, Trainer
 from zero_optim.errors import CheckpointError
+from zero_optim.host import end_with_parent
 
 TRACED_AFTER = 5  # updates: by then the allocator and the buckets have settled
 _EXPECTED = (DivergedError, BrokenPipeError, CheckpointError)  # their line says all of it
@@ -26,7 +27,7 @@ _EXPECTED = (DivergedError, BrokenPipeError, CheckpointError)  # their line says
 
 def main() -> None:
     """Run as a rank that `launch` started, with the run and the parent's process id as arguments."""
-    guard.end_with_parent(int(sys.argv[2]))
+    end_with_parent(int(sys.argv[2]))
     if os.environ["RANK"] != "0":
         warnings.simplefilter("ignore")  # the same ones come from rank 0
     try:
@@ -38,7 +39,7 @@ def main() -> None:
 
 def run_under_torchrun(config: RunConfig) -> None:
     """Run as a rank that torchrun started; a failure is recorded for it, and raised."""
-    guard.end_with_parent(os.getppid())
+    end_with_parent(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher tells of a Ctrl-C, the ranks just end
     try:
         work(config)

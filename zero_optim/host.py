@@ -1,8 +1,9 @@
-"""No orphans: a rank ends when the process that started it does, however that one ended."""
+"""What a process that is a rank settles with its host before any work: its end, its network, its cores."""
 
 import ctypes
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -24,7 +25,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def _ask_kernel() -> bool:
-    """Arrange it with Linux, which acts at once and even while Python cannot."""
+    """Arrange it with Linux, which acts at once, and even while this process hangs in C++."""
     if not sys.platform.startswith("linux"):
         return False
     try:
@@ -38,3 +39,21 @@ def watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_POLL)
     os._exit(1)
+
+
+def use_loopback() -> None:
+    """Have process groups made from now on talk over the loopback interface: for ranks of one host.
+
+    gloo listens where the host's name leads otherwise, where others may reach it. NCCL listens too, until its
+    ranks have found each other; an interface that the user has named for it stays.
+    """
+    name = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    os.environ["GLOO_SOCKET_IFNAME"] = name
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+def num_cores() -> int:
+    """Count the cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
