@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import zero_optim
+from sockets import listening, reachable_from_outside
 from zero_optim.demo.trace import spans_of
 
 TIMEOUT = 120.0  # seconds, for whatever is waited for: starting two ranks takes some, on a busy machine
@@ -225,6 +226,14 @@ def test_an_interrupted_run_says_so_in_a_line_and_leaves_a_whole_checkpoint(
         after = losses(interrupted.folder / "run")
         assert list(after) == list(range(steps + 1))
         assert {step: after[step] for step in before} == before
+
+
+def test_nothing_of_a_run_on_one_machine_listens_to_others(run: Any) -> None:
+    training = run(*ENDLESS, "--out", "run")
+    training.wait_for_updates(1)
+    processes = [training.process.pid, *training.workers]
+    assert all(listening(worker) for worker in training.workers)
+    assert {pid: reachable_from_outside(pid) for pid in processes} == {pid: [] for pid in processes}
 
 
 def test_workers_end_when_their_launcher_is_killed_outright(run: Any) -> None:

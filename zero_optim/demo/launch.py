@@ -6,6 +6,11 @@ Note [How a run ends]
     alone, and once. When a worker fails or is killed, the launcher ends the others. When the parent
     itself is killed outright, `end_with_parent` ends the workers. Checkpoints are whole throughout, see
     `zero_optim.checkpoint`.
+
+Note [Files in place of sockets]
+    PyTorch's store listens on every address of the host, and whoever reaches it can change what ranks read.
+    A run that this launcher starts is on one host, so the launcher and the ranks meet in files of a folder
+    that is theirs alone. Only gloo and NCCL listen, on the loopback interface.
 """
 
 import logging
@@ -59,10 +64,11 @@ def launch(config: "RunConfig") -> None:
         WorkerFailedError: a rank did not end well.
         InterruptedRunError: a signal came.
     """
-    with _quiet(), _signals_raise(), tempfile.TemporaryDirectory(prefix="zero-optim-") as folder:
+    with _quiet(), _signals_raise(), _no_store(), tempfile.TemporaryDirectory(prefix="zero-optim-") as folder:
         start = elastic_launch(_launch_config(config.nproc, folder), sys.executable)
+        code = importing_from(sys.path, _WORKER)
         try:
-            start("-c", importing_from(sys.path, _WORKER), config.to_json(), str(os.getpid()))
+            start("-c", code, config.to_json(), str(os.getpid()), f"{folder}/ranks")
         except ChildFailedError as error:
             raise WorkerFailedError(describe(error.failures)) from None
         except SignalException as error:
@@ -76,7 +82,8 @@ def _launch_config(nproc: int, folder: str) -> LaunchConfig:
         nproc_per_node=nproc,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",  # any free port
+        rdzv_endpoint=f"{folder}/launcher",
+        rdzv_configs={"store_type": "file"},  # see Note [Files in place of sockets]
         local_addr="127.0.0.1",  # else the host's name is looked up, and may lead nowhere
         max_restarts=0,
         monitor_interval=0.1,
@@ -120,6 +127,21 @@ def _quiet() -> Iterator[None]:
         for logger, propagate in zip(loggers, before, strict=True):
             logger.propagate = propagate
             logger.removeHandler(handler)
+
+
+@contextmanager
+def _no_store() -> Iterator[None]:
+    """Keep the elastic launcher from making a store for its workers, which would listen everywhere."""
+    name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 @contextmanager

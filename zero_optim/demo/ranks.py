@@ -2,13 +2,14 @@
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zero_optim.demo.config import Device
-from zero_optim.host import num_cores
+from zero_optim.host import num_cores, use_loopback
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +48,33 @@ class Ranks:
         return [theirs.tolist() for theirs in everyone]
 
 
-def join(device: Device) -> Ranks:
-    """Enter the default process group, as the launcher's environment says; all ranks call."""
+def join(device: Device, meeting: str | None = None) -> Ranks:
+    """Enter the default process group; all ranks call. Ranks of one host stay on its loopback interface.
+
+    Args:
+        device: where to compute.
+        meeting: a file, not there yet, in which the ranks of one host find each other; None for the store
+            that the environment names, as torchrun sets it.
+    """
     local_rank, local_world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, num_cores() // local_world_size))
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if local_world_size == world_size:
+        use_loopback()
+    found: dict[str, Any] = {}
+    if meeting is not None:
+        store = dist.FileStore(meeting, world_size)  # type: ignore[attr-defined]
+        found = {"store": store, "rank": rank, "world_size": world_size}
     kind = choose_device(device, local_world_size)
     if kind == "cuda":
         here = torch.device("cuda", local_rank)
         torch.cuda.set_device(here)
-        dist.init_process_group("nccl", device_id=here)
+        dist.init_process_group("nccl", device_id=here, **found)
     else:
         here = torch.device("cpu")
-        dist.init_process_group("gloo")
-    return Ranks(dist.get_rank(), dist.get_world_size(), here)
+        dist.init_process_group("gloo", **found)
+    return Ranks(rank, world_size, here)
 
 
 def choose_device(asked: Device, local_world_size: int) -> str:

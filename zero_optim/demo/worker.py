@@ -26,12 +26,12 @@ _EXPECTED = (DivergedError, BrokenPipeError, CheckpointError)  # their line says
 
 
 def main() -> None:
-    """Run as a rank that `launch` started, with the run and the parent's process id as arguments."""
+    """Run as a rank of `launch`; arguments: the run, the parent's process id, a file in which ranks meet."""
     end_with_parent(int(sys.argv[2]))
     if os.environ["RANK"] != "0":
         warnings.simplefilter("ignore")  # the same ones come from rank 0
     try:
-        work(RunConfig.from_json(sys.argv[1]))
+        work(RunConfig.from_json(sys.argv[1]), sys.argv[3])
     except Exception as error:  # noqa: BLE001 - whatever it is, the parent tells
         record_failure(error)
         sys.exit(1)
@@ -64,9 +64,14 @@ def record_failure(error: Exception) -> None:
     Path(path).write_text(json.dumps({"message": message}))
 
 
-def work(config: RunConfig) -> None:
-    """Train; all ranks call, and rank 0 keeps a journal."""
-    place = ranks.join(config.device)
+def work(config: RunConfig, meeting: str | None = None) -> None:
+    """Train; all ranks call, and rank 0 keeps a journal.
+
+    Args:
+        config: the run.
+        meeting: as `ranks.join` takes it.
+    """
+    place = ranks.join(config.device, meeting)
     trainer = Trainer(config, place, text.load(config.text, config.context))
     if config.resume is not None:
         trainer.restore(config.resume)
