@@ -15,8 +15,9 @@ import torch.distributed as dist
 from zero_optim import ZeroRedundancyOptimizer, checkpoint, cli
 from zero_optim.demo import prepare, saved
 from zero_optim.demo.config import RunConfig, flag
-from zero_optim.demo.launch import InterruptedRunError, importing_from
+from zero_optim.demo.launch import importing_from
 from zero_optim.demo.model import GPT
+from zero_optim.errors import InterruptedRunError
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 

@@ -17,7 +17,8 @@ from zero_optim.demo import launch, records, report, schedule, worker
 from zero_optim.demo.config import ModelShape
 from zero_optim.demo.model import GPT, generate
 from zero_optim.demo.records import Record, Records
-from zero_optim.demo.trainer import DivergedError, Shard
+from zero_optim.demo.trainer import Shard
+from zero_optim.errors import DivergedError
 
 SHAPE = ModelShape(context=16, layers=2, width=16, heads=2)
 

@@ -217,7 +217,7 @@ def test_a_script_without_the_guard_is_told_what_it_lacks(tmp_path: Path) -> Non
     last = done.stderr.strip().splitlines()
     assert any("put the code that calls it under `if __name__" in line for line in last)
     assert any(
-        line.startswith("zero_optim.launch.RankFailedError: rank 0 of 1 ended with status 1") for line in last
+        line.startswith("zero_optim.errors.RankFailedError: rank 0 of 1 ended with status 1") for line in last
     )
     assert "needs `if __name__ ==" in done.stderr
 

@@ -2,21 +2,29 @@
 
 from zero_optim.errors import (
     CheckpointError,
+    DivergedError,
+    InterruptedRunError,
+    LaunchTimeoutError,
     NotConsolidatedError,
+    RankFailedError,
     RankMismatchError,
+    ReductionError,
     RemoteRankError,
     StateMismatchError,
     ZeroOptimError,
 )
-from zero_optim.launch import LaunchTimeoutError, RankFailedError, launch
+from zero_optim.launch import launch
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 
 __all__ = [
     "CheckpointError",
+    "DivergedError",
+    "InterruptedRunError",
     "LaunchTimeoutError",
     "NotConsolidatedError",
     "RankFailedError",
     "RankMismatchError",
+    "ReductionError",
     "RemoteRankError",
     "StateMismatchError",
     "ZeroOptimError",

@@ -14,8 +14,8 @@ from typing import Any, NoReturn, get_args
 
 from zero_optim.demo import prepare, saved
 from zero_optim.demo.config import Device, Overlap, RunConfig, Schedule, Wrapper, defaults
-from zero_optim.demo.launch import InterruptedRunError, WorkerFailedError, launch
-from zero_optim.errors import ZeroOptimError
+from zero_optim.demo.launch import launch
+from zero_optim.errors import InterruptedRunError, RankFailedError, ZeroOptimError
 
 
 class _Parser(argparse.ArgumentParser):
@@ -75,7 +75,7 @@ def _torchrun() -> prepare.Started | None:
 def _launch(config: RunConfig) -> int:
     try:
         launch(config)
-    except WorkerFailedError as error:
+    except RankFailedError as error:
         _leave_bar()
         _complain(str(error))
         return 1

@@ -3,13 +3,20 @@
     ZeroOptimError
     ├── RankMismatchError        ranks disagree about what they are about to do together
     ├── RemoteRankError          another rank failed with an exception this rank cannot rebuild
+    │   ├── RankFailedError      a rank that was started here failed or was killed
+    │   └── LaunchTimeoutError   ranks that were started here took too long
     ├── NotConsolidatedError     a whole state dict was asked for that is absent or stale
     ├── StateMismatchError       a state dict that does not fit this optimizer
     ├── CheckpointError          a checkpoint that is incomplete or damaged, or could not be written
-    └── ReductionError           gradients of a backward pass that could not be reduced
+    ├── ReductionError           gradients of a backward pass that could not be reduced
+    ├── DivergedError            the loss of zero-optim train is no number any more
+    └── InterruptedRunError      zero-optim train was ended by a signal
 
 Wrong arguments raise plain ``ValueError`` and ``TypeError``, as in ``torch.optim``.
 """
+
+import signal
+from typing import Any
 
 
 class ZeroOptimError(Exception):
@@ -22,6 +29,26 @@ class RankMismatchError(ZeroOptimError, RuntimeError):
 
 class RemoteRankError(ZeroOptimError, RuntimeError):
     """A different rank failed; its message is quoted, its traceback is in that rank's output."""
+
+
+class RankFailedError(RemoteRankError):
+    """A rank failed or was killed; the message begins with its own traceback.
+
+    Attributes:
+        rank: that failed first.
+    """
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle with both arguments."""
+        return type(self), (str(self), self.rank)
+
+
+class LaunchTimeoutError(RemoteRankError, TimeoutError):
+    """The ranks took too long; the message says where each one was."""
 
 
 class NotConsolidatedError(ZeroOptimError, RuntimeError):
@@ -38,3 +65,23 @@ class ReductionError(ZeroOptimError, RuntimeError):
 
 class CheckpointError(ZeroOptimError, RuntimeError):
     """A checkpoint is incomplete or damaged, or could not be written; the message has the reason."""
+
+
+class DivergedError(ZeroOptimError, ArithmeticError):
+    """The loss is no number any more."""
+
+
+class InterruptedRunError(ZeroOptimError):
+    """The run was ended by a signal to the launcher.
+
+    Attributes:
+        signum: the signal.
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"ended by {signal.Signals(signum).name}")
+        self.signum = signum
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle with the argument."""
+        return type(self), (self.signum,)

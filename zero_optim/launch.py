@@ -40,33 +40,13 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from zero_optim.errors import RemoteRankError
+from zero_optim.errors import LaunchTimeoutError, RankFailedError, RemoteRankError
 from zero_optim.host import end_with_parent, num_cores, use_loopback
 from zero_optim.session import pack, pickler, unpack
 
 T = TypeVar("T")
 
 _GRACE = 0.5  # seconds that the others have to fail too, once a rank has
-
-
-class RankFailedError(RemoteRankError):
-    """A rank failed or was killed; the message begins with its own traceback.
-
-    Attributes:
-        rank: that failed first.
-    """
-
-    def __init__(self, message: str, rank: int) -> None:
-        super().__init__(message)
-        self.rank = rank
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle with both arguments."""
-        return type(self), (str(self), self.rank)
-
-
-class LaunchTimeoutError(RemoteRankError, TimeoutError):
-    """The ranks took too long; the message says where each one was."""
 
 
 def launch(

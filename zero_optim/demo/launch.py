@@ -29,6 +29,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from zero_optim.errors import InterruptedRunError, RankFailedError
+
 if TYPE_CHECKING:
     from zero_optim.demo.config import RunConfig
 
@@ -41,27 +43,11 @@ _WORKER = (
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
-class WorkerFailedError(RuntimeError):
-    """A rank failed or was killed; the message says which and has its own traceback."""
-
-
-class InterruptedRunError(Exception):
-    """The run was ended by a signal to the launcher.
-
-    Attributes:
-        signum: the signal.
-    """
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(f"ended by {signal.Signals(signum).name}")
-        self.signum = signum
-
-
 def launch(config: "RunConfig") -> None:
     """Run ``config.nproc`` ranks to their end; none is left when this returns or raises.
 
     Raises:
-        WorkerFailedError: a rank did not end well.
+        RankFailedError: a rank did not end well.
         InterruptedRunError: a signal came.
     """
     with _quiet(), _signals_raise(), _no_store(), tempfile.TemporaryDirectory(prefix="zero-optim-") as folder:
@@ -70,7 +56,7 @@ def launch(config: "RunConfig") -> None:
         try:
             start("-c", code, config.to_json(), str(os.getpid()), f"{folder}/ranks")
         except ChildFailedError as error:
-            raise WorkerFailedError(describe(error.failures)) from None
+            raise RankFailedError(describe(error.failures), first_failed(error.failures)) from None
         except SignalException as error:
             raise InterruptedRunError(error.sigval) from None
 
@@ -159,21 +145,25 @@ def _signals_raise() -> Iterator[None]:
             signal.signal(signum, handler)
 
 
-def describe(failures: Mapping[int, ProcessFailure]) -> str:
-    """Tell the first cause among failed ranks, by rank.
+def first_failed(failures: Mapping[int, ProcessFailure]) -> int:
+    """Find the rank that is the first cause, among failed ones.
 
     A killed rank comes first: its peers then fail as well, for want of it, and may be first to say
     so. SIGTERM does not count, the launcher sends it to those that are left. Otherwise, the earliest
     traceback is the cause.
     """
-    killed = [
-        (rank, failure) for rank, failure in failures.items() if failure.exitcode < 0 and not _ended(failure)
-    ]
+    killed = [rank for rank, failure in failures.items() if failure.exitcode < 0 and not _ended(failure)]
     if killed:
-        rank, failure = killed[0]
+        return killed[0]
+    return min(failures, key=lambda rank: (_ended(failures[rank]), _when(failures[rank])))
+
+
+def describe(failures: Mapping[int, ProcessFailure]) -> str:
+    """Tell how the first of the failed ranks failed; failures by rank."""
+    rank = first_failed(failures)
+    failure, report = failures[rank], _report(failures[rank])
+    if failure.exitcode < 0 and not _ended(failure):
         return f"rank {rank} was killed by {failure.signal_name()} (process {failure.pid})"
-    rank, failure = min(failures.items(), key=lambda item: (_ended(item[1]), _when(item[1])))
-    report = _report(failure)
     if "text" in report:
         return f"rank {rank} failed{report['text']}"
     return f"rank {rank} ended with status {failure.exitcode} (process {failure.pid})"

@@ -29,14 +29,11 @@ from zero_optim.demo.model import GPT, generate
 from zero_optim.demo.records import Record
 from zero_optim.demo.text import Corpus, Samples, held_out_windows
 from zero_optim.demo.trace import BACKWARD, FORWARD
+from zero_optim.errors import DivergedError
 from zero_optim.hooks import make_hook, zero_step
 
 if TYPE_CHECKING:
     from zero_optim.demo.ranks import Ranks
-
-
-class DivergedError(ArithmeticError):
-    """The loss is no number any more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from zero_optim.demo import ranks, saved, text, trace
 from zero_optim.demo.config import RunConfig
 from zero_optim.demo.journal import Journal
 from zero_optim.demo.records import Record
-from zero_optim.demo.trainer import DivergedError, Trainer
-from zero_optim.errors import CheckpointError
+from zero_optim.demo.trainer import Trainer
+from zero_optim.errors import CheckpointError, DivergedError
 from zero_optim.host import end_with_parent
 
 TRACED_AFTER = 5  # updates: by then the allocator and the buckets have settled
