@@ -39,11 +39,20 @@ _OVERRIDDEN = (
 _USED = (
     "_check_sync_bufs_post_fwd",
     "_clear_grad_buffer",
+    "_comm_hooks",
+    "_delay_all_reduce_all_params",
+    "_delay_grad_buffer",
+    "_module_parameters",
     "_passing_sync_batchnorm_handle",
     "_set_static_graph",
     "_sync_buffers",
 )
-require([(TorchDistributedDataParallel, name) for name in (*_OVERRIDDEN, *_USED)], __name__)
+NEEDED: tuple[tuple[object, str], ...] = (  # see Note [Private names] in zero_optim.engine
+    *((TorchDistributedDataParallel, name) for name in (*_OVERRIDDEN, *_USED)),
+    (dist, "_DEFAULT_FIRST_BUCKET_BYTES"),
+    (torch._C, "Future"),
+)
+require(NEEDED, __name__)
 
 _SIGNATURE = inspect.signature(TorchDistributedDataParallel.__init__)
 # Arguments that ranks need not have in common, such as a device of their own, or that are compared by name.

@@ -12,6 +12,9 @@ The folder lies at the top of the repository, but the package is ``zero_optim.ho
 if __name__ != "zero_optim.hooks":
     raise ImportError(f"import this package as 'zero_optim.hooks', not as {__name__!r}", name=__name__)
 
+from torch import Tensor
+
+from zero_optim.engine import require
 from zero_optim.hooks.allreduce import allreduce_hook
 from zero_optim.hooks.compress import (
     bf16_compress_hook,
@@ -38,6 +41,9 @@ from zero_optim.hooks.registry import (
 )
 from zero_optim.hooks.top_k import TopKState, topk_hook
 from zero_optim.hooks.zero_step import hook_with_zero_step, hook_with_zero_step_interleaved, zero_step
+
+NEEDED = ((Tensor, "_nnz"),)  # see Note [Private names] in zero_optim.engine
+require(NEEDED, __name__)
 
 __all__ = [
     "BucketRecord",

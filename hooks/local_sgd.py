@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.model_averaging import averagers
 
+from zero_optim.engine import copy_each
 from zero_optim.hooks.bucket import GradBucket
 from zero_optim.hooks.exchange import group_of, landed, launch_average
 
@@ -107,7 +108,7 @@ class PeriodicModelAverager(averagers.PeriodicModelAverager):
             for alike in _by_kind(params):
                 flat = torch.cat([param.reshape(-1) for param in alike])
                 launch_average(self.process_group, flat).wait()
-                torch._foreach_copy_(alike, [
+                copy_each(alike, [
                     part.view(param.shape)
                     for part, param in zip(torch.split(flat, [p.numel() for p in alike]), alike, strict=True)
                 ])  # fmt: skip

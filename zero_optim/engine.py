@@ -1,4 +1,11 @@
-"""What the library needs of PyTorch and has no public name, its DDP class apart; checked when imported."""
+"""What the library needs of PyTorch and has no public name: checked when imported, most of it used from here.
+
+Note [Private names]
+    Each package lists those it uses: `NEEDED` here, and in ``zero_optim.checkpoint``, ``zero_optim.ddp`` and
+    ``zero_optim.hooks``. A name that is missing then shows at import, with what to do, and not in the middle
+    of a run. All were there in PyTorch 2.8.0 and in 2.13.0. What is read with a default where it is missing
+    is not listed.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,8 +15,29 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import Node
+from torch.distributed.algorithms.join import Joinable
+from torch.optim import optimizer as torch_optimizer_module
+from torch.utils import _python_dispatch
 
-_NEEDED: tuple[tuple[object, str], ...] = (
+WORKS_WITH = "2.8 to 2.13"  # versions of PyTorch
+
+NEEDED: tuple[tuple[object, str], ...] = (
+    (Tensor, "_indices"),
+    (Tensor, "_values"),
+    (Tensor, "_version"),
+    (torch.amp.GradScaler, "_found_inf_per_device"),
+    (dist.ProcessGroup, "_get_backend"),
+    (Joinable, "_join_config"),
+    (torch.optim.Optimizer, "_optimizer_load_state_dict_post_hooks"),
+    (torch.optim.Optimizer, "_optimizer_load_state_dict_pre_hooks"),
+    (torch_optimizer_module, "_global_optimizer_post_hooks"),
+    (torch_optimizer_module, "_global_optimizer_pre_hooks"),
+    (_python_dispatch, "is_traceable_wrapper_subclass"),
+    (torch, "_amp_foreach_non_finite_check_and_unscale_"),
+    (torch, "_foreach_lerp_"),
+    (torch, "_foreach_norm"),
+    (torch._C, "DisableTorchFunctionSubclass"),
+    (Variable, "_execution_engine"),
     (getattr(Variable, "_execution_engine", None), "queue_callback"),
     (torch._C, "_current_autograd_node"),
     (torch._C, "_current_graph_task_id"),
@@ -20,8 +48,16 @@ _NEEDED: tuple[tuple[object, str], ...] = (
 
 
 def missing_names(needed: Sequence[tuple[object, str]]) -> list[str]:
-    """List which of some (owner, attribute) pairs this PyTorch does not have."""
-    return [name for owner, name in needed if not hasattr(owner, name)]
+    """List which of some (owner, attribute) pairs this PyTorch does not have.
+
+    A class also has what its constructor mentions, since that may be set on its instances alone.
+    """
+    return [name for owner, name in needed if not (hasattr(owner, name) or name in _set_by(owner))]
+
+
+def _set_by(owner: object) -> tuple[str, ...]:
+    code = getattr(getattr(owner, "__init__", None), "__code__", None)
+    return code.co_names if code is not None else ()
 
 
 def require(needed: Sequence[tuple[object, str]], what: str) -> None:
@@ -34,11 +70,16 @@ def require(needed: Sequence[tuple[object, str]], what: str) -> None:
     if missing:
         raise ImportError(
             f"{what} needs {', '.join(missing)}, which PyTorch {torch.__version__} does not have: "
-            "use PyTorch 2.8 to 2.13, or a newer zero-optim"
+            f"use PyTorch {WORKS_WITH}, or a newer zero-optim"
         )
 
 
-require(_NEEDED, "zero_optim")
+require(NEEDED, "zero_optim")
+
+
+def wraps_tensors(tensor: Tensor) -> bool:
+    """Tell whether a tensor is made of others, as its class says by ``__tensor_flatten__``."""
+    return bool(_python_dispatch.is_traceable_wrapper_subclass(tensor))
 
 
 def backward_number() -> int:

@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero_optim.buckets import assign_buckets
+from zero_optim.engine import wraps_tensors
 from zero_optim.layout import Layout, whole
 from zero_optim.partition import assign_owners
 
@@ -242,7 +242,7 @@ def check_shardable(groups: Sequence[Group]) -> None:
 
 
 def _is_wrapper(param: Tensor) -> bool:
-    return is_traceable_wrapper_subclass(param)
+    return wraps_tensors(param)
 
 
 def _check_memory(params: Sequence[Tensor], names: Sequence[str]) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero_optim.collectives import RankGroup, bytes_to_tensor, tensor_to_bytes
+from zero_optim.engine import wraps_tensors
 from zero_optim.plan import dense_strides
 
 PIECE_NBYTES = 16 * 2**20
@@ -86,7 +86,7 @@ def _encode_tensor(tensor: Tensor, where: str, tensors: list[Tensor]) -> Skeleto
 def _encode_subclass(tensor: Tensor, where: str, tensors: list[Tensor]) -> Skeleton:
     """Take a tensor subclass apart: by its own rule if it wraps tensors, else into tensor and attributes."""
     name = [type(tensor).__module__, type(tensor).__qualname__]
-    if _wraps(tensor):
+    if wraps_tensors(tensor):
         attributes, context = flattened(tensor)
         told = _encode(context, f"the context of {where}", [])
         form = [tuple(tensor.shape), tensor.stride()]
@@ -94,10 +94,6 @@ def _encode_subclass(tensor: Tensor, where: str, tensors: list[Tensor]) -> Skele
     with torch._C.DisableTorchFunctionSubclass():
         inner = tensor.detach().as_subclass(Tensor)
     return ["subclass", [name, _encode(vars(tensor), where, tensors), _encode(inner, where, tensors)]]
-
-
-def _wraps(tensor: Tensor) -> bool:
-    return is_traceable_wrapper_subclass(tensor)
 
 
 def flattened(tensor: Any) -> tuple[list[str], Any]:  # noqa: ANN401 - a class that only has the method in common
@@ -289,7 +285,7 @@ def copied_to_cpu(tensor: Tensor) -> Tensor:
 
 
 def _like(tensor: Tensor, copy: Tensor) -> Tensor:
-    if type(tensor) not in (Tensor, torch.nn.Parameter) and not _wraps(tensor):
+    if type(tensor) not in (Tensor, torch.nn.Parameter) and not wraps_tensors(tensor):
         vars(copy).update(vars(tensor))
     return copy
 
@@ -297,7 +293,7 @@ def _like(tensor: Tensor, copy: Tensor) -> Tensor:
 def inner_tensors(value: Nested) -> list[Tensor]:
     """List the tensors with memory of their own in a nested value, those inside other tensors included."""
     if isinstance(value, Tensor):
-        if _wraps(value):
+        if wraps_tensors(value):
             attributes, _ = flattened(value)
             return [tensor for name in attributes for tensor in inner_tensors(getattr(value, name))]
         return [value._indices(), value._values()] if value.is_sparse else [value]
