@@ -18,12 +18,12 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from zero_optim.agreement import agree, failing_together
 from zero_optim.collectives import RankGroup
-from zero_optim.ddp.faces import LoggerFace, ReducerFace, eager
+from zero_optim.ddp.faces import LoggerFace, ReducerFace
 from zero_optim.ddp.logging_data import Journal, has_sync_batch_norm
 from zero_optim.ddp.reducer import Reducer
 from zero_optim.ddp.reduction import Hook, hook_name
 from zero_optim.ddp.wiring import ReducerOptions, describe
-from zero_optim.engine import after_backward, require
+from zero_optim.engine import after_backward, eager, require
 
 _OVERRIDDEN = (
     "_ddp_init_helper",

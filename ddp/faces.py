@@ -1,24 +1,14 @@
 """Our reducer and journal behind the method names by which PyTorch's class knows its own."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
 from zero_optim.ddp.logging_data import Journal, LoggingData
 from zero_optim.ddp.reducer import Reducer
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def eager(function: F) -> F:
-    """Keep a function out of ``torch.compile``, which need not look into what counts gradients."""
-    kept: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return kept
+from zero_optim.engine import eager
 
 
 @dataclass(slots=True, eq=False)

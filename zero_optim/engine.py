@@ -8,7 +8,7 @@ Note [Private names]
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from torch.autograd.graph import Node
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import optimizer as torch_optimizer_module
 from torch.utils import _python_dispatch
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 WORKS_WITH = "2.8 to 2.13"  # versions of PyTorch
 
@@ -125,6 +127,12 @@ def num_gloo_threads(group: dist.ProcessGroup) -> int:
         return 0
     backend = group._get_backend(torch.device("cpu"))
     return int(getattr(getattr(backend, "options", None), "_threads", 0))
+
+
+def eager(function: F) -> F:
+    """Keep a function that counts, waits or communicates out of ``torch.compile``."""
+    kept: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return kept
 
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

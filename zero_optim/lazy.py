@@ -6,16 +6,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from zero_optim.engine import eager
 from zero_optim.sharding import Sharding
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
-
-
-def _eager(function: Callable[..., None]) -> Callable[..., None]:
-    """Keep a hook that waits out of ``torch.compile(model)``."""
-    eager: Callable[..., None] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return eager
 
 
 class LazyGather:
@@ -39,7 +34,7 @@ class LazyGather:
         self._params = frozenset(model.parameters())
         self._called: set[nn.Module] = set()
         self._needs: dict[nn.Module, list[Tensor]] | None = None
-        self._handles: list[RemovableHandle] = [model.register_forward_hook(_eager(self._after_forward))]
+        self._handles: list[RemovableHandle] = [model.register_forward_hook(eager(self._after_forward))]
         for module in model.modules():
             self._handles.append(module.register_forward_pre_hook(self._before_forward(module), prepend=True))
             self._handles.append(module.register_state_dict_pre_hook(self._before_reading))  # type: ignore[no-untyped-call]
@@ -65,7 +60,7 @@ class LazyGather:
             else:
                 self._under_way.wait_for(self._needed_by(module, self._needs))
 
-        return _eager(wait)
+        return eager(wait)
 
     def _needed_by(self, module: nn.Module, needs: dict[nn.Module, list[Tensor]]) -> Iterable[Tensor]:
         # One that was not called in the first forward pass may call and read whatever lies below it.

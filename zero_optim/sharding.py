@@ -2,14 +2,14 @@
 
 import math
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec
+from collections.abc import Sequence
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from zero_optim.agreement import agree, failing_together
 from zero_optim.collectives import RankGroup
+from zero_optim.engine import eager
 from zero_optim.gather import UnderWay, gather_buckets, launch_buckets
 from zero_optim.layout import Run, runs
 from zero_optim.partition import rank_loads
@@ -26,14 +26,6 @@ from zero_optim.plan import (
     params_of,
 )
 from zero_optim.storage import Bucket, PackedBucket, ViewBucket, is_active
-
-P = ParamSpec("P")
-
-
-def _eager(function: Callable[P, None]) -> Callable[P, None]:
-    """Keep a function that communicates out of ``torch.compile(optimizer.step)``."""
-    eager: Callable[P, None] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return eager
 
 
 class Sharding:
@@ -110,7 +102,7 @@ class Sharding:
             self.buckets.append(self._kind(members, bucket.layout, self._group.rank))
             self._active.append(is_active(self.buckets[-1]))
 
-    @_eager
+    @eager
     def refresh(self, groups: Sequence[Group]) -> None:
         """Look at every parameter before a step; see `Bucket.refresh`.
 
@@ -131,7 +123,7 @@ class Sharding:
                 name = param_names(groups)[index]
                 raise ValueError(f"{name} has no owner: add parameters with add_param_group(), on all ranks")
 
-    @_eager
+    @eager
     def gather(self, groups: Sequence[Group]) -> None:
         """Bring all parameters up to date on all ranks; all ranks call.
 
@@ -178,7 +170,7 @@ class Sharding:
             found.append((bucket, chosen, tuple(runs(bucket.layout, chosen))))
         return tuple(found)
 
-    @_eager
+    @eager
     def gather_all(self) -> None:
         """Bring all parameters up to date, frozen ones too; all ranks call."""
         gather_buckets(self._group, self.buckets)
