@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_optim.collectives import RankGroup
+from zero_optim.collectives import RankGroup, ranks_text
 from zero_optim.errors import ReductionError
 
 
@@ -71,7 +71,7 @@ class Report:
 def _who(ranks: Sequence[int], size: int) -> str:
     if len(ranks) == size and size > 1:
         return "every rank"
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return ranks_text(ranks)
 
 
 def named(names: Sequence[str], most: int = 10) -> str:
