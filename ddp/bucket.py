@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.engine import copy_each, scale_each
-from zero_optim.plan import dense_strides
+from zero_optim.plan import consecutive_views
 
 # Small gradients are copied in runs of about this many bytes: few calls, and each while it still lies in the
 # cache. Where they become views of the bucket, the memory they leave is that of the next ones. A large one is
@@ -89,11 +89,7 @@ class Bucket:
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """View another flat tensor of as many elements as this bucket views its own."""
-        views, offset = [], flat.storage_offset()
-        for param in self.params:
-            views.append(flat.as_strided(param.shape, dense_strides(param), offset))
-            offset += param.numel()
-        return views
+        return consecutive_views(flat, self.params)
 
     def take_run(self, divisor: float) -> None:
         """Copy what has come and was not copied yet, divided.

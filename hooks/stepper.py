@@ -23,7 +23,6 @@ Note [Backward passes within backward passes]
     parameters are left to ``step()`` then, and gradients changed too late are not noticed.
 """
 
-import itertools
 import queue
 import threading
 import weakref
@@ -41,7 +40,7 @@ from zero_optim.engine import after_backward, backward_number, in_backward, in_o
 from zero_optim.hooks.bucket import GradBucket, Hook, TensorFuture
 from zero_optim.hooks.exchange import future_on
 from zero_optim.hooks.owners import OwnerReduction, Pieces
-from zero_optim.plan import dense_strides
+from zero_optim.plan import consecutive_views
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -260,12 +259,7 @@ def _gradients(result: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
     """View each parameter's gradient in a bucket's reduced tensor, with the parameter's strides."""
     if result.is_sparse:
         return [result]
-    flat = result.reshape(-1).to(params[0].dtype)
-    starts = itertools.accumulate((param.numel() for param in params), initial=int(flat.storage_offset()))
-    return [
-        flat.as_strided(param.shape, dense_strides(param), start)
-        for param, start in zip(params, starts, strict=False)
-    ]
+    return consecutive_views(result.reshape(-1).to(params[0].dtype), params)
 
 
 def _all_zero(gradients: Sequence[Tensor]) -> set[int]:

@@ -159,6 +159,15 @@ def dense_strides(param: Tensor) -> tuple[int, ...]:
     return param.stride() if param.is_contiguous() else torch.empty_like(param, device="meta").stride()
 
 
+def consecutive_views(flat: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
+    """View parameters' places in a 1-D tensor that holds them one behind the other, with their strides."""
+    views, start = [], flat.storage_offset()
+    for param in params:
+        views.append(flat.as_strided(param.shape, dense_strides(param), start))
+        start += param.numel()
+    return views
+
+
 def params_of(groups: Sequence[Group]) -> list[Tensor]:
     """List all parameters, group by group."""
     return [param for group in groups for param in group["params"]]
