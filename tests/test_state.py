@@ -491,28 +491,26 @@ def test_a_rank_that_is_dealt_its_part_grows_by_little_more(ranks4: Ranks) -> No
         assert growth <= 32 + 64  # MiB: two of eight parameters with two moments of 8 MiB each, and 64
 
 
-def test_a_bar_is_drawn_on_a_terminal_once_a_second_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    times = iter([0.0, 0.0, 0.5, 1.5, 1.6, 1.7])
-    monkeypatch.setattr(progress, "monotonic", lambda: next(times))
-    monkeypatch.setattr(sys, "stderr", shown := Terminal())
-    with progress.Progress("consolidating", 4 * 2**20) as bar:
-        bar.advance(2**20)
-        assert shown.getvalue() == ""
-        bar.advance(2**20)
-        bar.advance(2**20)
-    assert "consolidating" in shown.getvalue()
-    times = iter([0.0, 0.0, 9.0])
-    monkeypatch.setattr(sys, "stderr", plain := io.StringIO())
-    with progress.Progress("consolidating", 4) as bar:
-        bar.advance(1)
-    assert plain.getvalue() == ""
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
-def test_without_rich_and_tqdm_there_is_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("rich.console", "rich.progress", "tqdm"):
-        monkeypatch.setitem(sys.modules, name, None)
-    assert progress._make_bar("consolidating", 1) is None
+def drawn(monkeypatch: pytest.MonkeyPatch, stderr: io.StringIO, patience: float) -> str:
+    """What a bar has drawn by the time that half is done, if it is drawn after so many seconds."""
+    monkeypatch.setattr(progress, "_PATIENCE", patience)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with progress.progress("consolidating", 4 * 2**20) as advance:
+        advance(2**21)
+        return stderr.getvalue()
+
+
+def test_a_bar_is_drawn_on_a_terminal_once_some_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "consolidating" in drawn(monkeypatch, Terminal(), patience=0)
+    assert drawn(monkeypatch, Terminal(), patience=3600) == ""
+    assert drawn(monkeypatch, io.StringIO(), patience=0) == ""
+
+
+def test_without_tqdm_there_is_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert drawn(monkeypatch, Terminal(), patience=0) == ""

@@ -14,7 +14,7 @@ from zero_optim.agreement import failing_together
 from zero_optim.collectives import RankGroup
 from zero_optim.errors import NotConsolidatedError, StateMismatchError
 from zero_optim.plan import Group
-from zero_optim.progress import Progress
+from zero_optim.progress import progress
 from zero_optim.shaped import ShapedKeys
 from zero_optim.wire import copied, copied_to_cpu, encode, inner_tensors, map_tensors, recv_value, send_value
 
@@ -103,14 +103,14 @@ def consolidate(
     merged: WholeState = {}
     # Every rank owns about as much, so this rank's bytes tell how many are to come.
     total = group.size * sum(tensor.nbytes for tensor in tensors)
-    with Progress("consolidating", total, shown=group.rank == to[0]) as progress:
+    with progress("consolidating", total, shown=group.rank == to[0]) as advance:
         for owner in range(group.size):
             if owner == group.rank:
                 send_value(group, [rank for rank in to if rank != owner], skeleton, tensors)
             if group.rank not in to:
                 continue
             here = owner == group.rank
-            part = map_tensors(mine, copied_to_cpu) if here else recv_value(group, owner, progress.advance)
+            part = map_tensors(mine, copied_to_cpu) if here else recv_value(group, owner, advance)
             for key, value in part.items():
                 merged.setdefault(key, value)  # global entries: every rank has one, the first counts
     return in_order(merged) if group.rank in to else None

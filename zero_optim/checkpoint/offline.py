@@ -22,7 +22,7 @@ from zero_optim.checkpoint.torchfile import Source, read_source, write_file
 from zero_optim.checkpoint.values import Json, key_of, tensors_in, unpack
 from zero_optim.errors import CheckpointError, StateMismatchError
 from zero_optim.partition import assign_owners
-from zero_optim.progress import Progress
+from zero_optim.progress import progress
 
 
 def consolidate(source: Path, out: Path, *, weights: bool = False) -> None:
@@ -45,11 +45,11 @@ def consolidate(source: Path, out: Path, *, weights: bool = False) -> None:
     total = sum(
         entry.nbytes for key, entry in reader.manifest.entries.items() if key.startswith(wanted + "/")
     )
-    with Progress("consolidating", total) as progress:
+    with progress("consolidating", total) as advance:
 
         def read(key: str) -> Tensor:
             tensor = reader.read_tensors([key])[key]
-            progress.advance(tensor.nbytes)
+            advance(tensor.nbytes)
             return tensor
 
         write_file(out, reader, build(reader.manifest.values), read)
@@ -163,7 +163,7 @@ def _write(
     """Write all data files, tensor by tensor."""
     entries: dict[str, Entry] = {}
     ends: dict[int, int] = {}
-    with ExitStack() as stack, Progress("resharding", sum(source.nbytes.values())) as progress:
+    with ExitStack() as stack, progress("resharding", sum(source.nbytes.values())) as advance:
         files: dict[int, DataWriter] = {}
         for key in source.nbytes:
             rank, tensor = owner_of(key), source.read(key)
@@ -173,7 +173,7 @@ def _write(
             chunk = files[rank].append(bytes_of(tensor), (0,) * len(shape), shape)
             entries[key] = Entry(tensor.dtype, shape, (chunk,))
             ends[rank] = chunk.start + chunk.nbytes
-            progress.advance(tensor.nbytes)
+            advance(tensor.nbytes)
             del tensor  # before the next one is read
     return {data_name(token, rank): DataFile(rank, end) for rank, end in sorted(ends.items())}, entries
 
