@@ -49,8 +49,9 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
             them; the same on every rank. Any dtypes and shapes; dense.
         optimizer_class: the class to shard, or a callable that builds one from groups.
         process_group: ranks to shard over; None for the default group.
-        parameters_as_bucket_view: True moves the parameters into flat tensors, so that gathers land
-            in place; False leaves ``param.data`` alone and copies at each step.
+        parameters_as_bucket_view: True moves the parameters into flat tensors, so that gathers land in place,
+            and gives each a storage of its own there; False leaves ``param.data`` alone and copies at each
+            step, as is also done for parameters in shared memory and on devices without DLPack.
         overlap_with_ddp: the step is taken during the backward pass, by a comm hook that `zero_optim.hooks`
             makes (``hook_with_zero_step``, ``zero_step``): the class is checked for that now, and `step`
             raises if no hook has run.

@@ -25,7 +25,7 @@ from zero_optim.plan import (
     param_names,
     params_of,
 )
-from zero_optim.storage import Bucket, PackedBucket, ViewBucket, is_active
+from zero_optim.storage import Bucket, is_active, make_bucket
 
 
 class Sharding:
@@ -33,7 +33,7 @@ class Sharding:
 
     Args:
         group: the ranks to shard over.
-        as_views: whether parameters become views of their bucket.
+        as_views: whether parameters are moved into their bucket, see `make_bucket`.
         cap_mb: capacity of a bucket in MiB, infinity for no limit.
 
     Attributes:
@@ -52,7 +52,7 @@ class Sharding:
         self.readers: list[frozenset[Tensor]] = []
         self._places: dict[Tensor, tuple[int, int]] = {}
         self._group = group
-        self._kind = ViewBucket if as_views else PackedBucket
+        self._as_views = as_views
         self._cap_nbytes = _nbytes(cap_mb)
         self._active: list[bool] = []
         self._checked: list[list[int]] = []  # the groups' members when they were last found to be owned
@@ -99,7 +99,8 @@ class Sharding:
         for bucket in plan.buckets:
             members = [params[index] for index in bucket.params]
             self._places.update({param: (len(self.buckets), index) for index, param in enumerate(members)})
-            self.buckets.append(self._kind(members, bucket.layout, self._group.rank))
+            made = make_bucket(members, bucket.layout, self._group.rank, as_views=self._as_views)
+            self.buckets.append(made)
             self._active.append(is_active(self.buckets[-1]))
 
     @eager

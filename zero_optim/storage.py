@@ -4,13 +4,33 @@ Two kinds with one interface. `ViewBucket` keeps the parameters inside its flat 
 that a gather lands in them without a copy; `PackedBucket` leaves ``param.data`` where the user put
 it and copies through a flat tensor that lives for one gather. In both, `fill` gives a flat tensor
 whose own row is up to date, and `settle` brings what the others' rows received into the parameters.
+`make_bucket` chooses between them.
+
+Note [A storage for each parameter]
+    Savers such as safetensors' and accelerate's take parameters with one storage for tied, and keep one
+    of them; ``torch.save(param)`` writes the whole storage. So no two parameters of a bucket share one. What
+    a DLPack capsule of a slice of the flat tensor is turned into has a storage of its own, just as long as
+    the slice, and keeps the flat tensor's memory alive for as long as it lives itself. The slice is
+    taken as bytes, since DLPack does not know every dtype, and the storage is given the dtype afterwards.
+    Autograd cannot see that a gather into the flat tensor changes a parameter, so `settle` tells it.
+
+    Such a storage cannot be resized, which would reach into the neighbour's memory. It can be moved to
+    shared memory (``share_memory_``, or being sent to another process): PyTorch puts other memory into
+    the same storage then. Such a parameter stays there, and gathers copy.
+
+    On CUDA the memory belongs to the flat tensor's block of the caching allocator. ``param.record_stream``
+    does nothing, as for every tensor whose memory that allocator did not give out itself; the block is reused
+    when the last parameter of the bucket has gone. Streams need no care here: the capsule is made and used up
+    at once, and nothing is read.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from zero_optim.layout import Layout
 from zero_optim.plan import dense_strides
@@ -86,6 +106,48 @@ def _views(flat: Tensor, forms: Sequence[Form], layout: Layout) -> list[Tensor]:
     return [flat.as_strided(form.size, form.stride, e.offset) for form, e in zip(forms, extents, strict=True)]
 
 
+def _with_own_storages(flat: Tensor, forms: Sequence[Form], layout: Layout) -> list[Tensor]:
+    """Like `_views`, but each with a storage of its own. See Note [A storage for each parameter]."""
+    return [_with_own_storage(place) for place in _views(flat, forms, layout)]
+
+
+def _with_own_storage(place: Tensor) -> Tensor:
+    """Give a tensor over the same memory whose storage ends where the (dense) tensor does."""
+    if place.numel() == 0:
+        return torch.empty_like(place)
+    octets = place.as_strided((place.numel(),), (1,)).view(torch.uint8)
+    storage = from_dlpack(to_dlpack(octets)).untyped_storage()  # type: ignore[attr-defined, no-untyped-call]
+    empty = torch.empty(0, dtype=place.dtype, device=place.device)
+    return empty.set_(storage, 0, place.size(), place.stride())
+
+
+def _can_be_views(params: Sequence[Tensor]) -> bool:
+    """Whether parameters may be moved into a flat tensor, and each be given its own storage there."""
+    device = params[0].device
+    if device.type == "cpu" and any(param.is_shared() for param in params):
+        return False  # other processes look at where they are
+    try:
+        byte = torch.zeros(1, dtype=torch.uint8, device=device)
+        return _with_own_storage(byte).data_ptr() == byte.data_ptr()
+    except (BufferError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        return False  # the device has no DLPack
+
+
+def make_bucket(params: list[Tensor], layout: Layout, rank: int, *, as_views: bool) -> "Bucket":
+    """Make a bucket.
+
+    Args:
+        params: the parameters.
+        layout: where each lies.
+        rank: this group rank.
+        as_views: move the parameters into a flat tensor, where that can be: it cannot for parameters in
+            shared memory, nor on a device without DLPack. Ranks may differ in that: all send the same.
+    """
+    if as_views and _can_be_views(params):
+        return ViewBucket(params, layout, rank)
+    return PackedBucket(params, layout, rank)
+
+
 def _members(layout: Layout, rank: int) -> tuple[list[int], list[int]]:
     """Split a bucket's parameters into those ``rank`` owns and the others."""
     own = [extent.param for row in layout.rows if row.owner == rank for extent in row.extents]
@@ -98,11 +160,11 @@ def _picked(indices: list[int], chosen: Collection[int] | None) -> list[int]:
 
 
 class ViewBucket:
-    """A bucket whose parameters are views into one flat tensor.
+    """A bucket whose parameters lie in one flat tensor, each with a storage of its own there.
 
     Args:
-        params: the parameters; their ``data`` is replaced by views with the same values, shape and
-            strides (dense strides where a parameter had gaps).
+        params: the parameters; their ``data`` is replaced by tensors in that place with the same values,
+            shape and strides (dense strides where a parameter had gaps).
         layout: where each lies.
         rank: this group rank.
     """
@@ -114,16 +176,17 @@ class ViewBucket:
         self._forms = list(map(Form.of, params))
         # Padding is zeroed because it travels: no stray NaN should show up in a debugger.
         self._flat = torch.zeros(layout.numel, dtype=params[0].dtype, device=params[0].device)
-        self._views = _views(self._flat, self._forms, layout)
+        self._views = _with_own_storages(self._flat, self._forms, layout)
         self._rank = rank
         self._others = _members(layout, rank)[1]
         self._addresses = [view.data_ptr() for view in self._views]
+        self._apart: set[int] = set()  # those in shared memory, which gathers copy
         for index in range(len(params)):
             self._take_in(index)
 
-    def __reduce__(self) -> tuple[type["ViewBucket"], tuple[list[Tensor], Layout, int]]:
+    def __reduce__(self) -> tuple[Callable[..., Bucket], tuple[list[Tensor], Layout, int]]:
         """Copy and pickle by building anew around the copied parameters."""
-        return ViewBucket, (self.params, self.layout, self._rank)
+        return partial(make_bucket, as_views=True), (self.params, self.layout, self._rank)
 
     def refresh(self) -> None:
         """See `Bucket`. Parameters whose ``data`` was replaced are moved in again."""
@@ -144,18 +207,33 @@ class ViewBucket:
     def settle(self, flat: Tensor, chosen: Collection[int] | None = None) -> None:
         """See `Bucket`. The values are there already; autograd is told that they changed."""
         assert flat is self._flat
-        torch.autograd.graph.increment_version([self.params[i] for i in _picked(self._others, chosen)])
+        others = _picked(self._others, chosen)
+        torch.autograd.graph.increment_version([self.params[index] for index in others])
+        if self._apart:
+            self._copy_out([index for index in others if index in self._apart])
+
+    @torch.no_grad()
+    def _copy_out(self, indices: list[int]) -> None:
+        """Copy from the flat tensor to parameters that do not lie in it."""
+        places = _views(self._flat, self._forms, self.layout)
+        for index in indices:
+            if self._forms[index].fits(self.params[index]):
+                self.params[index].copy_(places[index])
 
     def _moved_out(self, chosen: Collection[int] | None = None) -> list[int]:
-        """Find the parameters that are no views of the bucket any more."""
+        """Find the parameters that do not lie in the bucket any more."""
         indices = range(len(self.params)) if chosen is None else chosen
         return [index for index in indices if self.params[index].data_ptr() != self._addresses[index]]
 
+    @torch.no_grad()
     def _take_in(self, index: int) -> None:
-        """Copy a parameter's values into its place and make it a view of that place."""
+        """Copy a parameter's values into its place and, unless it is shared, put it there."""
         param, view = self.params[index], self._views[index]
-        with torch.no_grad():
-            view.copy_(param)
+        if view.data_ptr() != self._addresses[index]:  # its storage was given other memory
+            self._apart.add(index)
+            _views(self._flat, self._forms, self.layout)[index].copy_(param)
+            return
+        view.copy_(param)
         param.data = view
 
 

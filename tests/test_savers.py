@@ -1,0 +1,320 @@
+"""Savers of other packages write every parameter, each as large as it is.
+
+They look at storages: parameters that share one are taken for tied, or written as large as all of them.
+"""
+
+import copy
+import gc
+import io
+import pickle
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from pool import Ranks
+from training import assert_same_bits, make_params, set_grads, train_both, twin
+from zero_optim import ZeroRedundancyOptimizer
+
+ANY_WAY = pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
+
+Saver = Callable[[nn.Module, Path], dict[str, Tensor]]
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4), nn.Linear(4, 3))
+
+
+def shard(model: nn.Module, view: bool) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=view, lr=0.1
+    )
+
+
+def save_file(model: nn.Module, folder: Path) -> dict[str, Tensor]:
+    safetensors.torch.save_file(model.state_dict(), folder / "file.safetensors")
+    return safetensors.torch.load_file(folder / "file.safetensors")
+
+
+def save_model(model: nn.Module, folder: Path) -> dict[str, Tensor]:
+    safetensors.torch.save_model(model, str(folder / "model.safetensors"))
+    return safetensors.torch.load_file(folder / "model.safetensors")
+
+
+def save_for_hub(model: nn.Module, folder: Path) -> dict[str, Tensor]:
+    import huggingface_hub  # slow, hence here
+
+    folders = (folder / "model", folder / "dict")
+    for each in folders:
+        each.mkdir()
+    huggingface_hub.save_torch_model(model, folders[0])
+    huggingface_hub.save_torch_state_dict(model.state_dict(), folders[1])
+    whole, from_dict = (safetensors.torch.load_file(each / "model.safetensors") for each in folders)
+    assert list(whole) == list(from_dict)
+    return whole
+
+
+def save_with_torch(model: nn.Module, folder: Path) -> dict[str, Tensor]:
+    torch.save(model.state_dict(), folder / "model.pt")
+    loaded: dict[str, Tensor] = torch.load(folder / "model.pt")
+    assert len({tensor.untyped_storage().data_ptr() for tensor in loaded.values()}) == len(loaded)
+    return loaded
+
+
+SAVERS = (save_file, save_model, save_for_hub, save_with_torch)
+
+
+def check_saved(model: nn.Module, savers: tuple[Saver, ...] = SAVERS) -> None:
+    expected = {name: param.detach().clone() for name, param in model.named_parameters()}
+    for saver in savers:
+        with tempfile.TemporaryDirectory() as folder:
+            saved = saver(model, Path(folder))
+        assert saved.keys() == expected.keys(), saver.__name__
+        assert all(torch.equal(saved[name], expected[name]) for name in expected), saver.__name__
+
+
+def saved_nbytes(tensor: Tensor) -> int:
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    return len(file.getvalue())
+
+
+def check_savers(view: bool) -> None:
+    model = make_model()
+    optimizer = shard(model, view)
+    for step in range(2):
+        check_saved(model)
+        optimizer.consolidate_state_dict()
+        check_saved(model)
+        if dist.get_rank() == 0:
+            state = optimizer.state_dict()["state"]
+            held = [entry for entries in state.values() for entry in entries.values()]
+            assert all(entry.untyped_storage().nbytes() == entry.nbytes for entry in held)
+        set_grads(list(model.parameters()), step)
+        optimizer.step()
+    for param in model.parameters():
+        assert saved_nbytes(param) == saved_nbytes(Parameter(param.detach().clone()))
+
+
+@ANY_WAY
+def test_every_saver_writes_every_parameter(ranks2: Ranks, view: bool) -> None:
+    ranks2.run(check_savers, view)
+
+
+@ANY_WAY
+def test_every_saver_writes_every_parameter_in_a_group_of_one(ranks1: Ranks, view: bool) -> None:
+    ranks1.run(check_savers, view)
+
+
+def save_with_accelerate(model: nn.Module, folder: Path) -> dict[str, Tensor]:
+    from accelerate import Accelerator  # slow, hence here
+
+    accelerator = Accelerator(cpu=True)
+    prepared = accelerator.prepare(model)
+    folders = (folder / "model", folder / "state")
+    accelerator.save_model(prepared, folders[0])
+    accelerator.save_state(folders[1])
+    from_model, from_state = (safetensors.torch.load_file(each / "model.safetensors") for each in folders)
+    assert list(from_model) == list(from_state)
+    return from_model
+
+
+def check_accelerate(view: bool) -> None:
+    from accelerate.state import AcceleratorState  # slow, hence here
+
+    model = make_model()
+    optimizer = shard(model, view)
+    try:
+        for step in range(2):
+            check_saved(model, (save_with_accelerate,))
+            set_grads(list(model.parameters()), step)
+            optimizer.step()
+            optimizer.consolidate_state_dict()
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@ANY_WAY
+def test_accelerate_saves_every_parameter(ranks2: Ranks, view: bool) -> None:
+    ranks2.run(check_accelerate, view)
+
+
+# ---------------------------------------------------------------------- storages of views
+
+
+def check_storages(dtype: torch.dtype) -> None:
+    params = make_params(((6, 5), (), (7,), (4, 2, 3, 3), (0, 3), (2, 3)), dtype)
+    params[3].data = params[3].data.contiguous(memory_format=torch.channels_last)
+    params[5].data = params[5].data.t()
+    before = twin(params)
+    optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
+    for _ in range(2):
+        for param, old in zip(params, before, strict=True):
+            storage = param.untyped_storage()
+            assert (storage.nbytes(), param.storage_offset()) == (param.nbytes, 0)
+            assert storage.data_ptr() == param.data_ptr()
+            assert (param.size(), param.stride()) == (old.size(), old.stride())
+            assert param.dtype == dtype
+            assert torch.equal(param, old)
+        optimizer.gather_parameters()
+    filled = sorted(param.data_ptr() for param in params if param.numel())
+    apart = sum(-(-param.nbytes // 64) * 64 for param in params)
+    assert filled[-1] - filled[0] < apart + 64 * dist.get_world_size()  # one block of memory
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.float64, torch.complex64],
+    ids=str,
+)
+def test_a_view_has_a_storage_of_its_own_and_no_longer_than_itself(ranks2: Ranks, dtype: torch.dtype) -> None:
+    ranks2.run(check_storages, dtype)
+
+
+def check_odd_dtypes() -> None:
+    odd = (torch.float8_e4m3fn, torch.bool, torch.complex32, torch.int8, torch.uint8, torch.float8_e8m0fnu)
+    params = []
+    for dtype in odd:
+        octets = torch.arange(1, 25, dtype=torch.uint8) % (2 if dtype == torch.bool else 99)
+        params.append(Parameter(octets.view(dtype).reshape(2, -1), requires_grad=False))
+    params += make_params(((3, 2),))
+    before = [param.detach().view(torch.uint8).clone() for param in params]
+    optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
+    optimizer.gather_parameters()
+    for param, octets in zip(params, before, strict=True):
+        assert param.untyped_storage().nbytes() == param.nbytes
+        assert torch.equal(param.detach().view(torch.uint8), octets)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_dtypes_that_dlpack_does_not_know_have_storages_too(ranks2: Ranks) -> None:
+    ranks2.run(check_odd_dtypes)
+
+
+def resident_nbytes() -> int:
+    """Bytes of memory this process holds."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
+
+
+def check_lifetime() -> None:
+    gc.collect()
+    start, size = resident_nbytes(), 72 * 2**20  # the C library gives freed blocks above 32 MiB back at once
+    params = [Parameter(torch.ones(size // 8)) for _ in range(2)]
+    optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, bucket_cap_mb=1000, lr=0.1)
+    assert resident_nbytes() - start < 1.5 * size
+    del optimizer
+    gc.collect()
+    params.pop()
+    assert bool((params[0] == 1).all())
+    params[0].data.fill_(2)
+    assert resident_nbytes() - start > 0.9 * size
+    params.pop()
+    gc.collect()
+    assert resident_nbytes() - start < 0.5 * size
+
+
+def test_the_memory_of_a_bucket_lives_as_long_as_any_of_its_parameters(ranks1: Ranks) -> None:
+    ranks1.run(check_lifetime)
+
+
+def check_resize() -> None:
+    params = make_params()
+    optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
+    for param in params:
+        with pytest.raises(RuntimeError, match="not resizable"):
+            param.data.resize_(1000)
+    set_grads(params, 0)
+    optimizer.step()
+
+
+def test_resizing_a_view_raises_where_it_would_reach_into_its_neighbour(ranks2: Ranks) -> None:
+    ranks2.run(check_resize)
+
+
+def check_copies() -> None:
+    model = make_model()
+    optimizer = shard(model, view=True)
+    set_grads(list(model.parameters()), 0)
+    optimizer.step()
+    both = (model, optimizer)
+    for other, of_other in (copy.deepcopy(both), pickle.loads(pickle.dumps(both))):
+        check_saved(other, (save_file, save_model))
+        copied = list(other.parameters())
+        assert {param.data_ptr() for param in copied}.isdisjoint(p.data_ptr() for p in model.parameters())
+        addresses = [param.data_ptr() for param in copied]
+        set_grads(copied, 1)
+        of_other.step()
+        assert [param.data_ptr() for param in copied] == addresses
+    set_grads(list(model.parameters()), 1)
+    optimizer.step()
+    assert_same_bits(copied, list(model.parameters()))
+
+
+def test_copied_and_pickled_models_have_storages_of_their_own(ranks2: Ranks) -> None:
+    ranks2.run(check_copies)
+
+
+def check_shared(early: bool, late: bool) -> None:
+    params = make_params()
+    mine = twin(params)
+    if early:
+        mine[0].share_memory_()
+    plain = torch.optim.AdamW(params, lr=0.01)
+    sharded = ZeroRedundancyOptimizer(mine, torch.optim.AdamW, lr=0.01)
+    train_both(plain, sharded, 1)
+    shared = list(range(len(mine))) if late else [0]
+    if late:  # on one rank alone: the others must not notice
+        for index in shared if dist.get_rank() == 1 else ():
+            mine[index].share_memory_()
+    addresses = [mine[index].data_ptr() for index in shared]
+    train_both(plain, sharded, 3, first=1)
+    assert [mine[index].data_ptr() for index in shared] == addresses
+    if dist.get_rank() == 1:
+        assert all(mine[index].is_shared() for index in shared)
+    for param in mine:
+        assert param.untyped_storage().nbytes() == param.nbytes
+
+
+@pytest.mark.parametrize(("early", "late"), [(True, False), (False, True)], ids=["before", "after"])
+def test_parameters_in_shared_memory_stay_there_and_train(ranks2: Ranks, early: bool, late: bool) -> None:
+    ranks2.run(check_shared, early, late)
+
+
+def check_without_dlpack() -> None:
+    with mock.patch("zero_optim.storage.to_dlpack", side_effect=BufferError("no such device")):
+        params = make_params()
+        mine = twin(params)
+        addresses = [param.data_ptr() for param in mine]
+        sharded = ZeroRedundancyOptimizer(mine, torch.optim.AdamW, lr=0.01)
+    assert [param.data_ptr() for param in mine] == addresses
+    train_both(torch.optim.AdamW(params, lr=0.01), sharded, 2)
+
+
+def test_parameters_are_copied_where_they_could_not_have_storages_of_their_own(ranks2: Ranks) -> None:
+    ranks2.run(check_without_dlpack)
+
+
+def check_regrouped() -> None:
+    params = make_params()
+    mine = twin(params)
+    plain = torch.optim.AdamW(params, lr=0.01)
+    sharded = ZeroRedundancyOptimizer(mine, torch.optim.AdamW, lr=0.01)
+    train_both(plain, sharded, 1)
+    for own in (params, mine):
+        nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(own) * 2, own)
+    train_both(plain, sharded, 2, first=1)
+    assert all(param.untyped_storage().nbytes() == param.nbytes for param in mine)
+
+
+def test_parameters_that_were_set_from_one_vector_have_storages_of_their_own_again(ranks2: Ranks) -> None:
+    ranks2.run(check_regrouped)
