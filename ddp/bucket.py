@@ -26,15 +26,12 @@ class Bucket:
         is_sparse: the one parameter's gradient is sparse; it travels as it is.
         as_views: gradients become views of the flat tensor.
         batched: copy gradients only when the bucket is full, all in one call.
-        has_flag: one more element travels with the gradients.
 
     Attributes:
         run: slots of gradients that have come and were not copied yet.
         run_length: how many of them are copied at a time.
         large: slots of gradients that are copied as soon as they come.
-        flat: the gradients, 1-D; for a sparse bucket the last gradient given.
-        flag: the element behind them; none unless asked for.
-        cargo: the gradients and the flag in one, as all-reduce takes them.
+        flat: the gradients, 1-D, as they travel; for a sparse bucket the last gradient given.
         views: each parameter's place in ``flat``, with its shape and strides; none if sparse.
     """
 
@@ -46,7 +43,6 @@ class Bucket:
         is_sparse: bool,
         as_views: bool,
         batched: bool,
-        has_flag: bool = False,
     ) -> None:
         self.indices = list(indices)
         self.params = list(params)
@@ -58,12 +54,10 @@ class Bucket:
         self.run_length, self.large = _runs([p.nbytes for p in params], batched or is_sparse)
         self._misfits: list[int] = []  # slots of sparse gradients among dense ones, or the other way round
         if is_sparse:
-            self.flat = self.cargo = _no_gradient(params[0])
-            self.flag = self.flat.new_empty(0)
+            self.flat = _no_gradient(params[0])
             self.views = []
         else:
-            self.cargo = params[0].new_zeros(numel + has_flag, requires_grad=False)
-            self.flat, self.flag = self.cargo[:numel], self.cargo[numel:]
+            self.flat = params[0].new_zeros(numel, requires_grad=False)
             self.views = self.views_of(self.flat)
 
     def twin(self) -> "Bucket":
@@ -74,13 +68,16 @@ class Bucket:
             is_sparse=self.is_sparse,
             as_views=False,
             batched=self.batched,
-            has_flag=self.has_flag,
         )
 
     @property
-    def has_flag(self) -> bool:
-        """Whether one more element travels with the gradients."""
-        return self.flag.numel() > 0
+    def can_tell(self) -> bool:
+        """Whether it can carry word of a failure: it has an element to `spoil`."""
+        return not self.is_sparse and self.flat.numel() > 0
+
+    def spoil(self) -> None:
+        """Make the first element NaN: so will be the sum of all ranks."""
+        self.flat[:1].fill_(float("nan"))
 
     @property
     def nbytes(self) -> int:
@@ -159,7 +156,7 @@ class Bucket:
         if grad is not None and not grad.is_sparse:
             self._misfits.append(0)
             self.params[0].grad = grad = None
-        self.flat = self.cargo = _no_gradient(self.params[0]) if grad is None else grad / divisor
+        self.flat = _no_gradient(self.params[0]) if grad is None else grad / divisor
 
     def pop_misfits(self) -> list[int]:
         """Tell, once, which slots got a gradient of the wrong layout; these gradients are gone."""

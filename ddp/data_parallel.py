@@ -80,6 +80,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     - Several forward passes, each backpropagated on its own, are all reduced.
     - Models that differ between ranks are refused with the name of the first parameter that does.
     - Unused parameters are found without wrapping the outputs, so outputs are not copied.
+    - In a context of ``torch.distributed.autograd``, which keeps gradients itself, forward raises.
 
     All ranks of the group must construct it with the same arguments, and run forward and backward
     passes together.
@@ -132,6 +133,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             self.process_group,
             ReducerOptions(
                 bucket_caps_nbytes=self._caps(),
+                limits_first_buckets=bool(getattr(self, "bucket_bytes_cap_list", ())),
                 find_unused_parameters=self.find_unused_parameters,
                 static_graph=static_graph and self.static_graph,  # when a copy is made whole
                 gradient_as_bucket_view=self.gradient_as_bucket_view,
@@ -181,6 +183,13 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         }
 
     def _set_static_graph(self) -> None:
+        reducer = getattr(self, "reducer", None)
+        if reducer is not None and not self.static_graph and reducer.own.clock.num_iterations:
+            raise RuntimeError(
+                "set_static_graph() should be called before training loop starts and after "
+                f"DistributedDataParallel is constructed. It came after {reducer.own.clock.num_iterations} "
+                "forward passes: pass static_graph=True to the constructor"
+            )
         super()._set_static_graph()  # type: ignore[no-untyped-call]
         # PyTorch's forward wraps the outputs of the first iteration unless it thinks that it has done so.
         self._static_graph_delay_allreduce_enqueued = True
@@ -224,7 +233,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         Raises:
             RuntimeError: there is one already, or a backward pass is under way.
             TypeError: it is not ``hook(state, bucket)``.
-            ValueError: it is annotated to return something else.
+            ValueError: it is annotated to take or return something else.
         """
         self._set_comm_hook(state, hook)
         self._comm_hooks.append((hook, state))

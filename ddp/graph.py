@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from zero_optim.engine import will_run
+from zero_optim.engine import in_distributed_autograd, will_run
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
@@ -70,6 +70,20 @@ def nearest(output: Tensor, leaves: Mapping[int, int]) -> int | None:
 def accumulates(leaf: Tensor) -> bool:
     """Tell, from a hook of a backward pass, whether that pass gives a leaf a gradient."""
     return leaf.requires_grad and will_run(get_gradient_edge(leaf).node)
+
+
+def refuse_distributed_autograd() -> None:
+    """Make sure that leaves keep the gradients that come; costs next to nothing where there is no RPC.
+
+    Raises:
+        RuntimeError: inside a context of ``torch.distributed.autograd``.
+    """
+    if in_distributed_autograd():
+        raise RuntimeError(
+            "zero_optim.ddp does not work with torch.distributed.autograd: gradients go to its context, and "
+            "would not be reduced. Use torch.nn.parallel.DistributedDataParallel in a "
+            "torch.distributed.autograd.context(), or leave the context out if nothing is computed by RPC"
+        )
 
 
 @dataclass(frozen=True, slots=True)

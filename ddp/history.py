@@ -16,22 +16,26 @@ class History:
 
     Attributes:
         num_passes: backward passes that were reduced.
+        num_buckets_reduced: in the last one.
         last_order: parameters in the order in which the gradients of this rank's last pass came.
         looks_static: whether the same parameters were used in all passes.
-        rebuild_is_due: buckets are to follow the order of the first pass.
+        rebuild_is_due: buckets are to follow the order of the pass that was the last.
         has_rebuilt: they do by now.
         learnt: how many gradients each parameter gets in a static graph, None until that is known.
-        unused: by parameter, whether no rank uses it in a static graph.
+        unused: by parameter, whether no rank has a gradient for it in a static graph.
+        undefined: those of them that take part on this rank all the same.
         carried: by parameter, whether it has a gradient from a pass that was not reduced.
     """
 
     num_params: int
     num_passes: int = 0
+    num_buckets_reduced: int = 0
     last_order: list[int] = field(default_factory=list)
     looks_static: bool = True
     rebuild_is_due: bool = False
     has_rebuilt: bool = False
     learnt: list[int] | None = None
+    undefined: list[int] = field(default_factory=list)
     unused: list[bool] = field(init=False)
     carried: list[bool] = field(init=False)
 
@@ -41,15 +45,15 @@ class History:
 
     def order(self) -> list[int]:
         """Give all parameters in the order in which gradients come, those that had none last."""
-        return self.last_order + sorted(set(range(self.num_params)) - set(self.last_order), reverse=True)
+        return self.last_order + sorted(set(range(self.num_params)) - set(self.last_order))
 
-    def terms(self, options: ReducerOptions, divisor: float, has_flag: bool) -> Terms:
+    def terms(self, options: ReducerOptions, divisor: float, can_tell: bool) -> Terms:
         """Settle how the next pass is to go.
 
         Args:
             options: of the reducer.
             divisor: of the gradients.
-            has_flag: whether the last bucket can carry word of what went wrong.
+            can_tell: whether the last bucket can carry word of a failure.
         """
         kind: Kind = "some" if options.find_unused_parameters else "every"
         if options.static_graph:
@@ -59,8 +63,9 @@ class History:
             kind,
             expected,
             skips_unused=options.skip_all_reduce_unused_params and kind == "some",
-            flags=has_flag and kind in ("every", "learnt"),
+            tells=can_tell and kind in ("every", "learnt"),
             divisor=divisor,
+            undefined=self.undefined,
         )
 
     def conclude(
@@ -81,5 +86,7 @@ class History:
         if options.static_graph and self.learnt is None:
             self.learnt = list(calls)
             self.unused = list(unused)
-        if self.num_passes == 1 and (options.static_graph or not options.find_unused_parameters):
+            self.undefined = [index for index, count in enumerate(calls) if count and unused[index]]
+        num_watched = 2 if options.static_graph else 1  # as in PyTorch's reducer
+        if self.num_passes == num_watched and (options.static_graph or not options.find_unused_parameters):
             self.rebuild_is_due = True

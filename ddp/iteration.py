@@ -32,15 +32,19 @@ class Terms:
         expected: how many gradients each parameter gets; none while that is being learnt, so that whatever
             comes is unusual.
         skips_unused: buckets that this rank did not use are not reduced.
-        flags: the last bucket waits for the end of the pass, and its flag tells what went wrong.
+        tells: the last bucket waits for the end of the pass, and tells whether something went wrong; see
+            Note [Word of a failure] in `report`.
         divisor: of the gradients; 1 where a comm hook divides.
+        undefined: parameters of a static graph that took part in the pass that was there to learn, without
+            anybody having a gradient for them, as where an ``autograd.Function`` gives None.
     """
 
     kind: Kind
     expected: Sequence[int]
     skips_unused: bool
-    flags: bool
+    tells: bool
     divisor: float
+    undefined: Sequence[int] = ()
 
 
 class Iteration:
@@ -71,11 +75,12 @@ class Iteration:
         self._learns = terms.kind == "learning"
         self._carried = carried
         self._launch = launch
-        self._num_early = len(wiring.buckets) - terms.flags  # buckets that go as soon as they are full
+        self._num_early = len(wiring.buckets) - terms.tells  # buckets that go as soon as they are full
         self._waiting = [len(bucket.indices) for bucket in wiring.buckets]
         self._reductions: list[Reduction | None] = []
         self._presumed: set[int] = set()  # unused
         self._kept: dict[int, Tensor] = {}
+        self._word: Tensor | None = None  # an element of the last bucket's sum
         self._failures: list[str] = []
         self._troubles: dict[
             Callable[[Sequence[str]], str], list[str]
@@ -90,6 +95,11 @@ class Iteration:
     def num_launched(self) -> int:
         """How many buckets were launched, or passed over."""
         return len(self._reductions)
+
+    @property
+    def num_reduced(self) -> int:
+        """How many buckets were launched."""
+        return sum(reduction is not None for reduction in self._reductions)
 
     def fail(self, message: str) -> None:
         """Note something that makes the gradients useless; raised on every rank at the end."""
@@ -166,8 +176,8 @@ class Iteration:
             self._take_rest(bucket, used)
         for slot in bucket.pop_misfits():
             self._note(report.dense if bucket.is_sparse else report.sparse, bucket.indices[slot])
-        if number == self._num_early:  # the last, at the end: nothing more can go wrong
-            bucket.flag.fill_(bool(self._failures or self._troubles))
+        if number == self._num_early and (self._failures or self._troubles):
+            bucket.spoil()  # the last, at the end: nothing more can go wrong
         self._reductions.append(self._launch(number))
 
     def _take_rest(self, bucket: Bucket, used: Sequence[bool]) -> None:
@@ -194,15 +204,27 @@ class Iteration:
         for index, (calls, expected) in enumerate(zip(self.calls, self._expected, strict=True)):
             if calls < expected and not self._carried[index]:
                 self._note(report.fewer if self._terms.kind == "learnt" else report.no_gradient, index)
+        for index in self._terms.undefined:  # would be handed out as it came, not reduced
+            if self._has_gradient(index):
+                self._note(report.more, index)
+
+    def _has_gradient(self, index: int) -> bool:
+        """Whether a parameter has one; its hook is called for an undefined one too."""
+        number, slot = self._places[index]
+        return self._buckets[number].params[slot].grad is not None
 
     def close(self, group: RankGroup) -> Report:
         """Have ranks tell each other what was used and what went wrong, after the last bucket; all call."""
         used: list[bool] = []
         if self.asks_for_use:
-            used = [calls > 0 or carried for calls, carried in zip(self.calls, self._carried, strict=True)]
+            used = [
+                self._carried[index] or (calls > 0 and self._has_gradient(index))
+                for index, calls in enumerate(self.calls)
+            ]
         troubles = [explain(names) for explain, names in self._troubles.items()]
-        flag = self._buckets[-1].flag if self._terms.flags else None
-        return Report(group, "; ".join(self._failures + troubles) or None, used, flag)
+        if self._terms.tells:
+            self._word = self._buckets[-1].flat.new_empty(1)
+        return Report(group, "; ".join(self._failures + troubles) or None, used, self._word)
 
     def give(self, unused: Sequence[bool]) -> None:
         """Wait for every bucket in order, and make the reduced gradients the parameters' own.
@@ -213,7 +235,10 @@ class Iteration:
         for bucket, reduction in zip(self._wiring.buckets, self._reductions, strict=True):
             if reduction is None:
                 continue
-            bucket.give(reduction.wait(), unused)
+            reduced = reduction.wait()
+            if self._word is not None and bucket is self._buckets[-1]:
+                self._word.copy_(reduced[:1])  # the gradients are the user's from here on
+            bucket.give(reduced, unused)
             for slot, index in enumerate(bucket.indices):
                 if unused[index] and index in self._kept:
                     bucket.views[slot].copy_(self._kept[index])

@@ -96,9 +96,9 @@ def _about_passes(reducer: Reducer) -> dict[str, int | str]:
     history = reducer.history
     unused = [param for index, param in enumerate(reducer.params) if index not in set(history.last_order)]
     return {
-        "iteration": reducer.clock.num_iterations,
+        "iteration": max(0, reducer.clock.num_iterations - 1),  # before the one under way, or done last
         "has_rebuilt_buckets": int(history.has_rebuilt),
-        "num_buckets_reduced": len(reducer.wiring.buckets) if history.num_passes else 0,
+        "num_buckets_reduced": history.num_buckets_reduced,
         "prev_iteration_grad_ready_order_indices": ", ".join(map(str, history.last_order)),
         "unused_parameter_size": _nbytes(unused) if history.num_passes else 0,
         "can_set_static_graph": int(history.looks_static),

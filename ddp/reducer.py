@@ -4,9 +4,9 @@ Note [One backward pass]
     A hook on the output of the forward pass, or the first gradient, begins an `Iteration` and asks the
     autograd engine to be called when the pass has ended. Each gradient is counted; a full bucket
     is launched if all before it were, so that every rank launches in the same order. At the end what is
-    left is launched, and the results become the parameters' gradients. Ranks tell each other what went wrong
-    by one more element of the last bucket, which waits for the end for that; or by a small sum of its own
-    where there is a comm hook, or where parameters may be unused.
+    left is launched, and the results become the parameters' gradients. Ranks tell each other that something
+    went wrong by an element of the last bucket, which waits for the end for that; or by a small sum of its
+    own where there is a comm hook, or where parameters may be unused.
 
 The behaviour is that of PyTorch's reducer (Li et al., "PyTorch Distributed: Experiences on Accelerating
 Data Parallel Training", VLDB 2020), but for this: a pass that lacks gradients raises when it
@@ -26,7 +26,7 @@ from torch.futures import Future
 
 from zero_optim.agreement import agree, failing_together
 from zero_optim.collectives import RankGroup
-from zero_optim.ddp.graph import Outlook, accumulates, nearest, tensors_in
+from zero_optim.ddp.graph import Outlook, accumulates, nearest, refuse_distributed_autograd, tensors_in
 from zero_optim.ddp.history import History
 from zero_optim.ddp.inbox import Inbox, Token, hook_up, output_hook, remove, weakly
 from zero_optim.ddp.iteration import Iteration, Terms
@@ -133,7 +133,7 @@ class Reducer:
         self._wiring = wire(self.names, self.params, self._sparse, self.options, order)
 
     def rebuild(self) -> bool:
-        """Make buckets anew in the order in which gradients came on rank 0, once, after the first iteration.
+        """Make buckets anew in the order in which gradients came on rank 0, once it is known; see `wiring`.
 
         All ranks call, at the same point; communicates when it is due.
 
@@ -163,7 +163,7 @@ class Reducer:
         Raises:
             RuntimeError: there is one already, or a backward pass is under way.
             TypeError: it cannot be called as a hook.
-            ValueError: it is annotated to return something else.
+            ValueError: it is annotated to take or return something else.
         """
         if self._inbox.iteration is not None:
             raise RuntimeError("a comm hook must be registered before backward() begins")
@@ -196,7 +196,11 @@ class Reducer:
 
         Args:
             outputs: whatever the forward pass gave; tensors in containers and dataclasses are found.
+
+        Raises:
+            RuntimeError: inside a context of ``torch.distributed.autograd``.
         """
+        refuse_distributed_autograd()
         tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
         if self.options.find_unused_parameters and not self.options.static_graph:
             self._outlook.look(tensors)
@@ -213,6 +217,8 @@ class Reducer:
         """
         # torch.autograd.grad goes through outputs too, but gives no parameter its gradient.
         is_backward = witness is None or accumulates(self.params[witness])
+        if not is_backward:
+            refuse_distributed_autograd()
         if is_backward and self._inbox.iteration is None and self._is_wanted(True):
             self._begin()
 
@@ -267,7 +273,7 @@ class Reducer:
 
     def _terms(self, divisor: float) -> Terms:
         return self.history.terms(
-            self.options, divisor, has_flag=self._slot.is_empty and self._wiring.buckets[-1].has_flag
+            self.options, divisor, can_tell=self._slot.is_empty and self._wiring.buckets[-1].can_tell
         )
 
     def _surely_unused(self) -> list[int]:
@@ -295,6 +301,8 @@ class Reducer:
             return  # torch.autograd.grad went through the output, and computed no parameter's gradient
         self.clock.mark("backward_end")
         self.history.carried = [False] * len(self.params)
+        # In Join ranks that have joined read the report at once, and issue other things before the next pass.
+        defers = self.defers_reports and self._divisor is None and not broke_off
         self._divisor = None
         iteration.launch_rest()
         self._await_hooks(iteration.drain)
@@ -302,9 +310,10 @@ class Reducer:
         unused = self._read(report, iteration) if iteration.asks_for_use else self.history.unused
         self._give(iteration, unused)
         self.clock.end()
+        self.history.num_buckets_reduced = iteration.num_reduced
         self.history.conclude(iteration.calls, iteration.order, unused, self.options)
         if not iteration.asks_for_use:
-            if self.defers_reports and not broke_off:
+            if defers:
                 self._late_report = report
             else:
                 report.wait()
@@ -346,10 +355,11 @@ class Reducer:
 
         self._await_hooks(drain)
         asks = terms.kind in ("some", "learning")
-        flag = twins.buckets[-1].flag if terms.flags else None
-        report = Report(self._group, None, [False] * len(self.params) if asks else [], flag)
+        word = twins.buckets[-1].flat[:1] if terms.tells else None
+        report = Report(self._group, None, [False] * len(self.params) if asks else [], word)
         drain()
         used = report.wait()
+        self.history.num_buckets_reduced = len(reductions)
         # A rank that has no pass to learn from takes it that the others' is what its own would have been.
         unused = [not flag for flag in used]
         self.history.conclude([int(flag) for flag in used], self.history.last_order, unused, self.options)

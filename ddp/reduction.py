@@ -29,12 +29,12 @@ class Summed:
 
     Args:
         group: the ranks.
-        bucket: whose gradients are summed, and its flag.
+        bucket: whose gradients are summed.
     """
 
     def __init__(self, group: RankGroup, bucket: Bucket) -> None:
         self._bucket = bucket
-        self._work = all_reduce(group, bucket.cargo)
+        self._work = all_reduce(group, bucket.flat)
 
     def wait(self) -> Tensor:
         """Wait for the sum."""
@@ -55,7 +55,7 @@ class Hooked:
         is_last: whether none follows.
 
     Raises:
-        TypeError: it did not return a future.
+        RuntimeError: it did not return a future.
     """
 
     def __init__(self, hook: Hook, state: object, bucket: Bucket, index: int, is_last: bool) -> None:
@@ -63,9 +63,10 @@ class Hooked:
         self._name = hook_name(hook)
         self._future = hook(state, GradBucket(bucket, index, is_last))
         if not isinstance(self._future, torch._C.Future):
-            raise TypeError(
-                f"the comm hook {self._name} returned {type(self._future).__name__}: expected a "
-                "torch.futures.Future of one tensor, as all_reduce(..., async_op=True).get_future() gives"
+            raise RuntimeError(  # noqa: TRY004 - PyTorch's type
+                "DDP communication hook's callback must return a torch.futures.Future object, but got "
+                f"{type(self._future).__name__} from {self._name}. Expected a future of one tensor, as "
+                "all_reduce(..., async_op=True).get_future() gives"
             )
 
     def wait(self) -> Tensor:
@@ -113,14 +114,14 @@ class HookSlot:
         Raises:
             RuntimeError: there is one already.
             TypeError: it cannot be called as a hook.
-            ValueError: it is annotated to return something else than a future of a tensor.
+            ValueError: it is annotated to take or return something else.
         """
         _check_hook(hook)
         if self._hook is not None:
             raise RuntimeError(
-                f"a comm hook is registered already, {hook_name(self._hook[0])}: register_comm_hook can only "
-                "be called once. To do both, wrap one in the other and register that instead of "
-                f"{hook_name(hook)}"
+                "register_comm_hook or register_builtin_comm_hook can only be called once. "
+                f"{hook_name(self._hook[0])} is registered already: to do both, wrap one in the other and "
+                f"register that instead of {hook_name(hook)}"
             )
         self._hook = (hook, state)
 
@@ -155,25 +156,39 @@ def _result(work: dist.Work) -> Tensor:
 
 
 def _check_hook(hook: object) -> None:
-    """Refuse what cannot be called as ``hook(state, bucket)``, or says that it returns something else.
+    """Refuse what cannot be called as ``hook(state, bucket)``, or is annotated as something else.
+
+    Where PyTorch says what is wrong, its sentence comes first, as users match on it.
 
     Raises:
         TypeError: it cannot be called so.
-        ValueError: it is annotated to return something else than ``Future[Tensor]``.
+        ValueError: it is annotated to take something else than a bucket, or to return something else than
+            ``Future[Tensor]``.
     """
     if not callable(hook):
-        raise TypeError(f"expected a comm hook, hook(state, bucket), got {type(hook).__name__}")
-    signature = inspect.signature(hook)
+        raise TypeError(
+            "Communication hook must be callable. Expected a comm hook, hook(state, bucket), got "
+            f"{type(hook).__name__}"
+        )
+    signature, bucket = inspect.signature(hook), object()
     try:
-        signature.bind(None, None)
+        bound = signature.bind(None, bucket)
     except TypeError as error:
         message = f"expected a comm hook, hook(state, bucket), got {hook_name(hook)}{signature}"
         raise TypeError(message) from error
+    for name, value in bound.arguments.items():
+        taken = signature.parameters[name].annotation
+        is_open = taken in (object, inspect.Parameter.empty) or not isinstance(taken, type)
+        if value is bucket and not is_open and not hasattr(taken, "buffer"):
+            raise ValueError(
+                "Communication hook: bucket annotation should be dist.GradBucket. "
+                f"{hook_name(hook)} is annotated to take {taken}"
+            )
     returned = signature.return_annotation
     if returned not in (inspect.Signature.empty, Any, Future[Tensor]) and not isinstance(returned, str):
         raise ValueError(
-            f"the comm hook {hook_name(hook)} is annotated to return {returned}: expected "
-            "torch.futures.Future[torch.Tensor]"
+            "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]. "
+            f"{hook_name(hook)} is annotated to return {returned}"
         )
 
 

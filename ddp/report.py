@@ -1,4 +1,13 @@
-"""What ranks tell each other at the end of a backward pass: what was used, and what went wrong."""
+"""What ranks tell each other at the end of a backward pass: what was used, and what went wrong.
+
+Note [Word of a failure]
+    A rank that finds its gradients incomplete makes one element of the last bucket NaN before that is summed.
+    Then the sum is NaN on every rank, whatever the others put there. A rank that reads NaN takes part in
+    a gather of what went wrong. If the gradients were NaN by themselves, nobody has anything to say, and the
+    pass was a good one. So word costs nothing in a pass without NaN, and the bucket has the elements that it
+    would have without: one more would shift the parts in which ring algorithms sum, and with them the last
+    bits on three ranks and more.
+"""
 
 import json
 from collections.abc import Sequence
@@ -21,19 +30,19 @@ class Report:
         group: the ranks.
         failure: what went wrong here, if anything.
         used: by parameter, whether it took part on this rank; empty where nobody needs to know.
-        flag: one element that told of failures as it was summed with the last bucket's gradients, which must
-            have come by the time the report is read; None to launch a small sum of the report's own. On
-            gloo over loopback such a sum takes 1 to 7 ms beside the buckets, whatever its size.
+        word: one element of the last bucket's sum, see Note [Word of a failure]; it must have come by the
+            time the report is read. None to launch a small sum of the report's own. On gloo over loopback
+            such a sum takes 1 to 7 ms beside the buckets, whatever its size.
     """
 
     def __init__(
-        self, group: RankGroup, failure: str | None, used: Sequence[bool], flag: Tensor | None = None
+        self, group: RankGroup, failure: str | None, used: Sequence[bool], word: Tensor | None = None
     ) -> None:
         self._group = group
         self._failure = failure
         self._work: dist.Work | None = None
-        if flag is not None:
-            self._counts = flag
+        self._word = word
+        if word is not None:
             return
         self._counts = torch.tensor([failure is not None, *used], dtype=torch.int32).to(group.device)
         if group.size > 1:
@@ -45,27 +54,33 @@ class Report:
         """Wait for the sum; all ranks call.
 
         Returns:
-            By parameter, whether any rank used it.
+            By parameter, whether any rank used it; nothing if nobody needed to know.
 
         Raises:
             ReductionError: on every rank, with what every rank that failed has to say.
         """
+        if self._word is not None:
+            if self._word.isnan().item():
+                self._raise()
+            return []
         if self._work is not None:
             self._work.wait()
         failed, *used = self._counts.tolist()
         if failed:
-            raise ReductionError(self._collect())
+            self._raise()
         return [count > 0 for count in used]
 
-    def _collect(self) -> str:
+    def _raise(self) -> None:
+        """Raise what ranks have to say, if any has something; all ranks call."""
         told = self._group.all_gather_bytes(json.dumps(self._failure).encode())
         failures = [json.loads(payload) for payload in told]
         ranks: dict[str, list[int]] = {}
         for rank, failure in enumerate(failures):
             if failure is not None:
                 ranks.setdefault(failure, []).append(rank)
-        parts = [f"{_who(where, len(failures))}: {what}" for what, where in ranks.items()]
-        return "the gradients of this backward pass cannot be used. " + "; ".join(parts)
+        if ranks:
+            parts = [f"{_who(where, len(failures))}: {what}" for what, where in ranks.items()]
+            raise ReductionError("the gradients of this backward pass cannot be used. " + "; ".join(parts))
 
 
 def _who(ranks: Sequence[int], size: int) -> str:
@@ -104,17 +119,25 @@ def twice(names: Sequence[str]) -> str:
 
 def more(names: Sequence[str]) -> str:
     """Explain gradients that the first iteration of a static graph did not have."""
-    return _not_static("more", names)
+    return (
+        "Your training graph has changed in this iteration, e.g., one parameter is unused in first "
+        f"iteration, but then got used in the second iteration. {_not_static('more', names)}"
+    )
 
 
 def fewer(names: Sequence[str]) -> str:
     """Explain gradients that the first iteration of a static graph had."""
-    return _not_static("fewer", names)
+    return (
+        "This error indicates that your training graph has changed in this iteration, e.g., one parameter is "
+        "used in first iteration, but then got unused in the second iteration. "
+        f"{_not_static('fewer', names)}"
+    )
 
 
 def _not_static(how: str, names: Sequence[str]) -> str:
     return (
-        f"static_graph=True, but there were {how} gradients than in the first iteration for {named(names)}. "
+        f"this is not compatible with static_graph set to True. There were {how} gradients than in the first "
+        f"iteration for {named(names)}. "
         "Leave static_graph out, or keep the graph the same in every iteration"
     )
 

@@ -1,6 +1,15 @@
-"""What is settled before a backward pass: the options, and which gradient travels in which bucket."""
+"""What is settled before a backward pass: the options, and which gradient travels in which bucket.
 
-from collections.abc import Collection, Iterable, Sequence
+Note [PyTorch's buckets]
+    Sums over more than two ranks round as the place of an element in its bucket has it. So buckets hold what
+    those of PyTorch's DDP hold, in the same order, in every pass. The first ones are filled in the order of
+    registration, and reduced from the last to the first. Where parameters may be unused they stay.
+    Otherwise there is one for each dtype, without a limit, until the order in which gradients come is known:
+    after the first pass, with a static graph after the second. Then buckets are filled in that order.
+"""
+
+import sys
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -17,6 +26,8 @@ class ReducerOptions:
 
     Attributes:
         bucket_caps_nbytes: capacity of the first, second, … bucket in bytes, the last for all that follow.
+        limits_first_buckets: these capacities hold for the first pass's buckets too; otherwise there is one
+            for each dtype, unless parameters may be unused. See Note [PyTorch's buckets].
         find_unused_parameters: parameters without a gradient are nothing wrong.
         static_graph: every pass is like the first, which is watched: parameters may be unused, or get several
             gradients.
@@ -27,6 +38,7 @@ class ReducerOptions:
     """
 
     bucket_caps_nbytes: Sequence[int] = (2**20, 25 * 2**20)
+    limits_first_buckets: bool = False
     find_unused_parameters: bool = False
     static_graph: bool = False
     gradient_as_bucket_view: bool = False
@@ -63,13 +75,16 @@ def wire(
         params: the parameters.
         sparse: names of those with sparse gradients, each of which travels alone.
         options: capacities and kinds.
-        order: in which gradients come; None for the reverse of registration.
+        order: in which gradients come; None as long as that is not known.
     """
     keys = [
         (param.dtype, name if name in sparse else None) for name, param in zip(names, params, strict=True)
     ]
     nbytes = [param.numel() * param.element_size() for param in params]
-    members = assign_buckets(keys, nbytes, options.bucket_caps_nbytes, order, overflow=True)
+    if order is None:
+        members = _first_buckets(keys, nbytes, options)
+    else:
+        members = assign_buckets(keys, nbytes, options.bucket_caps_nbytes, order, overflow=True)
     buckets = [
         Bucket(
             indices,
@@ -77,15 +92,25 @@ def wire(
             is_sparse=names[indices[0]] in sparse,
             as_views=options.gradient_as_bucket_view,
             batched=options.batched_grad_copy,
-            has_flag=number == len(members) - 1,
         )
-        for number, indices in enumerate(members)
+        for indices in members
     ]
     places = [(0, 0)] * len(params)
     for number, indices in enumerate(members):
         for slot, index in enumerate(indices):
             places[index] = (number, slot)
     return Wiring(names, buckets, places)
+
+
+def _first_buckets(
+    keys: Sequence[Hashable], nbytes: Sequence[int], options: ReducerOptions
+) -> list[list[int]]:
+    """Fill buckets as long as the order of gradients is not known; see Note [PyTorch's buckets]."""
+    may_be_unused = options.find_unused_parameters and not options.static_graph
+    is_limited = options.limits_first_buckets or may_be_unused
+    caps = options.bucket_caps_nbytes if is_limited else (sys.maxsize,)
+    members = assign_buckets(keys, nbytes, caps, range(len(keys)), overflow=True)
+    return sorted(members, key=min, reverse=True)
 
 
 def named(params: Iterable[tuple[str, Tensor]] | Iterable[Tensor]) -> list[tuple[str, Tensor]]:

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from zero_optim.hooks.allreduce import allreduce_hook
+from zero_optim.hooks.allreduce import mean_hook
 from zero_optim.hooks.bucket import GradBucket, Hook, name_of
 from zero_optim.hooks.stepper import Stepper
 from zero_optim.optimizer import ZeroRedundancyOptimizer
@@ -27,12 +27,16 @@ def zero_step(
     of ``hook``. All ranks call, before the first backward pass; the process groups of the gathers are made
     here.
 
-    The parameters are, bit for bit, those of the same run without it. ``optimizer.step()`` after the backward
-    pass finishes what the hook did not reach; a loop that never calls it is right as well, as long as DDP
-    holds all of the optimizer's parameters. The learning rate counts as it is during the backward pass.
-    Clipping and GradScaler come too late then, and raise. Uneven inputs need ``Join([ddp, optimizer])``. When
-    ``backward()`` has raised, part of the step may have been taken: call ``optimizer.wait_for_gathers()``
-    first if training is to go on.
+    The parameters are, bit for bit, those of the same run with ``hook`` alone; for None those of the run
+    without a hook. One case differs in the last bits: ``gradient_as_bucket_view=True`` with
+    ``zero_grad(set_to_none=False)``, without ``hook``, on a number of ranks that is no power of two, where
+    DDP divides gradients that it multiplies by the inverse otherwise.
+
+    ``optimizer.step()`` after the backward pass finishes what the hook did not reach; a loop that never calls
+    it is right as well, as long as DDP holds all of the optimizer's parameters. The learning rate counts as
+    it is during the backward pass. Clipping and GradScaler come too late then, and raise. Uneven inputs need
+    ``Join([ddp, optimizer])``. When ``backward()`` has raised, part of the step may have been taken: call
+    ``optimizer.wait_for_gathers()`` first if training is to go on.
 
     A backward pass must not read a parameter after its gradient is complete, as it would through
     ``param.detach()`` in the forward pass; autograd raises if it tries. A hook with error feedback can give a
@@ -40,8 +44,8 @@ def zero_step(
 
     Args:
         optimizer: whose step. Its classes must be steppable in parts (``optimizer.explain()`` tells).
-        hook: what reduces the gradients; any hook of this package or PyTorch's. None stands for
-            `allreduce_hook`.
+        hook: what reduces the gradients; any hook of this package or PyTorch's. None stands for the mean that
+            DDP makes without a hook.
         interleave: False steps nothing before the last bucket is on its way, which leaves the processor to
             the backward pass as long as that runs. Not for DDP's ``skip_all_reduce_unused_params``.
         gradients: "owners" reduces each gradient to its owner alone (ZeRO stage 2): half the bytes of an
@@ -62,7 +66,7 @@ def zero_step(
             '"everywhere"'
         )
     ahead = optimizer.ahead()
-    hook = allreduce_hook if hook is None else hook
+    hook = mean_hook if hook is None else hook
     stepper = Stepper(ahead, hook, interleave, ahead.new_lanes() if gradients == "owners" else [])
 
     def zero_step_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

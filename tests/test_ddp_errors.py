@@ -153,7 +153,7 @@ def check_static() -> None:
         mlp_loss(model, 0).backward()
         net.times = then
         with pytest.raises(
-            ReductionError, match=rf"there were {how} gradients .*other\.(bias|weight), other\.(bias|weight)"
+            ReductionError, match=rf"There were {how} gradients .*other\.(bias|weight), other\.(bias|weight)"
         ) as caught:
             mlp_loss(model, 1).backward()
         assert "Leave static_graph out" in str(caught.value)
@@ -163,6 +163,22 @@ def check_static() -> None:
 
 def test_a_static_graph_that_changes_is_reported(ranks2: Ranks) -> None:
     ranks2.run(check_static)
+
+
+def check_static_too_late() -> None:
+    model = DistributedDataParallel(mlp())
+    mlp_loss(model, 0).backward()
+    with pytest.raises(RuntimeError, match=r"set_static_graph\(\) should be called before training"):
+        model._set_static_graph()
+    assert not model.static_graph
+    mlp_loss(model, 1).backward()
+    early = DistributedDataParallel(mlp())
+    early._set_static_graph()
+    assert early.reducer.own.options.static_graph
+
+
+def test_a_static_graph_cannot_be_declared_once_training_has_begun(ranks2: Ranks) -> None:
+    ranks2.run(check_static_too_late)
 
 
 class Hidden(nn.Module):
@@ -414,7 +430,11 @@ def raises_later(_: object, bucket: Any) -> Any:
 
 
 HOOKS: tuple[tuple[Callable[..., Any], type[Exception], str], ...] = (
-    (no_future, TypeError, "the comm hook no_future returned Tensor: expected a torch.futures.Future"),
+    (
+        no_future,
+        RuntimeError,
+        "DDP communication hook's callback must return a torch.futures.Future object, but got Tensor",
+    ),
     (too_short, ValueError, "too_short returned 314 elements for a bucket of 315"),
     (no_tensor, TypeError, "comm hook no_tensor holds str: expected one tensor"),
     (two_tensors, TypeError, "comm hook two_tensors holds list: expected one tensor"),
@@ -449,25 +469,34 @@ def annotated(state: object, bucket: Any) -> Tensor:
     raise NotImplementedError
 
 
+def takes_number(state: object, bucket: int) -> Future[Tensor]:
+    raise NotImplementedError
+
+
 def right(state: object, bucket: Any) -> Future[Tensor]:
     return settled(bucket.buffer())
 
 
 def check_registration() -> None:
     model = DistributedDataParallel(mlp())
-    with pytest.raises(TypeError, match=r"expected a comm hook, hook\(state, bucket\), got int"):
+    with pytest.raises(TypeError, match=r"must be callable\. Expected .*hook\(state, bucket\), got int"):
         model.register_comm_hook(None, 3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"got one_argument\(state"):
         model.register_comm_hook(None, one_argument)  # type: ignore[arg-type]
     with pytest.raises(
-        ValueError, match=r"annotated is annotated to return .*Tensor.*expected torch.futures.Future"
+        ValueError,
+        match=r"return annotation should be torch.futures.Future\[torch.Tensor\]\. annotated is .*Tensor",
     ):
         model.register_comm_hook(None, annotated)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"bucket annotation should be dist.GradBucket\. takes_number .*int"):
+        model.register_comm_hook(None, takes_number)
     with pytest.raises(ValueError, match=r"expected one of .*ALLREDUCE"):
         model._register_builtin_comm_hook("allreduce")
     model.register_comm_hook(None, right)
     with pytest.raises(
-        RuntimeError, match=r"registered already, right.* only be called once.*instead of no_future"
+        RuntimeError,
+        match=r"register_comm_hook or register_builtin_comm_hook can only be called once\. "
+        r"right is registered already.*instead of no_future",
     ):
         model.register_comm_hook(None, no_future)
     late = DistributedDataParallel(mlp())

@@ -101,13 +101,11 @@ def check_settings(as_views: bool) -> None:
         pair.theirs.register_comm_hook(make_state(), renamed(hook) if "bf16" in name else hook)
         told = pair.ours.get_ddp_logging_data()["comm_hook"]
         assert told == hook.__qualname__
-        # Before buckets are rebuilt PyTorch has another order in them, which counts where neighbours do.
         for number in range(5):
             for model in pair:
                 model.zero_grad()
-            neighbours = name.startswith("quantized")
             loss = lambda model, n=number: mlp_loss(model, n)  # noqa: E731
-            pair.backward(loss, (name, number), 1.0 if neighbours and number == 0 else 0.0)
+            pair.backward(loss, (name, number))
 
 
 # PyTorch's hooks use what it deprecates.

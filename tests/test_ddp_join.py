@@ -38,11 +38,9 @@ def train(model: nn.Module, count: int, first: int = 0) -> list[list[Tensor]]:
 def compare(pair: Pair, traces: list[list[list[Tensor]]], where: object) -> None:
     for ours, theirs in zip(*traces, strict=True):
         for a, b in zip(ours, theirs, strict=True):
-            # Where more than two ranks take part, the first pass adds up in another order than PyTorch's.
-            assert_same(a, b, where, 0.0 if dist.get_world_size() == 2 else 1e-5)
-    tolerance = 0.0 if dist.get_world_size() == 2 else 1e-5
+            assert_same(a, b, where)
     for a, b in zip(pair.ours.parameters(), pair.theirs.parameters(), strict=True):
-        assert_same(a.detach(), b.detach(), where, tolerance)
+        assert_same(a.detach(), b.detach(), where)
     for param in pair.ours.parameters():
         other = param.detach().clone()
         dist.broadcast(other, 0)

@@ -158,7 +158,7 @@ def arrivals(shapes: list[tuple[int, ...]], *, batched: bool) -> list[int]:
     count = len(params)
     options = ReducerOptions(bucket_caps_nbytes=(2**30,), batched_grad_copy=batched)
     wiring = wire([str(index) for index in range(count)], params, (), options, range(count))
-    terms = History(count).terms(options, 2.0, has_flag=True)
+    terms = History(count).terms(options, 2.0, can_tell=True)
     (bucket,) = wiring.buckets
     iteration = Iteration(wiring, terms, [False] * count, lambda _: Landed(bucket))
     filled = []
@@ -281,27 +281,26 @@ class Landed:
         return self._bucket.flat
 
 
-@pytest.mark.parametrize("has_flag", [False, True], ids=["", "flag"])
-def test_buckets_are_launched_in_order_however_gradients_come(has_flag: bool) -> None:
+@pytest.mark.parametrize("can_tell", [False, True], ids=["", "word"])
+def test_buckets_are_launched_in_order_however_gradients_come(can_tell: bool) -> None:
     params = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
-    wiring = wire("abc", params, (), ReducerOptions(bucket_caps_nbytes=(8,)))
-    assert [bucket.has_flag for bucket in wiring.buckets] == [False, False, True]
+    options = ReducerOptions(bucket_caps_nbytes=(8,), limits_first_buckets=True)
+    wiring = wire("abc", params, (), options)
     launched: list[int] = []
 
     def launch(number: int) -> Landed:
         launched.append(number)
         return Landed(wiring.buckets[number])
 
-    terms = History(3).terms(ReducerOptions(), 2.0, has_flag)
+    terms = History(3).terms(ReducerOptions(), 2.0, can_tell)
     iteration = Iteration(wiring, terms, [False] * 3, launch)
-    for index, expected in ((0, []), (2, [0]), (1, [0, 1] if has_flag else [0, 1, 2])):
+    for index, expected in ((0, []), (2, [0]), (1, [0, 1] if can_tell else [0, 1, 2])):
         params[index].grad = torch.full((2,), 4.0)
         iteration.arrived(index)
         assert launched == expected
     assert iteration.order == [0, 2, 1]
     iteration.launch_rest()
     assert launched == [0, 1, 2]
-    assert wiring.buckets[2].flag.tolist() == [0.0]
     iteration.give([False] * 3)
     assert [param.grad.tolist() for param in params] == [[2.0, 2.0]] * 3  # type: ignore[union-attr]
 
@@ -309,8 +308,9 @@ def test_buckets_are_launched_in_order_however_gradients_come(has_flag: bool) ->
 def test_a_gradient_that_comes_though_it_was_taken_for_unused() -> None:
     """In time it is reduced; too late it is reported."""
     params = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
-    wiring = wire("abc", params, (), ReducerOptions(bucket_caps_nbytes=(16,)))  # c and b, then a
-    terms = Terms("some", [1, 1, 1], skips_unused=False, flags=False, divisor=1.0)
+    options = ReducerOptions(bucket_caps_nbytes=(16,))
+    wiring = wire("abc", params, (), options, [2, 1, 0])  # c and b, then a
+    terms = Terms("some", [1, 1, 1], skips_unused=False, tells=False, divisor=1.0)
     for presumed, is_late in (([1], False), ([1, 2], True)):
         iteration = Iteration(wiring, terms, [False] * 3, lambda number: Landed(wiring.buckets[number]))
         iteration.presume_unused(presumed)
@@ -329,17 +329,17 @@ def test_a_gradient_that_comes_though_it_was_taken_for_unused() -> None:
 def test_a_history_learns_the_order_and_what_is_unused() -> None:
     static = ReducerOptions(static_graph=True)
     history = History(4)
-    assert history.terms(static, 2.0, has_flag=True).kind == "learning"
+    assert history.terms(static, 2.0, can_tell=True).kind == "learning"
     history.conclude([1, 0, 2, 0], [2, 0], [False, True, False, True], static)
-    assert (history.learnt, history.order(), history.rebuild_is_due) == ([1, 0, 2, 0], [2, 0, 3, 1], True)
-    learnt = Terms("learnt", [1, 0, 2, 0], skips_unused=False, flags=True, divisor=2.0)
-    assert history.terms(static, 2.0, has_flag=True) == learnt
+    assert (history.learnt, history.order(), history.rebuild_is_due) == ([1, 0, 2, 0], [2, 0, 1, 3], False)
+    learnt = Terms("learnt", [1, 0, 2, 0], skips_unused=False, tells=True, divisor=2.0)
+    assert history.terms(static, 2.0, can_tell=True) == learnt
     history.conclude([1, 1, 2, 0], [2, 0, 1], [False] * 4, static)
-    assert (history.looks_static, history.num_passes) == (False, 2)
+    assert (history.looks_static, history.num_passes, history.rebuild_is_due) == (False, 2, True)
     assert history.unused == [False, True, False, True]
     unused = ReducerOptions(find_unused_parameters=True, skip_all_reduce_unused_params=True)
-    some = Terms("some", [1], skips_unused=True, flags=False, divisor=1.0)
-    assert History(1).terms(unused, 1.0, has_flag=True) == some
+    some = Terms("some", [1], skips_unused=True, tells=False, divisor=1.0)
+    assert History(1).terms(unused, 1.0, can_tell=True) == some
     finding = History(1)
     finding.conclude([1], [0], [False], unused)
     assert not finding.rebuild_is_due

@@ -136,7 +136,7 @@ def check_launches(prepared: bool) -> list[tuple[int, int]]:
     net, came, launched = Parts(), [0], []
     for param in net.parameters():
         param.register_post_accumulate_grad_hook(lambda _: came.__setitem__(0, came[0] + 1))
-    options = ReducerOptions(bucket_caps_nbytes=(256,), find_unused_parameters=True)  # a layer a bucket
+    options = ReducerOptions(bucket_caps_nbytes=(1,), find_unused_parameters=True)  # a tensor a bucket
     reducer = Reducer(net.named_parameters(), options=options)
 
     def hook(_: object, bucket: GradBucket) -> Future[Tensor]:
@@ -157,8 +157,8 @@ def check_launches(prepared: bool) -> list[tuple[int, int]]:
 def test_unused_parameters_hold_up_nothing_once_outputs_were_seen(ranks1: Ranks) -> None:
     (with_outputs,) = ranks1.run(check_launches, True)
     (without,) = ranks1.run(check_launches, False)
-    assert with_outputs == [(0, 0), (1, 2), (2, 4)]
-    assert without == [(0, 4), (1, 4), (2, 4)]
+    assert with_outputs == [(0, 0), (1, 0), (2, 1), (3, 2), (4, 3), (5, 4)]
+    assert without == [(number, 4) for number in range(6)]
 
 
 def check_set_by_users() -> None:

@@ -1,12 +1,15 @@
 """Ways to write a training loop: each gives what PyTorch's wrapper gives, or what a single process would."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.autograd as dist_autograd
 from torch import Tensor, nn
+from torch.distributed import rpc
 from torch.utils.checkpoint import checkpoint
 
 from ddp_pairs import SMALL_MB, Pair, assert_same, averaged, batch, mlp, mlp_loss
@@ -341,3 +344,30 @@ def check_frozen() -> None:
 
 def test_a_parameter_may_be_frozen_after_wrapping(ranks2: Ranks) -> None:
     ranks2.run(check_frozen)
+
+
+# ---------------------------------------------------------------------- torch.distributed.autograd
+
+
+def check_distributed_autograd(folder: str) -> None:
+    model, number = DistributedDataParallel(mlp()), dist.get_rank()
+    mlp_loss(model, number).backward()
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/rpc", rpc_timeout=30)
+    rpc.init_rpc(f"rank {number}", rank=number, world_size=1, rpc_backend_options=options)
+    try:
+        mlp_loss(model, number).backward()  # beside RPC, all is as ever
+        outside = mlp_loss(model, number)
+        with dist_autograd.context() as context:
+            with pytest.raises(RuntimeError, match="gradients go to its context"):
+                mlp_loss(model, number)
+            with pytest.raises(RuntimeError, match="gradients go to its context"):
+                dist_autograd.backward(context, [outside])
+    finally:
+        rpc.shutdown(graceful=False)
+    mlp_loss(model, number).backward()
+
+
+def test_distributed_autograd_where_nothing_would_be_reduced_is_refused(
+    ranks1: Ranks, tmp_path: Path
+) -> None:
+    ranks1.run(check_distributed_autograd, str(tmp_path))

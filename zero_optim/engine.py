@@ -121,6 +121,23 @@ def will_run(node: Node) -> bool:
         return False
 
 
+# A PyTorch may be built without RPC. Asking for the agent takes 50 ns, for the context some µs.
+_has_rpc_agent: Any = getattr(
+    getattr(torch._C, "_distributed_rpc", None), "_is_current_rpc_agent_set", lambda: False
+)
+
+
+def in_distributed_autograd() -> bool:
+    """Whether this thread is in a context of ``torch.distributed.autograd``, which keeps gradients itself."""
+    if not _has_rpc_agent():
+        return False
+    try:
+        torch._C._distributed_autograd._current_context()  # type: ignore[attr-defined]
+    except RuntimeError:
+        return False
+    return True
+
+
 def num_gloo_threads(group: dist.ProcessGroup) -> int:
     """Tell how many threads gloo communicates with for a group; 0 where that cannot be known."""
     if dist.get_backend(group) != "gloo":
