@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from forked import fork_context
 from pool import Pool, Ranks
 
 
@@ -22,9 +23,22 @@ def pool(no_process_left: None) -> Iterator[Pool]:
         yield pool
 
 
-@pytest.fixture(params=[2, 4], ids=["2 ranks", "4 ranks"])
+@pytest.fixture(scope="session")
+def forked_pool(no_process_left: None) -> Iterator[Pool]:
+    """A pool for calls that fail, as its processes are soon replaced: they are forked, not started from nothing."""
+    with Pool(fork_context()) as pool:
+        yield pool
+
+
+@pytest.fixture(params=[2, pytest.param(4, marks=pytest.mark.slow)], ids=["2 ranks", "4 ranks"])
 def ranks(pool: Pool, request: pytest.FixtureRequest) -> Ranks:
-    """Two ranks, then four: for whatever should hold at any world size."""
+    """Two ranks, then four, which is slow: for whatever should hold at any world size."""
+    return Ranks(pool, request.param)
+
+
+@pytest.fixture(params=[2, 4], ids=["2 ranks", "4 ranks"])
+def ranks_2_and_4(pool: Pool, request: pytest.FixtureRequest) -> Ranks:
+    """Two ranks, then four: for what more than two may do otherwise, as sums in another order or two receivers."""
     return Ranks(pool, request.param)
 
 
@@ -44,3 +58,15 @@ def ranks2(pool: Pool) -> Ranks:
 def ranks4(pool: Pool) -> Ranks:
     """Four ranks."""
     return Ranks(pool, 4)
+
+
+@pytest.fixture
+def failing2(forked_pool: Pool) -> Ranks:
+    """Two ranks that may fail."""
+    return Ranks(forked_pool, 2)
+
+
+@pytest.fixture
+def failing4(forked_pool: Pool) -> Ranks:
+    """Four ranks that may fail."""
+    return Ranks(forked_pool, 4)

@@ -9,8 +9,10 @@ A rank that fails or hangs may leave its peers anywhere. The processes of such a
 call starts new ones in their place.
 
     test process                        worker 0 .. n-1
-    Pool.run(n, function, *args) -----> init_process_group, function(*args), destroy_process_group
-                      [value, ..] <---- value or traceback
+    Pool.run(n, function, *args) -----> init_process_group, function(*args)
+                                  <---- value or traceback
+                      all returned ---> destroy_process_group
+                      [value, ..] <---- value or traceback, of a destructor for example
 """
 
 import multiprocessing
@@ -23,6 +25,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -34,9 +37,11 @@ from pool_worker import Failure, Filter, Reply, Request, Success
 
 T = TypeVar("T")
 
-START_TIMEOUT = 120.0  # seconds for a fresh process to import torch, on a machine that is busy
-PEER_GRACE = 3.0  # seconds that the others get to report too, once one rank has failed
-STACKS_TIMEOUT = 3.0  # seconds to wait for a process to write its stack
+# All in seconds, and long enough for a machine that has much else to do: what goes well does not wait for them.
+CALL_TIMEOUT = 180.0  # for a call that says nothing else
+START_TIMEOUT = 240.0  # for a fresh process to import torch
+PEER_GRACE = 3.0  # that the others get to report too, once one rank has failed; this one is waited for
+STACKS_TIMEOUT = 30.0  # for a process to write its stack
 STACKS_POLL = 0.05  # seconds
 
 
@@ -64,17 +69,24 @@ class Ranks:
     pool: "Pool"
     size: int
 
-    def run(self, function: Callable[..., T], *args: object, timeout: float = 60.0) -> list[T]:
+    def run(self, function: Callable[..., T], *args: object, timeout: float = CALL_TIMEOUT) -> list[T]:
         """Calls ``function(*args)`` on every rank; see ``Pool.run``."""
         __tracebackhide__ = True
         return self.pool.run(self.size, function, *args, timeout=timeout)
 
 
 class Pool:
-    """Worker processes for any world size: rank r of a call runs on worker r."""
+    """Worker processes for any world size: rank r of a call runs on worker r.
 
-    def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")  # fork does not go with torch's threads
+    Args:
+        context: how they start: spawned, or forked from a server, see ``forked``. Not forked from here, which
+            does not go with torch's threads.
+    """
+
+    def __init__(self, context: BaseContext | None = None) -> None:
+        # Spawned processes differ in how they hash strings, as the ranks of a real run do, so that tests see it
+        # if ranks go through a set each in its own order. Forked ones do not, but start in milliseconds.
+        self._context = context or multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="zero-optim-ranks-")
         # Port 0: the system picks a free one, so that several test runs go side by side.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -98,7 +110,7 @@ class Pool:
         self._folder.cleanup()
 
     def run(
-        self, world_size: int, function: Callable[..., T], *args: object, timeout: float = 60.0
+        self, world_size: int, function: Callable[..., T], *args: object, timeout: float = CALL_TIMEOUT
     ) -> list[T]:
         """Calls ``function(*args)`` on every rank, inside a gloo default process group, and waits for all.
 
@@ -129,6 +141,12 @@ class Pool:
                 request = Request(call, rank, world_size, self._store.port, group_name, limit, filters)
                 self._workers[rank].connection.send_bytes(pickle.dumps(request))
             replies = self._collect(ranks, timeout)
+            if len(replies) == world_size and not any(
+                isinstance(reply, Failure) for reply in replies.values()
+            ):
+                for rank in ranks:
+                    self._workers[rank].connection.send_bytes(b"end")
+                replies = self._collect(ranks, timeout)
             values = {rank: reply.value for rank, reply in replies.items() if isinstance(reply, Success)}
             if len(values) == world_size:
                 return [pickle.loads(values[rank]) for rank in ranks]
@@ -217,7 +235,7 @@ class _Worker:
     stack_file: Path
 
     @classmethod
-    def start(cls, context: multiprocessing.context.SpawnContext, stack_file: Path) -> "_Worker":
+    def start(cls, context: BaseContext, stack_file: Path) -> "_Worker":
         ours, theirs = context.Pipe()
         process = context.Process(target=pool_worker.serve, args=(theirs, stack_file), daemon=True)
         process.start()

@@ -222,9 +222,9 @@ def diverge(config: RunConfig) -> None:
         trainer.update()
 
 
-def test_a_loss_that_is_no_number_ends_the_run_on_every_rank(pool: Pool, config: RunConfig) -> None:
+def test_a_loss_that_is_no_number_ends_the_run_on_every_rank(forked_pool: Pool, config: RunConfig) -> None:
     with pytest.raises(RankError, match=r"DivergedError: the loss became .* lower --opt lr"):
-        pool.run(2, diverge, replace(config, optimizer="SGD", options=(("lr", math.inf),)))
+        forked_pool.run(2, diverge, replace(config, optimizer="SGD", options=(("lr", math.inf),)))
 
 
 def test_an_optimizer_without_a_learning_rate_trains_unscheduled(pool: Pool, config: RunConfig) -> None:

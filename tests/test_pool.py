@@ -40,21 +40,24 @@ def fail_on(bad: int) -> None:
 
 def fail_while_peers_wait(bad: int) -> None:
     fail_on(bad)
-    wait_in_a_collective()
-
-
-def wait_in_a_collective() -> None:
     dist.barrier()
 
 
-def sleep_and_never_arrive() -> None:
+def wait_in_a_collective(mark: Path) -> None:
+    mark.touch()
+    dist.barrier()
+
+
+def sleep_and_never_arrive(mark: Path) -> None:
+    mark.touch()
     time.sleep(HANG)
 
 
-def last_rank_never_arrives() -> None:
+def last_rank_never_arrives(folder: Path) -> None:
+    mark = folder / f"rank {dist.get_rank()} is there"
     if dist.get_rank() == dist.get_world_size() - 1:
-        sleep_and_never_arrive()
-    wait_in_a_collective()
+        sleep_and_never_arrive(mark)
+    wait_in_a_collective(mark)
 
 
 def die() -> None:
@@ -95,11 +98,11 @@ def leave_a_subgroup() -> None:
     dist.new_group([0])
 
 
-def print_process_ids_and_hang() -> None:
+def print_process_ids_and_hang(folder: str) -> None:
     """Run in a process of its own, which is then killed: a test session that ends badly."""
     with Pool() as pool:
         print(*pool.run(2, process_id), flush=True)  # noqa: T201 - the test reads it
-        pool.run(2, last_rank_never_arrives, timeout=HANG)
+        pool.run(2, last_rank_never_arrives, Path(folder), timeout=HANG)
 
 
 def is_running(pid: int) -> bool:
@@ -133,45 +136,56 @@ def test_processes_are_kept_between_calls_and_world_sizes(pool: Pool) -> None:
     assert pool.run(2, process_id) == four[:2]
 
 
-def test_an_exception_names_its_rank_and_shows_its_traceback(ranks2: Ranks) -> None:
+def test_an_exception_names_its_rank_and_shows_its_traceback(failing2: Ranks) -> None:
     with pytest.raises(RankError, match="fail_on failed on rank 1 of 2") as caught:
-        ranks2.run(fail_on, 1)
+        failing2.run(fail_on, 1)
     assert list(caught.value.reports) == [1]
     assert caught.value.reports[1].startswith("Traceback (most recent call last)")
     assert "in fail_on" in caught.value.reports[1]
     assert caught.value.reports[1].endswith("ValueError: one bad rank\n")
 
 
-def test_peers_that_wait_for_a_failed_rank_do_not_wait_out_the_timeout(ranks2: Ranks) -> None:
-    start = time.monotonic()
+def test_peers_that_wait_for_a_failed_rank_do_not_wait_out_the_timeout(failing2: Ranks) -> None:
     with pytest.raises(RankError, match="failed on rank 1 of 2") as caught:
-        ranks2.run(fail_while_peers_wait, 1, timeout=HANG)
-    assert time.monotonic() - start < 60
+        failing2.run(fail_while_peers_wait, 1, timeout=HANG)  # waited out, pytest would end the run
     assert "still running" in caught.value.reports[0]
-    assert "wait_in_a_collective" in caught.value.reports[0]
+    assert "in fail_while_peers_wait" in caught.value.reports[0]
 
 
-def test_a_hang_shows_the_stack_of_every_rank_and_the_next_call_works(ranks2: Ranks) -> None:
-    before = ranks2.run(process_id)
+def test_a_hang_shows_the_stack_of_every_rank_and_the_next_call_works(
+    failing2: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = failing2.run(process_id)
+
+    def wait_until_all_are_there(*_: object) -> list[object]:
+        while len(list(tmp_path.iterdir())) < failing2.size:
+            time.sleep(0.01)
+        return []  # as `wait` does when time is over: however slow the ranks were, it is then
+
+    monkeypatch.setattr("pool.wait", wait_until_all_are_there)
     with pytest.raises(RankTimeoutError, match="did not end within 1 s") as caught:
-        ranks2.run(last_rank_never_arrives, timeout=1.0)
+        failing2.run(last_rank_never_arrives, tmp_path, timeout=1.0)
+    monkeypatch.undo()
     early, late = caught.value.reports[0], caught.value.reports[1]
     assert "in wait_in_a_collective" in early
     assert "in sleep_and_never_arrive" in late
     assert all(stack.rstrip() in str(caught.value) for stack in (early, late))
-    after = ranks2.run(process_id)
+    after = failing2.run(process_id)
     assert not set(before) & set(after)
     assert not any(map(is_running, before))
 
 
-def test_a_process_that_dies_is_reported(ranks2: Ranks) -> None:
+def test_a_process_that_dies_is_reported(failing2: Ranks) -> None:
     with pytest.raises(RankError, match=f"died with exit code -{signal.SIGKILL.value}"):
-        ranks2.run(die)
+        failing2.run(die)
 
 
-def test_nothing_that_goes_wrong_on_a_rank_passes_silently(ranks4: Ranks) -> None:
+def test_nothing_that_goes_wrong_on_a_rank_passes_silently(
+    failing4: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pool.PEER_GRACE", 60.0)  # all of them fail, and none is waited for in vain
     with pytest.raises(RankError, match="failed on rank 0, 1, 2, 3 of 4") as caught:
-        ranks4.run(go_wrong_in_a_way_of_its_own)
+        failing4.run(go_wrong_in_a_way_of_its_own)
     ends = [caught.value.reports[rank].rstrip() for rank in range(4)]
     assert ends[0].endswith("SystemExit: gave up")
     assert ends[1].endswith("UserWarning: careful")
@@ -196,8 +210,17 @@ def test_groups_left_behind_do_not_disturb_the_next_call(ranks2: Ranks) -> None:
     assert ranks2.run(rank_and_size) == [(0, 2), (1, 2)]
 
 
-def test_no_worker_outlives_a_killed_session() -> None:
-    script = "import test_pool; test_pool.print_process_ids_and_hang()"
+def finish_at_once() -> None:
+    """Talks to nobody."""
+
+
+def test_a_rank_that_is_done_waits_with_its_end_until_the_others_are_connected(failing4: Ranks) -> None:
+    for _ in range(8):
+        failing4.run(finish_at_once)
+
+
+def test_no_worker_outlives_a_killed_session(tmp_path: Path) -> None:
+    script = f"import test_pool; test_pool.print_process_ids_and_hang({str(tmp_path)!r})"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     with subprocess.Popen(
         [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True
