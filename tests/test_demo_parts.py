@@ -210,6 +210,17 @@ def test_where_the_kernel_does_not_help_a_rank_looks_for_its_parent_and_ends_wit
     assert len(waits) == 2
 
 
+def test_ranks_of_one_host_use_its_loopback_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    host.use_loopback()
+    assert os.environ["GLOO_SOCKET_IFNAME"].startswith("lo")
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "eth7"  # named by the user, who may have a reason
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    host.use_loopback()
+    assert os.environ["NCCL_SOCKET_IFNAME"].startswith("lo")
+
+
 def test_a_rank_whose_parent_is_gone_already_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def end(status: int) -> None:
         raise Ended(status)
