@@ -30,7 +30,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack, to_dlpack
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from zero_optim.layout import Layout
 from zero_optim.plan import dense_strides
@@ -108,27 +108,29 @@ def _views(flat: Tensor, forms: Sequence[Form], layout: Layout) -> list[Tensor]:
 
 def _with_own_storages(flat: Tensor, forms: Sequence[Form], layout: Layout) -> list[Tensor]:
     """Like `_views`, but each with a storage of its own. See Note [A storage for each parameter]."""
-    return [_with_own_storage(place) for place in _views(flat, forms, layout)]
+    octets, size = flat.view(torch.uint8), flat.element_size()
+    starts = [extent.offset * size for extent in sorted(e for row in layout.rows for e in row.extents)]
+    return [_over(octets[start:], form) for form, start in zip(forms, starts, strict=True)]
 
 
-def _with_own_storage(place: Tensor) -> Tensor:
-    """Give a tensor over the same memory whose storage ends where the (dense) tensor does."""
-    if place.numel() == 0:
-        return torch.empty_like(place)
-    octets = place.as_strided((place.numel(),), (1,)).view(torch.uint8)
-    storage = from_dlpack(to_dlpack(octets)).untyped_storage()  # type: ignore[attr-defined, no-untyped-call]
-    empty = torch.empty(0, dtype=place.dtype, device=place.device)
-    return empty.set_(storage, 0, place.size(), place.stride())
+def _over(octets: Tensor, form: Form) -> Tensor:
+    """Give a tensor of some form over the first of some bytes, with a storage that ends where it does."""
+    empty = torch.empty(0, dtype=form.dtype, device=form.device)
+    nbytes = form.size.numel() * empty.element_size()
+    if nbytes == 0:
+        return empty.reshape(form.size)
+    storage = from_dlpack(to_dlpack(octets[:nbytes])).untyped_storage()
+    return empty.set_(storage, 0, form.size, form.stride)
 
 
 def _can_be_views(params: Sequence[Tensor]) -> bool:
     """Whether parameters may be moved into a flat tensor, and each be given its own storage there."""
     device = params[0].device
-    if device.type == "cpu" and any(param.is_shared() for param in params):
+    if device.type == "cpu" and any(param.is_shared() for param in params):  # type: ignore[no-untyped-call]
         return False  # other processes look at where they are
     try:
         byte = torch.zeros(1, dtype=torch.uint8, device=device)
-        return _with_own_storage(byte).data_ptr() == byte.data_ptr()
+        return _over(byte, Form.of(byte)).data_ptr() == byte.data_ptr()
     except (BufferError, NotImplementedError, RuntimeError, TypeError, ValueError):
         return False  # the device has no DLPack
 
