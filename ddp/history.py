@@ -35,7 +35,7 @@ class History:
     rebuild_is_due: bool = False
     has_rebuilt: bool = False
     learnt: list[int] | None = None
-    undefined: list[int] = field(default_factory=list)
+    undefined: tuple[int, ...] = ()
     unused: list[bool] = field(init=False)
     carried: list[bool] = field(init=False)
 
@@ -86,7 +86,7 @@ class History:
         if options.static_graph and self.learnt is None:
             self.learnt = list(calls)
             self.unused = list(unused)
-            self.undefined = [index for index, count in enumerate(calls) if count and unused[index]]
+            self.undefined = tuple(index for index, count in enumerate(calls) if count and unused[index])
         num_watched = 2 if options.static_graph else 1  # as in PyTorch's reducer
         if self.num_passes == num_watched and (options.static_graph or not options.find_unused_parameters):
             self.rebuild_is_due = True

@@ -178,7 +178,7 @@ def _check_hook(hook: object) -> None:
         raise TypeError(message) from error
     for name, value in bound.arguments.items():
         taken = signature.parameters[name].annotation
-        is_open = taken in (object, inspect.Parameter.empty) or not isinstance(taken, type)
+        is_open = taken in (Any, object, inspect.Parameter.empty) or not isinstance(taken, type)
         if value is bucket and not is_open and not hasattr(taken, "buffer"):
             raise ValueError(
                 "Communication hook: bucket annotation should be dist.GradBucket. "

@@ -35,6 +35,9 @@ class ReducerOptions:
         skip_all_reduce_unused_params: with unused parameters, do not reduce buckets without any used one;
             these have to be the same on all ranks.
         batched_grad_copy: copy gradients into a bucket all at once, however large they are.
+
+    Raises:
+        ValueError: a capacity below 1 byte, or none.
     """
 
     bucket_caps_nbytes: Sequence[int] = (2**20, 25 * 2**20)
@@ -44,6 +47,10 @@ class ReducerOptions:
     gradient_as_bucket_view: bool = False
     skip_all_reduce_unused_params: bool = False
     batched_grad_copy: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.bucket_caps_nbytes or min(self.bucket_caps_nbytes) < 1:
+            raise ValueError(f"expected a bucket capacity of at least 1 byte, got {self.bucket_caps_nbytes}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -226,7 +226,7 @@ class _Entry:
 
 _ENTRIES: Mapping[str, _Entry] = MappingProxyType(
     {
-        "allreduce": _Entry("the plain mean, as without a hook", partial(_stateless, allreduce_hook)),
+        "allreduce": _Entry("the plain mean", partial(_stateless, allreduce_hook)),
         "fp16": _Entry("the mean in float16", partial(_stateless, fp16_compress_hook)),
         "bf16": _Entry("the mean in bfloat16", partial(_stateless, bf16_compress_hook)),
         "quantize_tensor": _Entry(

@@ -1,5 +1,6 @@
 """The bits of PyTorch's wrapper on three and four ranks, where sums round as places in a bucket have it."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -225,10 +226,12 @@ def backward_and_forward(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def check_word() -> None:
+    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
     rank = dist.get_rank()
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64):
+    for dtype, deferred in product(dtypes, (False, True)):  # deferred: as on CUDA
         net = nn.Linear(3, 3, bias=False, dtype=dtype)
         model = DistributedDataParallel(net)
+        model.reducer.own.defers_reports = deferred
         for number in range(3):
             backward(model, dtype, float("nan") if rank == number else 1.0)
             assert net.weight.grad is not None

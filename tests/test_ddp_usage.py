@@ -353,7 +353,7 @@ def check_distributed_autograd(folder: str) -> None:
     model, number = DistributedDataParallel(mlp()), dist.get_rank()
     mlp_loss(model, number).backward()
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/rpc", rpc_timeout=30)
-    rpc.init_rpc(f"rank {number}", rank=number, world_size=1, rpc_backend_options=options)
+    rpc.init_rpc(f"rank_{number}", rank=number, world_size=1, rpc_backend_options=options)
     try:
         mlp_loss(model, number).backward()  # beside RPC, all is as ever
         outside = mlp_loss(model, number)
@@ -367,6 +367,7 @@ def check_distributed_autograd(folder: str) -> None:
     mlp_loss(model, number).backward()
 
 
+@pytest.mark.filterwarnings("ignore:You are using a Backend")  # by PyTorch's own RPC
 def test_distributed_autograd_where_nothing_would_be_reduced_is_refused(
     ranks1: Ranks, tmp_path: Path
 ) -> None:

@@ -132,7 +132,7 @@ def in_distributed_autograd() -> bool:
     if not _has_rpc_agent():
         return False
     try:
-        torch._C._distributed_autograd._current_context()  # type: ignore[attr-defined]
+        torch._C._distributed_autograd._current_context()
     except RuntimeError:
         return False
     return True
