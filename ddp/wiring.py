@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn import UninitializedParameter
 
@@ -24,6 +25,8 @@ class ReducerOptions:
         skip_all_reduce_unused_params: with unused parameters, do not reduce buckets without any used one;
             these have to be the same on all ranks.
         batched_grad_copy: copy gradients into a bucket all at once, however large they are.
+        reduce_dtype: in which gradients of floating-point parameters are reduced, None for the parameters'
+            own. Where it is another one, gradients are not views of their bucket.
     """
 
     bucket_caps_nbytes: Sequence[int] = (2**20, 25 * 2**20)
@@ -32,6 +35,7 @@ class ReducerOptions:
     gradient_as_bucket_view: bool = False
     skip_all_reduce_unused_params: bool = False
     batched_grad_copy: bool = False
+    reduce_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,7 @@ def wire(
             is_sparse=names[indices[0]] in sparse,
             as_views=options.gradient_as_bucket_view,
             batched=options.batched_grad_copy,
+            dtype=options.reduce_dtype if params[indices[0]].is_floating_point() else None,
             has_flag=number == len(members) - 1,
         )
         for number, indices in enumerate(members)
