@@ -26,6 +26,7 @@ class Bucket:
         is_sparse: the one parameter's gradient is sparse; it travels as it is.
         as_views: gradients become views of the flat tensor.
         batched: copy gradients only when the bucket is full, all in one call.
+        dtype: in which the gradients travel; None for the parameters' own. Views need the parameters' own.
 
     Attributes:
         run: slots of gradients that have come and were not copied yet.
@@ -43,21 +44,23 @@ class Bucket:
         is_sparse: bool,
         as_views: bool,
         batched: bool,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.indices = list(indices)
         self.params = list(params)
+        self.dtype = params[0].dtype if dtype is None else dtype
         self.is_sparse = is_sparse
-        self.as_views = as_views
+        self.as_views = as_views and self.dtype == params[0].dtype
         numel = sum(param.numel() for param in params)
         self.batched = batched
         self.run: list[int] = []
         self.run_length, self.large = _runs([p.nbytes for p in params], batched or is_sparse)
         self._misfits: list[int] = []  # slots of sparse gradients among dense ones, or the other way round
         if is_sparse:
-            self.flat = _no_gradient(params[0])
+            self.flat = self._no_gradient()
             self.views = []
         else:
-            self.flat = params[0].new_zeros(numel, requires_grad=False)
+            self.flat = params[0].new_zeros(numel, dtype=self.dtype, requires_grad=False)
             self.views = self.views_of(self.flat)
 
     def twin(self) -> "Bucket":
@@ -68,6 +71,7 @@ class Bucket:
             is_sparse=self.is_sparse,
             as_views=False,
             batched=self.batched,
+            dtype=self.dtype,
         )
 
     @property
@@ -82,7 +86,7 @@ class Bucket:
     @property
     def nbytes(self) -> int:
         """Size of all gradients, dense, in bytes."""
-        return sum(param.numel() for param in self.params) * self.params[0].element_size()
+        return sum(param.numel() for param in self.params) * self.dtype.itemsize
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """View another flat tensor of as many elements as this bucket views its own."""
@@ -144,10 +148,19 @@ class Bucket:
             return
         if divisor == 1:
             view.copy_(grad)
+        elif grad.dtype != view.dtype:  # rounded before it is divided, as where many are copied at once
+            view.copy_(grad).mul_(1 / divisor)
         else:
             torch.mul(grad, 1 / divisor, out=view)
         if self.as_views:
             param.grad = view
+
+    def _no_gradient(self) -> Tensor:
+        """Make a sparse gradient without entries."""
+        param = self.params[0]
+        indices = torch.empty(1, 0, dtype=torch.int64, device=param.device)
+        values = param.new_empty(0, *param.shape[1:], dtype=self.dtype)
+        return torch.sparse_coo_tensor(indices, values, param.shape, check_invariants=False)
 
     def take_sparse(self, divisor: float) -> None:
         """Make the parameter's sparse gradient, divided, the one that travels; without one, an empty one."""
@@ -156,7 +169,7 @@ class Bucket:
         if grad is not None and not grad.is_sparse:
             self._misfits.append(0)
             self.params[0].grad = grad = None
-        self.flat = _no_gradient(self.params[0]) if grad is None else grad / divisor
+        self.flat = self._no_gradient() if grad is None else grad.to(self.dtype) / divisor
 
     def pop_misfits(self) -> list[int]:
         """Tell, once, which slots got a gradient of the wrong layout; these gradients are gone."""
@@ -176,7 +189,7 @@ class Bucket:
         """
         if self.is_sparse:
             if not skipped[self.indices[0]]:
-                self.params[0].grad = result
+                self.params[0].grad = result.to(self.params[0].dtype)
             return
         views = self.views
         if result is not self.flat and self.as_views:
@@ -227,13 +240,6 @@ def _copied(targets: Sequence[Tensor | None], sources: Sequence[Tensor | None]) 
     except (TypeError, RuntimeError):
         return False
     return True
-
-
-def _no_gradient(param: Tensor) -> Tensor:
-    """Make a sparse gradient without entries."""
-    indices = torch.empty(1, 0, dtype=torch.int64, device=param.device)
-    values = param.new_empty(0, *param.shape[1:])
-    return torch.sparse_coo_tensor(indices, values, param.shape, check_invariants=False)
 
 
 class GradBucket:

@@ -20,6 +20,7 @@ from zero_optim.agreement import agree, failing_together
 from zero_optim.collectives import RankGroup
 from zero_optim.ddp.faces import LoggerFace, ReducerFace
 from zero_optim.ddp.logging_data import Journal, has_sync_batch_norm
+from zero_optim.ddp.mixed_precision import Casting, Precision, cast_buffers
 from zero_optim.ddp.reducer import Reducer
 from zero_optim.ddp.reduction import Hook, hook_name
 from zero_optim.ddp.wiring import ReducerOptions, describe
@@ -32,6 +33,7 @@ _OVERRIDDEN = (
     "_match_unused_params_allreduce",
     "_post_forward",
     "_register_builtin_comm_hook",
+    "_run_ddp_forward",
     "_set_sparse_metadata",
     "_setup_in_backward_optimizers",
     "register_comm_hook",
@@ -85,26 +87,39 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     All ranks of the group must construct it with the same arguments, and run forward and backward
     passes together.
 
+    With ``mixed_precision``, modules find casts of their parameters in the forward pass, and again while
+    the backward pass runs, for activations computed again. The parameters stay what they are. Gradients have
+    their dtype, and ``no_sync`` adds up in it; to be reduced they are rounded to ``reduce_dtype``, then
+    divided and summed in it. Comm hooks find buckets of that dtype. Floating-point buffers are cast for good
+    at construction, as in PyTorch's.
+
     Raises:
-        ValueError: an argument that is not supported here: ``mixed_precision``.
+        TypeError: on every rank: ``mixed_precision`` is no ``_MixedPrecision``, or the module is scripted.
+        ValueError: on every rank: a dtype for ``mixed_precision`` that cannot be used, or
+            ``delay_all_reduce_named_params`` with it.
         RankMismatchError: on every rank: models differ.
     """
 
     # PyTorch's constructor leaves this out where it delays the reduction of all parameters, and needs it.
     _lazy_init_ran = True
+    _precision: Precision | None = None
+    _casting: Casting | None = None
 
     @wraps(TorchDistributedDataParallel.__init__)  # type: ignore[misc]
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - PyTorch's
         given = _SIGNATURE.bind(self, module, *args, **kwargs)
         given.apply_defaults()
-        if given.arguments.get("mixed_precision") is not None:
-            raise ValueError(
-                "mixed_precision is not supported by zero_optim.ddp: use torch.autocast, or bf16 parameters "
-                "and ZeroRedundancyOptimizer(master_dtype=torch.float32)"
-            )
         if given.arguments.get("init_sync", True):
             _agree_on_model(given.arguments)
-        super().__init__(module, *args, **kwargs)
+        self._precision = Precision.of(given.arguments)
+        if self._precision is None:
+            super().__init__(module, *args, **kwargs)
+            return
+        without = _SIGNATURE.bind(self, module, *args, **kwargs)
+        without.arguments["mixed_precision"] = None  # PyTorch's constructor would set up its own
+        super().__init__(*without.args[1:], **without.kwargs)
+        self.mixed_precision = given.arguments["mixed_precision"]  # PyTorch's forward casts the inputs
+        cast_buffers(self.module, self._precision.buffer_dtype, self.parameters_to_ignore)
 
     # ------------------------------------------------------------------ built by PyTorch's constructor
 
@@ -139,6 +154,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 gradient_as_bucket_view=self.gradient_as_bucket_view,
                 skip_all_reduce_unused_params=getattr(self, "skip_all_reduce_unused_params", False),
                 batched_grad_copy=getattr(self, "batched_grad_copy", False),
+                reduce_dtype=None if self._precision is None else self._precision.reduce_dtype,
             ),
             sparse=sparse,
             wanted=lambda was_prepared: _wants_reduction(own(), was_prepared),
@@ -149,6 +165,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         for hook, state in self.__dict__.get("_comm_hooks", ()):  # when a copy is made whole
             self._set_comm_hook(state, hook)
         self._passing_sync_batchnorm_handle(self.module)  # type: ignore[no-untyped-call]
+        if self._precision is not None:
+            with_sparse = [param for name, param in pairs if name in sparse]
+            self._casting = Casting(self.module, self._precision, self.parameters_to_ignore, with_sparse)
 
     def _own(self) -> Reducer:
         """Give our reducer.
@@ -195,6 +214,20 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self._static_graph_delay_allreduce_enqueued = True
 
     # ------------------------------------------------------------------ forward
+
+    def _run_ddp_forward(self, *inputs: object, **kwargs: object) -> object:
+        if self._casting is None:
+            return super()._run_ddp_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        return self._run_cast(*inputs, **kwargs)
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator, no-untyped-call]
+    def _run_cast(self, *inputs: object, **kwargs: object) -> object:
+        assert self._casting is not None  # asked for by the caller
+        casts = self._casting.casts()
+        with casts.in_place():
+            output: object = super()._run_ddp_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        casts.return_in_backward(output)
+        return output
 
     @eager
     def _post_forward(self, output: object) -> object:
@@ -295,6 +328,7 @@ def _agree_on_model(given: dict[str, Any]) -> None:
     with failing_together(group):
         if not isinstance(module, nn.Module):
             raise TypeError(f"expected a module to wrap, got {type(module).__name__}")
+        Precision.of(given)
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         params = describe(pair for pair in module.named_parameters() if pair[0] not in ignored)
         delayed = [name for name, _ in given.get("delay_all_reduce_named_params") or ()]

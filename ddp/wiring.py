@@ -12,6 +12,7 @@ import sys
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn import UninitializedParameter
 
@@ -35,6 +36,8 @@ class ReducerOptions:
         skip_all_reduce_unused_params: with unused parameters, do not reduce buckets without any used one;
             these have to be the same on all ranks.
         batched_grad_copy: copy gradients into a bucket all at once, however large they are.
+        reduce_dtype: in which gradients of floating-point parameters are reduced, None for the parameters'
+            own. Where it is another one, gradients are not views of their bucket.
 
     Raises:
         ValueError: a capacity below 1 byte, or none.
@@ -47,6 +50,7 @@ class ReducerOptions:
     gradient_as_bucket_view: bool = False
     skip_all_reduce_unused_params: bool = False
     batched_grad_copy: bool = False
+    reduce_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if not self.bucket_caps_nbytes or min(self.bucket_caps_nbytes) < 1:
@@ -99,6 +103,7 @@ def wire(
             is_sparse=names[indices[0]] in sparse,
             as_views=options.gradient_as_bucket_view,
             batched=options.batched_grad_copy,
+            dtype=options.reduce_dtype if params[indices[0]].is_floating_point() else None,
         )
         for indices in members
     ]

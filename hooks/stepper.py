@@ -258,7 +258,7 @@ def _tensor(value: Any) -> Tensor:  # noqa: ANN401 - whatever a hook's future ho
 def _gradients(result: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
     """View each parameter's gradient in a bucket's reduced tensor, with the parameter's strides."""
     if result.is_sparse:
-        return [result]
+        return [result.to(params[0].dtype)]
     return consecutive_views(result.reshape(-1).to(params[0].dtype), params)
 
 

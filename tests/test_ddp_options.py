@@ -392,8 +392,6 @@ def test_delayed_parameters_are_averaged_when_the_backward_pass_is_over(ranks2: 
 
 def check_refused() -> None:
     net = mlp()
-    with pytest.raises(ValueError, match="mixed_precision is not supported"):
-        DistributedDataParallel(net, mixed_precision=object())  # type: ignore[arg-type]
     for wrapper in (DistributedDataParallel, TorchDistributedDataParallel):
         with pytest.raises(ValueError, match="need to be set at the same time"):
             wrapper(net, param_to_hook_all_reduce=net[0].weight)

@@ -60,7 +60,9 @@ class LazyGather:
             else:
                 self._under_way.wait_for(self._needed_by(module, self._needs))
 
-        return eager(wait)
+        hook = eager(wait)
+        vars(hook)["wait_for_all"] = self._before_reading  # for readers who come before the modules' turn
+        return hook
 
     def _needed_by(self, module: nn.Module, needs: dict[nn.Module, list[Tensor]]) -> Iterable[Tensor]:
         # One that was not called in the first forward pass may call and read whatever lies below it.
