@@ -45,7 +45,7 @@ class ReducerFace:
 
         def divisor() -> float:
             work.wait()
-            return size if use_static_world_size else float(work.result()[0].item())
+            return size if use_static_world_size else float(work.get_future().wait()[0].item())
 
         self.own.divide_by(divisor)
 

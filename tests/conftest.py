@@ -25,7 +25,7 @@ def pool(no_process_left: None) -> Iterator[Pool]:
 
 @pytest.fixture(scope="session")
 def forked_pool(no_process_left: None) -> Iterator[Pool]:
-    """A pool for calls that fail, as its processes are soon replaced: they are forked, not started from nothing."""
+    """A pool for calls that fail: its processes are forked, so that new ones are soon there."""
     with Pool(fork_context()) as pool:
         yield pool
 
@@ -38,7 +38,7 @@ def ranks(pool: Pool, request: pytest.FixtureRequest) -> Ranks:
 
 @pytest.fixture(params=[2, 4], ids=["2 ranks", "4 ranks"])
 def ranks_2_and_4(pool: Pool, request: pytest.FixtureRequest) -> Ranks:
-    """Two ranks, then four: for what more than two may do otherwise, as sums in another order or two receivers."""
+    """Two ranks, then four: where more than two do something else, as sums in another order."""
     return Ranks(pool, request.param)
 
 

@@ -1,4 +1,4 @@
-"""Processes that start in milliseconds: forked from one that has imported torch and nothing else goes on in."""
+"""Processes that start in milliseconds: forked from one that has imported torch and does nothing else."""
 
 import multiprocessing
 import os

@@ -37,7 +37,7 @@ from pool_worker import Failure, Filter, Reply, Request, Success
 
 T = TypeVar("T")
 
-# All in seconds, and long enough for a machine that has much else to do: what goes well does not wait for them.
+# In seconds, and enough for a machine that has much else to do: what goes well does not wait for them.
 CALL_TIMEOUT = 180.0  # for a call that says nothing else
 START_TIMEOUT = 240.0  # for a fresh process to import torch
 PEER_GRACE = 3.0  # that the others get to report too, once one rank has failed; this one is waited for
@@ -84,8 +84,8 @@ class Pool:
     """
 
     def __init__(self, context: BaseContext | None = None) -> None:
-        # Spawned processes differ in how they hash strings, as the ranks of a real run do, so that tests see it
-        # if ranks go through a set each in its own order. Forked ones do not, but start in milliseconds.
+        # Spawned processes differ in how they hash strings, as the ranks of a real run do, so that tests see
+        # it if ranks go through a set each in its own order. Forked ones do not, but start in milliseconds.
         self._context = context or multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="zero-optim-ranks-")
         # Port 0: the system picks a free one, so that several test runs go side by side.

@@ -101,8 +101,8 @@ def _answer(request: Request, connection: "Connection[Any, Any]") -> Reply:
             for rule in reversed(request.filters):  # each goes before those already there
                 warnings.filterwarnings(rule.action, rule.message, rule.category, rule.module, rule.line)
             value = _in_process_group(request, connection, stray)
-            # What a destructor raises is blamed on this call, not on the next one. What is still alive then is
-            # mostly modules: frozen, it is not gone through again, which takes 0.1 s once torch is imported.
+            # What a destructor raises is blamed on this call, not on the next one. What is still alive then
+            # is mostly modules: frozen, it is not gone through again, which took 0.1 s a call.
             gc.collect()
             gc.freeze()
     except KeyboardInterrupt:
@@ -131,8 +131,8 @@ def _in_process_group(request: Request, connection: "Connection[Any, Any]", stra
     value = _call(function, args)
     if stray:  # a failure, which is reported
         return value
-    # Groups end when every rank is done: a rank that is still connecting to one that has closed its end already
-    # fails. The parent collects what was returned and sends the word to end.
+    # Groups end when every rank is done: a rank that still connects to one that has closed its end fails. The
+    # parent collects what was returned, and then sends the word to end.
     connection.send_bytes(pickle.dumps(Success(value)))
     connection.recv_bytes()
     # A rank that raised skips this: its process is about to be killed, and its peers may be stuck elsewhere.

@@ -68,8 +68,8 @@ def check_collectives(view: bool) -> None:
 
 
 @pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
-def test_a_step_broadcasts_once_for_each_bucket_and_owner(ranks: Ranks, view: bool) -> None:
-    ranks.run(check_collectives, view)
+def test_a_step_broadcasts_once_for_each_bucket_and_owner(ranks_2_and_4: Ranks, view: bool) -> None:
+    ranks_2_and_4.run(check_collectives, view)
 
 
 def check_alone() -> None:
@@ -100,11 +100,11 @@ def measured_state() -> tuple[int, int, int]:
     return sharded.state_nbytes(), unsharded, largest
 
 
-def test_state_memory_is_shared_out_evenly_and_counted_nowhere_twice(ranks: Ranks) -> None:
-    held = ranks.run(measured_state)
+def test_state_memory_is_shared_out_evenly_and_counted_nowhere_twice(ranks_2_and_4: Ranks) -> None:
+    held = ranks_2_and_4.run(measured_state)
     unsharded, largest = held[0][1:]
     assert sum(nbytes for nbytes, _, _ in held) == unsharded
-    mean = unsharded / ranks.size
+    mean = unsharded / ranks_2_and_4.size
     assert max(nbytes for nbytes, _, _ in held) <= max(1.1 * mean, largest)
 
 

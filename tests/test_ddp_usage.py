@@ -300,8 +300,9 @@ def check_compiled(backend: str, steps: int) -> None:
 # torch.compile warns of its own innards here and there.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("backend", "steps"), [("aot_eager", 4), ("inductor", 3)])
+@pytest.mark.slow
 def test_the_wrapper_or_what_it_wraps_may_be_compiled(ranks2: Ranks, backend: str, steps: int) -> None:
-    ranks2.run(check_compiled, backend, steps, timeout=240)
+    ranks2.run(check_compiled, backend, steps, timeout=600)
 
 
 def check_buffer_hook() -> None:

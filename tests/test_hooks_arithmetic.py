@@ -54,8 +54,8 @@ def check_averages() -> None:
     assert torch.equal(run_hook(noop_hook, None, params), flat_grads(params)[rank])
 
 
-def test_averages_are_those_of_plain_arithmetic(ranks: Ranks) -> None:
-    ranks.run(check_averages)
+def test_averages_are_those_of_plain_arithmetic(ranks_2_and_4: Ranks) -> None:
+    ranks_2_and_4.run(check_averages)
 
 
 def dequantized(flat: Tensor, group_size: int) -> Tensor:
@@ -102,8 +102,8 @@ def check_quantization() -> None:
     assert result[512:].isfinite().all()
 
 
-def test_quantized_averages_are_those_of_plain_arithmetic(ranks: Ranks) -> None:
-    ranks.run(check_quantization)
+def test_quantized_averages_are_those_of_plain_arithmetic(ranks_2_and_4: Ranks) -> None:
+    ranks_2_and_4.run(check_quantization)
 
 
 def check_top_k(ratio: float, feedback: bool) -> None:

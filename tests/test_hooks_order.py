@@ -108,12 +108,12 @@ def check_delays(hook: Any, keep_order: bool) -> list[bool]:
 
 @pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook])
 def test_chained_collectives_are_right_under_random_delays(ranks4: Ranks, hook: Any) -> None:
-    for right in ranks4.run(check_delays, hook, True, timeout=40):
+    for right in ranks4.run(check_delays, hook, True):
         assert right == [True] * NUM_BUCKETS * NUM_STEPS
 
 
 def test_the_test_with_random_delays_sees_collectives_out_of_order(ranks4: Ranks) -> None:
-    assert not all(all(right) for right in ranks4.run(check_delays, powerSGD_hook, False, timeout=40))
+    assert not all(all(right) for right in ranks4.run(check_delays, powerSGD_hook, False))
 
 
 def check_failure() -> list[str]:

@@ -27,6 +27,15 @@ CHECKOUT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (CHECKOUT, CHECKOUT / "notebooks")))}
 
 
+LIMIT = 240.0  # seconds, for whatever is waited for: processes that import torch take some on a busy machine
+
+
+@pytest.fixture
+def peers_have_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peers of a rank that failed get all the time they need to fail too."""
+    monkeypatch.setattr("zero_optim.launch._GRACE", LIMIT)
+
+
 def sum_over_ranks(start: torch.Tensor) -> dict[str, Any]:
     start += dist.get_rank()  # its own copy
     total = start.clone()
@@ -92,8 +101,13 @@ def pids_in(folder: Path, count: int) -> list[int]:
     return [int(file.read_text()) for file in files]
 
 
+def have_left_word(folder: Path, count: int) -> bool:
+    """Whether as many processes have written who they are."""
+    return sum(file.stat().st_size > 0 for file in folder.glob("*.pid")) == count
+
+
 def assert_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + LIMIT
     while any(map(is_alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert [pid for pid in pids if is_alive(pid)] == []
@@ -118,6 +132,7 @@ def test_ranks_listen_on_the_loopback_interface_alone() -> None:
         assert outside == []
 
 
+@pytest.mark.usefixtures("peers_have_time")
 def test_the_rank_that_failed_first_is_told_first(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError) as caught:
         launch(fail_on_one, 2, tmp_path)
@@ -130,6 +145,7 @@ def test_the_rank_that_failed_first_is_told_first(tmp_path: Path) -> None:
     assert_gone(pids_in(tmp_path, 2))
 
 
+@pytest.mark.slow
 def test_a_rank_that_was_killed_is_told_before_those_that_lost_it(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError, match=r"^rank 1 of 2 was killed by SIGKILL") as caught:
         launch(vanish_on_one, 2, tmp_path)
@@ -143,15 +159,26 @@ def test_a_rank_without_a_value_and_one_whose_value_cannot_be_pickled_have_faile
         launch(give_no_value, 2)
 
 
-def test_a_timeout_tells_where_the_ranks_were_and_leaves_none(tmp_path: Path) -> None:
-    with pytest.raises(LaunchTimeoutError, match="no end after 10 s on rank 0 of 1") as caught:
-        launch(hang, 1, tmp_path, timeout=10)
+def test_a_timeout_tells_where_the_ranks_were_and_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Time passes here once the rank hangs, however long that takes.
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0 if have_left_word(tmp_path, 2) else 0.0)
+    with pytest.raises(LaunchTimeoutError, match="no end after 1 s on rank 0 of 1") as caught:
+        launch(hang, 1, tmp_path, timeout=1)
+    monkeypatch.undo()
     assert isinstance(caught.value, TimeoutError)
     assert str(caught.value).count(" in hang") == 1
     assert_gone(pids_in(tmp_path, 2))  # with what they had started
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "killed"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, id="Ctrl-C", marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, id="killed"),
+    ],
+)
 def test_no_rank_outlives_its_caller(number: signal.Signals, tmp_path: Path) -> None:
     code = f"""
         import pathlib, signal, sys
@@ -162,13 +189,12 @@ def test_no_rank_outlives_its_caller(number: signal.Signals, tmp_path: Path) -> 
         launch(hang, 2, pathlib.Path({str(tmp_path)!r}))
     """
     with python(code) as caller:
-        deadline = time.monotonic() + 60
-        while len(list(tmp_path.glob("*.pid"))) < 4 and time.monotonic() < deadline:
+        deadline = time.monotonic() + LIMIT
+        while not have_left_word(tmp_path, 4) and time.monotonic() < deadline:
             time.sleep(0.05)
-        time.sleep(0.2)
         ranks = [int(file.read_text()) for file in tmp_path.glob("?.pid")]
         os.kill(caller.pid, number)
-        _, errors = caller.communicate(timeout=20)
+        _, errors = caller.communicate(timeout=LIMIT)
         assert caller.returncode != 0
         assert errors.rstrip().endswith("KeyboardInterrupt") == (number == signal.SIGINT)
         assert len(ranks) == 2
@@ -178,6 +204,7 @@ def test_no_rank_outlives_its_caller(number: signal.Signals, tmp_path: Path) -> 
             os.kill(int(file.read_text()), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_ranks_start_prints_one_traceback() -> None:
     code = """
         import os, signal
@@ -191,7 +218,7 @@ def test_ctrl_c_while_ranks_start_prints_one_traceback() -> None:
         assert caller.stdout.readline() == "now\n"
         time.sleep(0.5)
         os.killpg(caller.pid, signal.SIGINT)  # as a terminal does it: to all of them
-        _, errors = caller.communicate(timeout=20)
+        _, errors = caller.communicate(timeout=LIMIT)
         assert errors.count("Traceback") == 1, errors
         assert errors.rstrip().endswith("KeyboardInterrupt")
 
@@ -208,11 +235,14 @@ def python(code: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+@pytest.mark.slow
 def test_a_script_without_the_guard_is_told_what_it_lacks(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os\nfrom zero_optim import launch\nlaunch(os.getpid, 1)\n")
     command = [sys.executable, str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=ENVIRONMENT)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT, check=False, env=ENVIRONMENT
+    )
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()
     assert any("put the code that calls it under `if __name__" in line for line in last)
@@ -222,6 +252,7 @@ def test_a_script_without_the_guard_is_told_what_it_lacks(tmp_path: Path) -> Non
     assert "needs `if __name__ ==" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_script_launches_its_own_function(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     text = """
@@ -242,7 +273,9 @@ def test_a_script_launches_its_own_function(tmp_path: Path) -> None:
     """
     script.write_text(textwrap.dedent(text))
     command = [sys.executable, str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=ENVIRONMENT)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT, check=False, env=ENVIRONMENT
+    )
     assert done.stdout == "well\n", done.stderr
 
 
@@ -292,7 +325,7 @@ def train(width):
     return Outcome(dist.get_rank(), torch.get_num_threads(), loss.item())
 
 
-found = launch(train, 2, 64, threads=2, timeout=50)
+found = launch(train, 2, 64, threads=2, timeout=240)
 """
 SECOND_CELL = """
 assert [outcome.rank for outcome in found] == [0, 1]
@@ -313,6 +346,7 @@ except RankFailedError as error:
 """
 
 
+@pytest.mark.slow
 def test_functions_and_classes_of_a_notebook_cell_reach_the_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,7 +354,7 @@ def test_functions_and_classes_of_a_notebook_cell_reach_the_ranks(
         cells=[nbformat.v4.new_code_cell(cell) for cell in (FIRST_CELL, SECOND_CELL)]
     )
     monkeypatch.setenv("PYTHONPATH", str(CHECKOUT))
-    run_cells(notebook, tmp_path, timeout=100)
+    run_cells(notebook, tmp_path, timeout=400)
     told = "".join(output["text"] for output in notebook.cells[1].outputs)
     assert told.startswith("rank 0 of 1 failed:\n\nTraceback")
     assert ', in fail\n    raise ValueError("in a cell")\nValueError: in a cell' in told

@@ -34,6 +34,7 @@ def texts(notebook: nbformat.NotebookNode) -> Iterator[str]:
             yield from (str(value) for kind, value in output.get("data", {}).items() if "image" not in kind)
 
 
+@pytest.mark.slow
 @each
 def test_a_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = path.read_bytes()

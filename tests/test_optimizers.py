@@ -255,8 +255,10 @@ def check_forms(names: list[str]) -> None:
             train_case(case, plain, sharded, range(2))
 
 
-def in_parts(names: list[str], parts: int = 4) -> list[list[str]]:
-    return [names[first::parts] for first in range(parts)]
+def in_parts(names: list[str], parts: int = 4) -> list[Any]:
+    """Shares of the classes, one for each call of the ranks; all but the first are slow."""
+    shares = [names[first::parts] for first in range(parts)]
+    return [shares[0], *(pytest.param(share, marks=pytest.mark.slow) for share in shares[1:])]
 
 
 @pytest.mark.parametrize("names", in_parts(BITWISE), ids=lambda names: f"{names[0]} ...")

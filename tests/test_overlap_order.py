@@ -92,7 +92,7 @@ class Mark(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        assert ctx.until.wait(30), "nothing was stepped while the backward pass ran"
+        assert ctx.until.wait(150), "nothing was stepped while the backward pass ran"
         return grad, None
 
 

@@ -25,7 +25,7 @@ def run_python(
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
     command = [sys.executable, "-c", code, *map(str, args)]
     return subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=400, check=False
     )
 
 
@@ -74,7 +74,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the installed wheel in it and nothing else."""
     folder = tmp_path_factory.mktemp("installed")
     options = ["--quiet", "--no-index", "--no-deps", "--disable-pip-version-check", "--target", str(folder)]
-    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(wheel)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(wheel)], check=True, timeout=400)
     return folder
 
 

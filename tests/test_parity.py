@@ -72,6 +72,11 @@ def test_parameters_and_state_equal_the_unsharded_run_bit_for_bit(
     ranks.run(check_parity, case, view)
 
 
+@pytest.mark.parametrize("case", ["adamw", "muon"])
+def test_some_classes_equal_the_unsharded_run_on_four_ranks(ranks4: Ranks, case: str) -> None:
+    ranks4.run(check_parity, case, True)
+
+
 def check_groups() -> None:
     """Three groups with options of their own; a scheduler acts on all."""
     params = make_params()
@@ -94,8 +99,8 @@ def check_groups() -> None:
         }
 
 
-def test_several_groups_under_one_cycle_equal_the_unsharded_run(ranks: Ranks) -> None:
-    ranks.run(check_groups)
+def test_several_groups_under_one_cycle_equal_the_unsharded_run(ranks_2_and_4: Ranks) -> None:
+    ranks_2_and_4.run(check_groups)
 
 
 SCHEDULERS = {
@@ -249,8 +254,8 @@ def check_freezing() -> None:
         )
 
 
-def test_freezing_unfreezing_and_added_groups_are_seen(ranks: Ranks) -> None:
-    ranks.run(check_freezing)
+def test_freezing_unfreezing_and_added_groups_are_seen(ranks_2_and_4: Ranks) -> None:
+    ranks_2_and_4.run(check_freezing)
 
 
 def check_frozen_with_gradients() -> None:
