@@ -30,6 +30,14 @@ from zero_optim.storage import Bucket, PackedBucket, ViewBucket, is_active
 P = ParamSpec("P")
 
 
+_MEANT = (
+    "If that is meant to differ, do not pass it: give a function as optimizer_class that finds it out when "
+    "called, such as `def build(params, **options): return MyClass(params, rank=dist.get_rank(), **options)`"
+)
+# What to do about a difference in options, by the first word of the item that differs.
+_HINTS = {"optimizer": _MEANT, "group": _MEANT}
+
+
 def _eager(function: Callable[P, None]) -> Callable[P, None]:
     """Keep a function that communicates out of ``torch.compile(optimizer.step)``."""
     eager: Callable[P, None] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
@@ -90,9 +98,9 @@ class Sharding:
             by_group = [group["params"] for group in new]
             spent = [[cost(p) for p in params] for params, cost in zip(by_group, costs, strict=True)]
             plan = make_plan(by_group, spent, self._group.size, self._cap_nbytes, self.loads)
-        options = describe_options(new)
-        items = [*describe_params(new, plan), *options, *about, f"buckets of {self._cap_nbytes} bytes"]
-        agree(self._group, items, "the parameters and options of the optimizer")
+            described = [*describe_params(new, plan), *describe_options(new), *about]
+        items = [*described, f"buckets of {self._cap_nbytes} bytes"]
+        agree(self._group, items, "the parameters and options of the optimizer", _HINTS)
         return plan
 
     def owned(self, params: Sequence[Tensor], plan: Plan) -> list[Tensor]:
