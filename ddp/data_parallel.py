@@ -24,6 +24,7 @@ from zero_optim.ddp.mixed_precision import Casting, Precision, cast_buffers
 from zero_optim.ddp.reducer import Reducer
 from zero_optim.ddp.reduction import Hook, hook_name
 from zero_optim.ddp.wiring import ReducerOptions, describe
+from zero_optim.description import describe_hook
 from zero_optim.engine import after_backward, eager, require
 
 _OVERRIDDEN = (
@@ -261,14 +262,18 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         """Let a hook reduce the buckets in the place of all-reduce; see `Reducer.register_comm_hook`.
 
         Any hook that runs on PyTorch's DDP runs here. All ranks register the same, before the first
-        backward pass, once.
+        backward pass, once. Communicates, so that they notice if they do not.
 
         Raises:
+            RankMismatchError: on every rank, if hooks have other code, or states other options.
             RuntimeError: there is one already, or a backward pass is under way.
             TypeError: it is not ``hook(state, bucket)``.
             ValueError: it is annotated to take or return something else.
         """
-        self._set_comm_hook(state, hook)
+        group = RankGroup.of(self.process_group)
+        agree(group, describe_hook(hook, state), "the comm hook")
+        with failing_together(group):
+            self._set_comm_hook(state, hook)
         self._comm_hooks.append((hook, state))
 
     def _set_comm_hook(self, state: object, hook: Hook) -> None:

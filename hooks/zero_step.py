@@ -8,6 +8,9 @@ from typing import Literal
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from zero_optim.agreement import agree, failing_together
+from zero_optim.arguments import check_flags, raise_together
+from zero_optim.description import describe
 from zero_optim.hooks.allreduce import mean_hook
 from zero_optim.hooks.bucket import GradBucket, Hook, name_of
 from zero_optim.hooks.stepper import Stepper
@@ -53,18 +56,17 @@ def zero_step(
             summed in the order of ranks, so on more than two ranks the last bits differ from an all-reduce's.
 
     Raises:
-        TypeError: on every rank, if ``optimizer`` is not sharded by this library.
+        TypeError: on every rank, if ``optimizer`` is not sharded by this library, or another argument is of
+            the wrong kind.
         ValueError: on every rank, if a class cannot be stepped in parts; says why.
+        RankMismatchError: on every rank, if ranks were given different arguments, or hooks of other code.
     """
-    if not isinstance(optimizer, ZeroRedundancyOptimizer):
-        raise TypeError(f"expected a zero_optim.ZeroRedundancyOptimizer, got {type(optimizer).__name__}")
-    if gradients not in ("everywhere", "owners"):
-        raise ValueError(f'expected gradients to be "everywhere" or "owners", got {gradients!r}')
-    if gradients == "owners" and hook is not None:
-        raise ValueError(
-            f'gradients="owners" has a reduction of its own: leave out {name_of(hook)}, or reduce '
-            '"everywhere"'
-        )
+    _check_optimizer(optimizer)
+    with failing_together(optimizer.ranks):
+        check_flags(interleave=interleave)
+        _check_reduction(hook, gradients)
+    items = [f"hook {describe(hook, bound=False)}", f"interleave={interleave}", f"gradients={gradients!r}"]
+    agree(optimizer.ranks, items, "the arguments of zero_step")
     ahead = optimizer.ahead()
     hook = mean_hook if hook is None else hook
     stepper = Stepper(ahead, hook, interleave, ahead.new_lanes() if gradients == "owners" else [])
@@ -109,6 +111,24 @@ def hook_with_zero_step_interleaved(
     return zero_step(zero, hook)
 
 
+def _check_optimizer(optimizer: object) -> None:
+    if not isinstance(optimizer, ZeroRedundancyOptimizer):
+        kind = type(optimizer).__name__
+        raise_together(TypeError(f"expected a zero_optim.ZeroRedundancyOptimizer, got {kind}"))
+
+
+def _check_reduction(hook: object, gradients: object) -> None:
+    if hook is not None and not callable(hook):
+        raise TypeError(f"expected hook to be a comm hook, or None for allreduce_hook, got {hook!r}")
+    if gradients not in ("everywhere", "owners"):
+        raise ValueError(f'expected gradients to be "everywhere" or "owners", got {gradients!r}')
+    if gradients == "owners" and hook is not None:
+        name = name_of(hook)
+        raise ValueError(
+            f'gradients="owners" has a reduction of its own: leave out {name}, or reduce "everywhere"'
+        )
+
+
 def _check_wrapper(ddp: object) -> None:
     if not isinstance(ddp, DistributedDataParallel):
-        raise TypeError(f"expected a DistributedDataParallel, got {type(ddp).__name__}")
+        raise_together(TypeError(f"expected a DistributedDataParallel, got {type(ddp).__name__}"))

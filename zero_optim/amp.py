@@ -36,19 +36,51 @@ def unscale(params: Sequence[Tensor], scale: Tensor) -> None:
         torch._amp_foreach_non_finite_check_and_unscale_(grads, ignored, inverse.to(device))
 
 
-def tell_scaler(optimizer: torch.optim.Optimizer) -> None:
+def ask_scaler(scaler: object, optimizer: torch.optim.Optimizer) -> tuple[Tensor, Tensor | None]:
+    """Ask a scaler that was handed to ``step()`` what others set as attributes; does not communicate.
+
+    Scalers that know an older agreement (FairScale's) hand themselves over as ``grad_scaler``.
+
+    Args:
+        scaler: a ``torch.amp.GradScaler``.
+        optimizer: whose gradients it scaled.
+
+    Returns:
+        Whether it found an infinity, 0-d, above zero if so; and the scale that the gradients still have, None
+        if it has been taken out.
+
+    Raises:
+        TypeError: it is no such scaler.
+    """
+    if not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"expected grad_scaler to be a torch.amp.GradScaler, got {type(scaler).__name__}")
+    record = scaler._per_optimizer_states[id(optimizer)]
+    is_unscaled = record["stage"] is torch.amp.grad_scaler.OptState.UNSCALED
+    if not is_unscaled:
+        scaler._check_inf_per_device(optimizer)
+    flags = [flag.cpu() for flag in scaler._found_inf_per_device(optimizer).values()]
+    found = torch.stack(flags).sum() if flags else torch.zeros(())
+    return found, None if is_unscaled else scaler._get_scale_async()
+
+
+def tell_scaler(optimizer: torch.optim.Optimizer, scaler: object = None) -> None:
     """Let the scaler that is stepping ``optimizer`` know of an infinity on another rank.
 
     Its ``update()`` must back off as on that rank. A scaler does not hand itself over (the argument
     for that is deprecated), so it is looked up among the callers; its record of this optimizer is
     what its own check fills.
 
+    Args:
+        optimizer: the one stepped.
+        scaler: the scaler, if it did hand itself over.
+
     Raises:
         RuntimeError: no scaler is among the callers, so its scale would drift from the other ranks'.
     """
-    scaler = _calling_scaler(inspect.currentframe())
     if scaler is None:
-        raise RuntimeError(
+        scaler = _calling_scaler(inspect.currentframe())
+    if not isinstance(scaler, torch.amp.GradScaler):
+        raise RuntimeError(  # noqa: TRY004 - not the caller's doing
             "another rank found an infinite gradient, and the scaler to tell is not a torch.amp.GradScaler"
         )
     for found in scaler._found_inf_per_device(optimizer).values():

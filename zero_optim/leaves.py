@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from zero_optim.errors import StateMismatchError
+
 MASTER = "master"
 EMA = "ema"
 
@@ -27,6 +29,8 @@ class Leaves:
     """
 
     def __init__(self, master_dtype: torch.dtype | None) -> None:
+        if master_dtype is not None and not isinstance(master_dtype, torch.dtype):
+            raise TypeError(f"expected master_dtype to be a torch.dtype or None, got {master_dtype!r}")
         if master_dtype is not None and not master_dtype.is_floating_point:
             raise ValueError(f"expected master_dtype to be a floating-point dtype, got {master_dtype}")
         self._dtype = master_dtype
@@ -73,6 +77,14 @@ class Leaves:
             return self.masters
         return {param: self.masters[param] for param in params if param in self.masters}
 
+    def check(self, entries: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Refuse entries that `load` cannot take.
+
+        Raises:
+            StateMismatchError: a master does not have its parameter's shape, or is no tensor.
+        """
+        _check_shapes(MASTER, self.masters, entries)
+
     def load(self, entries: Mapping[Tensor, dict[str, Any]]) -> None:
         """Take masters out of loaded entries; a parameter without one starts from its own value."""
         for param, master in self.masters.items():
@@ -98,6 +110,8 @@ class WeightAverage:
     """
 
     def __init__(self, decay: float | None, leaves: Leaves) -> None:
+        if decay is not None and type(decay) not in (int, float):
+            raise TypeError(f"expected ema_decay to be a number or None, got {decay!r}")
         if decay is not None and not 0 <= decay < 1:
             raise ValueError(f"expected ema_decay from 0 to below 1, got {decay}")
         self._decay = decay
@@ -150,11 +164,32 @@ class WeightAverage:
             param.copy_(value)
         self._swapped = None
 
+    def check(self, entries: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Refuse entries that `load` cannot take.
+
+        Raises:
+            StateMismatchError: an average does not have its parameter's shape, or is no tensor.
+        """
+        _check_shapes(EMA, self.averages, entries)
+
     def load(self, entries: Mapping[Tensor, dict[str, Any]]) -> None:
         """Take averages out of loaded entries; a parameter without one starts from its own value."""
         for param, average in self.averages.items():
             saved = entries.get(param, {}).get(EMA)
             average.copy_(self._leaves.leaf(param).detach() if saved is None else saved)
+
+
+def _check_shapes(name: str, held: Iterable[Tensor], entries: Mapping[Tensor, dict[str, Any]]) -> None:
+    for param in held:
+        saved = entries.get(param, {}).get(name)
+        if saved is None:
+            continue
+        if not isinstance(saved, Tensor) or saved.is_sparse or saved.shape != param.shape:
+            got = f"shape {tuple(saved.shape)}" if isinstance(saved, Tensor) else f"{type(saved).__name__}"
+            shape = tuple(param.shape)
+            raise StateMismatchError(
+                f"expected '{name}' of a parameter of shape {shape} to be such, got {got}"
+            )
 
 
 class OwnedState(Mapping[Any, Any]):

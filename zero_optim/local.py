@@ -36,6 +36,24 @@ class _Part:
     traits: Traits | None
 
 
+@dataclass(frozen=True, slots=True)
+class OptimizerView:
+    """Several optimizers as one, to be read.
+
+    Args:
+        optimizers: those that step this rank's part.
+        param_groups: the groups of all of them, in the order in which the user gave them.
+    """
+
+    optimizers: tuple[Optimizer, ...]
+    param_groups: list[Group]
+
+    @property
+    def state(self) -> Mapping[Any, Any]:
+        """The state of all of them, by leaf; the mapping is a copy."""
+        return {key: value for optimizer in self.optimizers for key, value in optimizer.state.items()}
+
+
 class LocalOptimizer:
     """The user's optimizers over one rank's leaves. Does not communicate.
 
@@ -126,6 +144,11 @@ class LocalOptimizer:
     def spares_gradients(self) -> bool:
         """Whether steps surely leave gradients as they are; some outside PyTorch add weight decay to them."""
         return all(type(part.optimizer).__module__.startswith("torch.optim.") for part in self._parts)
+
+    def shown(self) -> Optimizer | OptimizerView:
+        """Give the optimizer for users to look at, or a view if there are several."""
+        optimizers = tuple(part.optimizer for part in self._parts)
+        return optimizers[0] if len(optimizers) == 1 else OptimizerView(optimizers, self._groups())
 
     @property
     def states(self) -> list[Mapping[Any, Any]]:

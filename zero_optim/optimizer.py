@@ -12,13 +12,16 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
-from zero_optim.agreement import failing_together
+from zero_optim.agreement import SharedCall, failing_together
 from zero_optim.ahead import Ahead
-from zero_optim.amp import agree_on_infinity, tell_scaler, unscale
-from zero_optim.clip import global_grad_norm
+from zero_optim.amp import agree_on_infinity, ask_scaler, tell_scaler, unscale
+from zero_optim.arguments import check_flags, ranks_of
+from zero_optim.clip import ClipArguments, global_grad_norm
 from zero_optim.collectives import RankGroup
+from zero_optim.description import describe
 from zero_optim.explain import Explanation, bucket_holdings, describe_traits, holdings
 from zero_optim.join import ShardedJoinHook, lend_gradients
+from zero_optim.kinship import make_known
 from zero_optim.lazy import LazyGather
 from zero_optim.leaves import Leaves, WeightAverage
 from zero_optim.local import LocalOptimizer
@@ -44,10 +47,15 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
     SC 2020. All ranks of the group must construct it, with the same arguments, and must call
     together: `step`, `add_param_group`, `consolidate_state_dict`, `load_state_dict`.
 
+    ``isinstance`` takes it for ``torch.distributed.optim.ZeroRedundancyOptimizer``, which it replaces. With
+    ``overlap_with_ddp=True`` that one does not train in its first two or three iterations, so scripts take
+    some for warm-up. This one trains from the first: leave such iterations out, or their steps count.
+
     Args:
         params: parameters, dicts of groups, or (name, parameter) pairs, as ``torch.optim`` takes
             them; the same on every rank. Any dtypes and shapes; dense.
-        optimizer_class: the class to shard, or a callable that builds one from groups.
+        optimizer_class: the class to shard, or a callable that builds one from groups. Ranks compare its
+            code and arguments; what shall differ between ranks it finds out itself when it is called.
         process_group: ranks to shard over; None for the default group.
         parameters_as_bucket_view: True moves the parameters into flat tensors, so that gathers land in place,
             and gives each a storage of its own there; False leaves ``param.data`` alone and copies at each
@@ -77,7 +85,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         defaults: as the class itself sets them.
 
     Raises:
-        ValueError: on every rank, when arguments are wrong on any rank: no parameters, parameters
+        ValueError: on every rank, when arguments are wrong on any rank: no parameters, sparse ones, some
             that share memory, options the class refuses, a class whose step couples parameters.
         TypeError: likewise, for parameters or a class of the wrong kind.
         RankMismatchError: on every rank, when ranks were given different parameters or options.
@@ -104,7 +112,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
     ) -> None:
         """Plan, agree on the plan with the other ranks, and build."""
         Joinable.__init__(self)
-        self._group = RankGroup.of(process_group)
+        self._group = ranks_of(process_group)
         self._share: Share | None = None
         self._ahead: Ahead | None = None
         self._overlaps = overlap_with_ddp
@@ -112,6 +120,12 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         self._cost = cost
         default = Recipe(optimizer_class, defaults)
         with failing_together(self._group):
+            flags = {
+                "parameters_as_bucket_view": parameters_as_bucket_view,
+                "overlap_with_ddp": overlap_with_ddp,
+                "assume_separable": assume_separable,
+            }
+            check_flags(**flags)
             self._sharding = Sharding(self._group, parameters_as_bucket_view, bucket_cap_mb)
             leaves = Leaves(master_dtype)
             average = WeightAverage(ema_decay, leaves)
@@ -121,8 +135,9 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
             Optimizer.__init__(self, params, {})
             costs = [cost_named(group.pop("cost", cost)) for group in self.param_groups]
             recipes = [Recipe.taken_from(group) for group in self.param_groups]
-        about = [f"optimizer {recipe.describe()}" for recipe in (default, *filter(None, recipes))]
-        about.append(f"master_dtype={master_dtype}, ema_decay={ema_decay}")
+            about = [f"optimizer {recipe.describe()}" for recipe in (default, *filter(None, recipes))]
+            about.append(f"master_dtype={master_dtype}, ema_decay={ema_decay}, cost={describe(cost)}")
+            about.append(", ".join(f"{name}={value}" for name, value in flags.items()))
         plan = self._sharding.plan(self.param_groups, costs, 0, about)
         owned = self._sharding.owned(self._params(), plan)
         with failing_together(self._group):
@@ -147,6 +162,12 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
 
         All ranks call such a method; the parameters are gathered after it.
         """
+        if name in ("_overlap_with_ddp", "_overlap_info"):
+            raise AttributeError(
+                "PyTorch's hook_with_zero_step and hook_with_zero_step_interleaved step PyTorch's "
+                "ZeroRedundancyOptimizer alone: for this one import them from zero_optim.hooks, not from "
+                "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook"
+            )
         share = self.__dict__.get("_share")
         found = share.local.find(name) if share is not None and not name.startswith("_") else []
         if not found:
@@ -186,9 +207,9 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
                 super().add_param_group(group)
                 cost = cost_named(group.pop("cost", self._cost))
                 recipe = Recipe.taken_from(group)
+                about = [f"optimizer {recipe.describe()}"] if recipe is not None else []
         finally:
             self.defaults = defaults
-        about = [f"optimizer {recipe.describe()}"] if recipe is not None else []
         plan = self._sharding.plan(self.param_groups, [cost], before, about)
         self._own.add_group(group, recipe, self._sharding.owned(group["params"], plan))
         self._sharding.add(group["params"], plan)
@@ -203,25 +224,46 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         own step raises takes part in that all the same, so that the others do not wait for it.
 
         Args:
-            closure: evaluates the model and returns the loss, as in ``torch.optim``.
-            **kwargs: handed on to the class's own ``step``.
+            closure: evaluates the model and returns the loss, as in ``torch.optim``; given on all ranks or on
+                none. One more collective of a byte: if it raises on a rank, all raise before anything has
+                been stepped. But a rank that waits in its own closure, in the all-reduce of a backward pass
+                that the other one did not reach, cannot hear of it before the group's timeout.
+            **kwargs: handed on to the class's own ``step``. ``grad_scaler``, which some scalers hand in, is
+                asked what it found, and not handed on.
 
         Returns:
             The loss that ``closure`` gave, None without one.
+
+        Raises:
+            TypeError: ``closure`` cannot be called.
         """
         Join.notify_join_context(self)
         loss: float | None = None
-        if closure is not None and not self._leaves_closure:
+        shared = None if closure is None else SharedCall(self._group, closure)
+        if shared is not None and not self._leaves_closure:
             with torch.enable_grad():  # the gradients are needed before the class's own step begins
-                loss, closure = closure(), None
+                loss, shared = shared(), None
         if self._ahead is not None and self._finish_ahead(self._ahead, kwargs):
             return loss
-        found_inf = self.__dict__.get("found_inf")
-        if found_inf is not None and self._skips_together(found_inf):
+        if self._skips_together(kwargs.pop("grad_scaler", None)):
             return loss
         self.lend(self._params(), joined=False)
-        stepped: float | None = self._run(self._own.local.step, self.param_groups, closure, **kwargs)
+        if shared is not None:
+            return self._step_with(shared, kwargs)
+        stepped: float | None = self._run(self._own.local.step, self.param_groups, None, **kwargs)
         return loss if stepped is None else stepped
+
+    def _step_with(self, closure: SharedCall, kwargs: dict[str, Any]) -> float | None:
+        """Leave a closure to the class's own step, then gather; the ranks hear of each other in between."""
+        try:
+            try:
+                self.begin_step()
+                loss: float | None = self._own.run(self._own.local.step, self.param_groups, closure, **kwargs)
+            finally:
+                closure.settle()
+        finally:
+            self._sharding.gather(self.param_groups)
+        return loss
 
     @property
     def _leaves_closure(self) -> bool:
@@ -321,13 +363,22 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
             self._ahead.wait_for_steps()
         super().wait_for_gathers()
 
-    def _skips_together(self, found_inf: Tensor) -> bool:
-        """Decide with the other ranks whether a scaled step is skipped; unscale if it is not."""
+    def _skips_together(self, scaler: object) -> bool:
+        """Decide with the other ranks whether a scaled step is skipped; unscale if it is not.
+
+        Args:
+            scaler: one that handed itself in; None if there is none, or it has set attributes here.
+        """
+        if scaler is None:
+            found_inf, scale = self.__dict__.get("found_inf"), self.__dict__.get("grad_scale")
+        else:
+            found_inf, scale = ask_scaler(scaler, self)
+        if found_inf is None:
+            return False
         if agree_on_infinity(self._group, found_inf):
             if not found_inf.item():
-                tell_scaler(self)
+                tell_scaler(self, scaler)
             return True
-        scale = self.__dict__.get("grad_scale")
         if scale is not None:
             unscale(self._params(), scale)
         return False
@@ -354,7 +405,10 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
             The norm before clipping, 0-d.
 
         Raises:
-            RuntimeError: the norm is not finite and ``error_if_nonfinite``; nothing is scaled then.
+            RuntimeError: on every rank, the norm is not finite and ``error_if_nonfinite``.
+            RankMismatchError: likewise, ranks gave different arguments.
+            TypeError: likewise, an argument is of the wrong kind on any; or ValueError. Nothing is scaled
+                after any of these.
         """
         if self._ahead is not None and self._ahead.has_begun:
             raise RuntimeError(
@@ -363,7 +417,8 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
             )
         params = self._params()
         owners = [self._sharding.owners[param] for param in params]
-        norm = global_grad_norm(self._group, params, owners, float(norm_type), foreach)
+        asked = ClipArguments(max_norm, norm_type, error_if_nonfinite, foreach)
+        norm = global_grad_norm(self._group, params, owners, asked)
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(
                 f"the norm of order {norm_type} of all gradients is {norm.item()}: they cannot be clipped. "
@@ -455,3 +510,6 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         if self._join_config.enable:
             owners = [self._sharding.owners[param] for param in params]
             lend_gradients(self._group, joined, params, owners, self.param_groups)
+
+
+make_known(ZeroRedundancyOptimizer)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from zero_optim.buckets import assign_buckets
+from zero_optim.description import describe
 from zero_optim.engine import wraps_tensors
 from zero_optim.layout import Layout, whole
 from zero_optim.partition import assign_owners
@@ -206,19 +207,12 @@ def describe_params(groups: Sequence[Group], plan: Plan) -> list[str]:
 
 
 def describe_options(groups: Sequence[Group]) -> list[str]:
-    """Describe each group's options as far as they are plain values."""
+    """Describe each group's options, so that ranks can compare them."""
     described = []
     for number, group in enumerate(groups):
-        options = [f"{k}={v!r}" for k, v in sorted(group.items()) if k not in PARAM_KEYS and _is_plain(v)]
-        described.append(f"group {number} with {', '.join(options) or 'no options'}")
+        options = [f"{key}={describe(value)}" for key, value in group.items() if key not in PARAM_KEYS]
+        described.append(f"group {number} with {', '.join(sorted(options)) or 'no options'}")
     return described
-
-
-def _is_plain(value: object) -> bool:
-    """Whether a value's text is the same on every rank: no tensor, whose device may differ."""
-    if isinstance(value, tuple | list):
-        return all(map(_is_plain, value))
-    return isinstance(value, bool | int | float | complex | str | None)
 
 
 def check_shardable(groups: Sequence[Group]) -> None:
@@ -228,8 +222,8 @@ def check_shardable(groups: Sequence[Group]) -> None:
         groups: every parameter group of the optimizer, those planned before included.
 
     Raises:
-        TypeError: a parameter without storage of its own (lazy, meta, sparse, DTensor).
-        ValueError: two parameters share memory, or one overlaps itself.
+        TypeError: a parameter without storage of its own (lazy, meta, DTensor).
+        ValueError: a sparse parameter; two that share memory, or one that overlaps itself.
     """
     params = params_of(groups)
     if any(map(is_lazy, params)):
@@ -243,10 +237,13 @@ def check_shardable(groups: Sequence[Group]) -> None:
                 f"{name} is a {type(param).__name__}, which has no memory of its own (a DTensor is sharded "
                 "already): give plain tensors"
             )
-        if param.layout != torch.strided or param.device.type == "meta":
-            raise TypeError(
-                f"expected a dense parameter with storage, got {name}: {param.layout}, {param.device}"
+        if param.layout != torch.strided:
+            raise ValueError(
+                f"ZeroRedundancyOptimizer only supports dense parameters, but got {name}: {param.layout}. "
+                "Only gradients may be sparse, as those of nn.Embedding(sparse=True)"
             )
+        if param.device.type == "meta":
+            raise TypeError(f"expected a parameter with storage, got {name} on {param.device}")
     _check_memory(params, names)
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from zero_optim.plan import Group, describe_options, options_of
+from zero_optim.description import describe
+from zero_optim.plan import Group, options_of
 from zero_optim.traits import Traits
 
 
@@ -36,8 +37,9 @@ class Recipe:
         return getattr(self.optimizer_class, "__qualname__", type(self.optimizer_class).__qualname__)
 
     def describe(self) -> str:
-        """Name the class and its plain arguments, for messages and for comparison between ranks."""
-        return f"{self.name} with {describe_options([dict(self.arguments)])[0].removeprefix('group 0 with ')}"
+        """Tell the class and its arguments, for messages and for comparison between ranks."""
+        options = sorted(f"{key}={describe(value)}" for key, value in self.arguments.items())
+        return f"{describe(self.optimizer_class)} with {', '.join(options) or 'no options'}"
 
     def build(self, groups: list[Group]) -> Optimizer:
         """Build the optimizer.

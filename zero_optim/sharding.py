@@ -27,6 +27,13 @@ from zero_optim.plan import (
 )
 from zero_optim.storage import Bucket, is_active, make_bucket
 
+_MEANT = (
+    "If that is meant to differ, do not pass it: give a function as optimizer_class that finds it out when "
+    "called, such as `def build(params, **options): return MyClass(params, rank=dist.get_rank(), **options)`"
+)
+# What to do about a difference in options, by the first word of the item that differs.
+_HINTS = {"optimizer": _MEANT, "group": _MEANT}
+
 
 class Sharding:
     """The owners and buckets of an optimizer's parameters.
@@ -82,9 +89,9 @@ class Sharding:
             by_group = [group["params"] for group in new]
             spent = [[cost(p) for p in params] for params, cost in zip(by_group, costs, strict=True)]
             plan = make_plan(by_group, spent, self._group.size, self._cap_nbytes, self.loads)
-        options = describe_options(new)
-        items = [*describe_params(new, plan), *options, *about, f"buckets of {self._cap_nbytes} bytes"]
-        agree(self._group, items, "the parameters and options of the optimizer")
+            described = [*describe_params(new, plan), *describe_options(new), *about]
+        items = [*described, f"buckets of {self._cap_nbytes} bytes"]
+        agree(self._group, items, "the parameters and options of the optimizer", _HINTS)
         return plan
 
     def owned(self, params: Sequence[Tensor], plan: Plan) -> list[Tensor]:

@@ -118,7 +118,8 @@ class Share:
             exact: keep the dtypes of the state, see `LocalOptimizer.load`.
 
         Raises:
-            Exception: what the class raises on any rank; nothing has been changed then.
+            StateMismatchError: on every rank, masters or averages do not fit their parameters on any.
+            Exception: likewise, what the class raises on any. Nothing has been changed after either.
         """
         entries = {param: value for param, value in part.items() if isinstance(value, dict)}
         of_leaves: dict[Any, Any] = {}
@@ -131,6 +132,8 @@ class Share:
         before = self.local.save()
         try:
             with failing_together(self._group):
+                self.leaves.check(entries)
+                self.average.check(entries)
                 self.local.load(groups, of_leaves, exact=exact)
         except Exception:
             self.local.restore(before)

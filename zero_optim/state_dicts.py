@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 
 from zero_optim.agreement import agree, failing_together
 from zero_optim.collectives import RankGroup
+from zero_optim.description import describe
+from zero_optim.local import OptimizerView
 from zero_optim.plan import Group, describe_options, param_names, params_of
 from zero_optim.sharding import Sharding
 from zero_optim.share import Share
@@ -71,6 +73,15 @@ class ShardedState(Optimizer):
 
     # ------------------------------------------------------------------ the whole
 
+    @property
+    def optim(self) -> Optimizer | OptimizerView:
+        """What steps this rank's own part: the local optimizer, or where classes are mixed a view of them.
+
+        As PyTorch's has it, with ``state`` and ``param_groups`` of what this rank owns, or of its masters; to
+        be read, not written to. Does not communicate.
+        """
+        return self._own.local.shown()
+
     def _show_state(self) -> None:
         self.state = self._own.shown_state()  # type: ignore[assignment]
 
@@ -90,7 +101,7 @@ class ShardedState(Optimizer):
                 outside its ``state``.
         """
         self._own.local.check_dicts()
-        agree(self._group, [f"to={to!r}"], "the target of consolidate_state_dict")
+        agree(self._group, [f"to={describe(to)}"], "the target of consolidate_state_dict")
         targets = check_targets(to, self._group.size)
         whole = consolidate(self._group, targets, self.owned_state(), self._params())
         if whole is not None:
@@ -138,23 +149,26 @@ class ShardedState(Optimizer):
             Exception: on every rank, what the class itself raises on any. Nothing has been changed
                 after any of these.
         """
-        agree(self._group, [f"src={src!r}"], "the source of load_state_dict")
+        agree(self._group, [f"src={describe(src)}"], "the source of load_state_dict")
+        params = self._params()
+        part: dict[Any, Any] = {}
+        saved: list[Group] = []
         with failing_together(self._group):
             self._own.local.check_dicts()
             check_source(state_dict, src, self._group)
             if state_dict is not None:
                 state_dict = self._checked(state_dict)
-        if src is None:
-            assert state_dict is not None  # check_source
-            saved = state_dict["param_groups"]
-            part = own_part(state_dict, self._params(), self.owned_parameters())
-        else:
-            owners = [self._sharding.owners[param] for param in self._params()]
-            part, saved = deal_out(self._group, src, state_dict, self._params(), owners)
-        groups = [
-            _with_options(group, options) for group, options in zip(self.param_groups, saved, strict=True)
-        ]
-        agree(self._group, describe_options(groups), "the options of the state dict")
+            if src is None:
+                assert state_dict is not None  # check_source
+                saved = state_dict["param_groups"]
+                part = own_part(state_dict, params, self.owned_parameters())
+        if src is not None:
+            owners = [self._sharding.owners[param] for param in params]
+            part, saved = deal_out(self._group, src, state_dict, params, owners)
+        with failing_together(self._group):
+            groups = self._with_options(saved)
+            described = describe_options(groups)
+        agree(self._group, described, "the options of the state dict")
         self._take_over(part, groups, exact=False)
         for done_hook in self._optimizer_load_state_dict_post_hooks.values():
             done_hook(self)
@@ -190,10 +204,9 @@ class ShardedState(Optimizer):
         Raises:
             Exception: on every rank, what the class itself raises on any; nothing has been changed then.
         """
-        self._own.local.check_dicts()
-        groups = [
-            _with_options(group, saved) for group, saved in zip(self.param_groups, options, strict=True)
-        ]
+        with failing_together(self._group):
+            self._own.local.check_dicts()
+            groups = self._with_options(options)
         self._take_over(state, groups, exact=True)
 
     def _take_over(self, part: Mapping[Any, Any], groups: list[Group], *, exact: bool) -> None:
@@ -203,6 +216,12 @@ class ShardedState(Optimizer):
         self.param_groups = groups
         self._show_state()
         self._snapshot.changed()
+
+    def _with_options(self, saved: Sequence[Mapping[str, Any]]) -> list[Group]:
+        """Combine the groups' own parameters with options of saved groups."""
+        return [
+            _with_options(group, options) for group, options in zip(self.param_groups, saved, strict=True)
+        ]
 
     def owned_parameters(self) -> list[Tensor]:
         """List the parameters whose state this rank keeps, in order."""

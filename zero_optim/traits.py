@@ -105,6 +105,12 @@ def probe(
 def refusal(optimizer_class: Callable[..., Optimizer], traits: Traits) -> str:
     """Say why a class is not sharded, and what to do about it."""
     name = getattr(optimizer_class, "__qualname__", None) or repr(optimizer_class)
+    if traits.untried is not None and traits.untried not in (_CLOSURE, _SECOND_ORDER):
+        return (
+            f"{name} could not be tried, and nothing was found against it: {traits.untried}. If it treats "
+            "every parameter by itself, assume_separable=True shards it untried; if you do not know that, "
+            "use it without sharding"
+        )
     what = (
         f"cannot be tried: {traits.untried}"
         if traits.untried is not None
@@ -164,7 +170,21 @@ def _why_untried(subject: Subject, errors: Sequence[str]) -> str:
                 errors = [*errors, _said(error)]
             else:
                 return needs
+    asked = _needed_by_step(subject)
+    if asked:
+        return f"its step() needs {asked}, which only your own call of step() gives"
     return f"on small CPU tensors it raises {errors[0]}"
+
+
+def _needed_by_step(subject: Subject) -> str:
+    """Name the arguments without which a class's ``step()`` cannot be called."""
+    try:
+        step = start(subject, _FEEDS[0], starts_of(_FEEDS[0])).optimizer.step
+    except Exception:  # noqa: BLE001 - it is not step() that lacks something
+        return ""
+    extra = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    given = inspect.signature(step).parameters.values()
+    return ", ".join(p.name for p in given if p.default is p.empty and p.kind not in extra)
 
 
 _CLOSURE = (

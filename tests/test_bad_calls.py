@@ -1,0 +1,325 @@
+"""A call that is wrong on one rank only: every rank raises, nothing has changed, and training goes on."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pool import Ranks
+from training import assert_same_bits, make_params, params_of, set_grads
+from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.ddp import DistributedDataParallel
+from zero_optim.hooks import (
+    PowerSGDState,
+    allreduce_hook,
+    bf16_compress_hook,
+    bf16_compress_wrapper,
+    fp16_compress_wrapper,
+    powerSGD_hook,
+    zero_step,
+)
+
+AdamW, SGD = torch.optim.AdamW, torch.optim.SGD
+SHAPES = ((6, 5), (7,), (4, 3), ())
+
+
+def breaks(values: list[nn.Parameter]) -> Iterator[nn.Parameter]:
+    yield values[0]
+    raise OSError("the file of parameters is gone")
+
+
+def by_rate(groups: Any, lr: float) -> torch.optim.Optimizer:
+    return SGD(groups, lr=lr)
+
+
+def made(code: int) -> type[torch.optim.Optimizer]:
+    """Classes of one name with different code."""
+
+    class Mine(SGD):
+        def scaled(self) -> int:
+            return 1
+
+    class Other(SGD):
+        def scaled(self) -> int:
+            return 2
+
+    Other.__qualname__, Other.__name__ = Mine.__qualname__, Mine.__name__
+    return Other if code else Mine
+
+
+def with_closure(lr: float | Tensor | dict[str, Any]) -> Callable[..., torch.optim.Optimizer]:
+    return lambda groups, **_: SGD(groups, lr=0.1) if lr else SGD(groups, lr=0.2)
+
+
+def cost_of(factor: int) -> Callable[[Tensor], float]:
+    return lambda p: factor * p.numel() + factor
+
+
+class Factory:
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    def __call__(self, groups: Any, **_: object) -> torch.optim.Optimizer:
+        return SGD(groups, lr=self.rate)
+
+
+# name -> (arguments of the constructor on rank 0, on rank 1)
+Case = tuple[dict[str, Any], dict[str, Any]]
+
+
+def constructions() -> dict[str, Case]:
+    params = make_params(SHAPES)
+    rate = {"lr": 0.1}
+    adam = {"optimizer_class": AdamW, **rate}
+    return {
+        "tensor rates": ({"lr": torch.tensor(0.1)}, {"lr": torch.tensor(0.2)}),
+        "dtypes of rates": ({"lr": torch.tensor(0.5)}, {"lr": torch.tensor(0.5, dtype=torch.float64)}),
+        "long tensors": ({**rate, "extra": torch.zeros(9)}, {**rate, "extra": torch.arange(9.0)}),
+        "classes of one name": ({"optimizer_class": made(0), **rate}, {"optimizer_class": made(1), **rate}),
+        "partial arguments": (
+            {"optimizer_class": partial(by_rate, lr=0.1)},
+            {"optimizer_class": partial(by_rate, lr=0.2)},
+        ),
+        "lambdas": (
+            {"optimizer_class": lambda groups: SGD(groups, lr=0.1)},
+            {"optimizer_class": lambda groups: SGD(groups, lr=0.2)},
+        ),
+        "defaults of lambdas": (
+            {"optimizer_class": lambda groups, lr=0.1: SGD(groups, lr=lr)},
+            {"optimizer_class": lambda groups, lr=0.2: SGD(groups, lr=lr)},
+        ),
+        "closures": ({"optimizer_class": with_closure(1.0)}, {"optimizer_class": with_closure(2.0)}),
+        "tensors in closures": (
+            {"optimizer_class": with_closure(torch.tensor(1.0))},
+            {"optimizer_class": with_closure(torch.tensor(2.0))},
+        ),
+        "containers in closures": (
+            {"optimizer_class": with_closure({"a": [1, {2}]})},
+            {"optimizer_class": with_closure({"a": [1, {3}]})},
+        ),
+        "factories": ({"optimizer_class": Factory(0.1)}, {"optimizer_class": Factory(0.2)}),
+        "views": (adam, {**adam, "parameters_as_bucket_view": False}),
+        "overlap": (adam, {**adam, "overlap_with_ddp": True}),
+        "trial": (adam, {**adam, "assume_separable": True}),
+        "buckets": (adam, {**adam, "bucket_cap_mb": 7}),
+        "cost": (adam, {**adam, "cost": "matmul"}),
+        "cost functions": ({**adam, "cost": cost_of(1)}, {**adam, "cost": cost_of(3)}),
+        "master_dtype": (adam, {**adam, "master_dtype": torch.float64}),
+        "ema_decay": ({**adam, "ema_decay": 0.5}, {**adam, "ema_decay": 0.25}),
+        "group of ranks": (adam, {**adam, "process_group": "world"}),
+        "a truthy flag": (adam, {**adam, "parameters_as_bucket_view": 2}),
+        "a text as flag": (adam, {**adam, "overlap_with_ddp": "no"}),
+        "a list as flag": (adam, {**adam, "assume_separable": []}),
+        "a text as dtype": (adam, {**adam, "master_dtype": "float32"}),
+        "a text as decay": (adam, {**adam, "ema_decay": "0.5"}),
+        "a text as class": (adam, {**adam, "optimizer_class": "AdamW"}),
+        "a generator that raises": (adam, {**adam, "params": breaks(params)}),
+        "one in a group": (adam, {**adam, "params": [{"params": breaks(params)}]}),
+        "keys that are no text": (adam, {**adam, "params": [{"params": make_params(SHAPES), 3: 1, "a": 2}]}),
+        "a class in a group": (adam, {**adam, "params": [{"params": params, "optimizer_class": 3}]}),
+        "a cost in a group": (adam, {**adam, "params": [{"params": params, "cost": "free"}]}),
+        "no parameters": (adam, {**adam, "params": None}),
+        "a rate that is refused": (adam, {**adam, "lr": -1.0}),
+    }
+
+
+def check_construction(name: str) -> tuple[str, str]:
+    cases = constructions()[name]
+    given = {"params": make_params(SHAPES), "optimizer_class": SGD, **cases[dist.get_rank()]}
+    params = [p for p in given["params"] or () if isinstance(p, Tensor)] if "generator" not in name else []
+    storages = [p.data_ptr() for p in params]
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - the test looks at it
+        ZeroRedundancyOptimizer(**given)
+    assert [p.data_ptr() for p in params] == storages, "parameters were moved although it raised"
+    good = ZeroRedundancyOptimizer(make_params(SHAPES), AdamW, lr=0.1)  # in step with the other rank
+    set_grads(params_of(good), 0)
+    good.step()
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize("name", constructions())
+def test_building_what_differs_or_is_wrong_on_one_rank_raises_on_all(ranks2: Ranks, name: str) -> None:
+    first, second = ranks2.run(check_construction, name, timeout=30)
+    assert all(text for _, text in (first, second))
+    if first[0] != "RankMismatchError":
+        assert "rank 1" in first[1], first
+
+
+def check_equal_constructions() -> None:
+    """Nothing that is alike counts as different, whatever was built before."""
+    if dist.get_rank() == 1:
+        SGD(make_params(SHAPES), lr=0.1)  # PyTorch patches a class when it is built first
+        made(0)(make_params(SHAPES), lr=0.1)
+    for name in sorted(constructions()):
+        given = constructions()[name][0]
+        if "extra" in given:
+            continue
+        optimizer = ZeroRedundancyOptimizer(
+            **{"params": make_params(SHAPES), "optimizer_class": SGD, **given}
+        )
+        set_grads(params_of(optimizer), 0)
+        optimizer.step()
+
+
+def test_what_is_alike_on_all_ranks_is_no_difference(ranks2: Ranks) -> None:
+    ranks2.run(check_equal_constructions)
+
+
+# ---------------------------------------------------------------------- calls of an optimizer
+
+
+def closure_over(optimizer: ZeroRedundancyOptimizer, fails: bool = False) -> Callable[[], float]:
+    def closure() -> float:
+        set_grads(params_of(optimizer), 5)
+        if fails:
+            raise ArithmeticError("the loss is no number")
+        return 1.0
+
+    return closure
+
+
+def other_dict(optimizer: ZeroRedundancyOptimizer, change: Callable[[Any], Any]) -> Any:
+    optimizer.consolidate_state_dict(to=None)
+    found = optimizer.state_dict()
+    return change(found) if dist.get_rank() == 1 else found
+
+
+def without_state(found: dict[str, Any]) -> dict[str, Any]:
+    return {"param_groups": found["param_groups"]}
+
+
+def with_list(found: dict[str, Any]) -> dict[str, Any]:
+    return {**found, "state": [1, 2]}
+
+
+def with_lock(found: dict[str, Any]) -> dict[str, Any]:
+    groups = [{**group, "lock": (group for _ in ())} for group in found["param_groups"]]
+    return {**found, "param_groups": groups}
+
+
+def with_entry(name: str, value: object, found: dict[str, Any]) -> dict[str, Any]:
+    state = {index: {**entries, name: value} for index, entries in found["state"].items()}
+    return {**found, "state": state}
+
+
+class Odd(torch.Tensor):
+    """A subclass that nobody knows."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.clone or func is torch.Tensor.detach:
+            raise NotImplementedError("an odd tensor cannot be copied")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+# name -> what a rank calls; whether it is the rank that does so wrongly
+Call = Callable[[ZeroRedundancyOptimizer, bool], object]
+CALLS: dict[str, Call] = {
+    "a text as norm's order": lambda o, bad: o.clip_grad_norm_(1.0, "x" if bad else 2.0),  # type: ignore[arg-type]
+    "no order of the norm": lambda o, bad: o.clip_grad_norm_(1.0, None if bad else 2.0),  # type: ignore[arg-type]
+    "another order": lambda o, bad: o.clip_grad_norm_(1.0, 1.0 if bad else 2.0),
+    "an order that is none": lambda o, bad: o.clip_grad_norm_(1.0, float("nan") if bad else 2.0),
+    "a text as norm": lambda o, bad: o.clip_grad_norm_("1" if bad else 1.0),  # type: ignore[arg-type]
+    "a list as norm": lambda o, bad: o.clip_grad_norm_([1] if bad else 1.0),  # type: ignore[arg-type]
+    "another norm": lambda o, bad: o.clip_grad_norm_(2.0 if bad else 1.0),
+    "a flag that is none": lambda o, bad: o.clip_grad_norm_(1.0, error_if_nonfinite="no" if bad else True),  # type: ignore[arg-type]
+    "foreach that is no flag": lambda o, bad: o.clip_grad_norm_(1.0, foreach=1 if bad else True),  # type: ignore[arg-type]
+    "a closure that raises": lambda o, bad: o.step(closure_over(o, bad)),
+    "a number as closure": lambda o, bad: o.step(3 if bad else closure_over(o)),  # type: ignore[arg-type]
+    "a group that is no dict": lambda o, bad: o.add_param_group(
+        [1] if bad else {"params": make_params(((3,),))}  # type: ignore[arg-type]
+    ),
+    "a group that raises": lambda o, bad: o.add_param_group(
+        {"params": breaks(make_params(((3,),))) if bad else make_params(((3,),))}
+    ),
+    "a group with a key that is no text": lambda o, bad: o.add_param_group(
+        {"params": make_params(((3,),)), **({3: 4, "a": 1} if bad else {})}
+    ),
+    "a group with another tensor rate": lambda o, bad: o.add_param_group(
+        {"params": make_params(((3,),)), "lr": torch.tensor(0.5 if bad else 0.25)}
+    ),
+    "a target that is no rank": lambda o, bad: o.consolidate_state_dict(to="x" if bad else 0),  # type: ignore[arg-type]
+    "a state dict without state": lambda o, bad: o.load_state_dict(other_dict(o, without_state)),
+    "a state dict with a list": lambda o, bad: o.load_state_dict(other_dict(o, with_list)),
+    "an option that cannot be copied": lambda o, bad: o.load_state_dict(other_dict(o, with_lock)),
+    "a text as state dict": lambda o, bad: o.load_state_dict(other_dict(o, lambda _: "x")),
+    "no state dict": lambda o, bad: o.load_state_dict(other_dict(o, lambda _: None)),
+    "a source that is no rank": lambda o, bad: o.load_state_dict(
+        other_dict(o, dict), src="x" if bad else None
+    ),  # type: ignore[arg-type]
+    "state that cannot be copied": lambda o, bad: o.load_state_dict(
+        other_dict(o, partial(with_entry, "odd", torch.zeros(2).as_subclass(Odd)))
+    ),
+    "a master of another shape": lambda o, bad: o.load_state_dict(
+        other_dict(o, partial(with_entry, "master", torch.zeros(1)))
+    ),
+    "an average of another shape": lambda o, bad: o.load_state_dict(
+        other_dict(o, partial(with_entry, "ema", torch.zeros(1)))
+    ),
+    "a master that is no tensor": lambda o, bad: o.load_state_dict(
+        other_dict(o, partial(with_entry, "master", "x"))
+    ),
+    "an optimizer that is none": lambda o, bad: zero_step(3 if bad else o),  # type: ignore[arg-type]
+    "a hook that is none": lambda o, bad: zero_step(o, 3 if bad else allreduce_hook),  # type: ignore[arg-type]
+    "another hook": lambda o, bad: zero_step(o, bf16_compress_hook if bad else allreduce_hook),
+    "another hook inside": lambda o, bad: zero_step(
+        o, (bf16_compress_wrapper if bad else fp16_compress_wrapper)(allreduce_hook)
+    ),
+    "interleave": lambda o, bad: zero_step(o, interleave=not bad),
+    "a text as flag": lambda o, bad: zero_step(o, interleave="no" if bad else True),  # type: ignore[arg-type]
+    "gradients": lambda o, bad: zero_step(o, gradients="owners" if bad else "everywhere"),
+}
+
+
+def check_call(name: str) -> tuple[str, str]:
+    beside = "master" in name or "average" in name
+    masters: dict[str, Any] = {"master_dtype": torch.float64, "ema_decay": 0.5} if beside else {}
+    plain = AdamW(make_params(SHAPES), lr=0.1)
+    sharded = ZeroRedundancyOptimizer(make_params(SHAPES), AdamW, lr=0.1, **masters)  # type: ignore[arg-type]
+    twin_of = ZeroRedundancyOptimizer(make_params(SHAPES), AdamW, lr=0.1, **masters)  # type: ignore[arg-type]
+    both = (sharded, twin_of)
+    for optimizer in (plain, *both):
+        set_grads(params_of(optimizer), 0)
+        optimizer.step()
+    sharded.consolidate_state_dict(to=None)
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - the test looks at it
+        CALLS[name](sharded, dist.get_rank() == 1)
+    assert len(sharded.param_groups) == 1
+    assert_same_bits(params_of(sharded), params_of(twin_of), f"although {name} raised")
+    for step in range(1, 3):
+        for optimizer in both:
+            set_grads(params_of(optimizer), step)
+            optimizer.step()
+    assert_same_bits(params_of(sharded), params_of(twin_of), f"after {name} raised")
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_is_wrong_on_one_rank_raises_on_all_and_changes_nothing(ranks2: Ranks, name: str) -> None:
+    first, _ = ranks2.run(check_call, name, timeout=30)
+    if first[0] != "RankMismatchError":
+        assert "rank 1" in first[1], first
+
+
+# ---------------------------------------------------------------------- comm hooks
+
+
+def check_registration(kind: str) -> None:
+    odd = dist.get_rank() == 1
+    ddp = DistributedDataParallel(nn.Linear(3, 2))
+    state = PowerSGDState(None, matrix_approximation_rank=2 if odd and kind == "rank" else 1)
+    hook = allreduce_hook if odd and kind == "hook" else powerSGD_hook
+    with pytest.raises(Exception, match="ranks disagree about the comm hook"):
+        ddp.register_comm_hook(state, 3 if odd and kind == "no hook" else hook)  # type: ignore[arg-type]
+    state = PowerSGDState(None, matrix_approximation_rank=1)
+    ddp.register_comm_hook(state, powerSGD_hook)
+    ddp(torch.ones(1, 3)).sum().backward()
+
+
+@pytest.mark.parametrize("kind", ["rank", "hook", "no hook"])
+def test_another_hook_on_one_rank_is_noticed_when_it_is_registered(ranks2: Ranks, kind: str) -> None:
+    ranks2.run(check_registration, kind)

@@ -1,0 +1,254 @@
+"""What code written for PyTorch's class, or for a framework, finds here: names, types, messages."""
+
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from pool import Ranks
+from training import assert_same_bits, assert_same_state, make_params, params_of, set_grads, train_both, twin
+from zero_optim import RankMismatchError, ZeroRedundancyOptimizer
+from zero_optim.hooks import allreduce_hook
+
+AdamW, SGD = torch.optim.AdamW, torch.optim.SGD
+
+
+def is_pytorchs(optimizer: object) -> bool:
+    """Ask as public code does; importing PyTorch's class first, in the place of ours, would warn."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer as PyTorchs
+
+    return isinstance(optimizer, PyTorchs)
+
+
+# ---------------------------------------------------------------------- optim and isinstance
+
+
+def check_optim() -> None:
+    sharded = ZeroRedundancyOptimizer(make_params(), AdamW, lr=0.1)
+    set_grads(params_of(sharded), 0)
+    sharded.step()
+    assert isinstance(sharded.optim, AdamW)
+    assert set(sharded.optim.state) == set(sharded.owned_parameters())
+    assert [len(group["params"]) for group in sharded.optim.param_groups] == [len(sharded.owned_parameters())]
+    with pytest.raises(AttributeError):
+        sharded.optim = None  # type: ignore[misc, assignment]
+
+
+def test_optim_is_the_local_optimizer(ranks2: Ranks) -> None:
+    ranks2.run(check_optim)
+
+
+def check_optim_of_several() -> None:
+    first, second = make_params(((4, 4), (3, 2))), make_params(((5,), (2,)), seed=1)
+    groups: list[dict[str, Any]] = [
+        {"params": second},
+        {"params": first, "optimizer_class": AdamW, "lr": 0.5},
+    ]
+    sharded = ZeroRedundancyOptimizer(groups, SGD, lr=0.1, momentum=0.9)
+    set_grads(params_of(sharded), 0)
+    sharded.step()
+    assert [group["lr"] for group in sharded.optim.param_groups] == [0.1, 0.5]
+    assert set(sharded.optim.state) == set(sharded.owned_parameters())
+
+
+def test_optim_of_mixed_classes_is_a_view_of_all(ranks2: Ranks) -> None:
+    ranks2.run(check_optim_of_several)
+
+
+class Framework(ZeroRedundancyOptimizer):
+    """As frameworks write it: positional arguments, a state dict that consolidates by itself."""
+
+    def __init__(self, params: Any, cls: Any, group: Any = None, **defaults: Any) -> None:
+        super().__init__(params, cls, group, False, False, **defaults)
+        self.num_asked = 0
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        self.num_asked += 1
+        self.consolidate_state_dict(to=None)
+        return super().state_dict()
+
+
+def check_framework() -> None:
+    params = make_params()
+    plain, sharded = AdamW(twin(params), lr=0.1), Framework(params, AdamW, lr=0.1)
+    assert is_pytorchs(sharded)
+    train_both(plain, sharded, 2)
+    state = sharded.state_dict()
+    assert_same_state(state, plain.state_dict())
+    assert sharded.num_asked == 1
+    again = Framework(twin(params), AdamW, lr=0.1)
+    again.load_state_dict(state)
+    for optimizer in (sharded, again):
+        set_grads(params_of(optimizer), 9)
+        optimizer.step()
+    assert_same_bits(params_of(again), params_of(sharded))
+
+
+def test_a_framework_s_subclass_works(ranks2: Ranks) -> None:
+    ranks2.run(check_framework)
+
+
+def check_pickled() -> None:
+    copy = pickle.loads(pickle.dumps(ZeroRedundancyOptimizer(make_params(), AdamW, lr=0.1)))
+    assert is_pytorchs(copy)
+    assert not is_pytorchs(AdamW(make_params()))
+
+
+def test_an_unpickled_optimizer_is_one_of_pytorchs_name_too(ranks2: Ranks) -> None:
+    ranks2.run(check_pickled)
+
+
+def test_importing_ours_is_enough_and_warns_of_nothing() -> None:
+    code = (
+        "import zero_optim; from torch.distributed.optim import ZeroRedundancyOptimizer as theirs; "
+        "ours = zero_optim.ZeroRedundancyOptimizer; assert issubclass(ours, theirs); "
+        "assert theirs not in ours.__mro__"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
+
+
+# ---------------------------------------------------------------------- classes that step() asks something
+
+
+class NeedsTemperature(SGD):
+    def step(self, closure: Any = None, *, temperature: float) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data.add_(p.grad, alpha=-group["lr"] * temperature)
+
+
+def check_keyword() -> None:
+    params = make_params()
+    with pytest.raises(
+        ValueError, match=r"nothing was found against it: its step\(\) needs temperature"
+    ) as told:
+        ZeroRedundancyOptimizer(params, NeedsTemperature, lr=0.1)
+    text = str(told.value)
+    assert text.index("assume_separable=True") < text.index("without sharding")
+    sharded = ZeroRedundancyOptimizer(params, NeedsTemperature, lr=0.1, assume_separable=True)
+    plain = NeedsTemperature(twin(params), lr=0.1)
+    for optimizer in (plain, sharded):
+        set_grads(params_of(optimizer), 0)
+        optimizer.step(temperature=0.5)  # type: ignore[call-arg]
+    assert_same_bits(params_of(sharded), params_of(plain))
+
+
+def test_a_class_whose_step_needs_a_keyword_is_told_the_option_first(ranks2: Ranks) -> None:
+    ranks2.run(check_keyword)
+
+
+# ---------------------------------------------------------------------- scalers
+
+
+class HandsItselfIn(torch.amp.GradScaler):
+    """As FairScale's scaler does."""
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return optimizer.step(*args, **kwargs, grad_scaler=self)  # type: ignore[call-arg]
+
+
+def check_scaler(infinite_on: int | None, unscaled: bool) -> None:
+    params = make_params()
+    plain, sharded = AdamW(twin(params), lr=0.1), ZeroRedundancyOptimizer(params, AdamW, lr=0.1)
+    scaler = HandsItselfIn("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(1))
+    set_grads(params_of(plain), 0)
+    set_grads(params, 0, scale=8.0)
+    if infinite_on == dist.get_rank():
+        assert params[0].grad is not None
+        params[0].grad.fill_(torch.inf)
+    if unscaled:
+        scaler.unscale_(sharded)
+    scaler.step(sharded)
+    scaler.update()
+    assert scaler.get_scale() == (8.0 if infinite_on is None else 4.0)
+    if infinite_on is None:
+        plain.step()
+    assert_same_bits(params, params_of(plain))
+    set_grads(params, 1)
+    set_grads(params_of(plain), 1)
+    plain.step()
+    sharded.step()  # nothing of the scaler is left
+    assert_same_bits(params, params_of(plain))
+
+
+@pytest.mark.parametrize("unscaled", [False, True], ids=["scaled", "unscaled"])
+@pytest.mark.parametrize("infinite_on", [None, 1])
+def test_a_scaler_that_hands_itself_in_is_asked(
+    ranks2: Ranks, infinite_on: int | None, unscaled: bool
+) -> None:
+    ranks2.run(check_scaler, infinite_on, unscaled)
+
+
+def check_wrong_scaler() -> None:
+    sharded = ZeroRedundancyOptimizer(make_params(), AdamW, lr=0.1)
+    with pytest.raises(TypeError, match=r"expected grad_scaler to be a torch\.amp\.GradScaler, got str"):
+        sharded.step(grad_scaler="dynamic")
+
+
+def test_what_is_no_scaler_is_named(ranks2: Ranks) -> None:
+    ranks2.run(check_wrong_scaler)
+
+
+# ---------------------------------------------------------------------- messages
+
+
+def check_torch_hook() -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import (
+        hook_with_zero_step,
+        hook_with_zero_step_interleaved,
+    )
+
+    ddp = DistributedDataParallel(nn.Linear(3, 2))
+    sharded = ZeroRedundancyOptimizer(ddp.parameters(), AdamW, overlap_with_ddp=True, lr=0.1)
+    for make in (hook_with_zero_step, hook_with_zero_step_interleaved):
+        with pytest.raises(AttributeError, match=r"import them from zero_optim\.hooks"):
+            make(allreduce_hook, ddp, sharded)  # type: ignore[arg-type]
+    assert not hasattr(sharded, "_overlap_with_ddp")
+
+
+def test_pytorchs_own_hook_says_which_import_to_change(ranks2: Ranks) -> None:
+    ranks2.run(check_torch_hook)
+
+
+class KnowsItsRank(SGD):
+    def __init__(self, params: Any, *, rank: int, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.rank = rank
+
+
+def build_with_rank(params: Any, **options: Any) -> Optimizer:
+    return KnowsItsRank(params, rank=dist.get_rank(), **options)
+
+
+def check_meant() -> None:
+    with pytest.raises(RankMismatchError, match="finds it out when called, such as `def build") as told:
+        ZeroRedundancyOptimizer(make_params(), KnowsItsRank, lr=0.1, rank=dist.get_rank())
+    assert "rank=dist.get_rank()" in str(told.value)
+    sharded = ZeroRedundancyOptimizer(make_params(), build_with_rank, lr=0.1)
+    assert sharded.rank == dist.get_rank()
+    train_both(SGD(make_params(), lr=0.1), sharded, 2)
+
+
+def test_an_option_that_is_meant_to_differ_is_told_how_to_be_given(ranks2: Ranks) -> None:
+    ranks2.run(check_meant)
+
+
+def check_sparse(layout: torch.layout) -> None:
+    sparse = nn.Parameter(torch.eye(3).to_sparse(layout=layout))
+    with pytest.raises(ValueError, match="only supports dense parameters, but got parameter 0"):
+        ZeroRedundancyOptimizer([sparse], SGD, lr=0.1)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+def test_sparse_parameters_are_refused_with_pytorchs_type(ranks2: Ranks, layout: torch.layout) -> None:
+    ranks2.run(check_sparse, layout)
