@@ -1,6 +1,7 @@
 """What the library needs of PyTorch and has no public name, its DDP class apart; checked when imported."""
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import Node
+from torch.distributed import distributed_c10d as c10d
 
 _NEEDED: tuple[tuple[object, str], ...] = (
     (getattr(Variable, "_execution_engine", None), "queue_callback"),
@@ -16,6 +18,8 @@ _NEEDED: tuple[tuple[object, str], ...] = (
     (torch._C, "_will_engine_execute_node"),
     (torch, "_foreach_copy_"),
     (torch, "_foreach_mul_"),
+    (c10d, "_new_process_group_helper"),
+    *((getattr(c10d, "_world", None), name) for name in ("pg_map", "pg_group_ranks")),
 )
 
 
@@ -84,6 +88,51 @@ def num_gloo_threads(group: dist.ProcessGroup) -> int:
         return 0
     backend = group._get_backend(torch.device("cpu"))
     return int(getattr(getattr(backend, "options", None), "_threads", 0))
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """Tell how long a collective of a group may take; None where that cannot be known."""
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None
+
+
+def make_group(ranks: Sequence[int], backend: str, name: str, timeout: timedelta | None) -> dist.ProcessGroup:
+    """Make a process group under a name of one's own; its members call, and they alone.
+
+    `torch.distributed.new_group` takes no name, and on members alone it makes one from the number of groups
+    that a process has: see Note [Lanes] in `zero_optim.lanes`.
+
+    Args:
+        ranks: the members' global ranks, by group rank; this process is one of them.
+        backend: such as ``"gloo"``.
+        name: the same on every member, never used before.
+        timeout: of its collectives, and for the members to come; None for PyTorch's default.
+
+    Raises:
+        RuntimeError: a member did not come in time.
+    """
+    world: Any = c10d._world
+    make: Any = c10d._new_process_group_helper
+    _, store = world.pg_map[dist.group.WORLD]
+    made, _ = make(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        list(ranks),
+        dist.Backend(backend),
+        store,
+        name,
+        timeout=c10d.default_pg_timeout if timeout is None else timeout,
+        device_id=getattr(dist.group.WORLD, "bound_device_id", None),
+        group_desc="zero_optim",
+    )
+    world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(ranks)}
+    group: dist.ProcessGroup = made
+    return group
 
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
