@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+from torch.nn.parallel import distributed
 
 from zero_optim.agreement import agree, failing_together
 from zero_optim.collectives import RankGroup
@@ -53,6 +54,9 @@ _USED = (
 NEEDED: tuple[tuple[object, str], ...] = (  # see Note [Private names] in zero_optim.engine
     *((TorchDistributedDataParallel, name) for name in (*_OVERRIDDEN, *_USED)),
     (dist, "_DEFAULT_FIRST_BUCKET_BYTES"),
+    (distributed, "_MixedPrecision"),
+    (nn.Module, "_forward_pre_hooks"),
+    (nn.Module, "_parameters"),
     (torch._C, "Future"),
 )
 require(NEEDED, __name__)

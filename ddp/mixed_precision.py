@@ -25,9 +25,7 @@ from torch.nn.parallel import distributed
 
 from zero_optim.ddp.graph import tensors_in
 from zero_optim.ddp.inbox import Token
-from zero_optim.engine import after_backward, require
-
-require([(distributed, "_MixedPrecision")], __name__)
+from zero_optim.engine import after_backward
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # What a recurrent module knows its weights by, besides the usual place; it makes both anew when they change.

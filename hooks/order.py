@@ -23,6 +23,9 @@ The last reference to a gloo group must not be dropped by one of its own threads
 its threads, and a thread that waits for itself aborts the process ("Resource deadlock avoided"). A callback
 that holds a group does that when the main thread, woken up by the callback's result, is the quicker one to
 let go of the group. So no callback here, nor anything it holds, refers to a group, except weakly.
+
+The groups made here are lanes, see `zero_optim.lanes`, which live on when the hook's state is gone. So a
+callback refers weakly to the lease: when that has ended, the lane may be another user's.
 """
 
 import threading
@@ -36,8 +39,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_optim.collectives import RankGroup
 from zero_optim.hooks.bucket import TensorFuture
 from zero_optim.hooks.exchange import future_on
+from zero_optim.lanes import Lease, lease
 
 
 @dataclass(slots=True)
@@ -84,11 +89,11 @@ class LaterStage:
     """Where collectives that follow a first one are launched, see Note [Order of chained collectives].
 
     Args:
-        group: the process group for them.
+        lease: of the one process group for them.
         turnstile: whose turns they take.
     """
 
-    group: dist.ProcessGroup
+    lease: Lease
     turnstile: Turnstile = field(default_factory=Turnstile)
 
     @classmethod
@@ -98,13 +103,14 @@ class LaterStage:
         Args:
             group: the group of the first collectives.
             device: where the buckets lie.
+
+        Raises:
+            RemoteRankError: a rank does not answer within the group's timeout, or has ended.
         """
+        ranks = RankGroup.of(group)
         if device.type == "cuda" and "cuda:nccl" in dist.get_backend_config(group):
-            return cls(group)
-        ranks = dist.get_process_group_ranks(group)
-        own = dist.new_group(ranks, backend=dist.get_backend(group), use_local_synchronization=True)
-        assert own is not None  # this process is one of the ranks
-        return cls(own)
+            return cls(Lease.of(ranks))
+        return cls(lease(ranks, 1, dist.get_backend(group)))
 
     def follow(
         self,
@@ -129,10 +135,13 @@ class LaterStage:
         Returns:
             A future with the result, or with what any of the three, or a collective, raised.
         """
-        done, turnstile, weak_group = future_on(device), self.turnstile, weakref.ref(self.group)
+        done, turnstile, weak_lease = future_on(device), self.turnstile, weakref.ref(self.lease)
         turn = turnstile.draw()
 
         def fail(error: Exception) -> None:
+            held = weak_lease()
+            if held is not None:
+                held.abandon()
             done.set_exception(error)  # type: ignore[arg-type]  # annotated as a result, documented as an error
 
         def on_second(second: TensorFuture) -> None:
@@ -143,11 +152,11 @@ class LaterStage:
 
         def on_turn(stream: AbstractContextManager[object]) -> None:
             try:
-                group = weak_group()
-                if group is None:
+                held = weak_lease()
+                if held is None:
                     raise RuntimeError("the hook's state is gone while a bucket is under way: keep it")
                 with stream:
-                    launch(group).then(on_second)
+                    launch(held.groups[0].process_group).then(on_second)
             except Exception as error:  # noqa: BLE001 - raised by whoever waits for the result
                 fail(error)
 

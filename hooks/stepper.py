@@ -35,11 +35,11 @@ import torch
 from torch import Tensor
 
 from zero_optim.ahead import Ahead, Part
-from zero_optim.collectives import RankGroup
 from zero_optim.engine import after_backward, backward_number, in_backward, in_outer_backward
 from zero_optim.hooks.bucket import GradBucket, Hook, TensorFuture
 from zero_optim.hooks.exchange import future_on
 from zero_optim.hooks.owners import OwnerReduction, Pieces
+from zero_optim.lanes import Lease
 from zero_optim.plan import consecutive_views
 
 
@@ -78,10 +78,10 @@ class Stepper:
         ahead: steps and gathers.
         hook: what reduces.
         interleave: whether buckets get in line as they come; otherwise all together with the last.
-        lanes: groups for reducing to owners; none if ``hook`` reduces.
+        lanes: groups for reducing to owners; None if ``hook`` reduces.
     """
 
-    def __init__(self, ahead: Ahead, hook: Hook, interleave: bool, lanes: Sequence[RankGroup]) -> None:
+    def __init__(self, ahead: Ahead, hook: Hook, interleave: bool, lanes: Lease | None) -> None:
         self._ahead = ahead
         self._lanes = lanes
         self._hook = hook
@@ -110,10 +110,10 @@ class Stepper:
         part, pieces = self._plan(number, bucket.parameters())
         buffer = bucket.buffer()
         reduced: TensorFuture | OwnerReduction
-        if pieces is None:
+        if pieces is None or self._lanes is None:
             reduced = self._hook(state, bucket)
         else:
-            reduced = OwnerReduction(self._ahead.group, self._lanes, bucket, pieces, joined)
+            reduced = OwnerReduction(self._ahead.group, self._lanes.groups, bucket, pieces, joined)
         done = future_on(buffer.device)
         self._last = _Task(number, begins, bucket.is_last(), joined, part, buffer, reduced, done)
         self._held.append(self._last)
@@ -127,9 +127,9 @@ class Stepper:
         """Plan a bucket, unless it is the one that was planned: buckets change when DDP makes them anew."""
         known = self._plans.get(number)
         if known is None or not self._ahead.is_current(known[0], params):
-            pieces = (
-                Pieces.of(params, self._ahead.owners(params), self._ahead.group.size) if self._lanes else None
-            )
+            pieces = None
+            if self._lanes is not None:
+                pieces = Pieces.of(params, self._ahead.owners(params), self._ahead.group.size)
             known = self._plans[number] = self._ahead.part(params), pieces
         return known
 
@@ -165,8 +165,15 @@ class Stepper:
         try:
             yield
         except BaseException as error:  # noqa: BLE001 - raised when backward has ended
+            self._abandon_lanes()
             if self._error is None:
                 self._error = error
+
+    def _abandon_lanes(self) -> None:
+        """See to it that no later optimizer gets process groups on which something failed."""
+        self._ahead.abandon_lanes()
+        if self._lanes is not None:
+            self._lanes.abandon()
 
     def _step(self, task: _Task, gradients: Sequence[Tensor] | None) -> None:
         part, known = task.part, self._known(task, gradients)
@@ -196,14 +203,18 @@ class Stepper:
         if last is None or (is_inner and not last.ends):
             return  # the end has been seen to already, or more is to come
         self._last = None
-        self._ahead.wait_for_steps()
         try:
-            if not is_inner:
-                self._step_late([param.grad for param in self._late])
-            if self._lanes:
-                self._ahead.drop_gradients()
-        finally:
-            self._ahead.end_backward(is_final=not is_inner, failed=self._error is not None)
+            self._ahead.wait_for_steps()
+            try:
+                if not is_inner:
+                    self._step_late([param.grad for param in self._late])
+                if self._lanes is not None:
+                    self._ahead.drop_gradients()
+            finally:
+                self._ahead.end_backward(is_final=not is_inner, failed=self._error is not None)
+        except BaseException:
+            self._abandon_lanes()
+            raise
         self._raise()
 
     def _end_joined(self) -> None:

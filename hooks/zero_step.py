@@ -27,8 +27,8 @@ def zero_step(
     """Make a comm hook that steps ``optimizer`` during the backward pass.
 
     ``ddp.register_comm_hook(state, zero_step(optimizer, hook))``, on PyTorch's DDP or ours; ``state`` is that
-    of ``hook``. All ranks call, before the first backward pass; the process groups of the gathers are made
-    here.
+    of ``hook``. All ranks call, before the first backward pass; process groups for the gathers are made
+    here, or taken over from an optimizer that is gone.
 
     The parameters are, bit for bit, those of the same run with ``hook`` alone; for None those of the run
     without a hook. One case differs in the last bits: ``gradient_as_bucket_view=True`` with
@@ -69,7 +69,7 @@ def zero_step(
     agree(optimizer.ranks, items, "the arguments of zero_step")
     ahead = optimizer.ahead()
     hook = mean_hook if hook is None else hook
-    stepper = Stepper(ahead, hook, interleave, ahead.new_lanes() if gradients == "owners" else [])
+    stepper = Stepper(ahead, hook, interleave, ahead.new_lanes() if gradients == "owners" else None)
 
     def zero_step_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         return stepper.take(state, bucket)

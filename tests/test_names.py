@@ -19,7 +19,7 @@ from zero_optim.ddp import data_parallel
 
 LISTS = (engine.NEEDED, zero_optim.checkpoint.NEEDED, data_parallel.NEEDED, zero_optim.hooks.NEEDED)
 NOT_PYTORCH = {"_ArgumentGroup", "_exit", "_replace"}  # of argparse, os, and named tuples
-READ_WITH_A_DEFAULT = {"_ExperimentalConfig"}
+READ_WITH_A_DEFAULT = {"_ExperimentalConfig", "_current_context", "_distributed_autograd"}
 
 
 def modules() -> Iterator[str]:

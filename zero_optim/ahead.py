@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zero_optim.collectives import RankGroup
 from zero_optim.gather import UnderWay, launch_part
+from zero_optim.lanes import Lease, lanes_beside
 from zero_optim.layout import Run
 from zero_optim.plan import Group, params_of
 from zero_optim.sharding import Sharding
@@ -58,7 +59,7 @@ class Part:
 class Ahead:
     """The part of a step that is taken before ``step()`` is called.
 
-    All ranks construct it, which makes process groups for its gathers, and call its methods in the
+    All ranks construct it, which takes process groups for its gathers, and call its methods in the
     same order with the same parameters. One thread at a time.
 
     Args:
@@ -79,7 +80,7 @@ class Ahead:
     ) -> None:
         self._optimizer = optimizer
         self.group = group
-        self._lanes = group.lanes()
+        self._lanes = lanes_beside(group)
         self._sharding = sharding
         self._share = share
         self._under_way = under_way
@@ -120,7 +121,7 @@ class Ahead:
             )
         self._under_way.wait()
         self._stepped, self._seals = {}, []
-        self.lends = self._optimizer.begin_ahead(self._lanes[0], joined)
+        self.lends = self._optimizer.begin_ahead(self._lanes.groups[0], joined)
 
     def announce(self, done: torch.futures.Future[Tensor]) -> None:
         """Take note of a part that another thread will step, and of the future that it completes then."""
@@ -139,9 +140,13 @@ class Ahead:
                 "the gradients added up so far. Put all but the last backward pass of a step under no_sync()"
             )
 
-    def new_lanes(self) -> list[RankGroup]:
-        """Make process groups for a reduction that shares none with the gathers; all ranks call."""
-        return self.group.lanes()
+    def new_lanes(self) -> Lease:
+        """Take process groups for a reduction that shares none with the gathers; all ranks call."""
+        return lanes_beside(self.group)
+
+    def abandon_lanes(self) -> None:
+        """Let nobody use the process groups of the gathers after this: ranks may be out of step there."""
+        self._lanes.abandon()
 
     def owners(self, params: Sequence[Tensor]) -> list[int]:
         """Tell who owns some parameters.
@@ -197,7 +202,7 @@ class Ahead:
         finally:  # the others wait for it, even if the class's own step fails
             self._stepped.update(dict.fromkeys(part.params))
             for bucket, chosen, runs in part.gathers:
-                pending = launch_part(self._lanes, bucket, chosen, runs)
+                pending = launch_part(self._lanes.groups, bucket, chosen, runs)
                 self._under_way.add([bucket.params[index] for index in chosen], pending)
 
     def end_backward(self, *, is_final: bool, failed: bool) -> None:

@@ -174,29 +174,6 @@ class RankGroup:
         assert isinstance(work, dist.Work)  # async_op=True on a member always gives a handle
         return [work]
 
-    def twin(self) -> "RankGroup":
-        """Make a gloo group of the same ranks, for a thread of its own; all ranks call, some 20 ms.
-
-        Collectives of two threads on one group would mix.
-        """
-        members = dist.get_process_group_ranks(self.process_group)
-        twin = dist.new_group(members, backend="gloo", use_local_synchronization=True)
-        return RankGroup.of(twin)
-
-    def lanes(self) -> "list[RankGroup]":
-        """Make further groups of the same ranks and backend, for what must not wait in this one's line.
-
-        All ranks call. One for each rank on gloo, up to eight, as a gloo group sends for few ranks at a time;
-        one on NCCL, whose groups must not run at the same time.
-        """
-        members = dist.get_process_group_ranks(self.process_group)
-        backend = dist.get_backend(self.process_group)
-        number = min(self.size, 8) if self.device.type == "cpu" else 1
-        made = [
-            dist.new_group(members, backend=backend, use_local_synchronization=True) for _ in range(number)
-        ]
-        return [RankGroup.of(group) for group in made]
-
     def send(self, tensor: Tensor, *to: int) -> None:
         """Send a contiguous tensor to some ranks, which must call `recv`; returns when all have read it."""
         staged = tensor.to(self.device)

@@ -8,6 +8,7 @@ Note [Private names]
 """
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import Node
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import optimizer as torch_optimizer_module
 from torch.utils import _python_dispatch
@@ -27,7 +29,11 @@ NEEDED: tuple[tuple[object, str], ...] = (
     (Tensor, "_indices"),
     (Tensor, "_values"),
     (Tensor, "_version"),
+    (torch.amp.GradScaler, "_check_inf_per_device"),
     (torch.amp.GradScaler, "_found_inf_per_device"),
+    (torch.amp.GradScaler, "_get_scale_async"),
+    (torch.amp.GradScaler, "_per_optimizer_states"),
+    (dist.ProcessGroup, "_device_types"),
     (dist.ProcessGroup, "_get_backend"),
     (Joinable, "_join_config"),
     (torch.optim.Optimizer, "_optimizer_load_state_dict_post_hooks"),
@@ -46,6 +52,9 @@ NEEDED: tuple[tuple[object, str], ...] = (
     (torch._C, "_will_engine_execute_node"),
     (torch, "_foreach_copy_"),
     (torch, "_foreach_mul_"),
+    (c10d, "_new_process_group_helper"),
+    (c10d, "_world"),
+    *((getattr(c10d, "_world", None), name) for name in ("pg_map", "pg_group_ranks")),
 )
 
 
@@ -150,6 +159,51 @@ def eager(function: F) -> F:
     """Keep a function that counts, waits or communicates out of ``torch.compile``."""
     kept: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return kept
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """Tell how long a collective of a group may take; None where that cannot be known."""
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None
+
+
+def make_group(ranks: Sequence[int], backend: str, name: str, timeout: timedelta | None) -> dist.ProcessGroup:
+    """Make a process group under a name of one's own; its members call, and they alone.
+
+    `torch.distributed.new_group` takes no name, and on members alone it makes one from the number of groups
+    that a process has: see Note [Lanes] in `zero_optim.lanes`.
+
+    Args:
+        ranks: the members' global ranks, by group rank; this process is one of them.
+        backend: such as ``"gloo"``.
+        name: the same on every member, never used before.
+        timeout: of its collectives, and for the members to come; None for PyTorch's default.
+
+    Raises:
+        RuntimeError: a member did not come in time.
+    """
+    world: Any = c10d._world
+    make: Any = c10d._new_process_group_helper
+    _, store = world.pg_map[dist.group.WORLD]
+    made, _ = make(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        list(ranks),
+        dist.Backend(backend),
+        store,
+        name,
+        timeout=c10d.default_pg_timeout if timeout is None else timeout,
+        device_id=getattr(dist.group.WORLD, "bound_device_id", None),
+        group_desc="zero_optim",
+    )
+    world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(ranks)}
+    group: dist.ProcessGroup = made
+    return group
 
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -20,6 +20,7 @@ from zero_optim.checkpoint.names import Objects
 from zero_optim.checkpoint.storage import complete, new_token, write_tensors
 from zero_optim.collectives import RankGroup
 from zero_optim.errors import CheckpointError
+from zero_optim.lanes import Lease, lease
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.wire import encode, recv_value, send_value
 
@@ -87,6 +88,7 @@ def save_async(
 
     Raises:
         RankMismatchError, TypeError: as `save` does.
+        RemoteRankError: at the first save, if a rank has ended or does not come within the group's timeout.
     """
     objects = Objects(model, optimizer, scheduler, scaler)
     began = perf_counter()
@@ -146,18 +148,19 @@ class PendingSave:
 class _Lane:
     """Where saves in the background communicate: a group apart from the one that trains."""
 
-    def __init__(self, group: RankGroup) -> None:
-        self.group = group
+    def __init__(self, held: Lease) -> None:
+        self._lease = held
+        self.group = held.groups[0]
         self.last: PendingSave | None = None
 
 
-# One for each process group, as long as that lives: making one takes some 20 ms and is collective.
+# One for each process group, as long as that lives: saves of one group go one after the other.
 _LANES: WeakKeyDictionary[dist.ProcessGroup, _Lane] = WeakKeyDictionary()
 
 
 def _lane(group: RankGroup) -> _Lane:
     if group.process_group not in _LANES:
-        _LANES[group.process_group] = _Lane(group.twin())
+        _LANES[group.process_group] = _Lane(lease(group, 1, "gloo"))
     return _LANES[group.process_group]
 
 

@@ -1,0 +1,245 @@
+"""Process groups beside the one that is trained on: lent, taken over, and never one more than is needed."""
+
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from overlap import WRAPPERS, Setting, assert_same_run, plain_step
+from pool import Ranks
+from zero_optim import RemoteRankError, ZeroRedundancyOptimizer, checkpoint
+from zero_optim.collectives import RankGroup
+from zero_optim.engine import timeout_of
+from zero_optim.hooks import PowerSGDState, powerSGD_hook, zero_step
+from zero_optim.lanes import Lease, lanes_beside, lease
+
+MOST_LANES = 18  # those made freely, and two more of the last user
+THREADS_OF_A_LANE, DESCRIPTORS_OF_A_LANE = 3, 5  # on gloo with two ranks
+
+
+def num_threads_and_descriptors() -> tuple[int, int]:
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == "zero_step":  # its stepper is gone, so it ends
+            thread.join(10)
+    threads, descriptors = (list(Path("/proc/self", kind).iterdir()) for kind in ("task", "fd"))
+    return len(threads), len(descriptors)
+
+
+def build_train_and_drop(wrapper: str, how: str) -> None:
+    net = nn.Linear(8, 8)
+    model = WRAPPERS[wrapper](net)
+    if how == "PowerSGD":
+        model.register_comm_hook(PowerSGDState(start_powerSGD_iter=0), powerSGD_hook)  # type: ignore[no-untyped-call]
+    else:
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+        model.register_comm_hook(None, zero_step(optimizer, gradients=how))  # type: ignore[no-untyped-call, arg-type]
+    model(torch.ones(2, 8)).sum().backward()
+
+
+def check_no_growth(wrapper: str, how: str) -> None:
+    """Optimizers go when garbage is collected; so many lanes are made before it is, and no more."""
+    before = num_threads_and_descriptors()
+    for _ in range(MOST_LANES):
+        build_train_and_drop(wrapper, how)
+    threads, descriptors = (
+        now - then for now, then in zip(num_threads_and_descriptors(), before, strict=True)
+    )
+    assert threads <= MOST_LANES * THREADS_OF_A_LANE, (threads, descriptors)
+    assert descriptors <= MOST_LANES * DESCRIPTORS_OF_A_LANE + 8, (threads, descriptors)  # 8 for whatever
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "how"), [("ours", "everywhere"), ("torch", "owners"), ("ours", "PowerSGD")]
+)
+def test_building_again_and_again_takes_no_more_threads_and_descriptors(
+    ranks2: Ranks, wrapper: str, how: str
+) -> None:
+    ranks2.run(check_no_growth, wrapper, how)
+
+
+def add_up(lanes: Lease) -> None:
+    """Each lane adds up something else, so that lanes paired wrongly would be seen."""
+    size = dist.get_world_size()
+    for number, lane in enumerate(lanes.groups):
+        total = torch.full((3,), float(number))
+        dist.all_reduce(total, group=lane.process_group)
+        assert torch.equal(total, torch.full((3,), float(number * size))), number
+
+
+def names_of(lanes: Lease) -> list[str]:
+    return [lane.process_group.group_name for lane in lanes.groups]
+
+
+def check_collected_at_other_times() -> list[list[str]]:
+    """Garbage goes on rank 0 at once, on the others after the next lanes were taken."""
+    group = RankGroup.of(None)
+    told = []
+    held: list[Lease] = []
+    for _ in range(4):
+        lanes = lanes_beside(group)
+        told.append(names_of(lanes))
+        add_up(lanes)
+        if dist.get_rank() > 0:
+            held = [*held[-1:], lanes]
+        del lanes
+    return told
+
+
+def test_lanes_are_those_free_on_every_rank_whenever_garbage_is_collected(ranks: Ranks) -> None:
+    first, *others = ranks.run(check_collected_at_other_times)
+    assert all(other == first for other in others)
+    one, two, three, four = map(set, first)
+    assert not one & two
+    assert not two & three
+    assert three == one or three.isdisjoint(one)
+    assert four <= one | two | three
+
+
+def check_abandoned() -> None:
+    group = RankGroup.of(None)
+    lanes = lanes_beside(group)
+    names = names_of(lanes)
+    add_up(lanes)
+    del lanes
+    lanes = lanes_beside(group)
+    assert names_of(lanes) == names
+    if dist.get_rank() == 0:
+        lanes.abandon()  # it saw something fail, and nobody else did
+    del lanes
+    lanes = lanes_beside(group)
+    assert set(names_of(lanes)).isdisjoint(names)
+    add_up(lanes)
+
+
+def test_lanes_on_which_one_rank_saw_a_failure_are_not_lent_again(ranks2: Ranks) -> None:
+    ranks2.run(check_abandoned)
+
+
+def check_failed_step() -> None:
+    setting = Setting("ours")
+    model, optimizer = setting.build(overlap=True)
+    names = set(names_of(optimizer.ahead()._lanes))
+    params = list(model.parameters())
+    optimizer.param_groups[0]["lr"] = "not a number"
+    with pytest.raises(TypeError):
+        plain_step(model, optimizer, 0)
+    del model, optimizer, params
+    gc.collect()
+    assert names.isdisjoint(names_of(lanes_beside(RankGroup.of(None))))
+
+
+def test_an_optimizer_whose_step_failed_hands_its_lanes_to_nobody(ranks2: Ranks) -> None:
+    ranks2.run(check_failed_step)
+
+
+def check_timeouts() -> None:
+    for group in (None, dist.new_group(timeout=timedelta(seconds=77))):
+        ranks = RankGroup.of(group)
+        expected = timeout_of(ranks.process_group)
+        assert expected is not None
+        assert expected < timedelta(minutes=5)
+        for lanes in (lanes_beside(ranks), lease(ranks, 1, "gloo")):
+            assert [timeout_of(lane.process_group) for lane in lanes.groups] == [expected] * len(lanes.groups)
+
+
+def test_lanes_have_the_timeout_of_the_group_they_lie_beside(ranks2: Ranks) -> None:
+    ranks2.run(check_timeouts)
+
+
+def check_nobody_comes() -> None:
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    if dist.get_rank() == 0:
+        with pytest.raises(RemoteRankError, match="did not come within 1 s"):
+            lanes_beside(RankGroup.of(group))
+    dist.barrier()
+
+
+def test_a_rank_that_does_not_come_for_its_lanes_is_told_within_the_timeout(ranks2: Ranks) -> None:
+    ranks2.run(check_nobody_comes)
+
+
+def check_more_groups_on_some_ranks() -> None:
+    dist.new_group([0, 1])
+    if dist.get_rank() == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    assert_same_run(Setting("ours"), plain_step, 2, moves=False)
+    add_up(lanes_beside(RankGroup.of(None)))
+
+
+def test_ranks_may_be_members_of_different_numbers_of_groups(ranks4: Ranks) -> None:
+    ranks4.run(check_more_groups_on_some_ranks, timeout=30)
+
+
+def check_again() -> int:
+    """Lanes end with the default group: a new one has its own, and they work."""
+    lanes = lanes_beside(RankGroup.of(None))
+    add_up(lanes)
+    return len(lanes.groups)
+
+
+def test_lanes_are_made_anew_after_all_groups_were_destroyed(ranks2: Ranks) -> None:
+    for _ in range(3):  # the same processes, another default group each time
+        assert ranks2.run(check_again) == [2, 2]
+
+
+def check_all_gone() -> None:
+    lanes = lanes_beside(RankGroup.of(None))
+    add_up(lanes)
+    with_lanes = num_threads_and_descriptors()
+    dist.destroy_process_group()
+    del lanes
+    without = num_threads_and_descriptors()
+    assert without[0] <= with_lanes[0] - 6, (with_lanes, without)  # three threads each
+
+
+def test_destroying_the_default_group_ends_the_lanes(ranks2: Ranks) -> None:
+    ranks2.run(check_all_gone)
+
+
+# ---------------------------------------------------------------------- a rank that is gone
+
+
+def save_alone(folder: Path, rank: int, result: Any) -> None:
+    """Save in the background, after the other rank was killed."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = dist.FileStore(str(folder / "store"), 2)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=5))
+    model = nn.Linear(3, 3)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        checkpoint.save_async(folder / "saved", model=model)
+    except RemoteRankError as error:
+        result.send(str(error))
+    os._exit(0)
+
+
+def test_saving_in_the_background_after_a_rank_was_killed_fails_within_the_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["test_lanes"])
+    ours, theirs = context.Pipe(duplex=False)
+    processes = [context.Process(target=save_alone, args=(tmp_path, rank, theirs)) for rank in (0, 1)]
+    for process in processes:
+        process.start()
+    theirs.close()
+    try:
+        assert ours.poll(40)  # importing torch takes most of it
+        assert "a rank has ended, or did not come within 5 s" in ours.recv()
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
