@@ -61,14 +61,15 @@ NEEDED: tuple[tuple[object, str], ...] = (
 def missing_names(needed: Sequence[tuple[object, str]]) -> list[str]:
     """List which of some (owner, attribute) pairs this PyTorch does not have.
 
-    A class also has what its constructor mentions, since that may be set on its instances alone.
+    A class also has what it declares or its constructor mentions, since that may be set on its instances alone.
     """
     return [name for owner, name in needed if not (hasattr(owner, name) or name in _set_by(owner))]
 
 
 def _set_by(owner: object) -> tuple[str, ...]:
     code = getattr(getattr(owner, "__init__", None), "__code__", None)
-    return code.co_names if code is not None else ()
+    declared = tuple(getattr(owner, "__annotations__", ()))
+    return declared if code is None else (*declared, *code.co_names)
 
 
 def require(needed: Sequence[tuple[object, str]], what: str) -> None:
