@@ -208,6 +208,8 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         Returns:
             The loss that ``closure`` gave, None without one.
         """
+        if self.leaves_out_step():
+            return None
         Join.notify_join_context(self)
         loss: float | None = None
         if closure is not None and not self._leaves_closure:
