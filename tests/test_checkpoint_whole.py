@@ -21,7 +21,13 @@ from torch import nn
 from forked import fork_context
 from pool import Ranks
 from training import set_grads
-from zero_optim import CheckpointError, StateMismatchError, ZeroRedundancyOptimizer, checkpoint
+from zero_optim import (
+    CheckpointError,
+    NotConsolidatedError,
+    StateMismatchError,
+    ZeroRedundancyOptimizer,
+    checkpoint,
+)
 from zero_optim.checkpoint import data, manifest
 
 MOMENTS = range(1, 25)  # file operations of a rank at which it is killed, in each of two ways
@@ -65,6 +71,7 @@ def die_at(moment: int) -> None:
 
     for owner, name in (
         (os, "fsync"), (Path, "replace"), (Path, "unlink"), (Path, "mkdir"), (Path, "rmdir"), (Path, "open"),
+        (os, "open"),
         (data.DataWriter, "_write"), (data.DataWriter, "append"), (data.DataWriter, "__exit__"),
     ):  # fmt: skip
         counted(owner, name)
@@ -269,8 +276,8 @@ def check_keep(folder: Path) -> list[str]:
         if dist.get_rank() == 0 and step == 3:
             (folder / "notes").mkdir()
             (folder / "notes" / "mine.txt").write_text("not a checkpoint")
-            (folder / "torn").mkdir()
-            (folder / "torn" / "data-00ff-0.bin").touch()
+            (folder / "00").mkdir()
+            (folder / "00" / "data-00ff-0.bin").touch()
         dist.barrier()
         checkpoint.save(folder / str(step), model=model, optimizer=optimizer, keep=2)
         dist.barrier()
@@ -390,3 +397,37 @@ def check_dcp(path: Path) -> None:
 
 def test_people_who_call_dcp_themselves_save_and_load_sharded(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(check_dcp, tmp_path / "one")
+
+
+def check_dcp_state_dicts() -> None:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    for stepped, optimizer_class in (
+        (True, torch.optim.AdamW),
+        (True, torch.optim.SGD),
+        (False, torch.optim.Adagrad),
+    ):
+        model = nn.Linear(3, 3, bias=False)  # one parameter: the other rank owns nothing
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class, lr=0.1)
+        if stepped:
+            train(model, optimizer, 0)
+            optimizer.zero_grad()
+            with pytest.raises(NotConsolidatedError, match="consolidate_state_dict"):
+                get_optimizer_state_dict(model, optimizer)
+            optimizer.consolidate_state_dict(to=None)
+        expected = optimizer.state_dict()["state"]
+        optimizer.zero_grad()
+        before = model.weight.clone()
+        whole = get_optimizer_state_dict(model, optimizer)
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        assert whole["state"].keys() == ({"weight"} if expected else set())
+        for key, value in expected.get(0, {}).items():
+            assert torch.equal(whole["state"]["weight"][key], value)  # type: ignore[index]
+        if whole["state"]:
+            set_optimizer_state_dict(model, optimizer, whole)
+        assert torch.equal(model.weight, before)
+        train(model, optimizer, 1)
+
+
+def test_state_dicts_of_dcp_step_no_rank_alone(ranks2: Ranks) -> None:
+    ranks2.run(check_dcp_state_dicts, timeout=30)

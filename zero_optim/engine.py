@@ -61,7 +61,7 @@ NEEDED: tuple[tuple[object, str], ...] = (
 def missing_names(needed: Sequence[tuple[object, str]]) -> list[str]:
     """List which of some (owner, attribute) pairs this PyTorch does not have.
 
-    A class also has what it declares or its constructor mentions, since that may be set on its instances alone.
+    A class also has what it declares or its constructor mentions: that may be set on its instances alone.
     """
     return [name for owner, name in needed if not (hasattr(owner, name) or name in _set_by(owner))]
 

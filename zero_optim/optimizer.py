@@ -237,6 +237,8 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         Raises:
             TypeError: ``closure`` cannot be called.
         """
+        if self.leaves_out_step():
+            return None
         Join.notify_join_context(self)
         loss: float | None = None
         shared = None if closure is None else SharedCall(self._group, closure)

@@ -109,6 +109,19 @@ class Share:
             raise
         self.average.add(owned)
 
+    def remember(self, owned: Sequence[Tensor]) -> Callable[[], None]:
+        """Take note of what `load` replaces, and copy the owned parameters; gives what undoes it."""
+        before = self.local.save()
+        tensors = [*owned, *self.leaves.masters.values(), *self.average.averages.values()]
+        copies = [tensor.detach().clone() for tensor in tensors]
+
+        def undo() -> None:
+            self.local.restore(before)
+            for tensor, copy in zip(tensors, copies, strict=True):
+                tensor.data.copy_(copy)
+
+        return undo
+
     def load(self, part: Mapping[Any, Any], groups: list[Group], *, exact: bool) -> None:
         """Take over this rank's part of a whole state, on all ranks or none; all ranks call.
 

@@ -7,10 +7,12 @@ Note [Whole state]
     and it counts only until the next step, load or added group.
 """
 
-from collections.abc import Mapping, Sequence
-from copy import deepcopy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy, deepcopy
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -131,6 +133,18 @@ class ShardedState(Optimizer):
         finally:
             self.state = held
 
+    def leaves_out_step(self) -> bool:
+        """Whether a step is none of training, and must not be taken; does not communicate.
+
+        ``torch.distributed.checkpoint.state_dict`` steps an optimizer whose ``state`` is empty, to fill it.
+        Here that is so on a rank that owns nothing, which would step alone, while the others wait for ever.
+        """
+        if torch.compiler.is_compiling() or any(self._own.local.states) or not _called_by_dcp():
+            return False
+        if self._snapshot.untouched and not self._own.local.initial_state(self.param_groups):
+            self._snapshot.changed()  # an empty state must not be taken for the whole: state_dict() raises
+        return True
+
     def load_state_dict(self, state_dict: dict[str, Any] | None, src: int | None = None) -> None:
         """Take over a whole state; all ranks call.
 
@@ -223,6 +237,29 @@ class ShardedState(Optimizer):
             _with_options(group, options) for group, options in zip(self.param_groups, saved, strict=True)
         ]
 
+    def remember(self) -> Callable[[], None]:
+        """Take note of this rank's state, options and owned parameters, for a load that may fail later.
+
+        Copies the parameters owned here, masters and averages; does not communicate.
+
+        Returns:
+            What puts everything back as it is now, on this rank; all ranks call it, or none.
+        """
+        self.wait_for_gathers()
+        put_back = self._own.remember(self.owned_parameters())
+        groups = [(group, dict(group), list(group["params"])) for group in self.param_groups]
+        state, snapshot = self.state, copy(self._snapshot)
+
+        def undo() -> None:
+            put_back()
+            for group, options, params in groups:
+                group.clear()
+                group.update(options, params=params)
+            self.param_groups = [group for group, _, _ in groups]
+            self.state, self._snapshot = state, snapshot
+
+        return undo
+
     def owned_parameters(self) -> list[Tensor]:
         """List the parameters whose state this rank keeps, in order."""
         return [param for param in self._params() if self._sharding.owners[param] == self._group.rank]
@@ -243,6 +280,16 @@ class ShardedState(Optimizer):
     def state_nbytes(self) -> int:
         """Measure the optimizer state held on this rank now, in bytes of distinct storage."""
         return nbytes_held(self.state)
+
+
+def _called_by_dcp() -> bool:
+    """Whether what makes initial state for state dicts of DCP is among the callers."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_init_optim_state":
+            return bool(frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict")
+        frame = frame.f_back
+    return False
 
 
 def _with_options(group: Mapping[str, Any], saved: Mapping[str, Any]) -> Group:

@@ -53,8 +53,9 @@ def collect(group: RankGroup, objects: Objects, extra: object) -> tuple[Part, li
         The part, and descriptions of what must be the same on every rank.
     """
     part, shared = Part(), Part()
+    about: list[str] = []
     if objects.model is not None:
-        _add_model(part, group, objects.model, objects.optimizer)
+        about = _add_model(part, group, objects.model, objects.optimizer)
     if objects.optimizer is not None:
         _add_optimizer(part, shared, objects.optimizer, names_of(objects.optimizer, objects.model))
     for name, value in objects.others.items():
@@ -64,7 +65,7 @@ def collect(group: RankGroup, objects: Objects, extra: object) -> tuple[Part, li
     if group.rank == 0:
         part.values.update(shared.values)
         part.tensors.update(shared.tensors)
-    return part, _described(shared)
+    return part, [*about, *_described(shared)]
 
 
 def _described(shared: Part) -> list[str]:
@@ -80,13 +81,18 @@ def _described(shared: Part) -> list[str]:
 
 def _add_model(
     part: Part, group: RankGroup, model: nn.Module, optimizer: ZeroRedundancyOptimizer | None
-) -> None:
+) -> list[str]:
+    """Add what this rank writes of the model; describes the model, which must be the same on every rank."""
     packed = Part()
     packed.add(MODEL, unwrapped(model).state_dict())
     writers = tensor_owners(packed.tensors, optimizer, group.size)
     if group.rank == 0:
         part.values.update(packed.values)
     part.tensors.update({key: t for key, t in packed.tensors.items() if writers[key] == group.rank})
+    tensors = [
+        f"{key}: {str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for key, t in packed.tensors.items()
+    ]
+    return [f"a model of class {type(unwrapped(model)).__qualname__}", *tensors]
 
 
 def tensor_owners(

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from zero_optim.checkpoint.manifest import Chunk
+from zero_optim.checkpoint.files import open_regular
+from zero_optim.checkpoint.manifest import Chunk, blamed_on
 from zero_optim.errors import CheckpointError
 from zero_optim.plan import ALIGNMENT_NBYTES
 from zero_optim.wire import PIECE_NBYTES, memory_of
@@ -80,7 +81,7 @@ def read_run(folder: Path, chunk: Chunk, into: memoryview, key: str) -> None:
     """
     checksum, done = 0, 0
     try:
-        with (folder / chunk.file).open("rb", buffering=0) as file:
+        with open_regular(folder / chunk.file) as file:
             file.seek(chunk.start)
             while done < chunk.nbytes:
                 count = file.readinto(into[done : done + PIECE_NBYTES])
@@ -99,7 +100,7 @@ def check_run(folder: Path, chunk: Chunk, key: str) -> None:
     """Read a chunk's bytes for their checksum alone, in bounded memory; raises like `read_run`."""
     buffer = memoryview(bytearray(min(chunk.nbytes, PIECE_NBYTES)))
     checksum = 0
-    with (folder / chunk.file).open("rb", buffering=0) as file:
+    with blamed_on(folder), open_regular(folder / chunk.file) as file:
         file.seek(chunk.start)
         left = chunk.nbytes
         while left:

@@ -9,7 +9,7 @@ from typing import Any
 
 from zero_optim.checkpoint import manifest as manifests
 from zero_optim.checkpoint.folder import verify
-from zero_optim.checkpoint.manifest import FILE, VERSION, Manifest
+from zero_optim.checkpoint.manifest import VERSION, Manifest
 from zero_optim.errors import CheckpointError
 
 
@@ -95,11 +95,10 @@ def inspect(folder: Path) -> Inspection:
         raise CheckpointError(f"no checkpoint at {folder}: there is no such folder")
     reason, manifest = "", None
     try:
-        if (folder / FILE).is_file():
-            manifest = Manifest.from_json((folder / FILE).read_text())
+        manifest = manifests.parse(folder)
         manifest = manifests.read(folder)
         verify(folder, manifest)
-    except (CheckpointError, ValueError, TypeError, KeyError, OSError) as error:
+    except CheckpointError as error:
         reason = str(error)
     if manifest is None:
         return Inspection(str(folder), complete=False, reason=reason)

@@ -1,8 +1,10 @@
 """Loading: every rank reads what it owns by now, whoever wrote it, and the parameters are dealt out."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,11 +22,15 @@ from zero_optim.checkpoint.content import (
     tensor_owners,
 )
 from zero_optim.checkpoint.fitting import Content, model_parts, names_in
-from zero_optim.checkpoint.names import Names, Objects, unwrapped
-from zero_optim.checkpoint.saving import group_of
+from zero_optim.checkpoint.folder import resolved
+from zero_optim.checkpoint.manifest import blamed_on
+from zero_optim.checkpoint.names import Names, Objects, check_group, group_of, names_of, unwrapped
 from zero_optim.checkpoint.storage import Reader
+from zero_optim.checkpoint.undo import Undo
 from zero_optim.checkpoint.values import Json, key_of, tensors_in, unpack
 from zero_optim.collectives import RankGroup
+from zero_optim.errors import StateMismatchError
+from zero_optim.leaves import EMA, MASTER
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan import options_of
 from zero_optim.wire import PIECE_NBYTES, Nested, memory_of
@@ -45,7 +51,8 @@ def load(
     The number of ranks, the partition and the buckets may be others than when it was saved, and so may the
     order and the grouping of parameters. Each rank reads what it owns, and the parameters are then
     broadcast; everything read is compared with its checksum. Nothing has been changed if this raises one
-    of the errors below.
+    of the errors below: what cannot be checked before, such as whether a scheduler takes its state, is put
+    back.
 
     Args:
         path: a checkpoint's folder; `latest` finds the newest.
@@ -63,15 +70,23 @@ def load(
     Raises:
         CheckpointError: on every rank, when the checkpoint is incomplete or damaged, with the reason.
         StateMismatchError: on every rank, naming everything in it that does not fit.
+        RankMismatchError: ranks were given different things.
+        TypeError, ValueError: on every rank, when on any an argument is wrong.
     """
-    objects = Objects(model, optimizer, scheduler, scaler)
     group = group_of(optimizer, process_group)
     with failing_together(group):
-        reader = Reader(path)
-        content = Content(reader, objects)
+        check_group(process_group)
+        folder = resolved(path)
+        objects = Objects(model, optimizer, scheduler, scaler)
+        if objects.optimizer is not None:
+            names_of(objects.optimizer, objects.model)
+        with blamed_on(folder):
+            reader = Reader(folder)
+            content = Content(reader, objects)
     values = reader.manifest.values
-    agree(group, [f"{path} of {reader.manifest.time_ns}", *content.asked], "the checkpoint to load")
-    with failing_together(group):
+    about = [f"{path} of {reader.manifest.time_ns}", *content.asked, f"random={random}"]
+    agree(group, about, "the checkpoint to load")
+    with failing_together(group), blamed_on(folder):
         names = names_in(objects, values)
         targets = _targets(group, objects, values)
         read = _Read(reader, _wanted(group, values, objects, names, targets, random))
@@ -79,16 +94,25 @@ def load(
         extra = read.value(EXTRA)
         state = _own_state(read, objects, names)
         options = _options(read, objects, names)
-    _load_model(group, objects, targets, read)
-    if objects.optimizer is not None:
-        objects.optimizer.load_owned_state(state, options)
-        objects.optimizer.gather_parameters()
-    with failing_together(group):
-        for name, value in objects.others.items():
-            value.load_state_dict(alike[name])
+        rest = _rest(objects, read)
         key = key_of(RANDOM, str(group.rank))
-        if random and key in values:
-            set_random_state(read.value(key))
+        random_state = read.value(key) if random and key in values else None
+    with failing_together(group):
+        undo = Undo(objects)
+    try:
+        with failing_together(group):
+            _place_own(group, targets, read)
+        if objects.optimizer is not None:
+            objects.optimizer.load_owned_state(state, options)
+        with failing_together(group):
+            _hand_over(objects, rest, alike, random_state)
+    except BaseException:
+        undo()
+        raise
+    # From here on everything has been checked: only ranks that die can keep it from ending.
+    _share_model(group, targets, read)
+    if objects.optimizer is not None:
+        objects.optimizer.gather_parameters()
     return extra
 
 
@@ -112,13 +136,14 @@ def peek(path: str | os.PathLike[str]) -> Peek:
         CheckpointError: it is incomplete or damaged, with the reason.
         StateMismatchError: `save` has not written it.
     """
-    reader = Reader(path)
-    Content(reader, Objects())
-    read = _Read(reader, tensors_in(reader.manifest.values[EXTRA]))
-    parts = model_parts(reader.manifest.values)
-    entries = reader.manifest.entries
-    shapes = {name: entries[part[1][0]].shape for name, part in parts.items() if part[0] == "tensor"}
-    return Peek(read.value(EXTRA), shapes)
+    with blamed_on(Path(path)):
+        reader = Reader(path)
+        Content(reader, Objects())
+        read = _Read(reader, tensors_in(reader.manifest.values[EXTRA]))
+        parts = model_parts(reader.manifest.values)
+        entries = reader.manifest.entries
+        shapes = {name: entries[part[1][0]].shape for name, part in parts.items() if part[0] == "tensor"}
+        return Peek(read.value(EXTRA), shapes)
 
 
 # ---------------------------------------------------------------------- reading
@@ -224,7 +249,16 @@ def _own_state(read: _Read, objects: Objects, names: Names | None) -> dict[Any, 
     owned = set(objects.optimizer.owned_parameters())
     keys = {f"{STATE}/{key_of(name)}": param for name, param in names.param.items() if param in owned}
     state = {param: read.value(key) for key, param in keys.items() if key in read.values}
-    return {**state, **read.value(EVERYWHERE)} if EVERYWHERE in read.values else state
+    everywhere = read.value(EVERYWHERE) if EVERYWHERE in read.values else {}
+    for number, members in enumerate(names.groups):
+        for name in members:
+            param = names.param[name]
+            must = {MASTER, EMA, *objects.optimizer.shaped_entries(param, number)}
+            for entry, value in state.get(param, {}).items():
+                if entry in must and isinstance(value, Tensor) and value.shape != param.shape:
+                    got = tuple(value.shape)
+                    raise ValueError(f"{name}: '{entry}' has shape {got}, not {tuple(param.shape)}")
+    return {**state, **everywhere}
 
 
 def _options(read: _Read, objects: Objects, names: Names | None) -> list[dict[str, Any]]:
@@ -262,13 +296,16 @@ def _same(one: object, other: object) -> bool:
 
 
 @torch.no_grad()
-def _load_model(group: RankGroup, objects: Objects, targets: Sequence[_Target], read: _Read) -> None:
-    """Put what was read into the model on all ranks; all ranks call."""
-    if objects.model is None:
-        return
+def _place_own(group: RankGroup, targets: Sequence[_Target], read: _Read) -> None:
+    """Put what this rank has read into the parameters that it owns."""
     for target in targets:
         if target.stepped and target.owner == group.rank:
             target.tensor.copy_(read[target.key])
+
+
+@torch.no_grad()
+def _share_model(group: RankGroup, targets: Sequence[_Target], read: _Read) -> None:
+    """Put into the model, on all ranks, what no optimizer gathers; all ranks call."""
     batch: list[_Target] = []
     for target in [target for target in targets if not target.stepped]:
         batch.append(target)
@@ -276,8 +313,6 @@ def _load_model(group: RankGroup, objects: Objects, targets: Sequence[_Target], 
             _share(group, batch, read)
             batch = []
     _share(group, batch, read)
-    with failing_together(group):
-        _load_rest(objects.model, read)
 
 
 def _share(group: RankGroup, batch: Sequence[_Target], read: _Read) -> None:
@@ -293,8 +328,36 @@ def _share(group: RankGroup, batch: Sequence[_Target], read: _Read) -> None:
         target.tensor.copy_(row)
 
 
-def _load_rest(model: nn.Module, read: _Read) -> None:
-    """Hand the model what is no tensor: extra state of its modules."""
-    rest = {name: read.packed(part) for name, part in model_parts(read.values).items() if part[0] != "tensor"}
-    if rest:
-        unwrapped(model).load_state_dict(rest, strict=False)
+# ---------------------------------------------------------------------- what is no tensor
+
+
+def _rest(objects: Objects, read: _Read) -> dict[str, Nested]:
+    """Read what is no tensor of the model: extra state of its modules."""
+    parts = model_parts(read.values) if objects.model is not None else {}
+    return {name: read.packed(part) for name, part in parts.items() if part[0] != "tensor"}
+
+
+def _hand_over(
+    objects: Objects, rest: dict[str, Nested], alike: Mapping[str, Nested], random_state: Nested
+) -> None:
+    """Let model, scheduler and scaler take over what is theirs, and go on from a random state."""
+    if objects.model is not None and rest:
+        with _fits("the model's extra state"):
+            unwrapped(objects.model).load_state_dict(rest, strict=False)
+    for name, value in objects.others.items():
+        with _fits(f"the {name}"):
+            value.load_state_dict(alike[name])
+    if random_state is not None:
+        with _fits("the random state"):
+            set_random_state(random_state)
+
+
+@contextmanager
+def _fits(what: str) -> Iterator[None]:
+    """Say what it was that was not taken over."""
+    try:
+        yield
+    except Exception as error:
+        raise StateMismatchError(
+            f"{what} of the checkpoint does not fit: {type(error).__name__}: {error}. Nothing was changed"
+        ) from error

@@ -9,20 +9,31 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zero_optim.errors import CheckpointError
+from zero_optim.checkpoint.files import open_regular, replacing, sync_folder
+from zero_optim.errors import CheckpointError, ZeroOptimError
 
 FILE = "manifest.json"
-PART = FILE + ".part"
 FORMAT = "zero_optim checkpoint"
 VERSION = 1
 DATA_FILE = re.compile(r"data-[0-9a-f]+-[0-9]+\.bin")
+_HEAD_NBYTES = 4096  # at most, with the line end
+_MAX_NBYTES = 2**30  # a million tensors take a fifth of that
+_MAX_INT = 2**63 - 1
+
+
+def _check_numbers(what: str, numbers: tuple[Any, ...]) -> None:
+    """Refuse what are no whole numbers from 0: JSON has fractions, and Python's bools count as ints."""
+    wrong = [n for n in numbers if type(n) is not int or not 0 <= n <= _MAX_INT]
+    if wrong:
+        raise ValueError(f"expected {what} to be a whole number from 0, got {wrong[0]!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +54,11 @@ class Chunk:
     nbytes: int
     crc32: int
 
+    def __post_init__(self) -> None:
+        """Prove that they are numbers."""
+        numbers = (*self.offsets, *self.sizes, self.start, self.nbytes, self.crc32)
+        _check_numbers("what says where a chunk lies", numbers)
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -59,11 +75,17 @@ class Entry:
     chunks: tuple[Chunk, ...]
 
     def __post_init__(self) -> None:
-        """Prove that the runs are as long as the boxes are large."""
+        """Prove that the runs are as long as the boxes are large, and that the boxes fill the tensor."""
+        _check_numbers("a shape", self.shape)
         for chunk in self.chunks:
             wanted = math.prod(chunk.sizes) * self.dtype.itemsize if self.dtype is not None else chunk.nbytes
-            if chunk.nbytes != wanted or len(chunk.sizes) != len(self.shape) or chunk.start < 0:
+            if chunk.nbytes != wanted or len(chunk.sizes) != len(self.shape):
                 raise ValueError(f"a chunk of {chunk.sizes} elements of {self.dtype} in {chunk.nbytes} bytes")
+            ends = [first + size for first, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+            if any(end > size for end, size in zip(ends, self.shape, strict=True)):
+                raise ValueError(f"a chunk at {chunk.offsets} of {chunk.sizes} outside shape {self.shape}")
+        if self.dtype is not None and sum(math.prod(c.sizes) for c in self.chunks) != math.prod(self.shape):
+            raise ValueError(f"the chunks of a tensor of shape {self.shape} have other elements than it has")
 
     @property
     def nbytes(self) -> int:
@@ -78,6 +100,10 @@ class DataFile:
     rank: int
     nbytes: int
 
+    def __post_init__(self) -> None:
+        """Prove that they are numbers."""
+        _check_numbers("a rank or a length", (self.rank, self.nbytes))
+
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
@@ -91,6 +117,7 @@ class Manifest:
         entries: tensors and bytes, by key.
         values: values in JSON, by key; see `values`.
         paths: of keys that ``dcp.save`` wrote, where they belong in the nested dict.
+        number: higher than that of every checkpoint that lay beside it; 0 where it was not yet written down.
     """
 
     time_ns: int
@@ -100,9 +127,24 @@ class Manifest:
     entries: Mapping[str, Entry]
     values: Mapping[str, Any]
     paths: Mapping[str, list[str | int]]
+    number: int = 0
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """What orders checkpoints, the oldest first: clocks are set back at times, the number only grows."""
+        return self.number, self.time_ns
 
     def __post_init__(self) -> None:
-        """Prove that every chunk lies inside a file of the checkpoint's own."""
+        """Prove that everything is of its kind, and every chunk inside a file of the checkpoint's own."""
+        _check_numbers("time, ranks and number", (self.time_ns, self.world_size, self.number))
+        for table in (self.software, self.values, self.paths):
+            if not isinstance(table, dict):
+                raise ValueError(f"expected an object, got {type(table).__name__}")  # noqa: TRY004 - of a file
+        if not all(isinstance(value, str) for value in self.software.values()):
+            raise ValueError("expected versions to be text")
+        paths: list[Any] = list(self.paths.values())
+        if not all(isinstance(path, list) and path for path in paths):
+            raise ValueError("expected every path to be a list with something in it")
         for name in self.files:
             if not DATA_FILE.fullmatch(name):
                 raise ValueError(f"{name!r} is no name of a data file")
@@ -112,9 +154,10 @@ class Manifest:
                     raise ValueError(f"{key} lies outside {chunk.file}")
 
     def to_json(self) -> str:
-        """Write as JSON, with a checksum of its own."""
+        """Write as JSON, with a checksum of its own. The head says the number too, for `number_in`."""
         names = {name: number for number, name in enumerate(self.files)}
         content = {
+            "number": self.number,
             "time_ns": self.time_ns,
             "world_size": self.world_size,
             "software": dict(self.software),
@@ -125,6 +168,7 @@ class Manifest:
         }
         text = json.dumps(content, separators=(",", ":"))
         head = {"format": FORMAT, "version": VERSION, "crc32": zlib.crc32(text.encode())}
+        head["number"] = self.number
         return f"{json.dumps(head)}\n{text}\n"
 
     @staticmethod
@@ -136,8 +180,7 @@ class Manifest:
         """
         head_line, _, body = text.partition("\n")
         head = json.loads(head_line)
-        if not isinstance(head, dict) or head.get("format") != FORMAT:
-            raise ValueError("it is none of zero_optim's")
+        _check_head(head)
         if head["version"] > VERSION:
             raise ValueError(
                 f"its format has version {head['version']}, this zero_optim reads up to {VERSION}"
@@ -146,6 +189,11 @@ class Manifest:
         if zlib.crc32(body.encode()) != head["crc32"]:
             raise ValueError("its checksum is wrong")
         return _from_content(json.loads(body))
+
+
+def _check_head(head: object) -> None:
+    if not isinstance(head, dict) or head.get("format") != FORMAT:
+        raise ValueError("it is none of zero_optim's")
 
 
 def _entry_json(entry: Entry, names: Mapping[str, int]) -> list[Any]:
@@ -164,7 +212,7 @@ def _from_content(content: dict[str, Any]) -> Manifest:
         entries[key] = Entry(None if dtype is None else dtype_named(dtype), tuple(shape), tuple(chunks))
     files = {name: DataFile(rank, nbytes) for name, rank, nbytes in content["files"]}
     rest = {name: content[name] for name in ("time_ns", "world_size", "software", "values", "paths")}
-    return Manifest(files=files, entries=entries, **rest)
+    return Manifest(files=files, entries=entries, number=content.get("number", 0), **rest)
 
 
 def dtype_named(name: str) -> torch.dtype:
@@ -179,26 +227,85 @@ def dtype_named(name: str) -> torch.dtype:
     raise ValueError(f"this PyTorch has no dtype {name}")
 
 
+@contextmanager
+def blamed_on(folder: Path) -> Iterator[None]:
+    """Take whatever goes wrong in the body for damage of a checkpoint.
+
+    A checksum proves no meaning: what has a right one may still hold anything, and make anything be raised.
+
+    Raises:
+        CheckpointError: from whatever was raised, but for our own errors, which say more.
+    """
+    try:
+        yield
+    except ZeroOptimError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"cannot read {error.filename or folder}: {error.strerror or error}") from error
+    except Exception as error:
+        raise CheckpointError(f"the checkpoint {folder} is damaged or foreign: {_told(error)}") from error
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+
+
+def parse(folder: Path) -> Manifest:
+    """Read the manifest of a checkpoint, whatever became of its data files.
+
+    Raises:
+        CheckpointError: it is not there or damaged, with the reason.
+    """
+    with blamed_on(folder):
+        try:
+            head, body = _lines(folder / FILE)
+        except FileNotFoundError:
+            there = folder.is_dir()
+            reason = "it has no manifest, so it was never completed" if there else "there is no such folder"
+            raise CheckpointError(f"no whole checkpoint at {folder}: {reason}") from None
+        try:
+            return Manifest.from_json((head + body).decode())
+        except Exception as error:
+            raise CheckpointError(f"{folder / FILE} is damaged or foreign: {_told(error)}") from error
+
+
+def _lines(path: Path) -> tuple[bytes, bytes]:
+    """Read the head, and the rest if the head is one of ours; never more than a manifest may have."""
+    with open_regular(path) as file:
+        head = file.readline(_HEAD_NBYTES)
+        try:
+            _check_head(json.loads(head))
+        except (ValueError, RecursionError):
+            return head, b""
+        nbytes = os.fstat(file.fileno()).st_size
+        if nbytes > _MAX_NBYTES:
+            raise CheckpointError(f"{path} is damaged or foreign: it has {nbytes:,} bytes")
+        return head, file.readall()
+
+
+def number_in(folder: Path) -> int:
+    """Read the number of a checkpoint alone, whole or not; 0 if there is none. Reads one short line."""
+    try:
+        with open_regular(folder / FILE) as file:
+            head = json.loads(file.readline(_HEAD_NBYTES))
+        _check_head(head)
+        _check_numbers("a number", (head["number"],))
+    except (OSError, ValueError, KeyError, RecursionError):
+        return 0
+    return int(head["number"])
+
+
 def read(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint, and see that its data files are there in full length.
 
     Raises:
         CheckpointError: the checkpoint is incomplete or damaged, with the reason.
     """
-    try:
-        manifest = Manifest.from_json((folder / FILE).read_text())
-    except FileNotFoundError:
-        reason = (
-            "it has no manifest, so it was never completed" if folder.is_dir() else "there is no such folder"
-        )
-        raise CheckpointError(f"no whole checkpoint at {folder}: {reason}") from None
-    except OSError as error:
-        raise CheckpointError(f"cannot read {folder / FILE}: {error.strerror}") from error
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise CheckpointError(f"{folder / FILE} is damaged or foreign: {error}") from error
+    manifest = parse(folder)
     for name, file in manifest.files.items():
-        path = folder / name
-        nbytes = path.stat().st_size if path.is_file() else None
+        with blamed_on(folder):
+            path = folder / name
+            nbytes = path.stat().st_size if path.is_file() else None
         if nbytes != file.nbytes:
             got = "it is missing" if nbytes is None else f"it has {nbytes:,} bytes"
             raise CheckpointError(
@@ -213,20 +320,8 @@ def commit(folder: Path, manifest: Manifest) -> None:
     The data files are on the disk already. Whatever ends the process, the folder holds the checkpoint
     before or this one.
     """
-    beside = folder / PART
-    with beside.open("w") as file:
-        file.write(manifest.to_json())
-        file.flush()
-        os.fsync(file.fileno())
-    sync_folder(folder)  # the data files' names
-    beside.replace(folder / FILE)
-    sync_folder(folder)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make what was created, renamed or removed in a folder last."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    content = memoryview(manifest.to_json().encode())
+    with replacing(folder / FILE) as (file, _):
+        while content:
+            content = content[file.write(content) :]
+        sync_folder(folder)  # the data files' names

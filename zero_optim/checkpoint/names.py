@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from zero_optim.collectives import RankGroup
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 
 
@@ -33,6 +35,13 @@ class Objects:
             )
         if self.model is not None and not isinstance(self.model, nn.Module):
             raise TypeError(f"expected model to be a torch.nn.Module, got {type(self.model).__name__}")
+        for name, value in self.others.items():
+            if not all(
+                callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")
+            ):
+                raise TypeError(
+                    f"expected {name} to have state_dict() and load_state_dict(), got {type(value).__name__}"
+                )
         if self.model is not None and self.optimizer is not None:
             self.optimizer.check_weights()  # what is saved as the model has to be what training goes on from
 
@@ -41,6 +50,30 @@ class Objects:
         """What every rank has alike, by section."""
         both = {"scheduler": self.scheduler, "scaler": self.scaler}
         return {name: value for name, value in both.items() if value is not None}
+
+
+def group_of(optimizer: object, process_group: object) -> RankGroup:
+    """Find the ranks that save or load. What is of the wrong kind is refused later, by all of them.
+
+    Raises:
+        ValueError: this process is not a member.
+    """
+    if isinstance(process_group, dist.ProcessGroup) or process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        return RankGroup.of(process_group)  # type: ignore[arg-type]
+    return optimizer.ranks if isinstance(optimizer, ZeroRedundancyOptimizer) else RankGroup.of(None)
+
+
+def check_group(process_group: object) -> None:
+    """Refuse what is no process group.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        kind = type(process_group).__name__
+        raise TypeError(
+            f"expected process_group to be a process group or None, got {kind}: {process_group!r}"
+        )
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

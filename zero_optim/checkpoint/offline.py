@@ -16,7 +16,8 @@ from torch import Tensor
 from zero_optim.checkpoint.content import EVERYWHERE, MODEL, OPTIMIZER, RANDOM, STATE
 from zero_optim.checkpoint.data import DataWriter, bytes_of
 from zero_optim.checkpoint.fitting import model_parts
-from zero_optim.checkpoint.manifest import DataFile, Entry
+from zero_optim.checkpoint.lock import FolderLock
+from zero_optim.checkpoint.manifest import DataFile, Entry, blamed_on
 from zero_optim.checkpoint.storage import Reader, complete, data_name, new_token
 from zero_optim.checkpoint.torchfile import Source, read_source, write_file
 from zero_optim.checkpoint.values import Json, key_of, tensors_in, unpack
@@ -36,7 +37,11 @@ def consolidate(source: Path, out: Path, *, weights: bool = False) -> None:
     Raises:
         CheckpointError: the checkpoint is incomplete or damaged, or ``out`` cannot be written.
         StateMismatchError: it has no optimizer, or no model.
+        ValueError: ``out`` lies in the checkpoint, or is there and no regular file.
     """
+    _check_output(source, out)
+    if (out.is_symlink() or out.exists()) and not out.is_file():
+        raise ValueError(f"{out} is no regular file: name one that may be made or replaced")
     reader = Reader(source)
     wanted = MODEL if weights or out.suffix == ".safetensors" else OPTIMIZER
     if wanted not in reader.manifest.values:
@@ -52,7 +57,8 @@ def consolidate(source: Path, out: Path, *, weights: bool = False) -> None:
             advance(tensor.nbytes)
             return tensor
 
-        write_file(out, reader, build(reader.manifest.values), read)
+        with blamed_on(source):
+            write_file(out, reader, build(reader.manifest.values), read)
 
 
 def _weights(values: Mapping[str, Json]) -> Callable[[Any], Any]:
@@ -91,19 +97,36 @@ def reshard(source: Path, out: Path, world_size: int) -> None:
 
     Raises:
         CheckpointError: the source is incomplete or damaged, or ``out`` cannot be written.
-        ValueError: ``world_size`` is below 1, or the file is no state dict.
+        ValueError: ``world_size`` is below 1, the file is no state dict, or ``out`` lies in the source.
     """
     if world_size < 1:
         raise ValueError(f"expected a world size of at least 1, got {world_size}")
-    if out.exists() and source.exists() and out.samefile(source):
-        raise ValueError(f"{out} is the checkpoint itself: name another folder")
+    _check_output(source, out)
     found = read_source(source) if source.is_file() else _from_checkpoint(source)
-    owner_of = _owners(found, world_size)
-    token = new_token()
+    with blamed_on(source):
+        owner_of = _owners(found, world_size)
     with _plainly(out):
-        out.mkdir(parents=True, exist_ok=True)
-        files, entries = _write(found, owner_of, out, token, world_size)
-        complete(out, world_size, files, entries, found.values, {})
+        lock = FolderLock(out)
+        try:
+            files, entries = _write(found, owner_of, out, new_token(), world_size)
+            complete(out, world_size, files, entries, found.values, {}, alone=lock.keeps_out)
+        finally:
+            lock.release()
+
+
+def _check_output(source: Path, out: Path) -> None:
+    """Refuse an output that is the source, or lies in it, by whatever links it is named.
+
+    Raises:
+        ValueError: it is or does.
+    """
+    if not source.exists():
+        return  # reading it says so
+    for place in {out.resolve(), out.parent.resolve() / out.name}:
+        for folder in (place, *place.parents):
+            if folder.exists() and folder.samefile(source):
+                what = "the source itself" if folder == place else f"inside the source {source}"
+                raise ValueError(f"{out} is {what}, which it would damage: name another place")
 
 
 def _from_checkpoint(folder: Path) -> Source:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 from time import perf_counter
@@ -14,10 +14,12 @@ from torch import nn
 
 from zero_optim.agreement import agree, failing_together
 from zero_optim.checkpoint import folder as folders
+from zero_optim.checkpoint import manifest as manifests
 from zero_optim.checkpoint.content import Part, collect
-from zero_optim.checkpoint.manifest import PART, Chunk, DataFile, Entry, dtype_named
-from zero_optim.checkpoint.names import Objects
-from zero_optim.checkpoint.storage import complete, new_token, write_tensors
+from zero_optim.checkpoint.lock import FolderLock
+from zero_optim.checkpoint.manifest import Chunk, DataFile, Entry, dtype_named
+from zero_optim.checkpoint.names import Objects, check_group, group_of
+from zero_optim.checkpoint.storage import complete, data_name, new_token, write_tensors
 from zero_optim.collectives import RankGroup
 from zero_optim.errors import CheckpointError
 from zero_optim.lanes import Lease, lease
@@ -44,26 +46,32 @@ def save(
     the optimizer where it was built from named parameters.
 
     Args:
-        path: the checkpoint's own folder, on a file system that all ranks share. A checkpoint that is
-            there already is replaced in one step.
+        path: the checkpoint's own folder, by name, on a file system that all ranks share. A checkpoint that
+            is there already is replaced in one step. Not "", "." or "..".
         model: with equal parameters and buffers on every rank, wrapped in DDP or not.
         optimizer: with everything it keeps, masters and averages included.
         scheduler: of learning rates, or anything with a ``state_dict()``, the same on every rank.
         scaler: the same, such as ``torch.amp.GradScaler``.
         extra: nested plain values and tensors, the same on every rank: the step, the position in the data.
-        keep: after this one is complete, remove the checkpoints beside it in the same parent folder but
-            for the ``keep`` newest, this one counted. None removes none.
+        keep: after this one is complete, remove older checkpoints in the same parent folder whose names
+            differ from its own in digits alone ("step-5", "step-10"), but for the ``keep`` newest, this one
+            counted. None removes none.
         process_group: the ranks that save; None for the optimizer's, or without one the default group.
 
     Raises:
-        CheckpointError: on every rank, when any could not write: a full disk, a read-only folder.
+        CheckpointError: on every rank, when any could not write: a full disk, a read-only folder, another
+            job that is saving into the same folder. Also what went wrong in a `save_async` before, which
+            is waited for, if nobody has been told.
         RankMismatchError: ranks were given different things.
-        TypeError: something to save is neither a tensor nor plain.
+        TypeError, ValueError: on every rank, when on any an argument is wrong, or something to save is
+            neither a tensor nor plain.
     """
-    objects = Objects(model, optimizer, scheduler, scaler)
     group = group_of(optimizer, process_group)
-    part = _begin(group, Path(path), objects, extra, keep)
-    _write(group, Path(path), part, keep)
+    with failing_together(group):
+        check_group(process_group)
+        folder, objects = folders.own_folder(path), Objects(model, optimizer, scheduler, scaler)
+        _wait_for_last(group)
+    _write(group, folder, _begin(group, Path(path), objects, extra, keep), keep)
 
 
 def save_async(
@@ -87,17 +95,18 @@ def save_async(
         The save under way. Wait for it before the process group is destroyed.
 
     Raises:
-        RankMismatchError, TypeError: as `save` does.
+        RankMismatchError, TypeError, ValueError: as `save` does.
         RemoteRankError: at the first save, if a rank has ended or does not come within the group's timeout.
     """
-    objects = Objects(model, optimizer, scheduler, scaler)
     began = perf_counter()
     group = group_of(optimizer, process_group)
+    with failing_together(group):
+        check_group(process_group)
+        folder, objects = folders.own_folder(path), Objects(model, optimizer, scheduler, scaler)
+        _wait_for_last(group)
     lane = _lane(group)
-    if lane.last is not None:
-        lane.last.wait_unless_told()
     part = _begin(group, Path(path), objects, extra, keep).staged()
-    lane.last = PendingSave(lane.group, Path(path), part, keep, began)
+    lane.last = PendingSave(lane.group, folder, part, keep, began)
     return lane.last
 
 
@@ -164,9 +173,11 @@ def _lane(group: RankGroup) -> _Lane:
     return _LANES[group.process_group]
 
 
-def group_of(optimizer: ZeroRedundancyOptimizer | None, process_group: dist.ProcessGroup | None) -> RankGroup:
-    """Find the ranks that save or load."""
-    return optimizer.ranks if optimizer is not None and process_group is None else RankGroup.of(process_group)
+def _wait_for_last(group: RankGroup) -> None:
+    """Wait for the save in the background, if there is one; raises what went wrong unless it was told."""
+    lane = _LANES.get(group.process_group)
+    if lane is not None and lane.last is not None:
+        lane.last.wait_unless_told()
 
 
 def _begin(group: RankGroup, path: Path, objects: Objects, extra: object, keep: int | None) -> Part:
@@ -183,10 +194,24 @@ def _begin(group: RankGroup, path: Path, objects: Objects, extra: object, keep: 
 
 def _write(group: RankGroup, folder: Path, part: Part, keep: int | None) -> None:
     """Write this rank's file; then rank 0 completes the checkpoint."""
+    lock: FolderLock | None = None
+    try:
+        with failing_together(group), _clear(folder):
+            lock = FolderLock(folder) if group.rank == 0 else None
+        alone = lock is not None and lock.keeps_out
+        _write_locked(group, folder, part, alone=alone)
+        with failing_together(group), _clear(folder):
+            if keep is not None and group.rank == 0:
+                folders.prune(folder, keep)
+    finally:
+        if lock is not None:
+            with suppress(OSError):
+                lock.release()
+                folder.rmdir()  # goes only where nothing was written
+
+
+def _write_locked(group: RankGroup, folder: Path, part: Part, *, alone: bool) -> None:
     token = group.all_gather_fixed(new_token().encode())[0].decode()
-    with failing_together(group), _clear(folder):
-        if group.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
     try:
         with failing_together(group), _clear(folder):
             files, entries = write_tensors(folder, token, group.rank, part.tensors)
@@ -194,13 +219,10 @@ def _write(group: RankGroup, folder: Path, part: Part, keep: int | None) -> None
         with failing_together(group), _clear(folder):
             if parts:
                 files, entries, values = parts
-                complete(folder, group.size, files, entries, values, {})
+                complete(folder, group.size, files, entries, values, {}, alone=alone)
     except Exception:
         _clean_up(folder, token, group.rank)
         raise
-    with failing_together(group), _clear(folder):
-        if keep is not None and group.rank == 0:
-            folders.prune(folder, keep)
 
 
 @contextmanager
@@ -218,25 +240,18 @@ def _clear(folder: Path) -> Iterator[None]:
 
 def _clean_up(folder: Path, token: str, rank: int) -> None:
     """Remove what this rank wrote of a checkpoint that came to nothing, as far as possible."""
-    from zero_optim.checkpoint.storage import data_name
-
-    try:
-        if _is_committed(folder, token):
-            return
-        (folder / data_name(token, rank)).unlink(missing_ok=True)
-        if rank == 0:
-            (folder / PART).unlink(missing_ok=True)
-            if not any(folder.iterdir()):
-                folder.rmdir()
-    except OSError:
-        return
+    with suppress(OSError):
+        if not _is_committed(folder, token):
+            (folder / data_name(token, rank)).unlink(missing_ok=True)
 
 
 def _is_committed(folder: Path, token: str) -> bool:
     """Whether the manifest has been renamed into place already: then its files stay."""
-    from zero_optim.checkpoint.manifest import FILE
-
-    return (folder / FILE).is_file() and token in (folder / FILE).read_text()
+    try:
+        names = manifests.parse(folder).files
+    except CheckpointError:
+        return False
+    return any(name.startswith(data_name(token, 0)[:-5]) for name in names)
 
 
 _Parts = tuple[dict[str, DataFile], dict[str, Entry], dict[str, Any]]

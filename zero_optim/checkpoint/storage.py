@@ -40,6 +40,7 @@ from torch.futures import Future
 from zero_optim.checkpoint import folder as folders
 from zero_optim.checkpoint import manifest as manifests
 from zero_optim.checkpoint.data import DataWriter, blank, bytes_of, read_run
+from zero_optim.checkpoint.lock import FolderLock
 from zero_optim.checkpoint.manifest import Chunk, DataFile, Entry, Manifest
 from zero_optim.errors import CheckpointError
 
@@ -65,12 +66,12 @@ class Writer(StorageWriter):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._folder = Path(path)
+        self._folder = folders.own_folder(path)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """See the base class: another folder for the next save."""
         if checkpoint_id is not None:
-            self._folder = Path(checkpoint_id)
+            self._folder = folders.own_folder(checkpoint_id)
 
     # DCP hands on arguments of its own where a parameter is called "kwargs", and calls twice on failure.
     def set_up_storage_writer(self, is_coordinator: bool, *_args: object, **_kwargs: object) -> None:
@@ -104,7 +105,12 @@ class Writer(StorageWriter):
         parts = [part for part in results if part]
         files = {name: file for part in parts for name, file in _files_of(part)}
         entries = entries_of(metadata, [result for part in parts for result in part])
-        complete(self._folder, len(results), files, entries, {}, paths)
+        # Not locked until here, as DCP does not say when a save has failed: so others may be writing.
+        lock = FolderLock(self._folder)
+        try:
+            complete(self._folder, len(results), files, entries, {}, paths)
+        finally:
+            lock.release()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -150,8 +156,13 @@ def complete(
     entries: Mapping[str, Entry],
     values: Mapping[str, Any],
     paths: Mapping[str, list[str | int]],
+    *,
+    alone: bool = False,
 ) -> None:
     """Write the manifest, which completes a checkpoint, and remove what it replaces; on one rank.
+
+    The caller holds the folder's lock. The manifest's parts are those of `Manifest`; if ``alone``, nobody
+    else has begun to write into the folder, so that what is unfinished there may be removed.
 
     Raises:
         CheckpointError: not all data files can be seen from here in full length.
@@ -163,9 +174,14 @@ def complete(
                 "completes the checkpoint: the folder must be one that all ranks share"
             )
     software = {"zero_optim": folders.library_version(), "torch": str(torch.__version__)}
-    manifest = Manifest(time.time_ns(), world_size, software, files, entries, values, paths)
+    number = folders.next_number(folder)
+    manifest = Manifest(time.time_ns(), world_size, software, files, entries, values, paths, number)
+    try:
+        replaced = manifests.parse(folder)
+    except CheckpointError:
+        replaced = None
     manifests.commit(folder, manifest)
-    folders.remove_strays(folder, manifest)
+    folders.remove_strays(folder, manifest, replaced, alone=alone)
 
 
 class Reader(StorageReader):
@@ -181,13 +197,13 @@ class Reader(StorageReader):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._folder = Path(path)
+        self._folder = Path(path).absolute()
         self.manifest = manifests.read(self._folder)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """See the base class: another folder for the next load."""
         if checkpoint_id is not None:
-            self._folder = Path(checkpoint_id)
+            self._folder = Path(checkpoint_id).absolute()
             self.manifest = manifests.read(self._folder)
 
     def read_metadata(self, *_args: object, **_kwargs: object) -> Metadata:

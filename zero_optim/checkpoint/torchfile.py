@@ -5,9 +5,9 @@ tensors tells where each belongs: so neither writing nor reading ever needs the 
 """
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from io import BufferedRandom, FileIO
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.serialization import skip_data
 
 from zero_optim.checkpoint.content import EVERYWHERE, EXTRA, MODEL, OPTIMIZER, STATE
 from zero_optim.checkpoint.data import bytes_of
+from zero_optim.checkpoint.files import remove_stale_parts, replacing
 from zero_optim.checkpoint.loading import with_strides
 from zero_optim.checkpoint.names import positional
 from zero_optim.checkpoint.storage import Reader
@@ -38,6 +39,8 @@ _SAFETENSORS = {
 def write_file(out: Path, reader: Reader, build: Callable[[Any], Any], read: Read) -> None:
     """Write a value whose tensors are read one by one; beside, then renamed into place.
 
+    A link at ``out`` is replaced, not followed.
+
     Args:
         out: a ``.safetensors`` or any other file, for ``torch.load``.
         reader: of the checkpoint.
@@ -47,22 +50,30 @@ def write_file(out: Path, reader: Reader, build: Callable[[Any], Any], read: Rea
     Raises:
         CheckpointError: the file cannot be written.
     """
-    beside = out.with_name(out.name + ".part")
     try:
-        if out.suffix == ".safetensors":
-            _write_safetensors(beside, reader, build, read)
-        else:
-            _write_pt(beside, reader, build, read)
-        with beside.open("rb") as file:
-            os.fsync(file.fileno())
-        beside.replace(out)
+        remove_stale_parts(out)
+        with replacing(out) as (file, beside):
+            if out.suffix == ".safetensors":
+                _write_safetensors(file, reader, build, read)
+            else:
+                _write_pt(file, beside, reader, build, read)
     except OSError as error:
         raise CheckpointError(f"cannot write {out}: {error.strerror or error}") from error
-    finally:
-        beside.unlink(missing_ok=True)
 
 
-def _write_pt(path: Path, reader: Reader, build: Callable[[Any], Any], read: Read) -> None:
+def _write_all(file: FileIO, run: memoryview) -> None:
+    """Write a run of bytes: the system takes at most some 2 GiB at a time."""
+    while run.nbytes:
+        run = run[file.write(run) :]
+
+
+def _save(file: FileIO, value: object) -> None:
+    buffered = BufferedRandom(file)  # writes until everything is written
+    torch.save(value, buffered)
+    buffered.detach()
+
+
+def _write_pt(file: FileIO, path: Path, reader: Reader, build: Callable[[Any], Any], read: Read) -> None:
     order: list[str] = []
 
     def reserve(key: str, strides: tuple[int, ...]) -> Tensor:
@@ -71,18 +82,17 @@ def _write_pt(path: Path, reader: Reader, build: Callable[[Any], Any], read: Rea
         return torch.empty_strided(blank.shape, strides, dtype=blank.dtype)
 
     if _needs_values(build, reader):
-        torch.save(build(lambda key, strides: with_strides(read(key), strides)), path)
+        _save(file, build(lambda key, strides: with_strides(read(key), strides)))
         return
     value = build(reserve)
     with skip_data():
-        torch.save(value, path)
+        _save(file, value)
     del value
     fakes = inner_tensors(_without_bytes(path))
     assert len(fakes) == len(order)  # dicts keep their order
-    with path.open("r+b", buffering=0) as file:
-        for key, fake in zip(order, fakes, strict=True):
-            file.seek(_offset(fake))
-            file.write(_memory(with_strides(read(key), fake.stride())))
+    for key, fake in zip(order, fakes, strict=True):
+        file.seek(_offset(fake))
+        _write_all(file, _memory(with_strides(read(key), fake.stride())))
 
 
 def _needs_values(build: Callable[[Any], Any], reader: Reader) -> bool:
@@ -128,7 +138,7 @@ def _memory(tensor: Tensor) -> memoryview:
     return memoryview(run)
 
 
-def _write_safetensors(path: Path, reader: Reader, build: Callable[[Any], Any], read: Read) -> None:
+def _write_safetensors(file: FileIO, reader: Reader, build: Callable[[Any], Any], read: Read) -> None:
     """Write a dict of tensors: eight bytes of length, a header in JSON, and the tensors' bytes in order."""
     keys: list[str] = []
 
@@ -154,10 +164,9 @@ def _write_safetensors(path: Path, reader: Reader, build: Callable[[Any], Any], 
         start += value.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb", buffering=0) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for key in wanted:
-            file.write(bytes_of(read(key)))
+    _write_all(file, memoryview(len(text).to_bytes(8, "little") + text))
+    for key in wanted:
+        _write_all(file, bytes_of(read(key)))
 
 
 # ---------------------------------------------------------------------- into ours
@@ -195,10 +204,12 @@ def read_source(path: Path) -> Source:
     def read(key: str) -> Tensor:
         fake = tensors[key]
         run = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
+        left = _memory(run)
         with path.open("rb", buffering=0) as file:
             file.seek(_offset(fake))
-            count = file.readinto(_memory(run)) if run.numel() else 0
-        if count != run.nbytes:
+            while left.nbytes and (count := file.readinto(left)):  # some 2 GiB at a time
+                left = left[count:]
+        if left.nbytes:
             raise CheckpointError(f"{path} is torn: it ends inside {key}")
         return run
 

@@ -1,0 +1,303 @@
+"""Nothing whole is lost: by odd paths, clocks set back, two jobs in a folder, or the tools' output."""
+
+import os
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pool import Ranks
+from zero_optim import CheckpointError, RankMismatchError, ZeroRedundancyOptimizer, checkpoint, cli
+from zero_optim.checkpoint import folder as folders
+from zero_optim.checkpoint import storage
+from zero_optim.checkpoint.lock import LOCK, FolderLock
+
+
+def save(path: Path | str, extra: object = None, **options: Any) -> None:
+    checkpoint.save(path, model=nn.Linear(2, 2), extra=extra, **options)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# ---------------------------------------------------------------------- paths
+
+
+def check_paths(folder: Path) -> None:
+    run = folder / "run"
+    for step in range(3):
+        save(run / str(step))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(run)
+        for path in ("", ".", "..", "../.", "0/..", Path(), "/"):
+            with pytest.raises(ValueError, match=r"expected path to end in the name of a folder"):
+                save(path, keep=1)
+    for path in (None, 3, b"bytes"):
+        with pytest.raises(TypeError, match="expected path to be a str or a path"):
+            save(path)  # type: ignore[arg-type]
+    assert names(run) == ["0", "1", "2"]
+    assert names(folder) == ["run"]
+
+
+def test_a_path_that_names_no_folder_of_its_own_is_refused_and_nothing_is_removed(
+    ranks1: Ranks, tmp_path: Path
+) -> None:
+    ranks1.run(check_paths, tmp_path)
+
+
+def check_family(folder: Path) -> None:
+    for name in ("step-1", "best", "b-1", "step-2", "step-10"):
+        save(folder / name)
+    save(folder / "step-11", keep=2)
+    assert names(folder) == ["b-1", "best", "step-10", "step-11"]
+    save(folder / "best", keep=1)
+    assert names(folder) == ["b-1", "best", "step-10", "step-11"]
+
+
+def test_keep_removes_only_folders_whose_names_differ_in_digits(ranks1: Ranks, tmp_path: Path) -> None:
+    ranks1.run(check_family, tmp_path)
+
+
+def check_chdir(folder: Path) -> None:
+    (folder / "elsewhere").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        pending = checkpoint.save_async("one", model=nn.Linear(300, 300))
+        patch.chdir(folder / "elsewhere")
+        pending.wait()
+    assert pending.path == folder / "one"
+    assert checkpoint.latest(folder) == folder / "one"
+    assert names(folder / "elsewhere") == []
+
+
+def test_a_save_in_the_background_goes_where_it_was_sent_whatever_folder_is_current_then(
+    ranks1: Ranks, tmp_path: Path
+) -> None:
+    ranks1.run(check_chdir, tmp_path)
+
+
+# ---------------------------------------------------------------------- clocks
+
+
+def check_clock(folder: Path) -> None:
+    hour = 3600 * 10**9
+    with pytest.MonkeyPatch.context() as patch:
+        for step in range(9):
+            now = time.time_ns() - (2 * hour if step > 3 else 0)
+            patch.setattr(storage.time, "time_ns", lambda now=now: now)
+            save(folder / str(step), extra=step, keep=3)
+            assert checkpoint.latest(folder) == folder / str(step)
+    assert names(folder) == ["6", "7", "8"]
+
+
+def test_a_clock_that_is_set_back_neither_removes_the_new_ones_nor_hides_them(
+    ranks1: Ranks, tmp_path: Path
+) -> None:
+    ranks1.run(check_clock, tmp_path)
+
+
+def test_checkpoints_without_a_number_are_ordered_by_time_before_those_with_one(tmp_path: Path) -> None:
+    old = Path(__file__).parent / "data" / "checkpoint-1"
+    (tmp_path / "a").symlink_to(old)
+    assert checkpoint.latest(tmp_path) == tmp_path / "a"
+    assert checkpoint.Reader(old).manifest.number == 0
+    assert folders.next_number(tmp_path / "b") == 1
+
+
+# ---------------------------------------------------------------------- two jobs
+
+
+def check_two_jobs(folder: Path) -> None:
+    path = folder / "one"
+    save(path, extra="before")
+    dist.barrier()
+    lock = FolderLock(path) if dist.get_rank() == 0 else None  # as another job would
+    dist.barrier()
+    with pytest.raises(CheckpointError, match="another save into this folder is under way"):
+        save(path, extra="late")
+    with pytest.raises(CheckpointError, match="another save into this folder is under way"):
+        checkpoint.save_async(path, extra="late").wait()
+    assert checkpoint.load(path) == "before"
+    dist.barrier()
+    if lock is not None:
+        (folder / "two").mkdir()
+        (folder / "two" / LOCK).touch()  # left by a killed process: it blocks nobody
+        lock.release()
+    dist.barrier()
+    save(path, extra="after")
+    save(folder / "two", extra="after")
+    for name in ("one", "two"):
+        assert checkpoint.load(folder / name) == "after"
+    dist.barrier()
+    assert len(names(path)) == 1 + dist.get_world_size()
+
+
+def test_the_second_of_two_jobs_that_save_into_one_folder_raises_on_all_ranks(
+    ranks2: Ranks, tmp_path: Path
+) -> None:
+    ranks2.run(check_two_jobs, tmp_path)
+
+
+def check_unlocked(folder: Path) -> None:
+    """Two saves interleave on a file system that has no locks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zero_optim.checkpoint.lock.try_lock", lambda _: None)
+        real, begun = storage.time.time_ns, []
+
+        def meanwhile() -> int:
+            if not begun:
+                begun.append(True)
+                save(folder / "one", extra="inner")
+            return real()
+
+        patch.setattr(storage.time, "time_ns", meanwhile)
+        save(folder / "one", extra="outer")
+    assert checkpoint.latest(folder / "one") is not None
+    assert checkpoint.load(folder / "one") == "outer"
+
+
+def test_where_there_are_no_locks_the_last_of_two_saves_counts_and_is_whole(
+    ranks1: Ranks, tmp_path: Path
+) -> None:
+    ranks1.run(check_unlocked, tmp_path)
+
+
+def check_sync_after_async(folder: Path) -> None:
+    pending = checkpoint.save_async(folder / "one", model=nn.Linear(300, 300), extra=1)
+    save(folder / "one", extra=2)
+    assert pending.done()
+    assert checkpoint.load(folder / "one") == 2
+
+
+def test_a_save_waits_for_the_one_in_the_background(ranks2: Ranks, tmp_path: Path) -> None:
+    ranks2.run(check_sync_after_async, tmp_path)
+
+
+# ---------------------------------------------------------------------- outputs of the tools
+
+
+@pytest.fixture
+def saved(ranks1: Ranks, tmp_path: Path) -> Path:
+    ranks1.run(save, tmp_path / "one")
+    return tmp_path / "one"
+
+
+def test_an_output_inside_the_checkpoint_is_refused(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "door").symlink_to(saved)
+    (tmp_path / "link.pt").symlink_to(saved / "manifest.json")
+    before = {path: path.read_bytes() for path in saved.iterdir()}
+    for out in (
+        saved / "manifest.json",
+        saved / "new.pt",
+        tmp_path / "door" / "new.pt",
+        tmp_path / "link.pt",
+    ):
+        assert cli.main(["consolidate", str(saved), str(out), "--weights"]) == 2
+        assert "inside the source" in capsys.readouterr().err
+    for out in (saved, saved / "inside", tmp_path / "door"):
+        assert cli.main(["reshard", str(saved), str(out), "--world-size", "2"]) == 2
+        assert "source" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in saved.iterdir()} == before
+
+
+def test_an_output_that_is_no_regular_file_is_refused_and_stays(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    (tmp_path / "null").symlink_to(os.devnull)
+    for out in (fifo, tmp_path / "null", tmp_path):
+        assert cli.main(["consolidate", str(saved), str(out), "--weights"]) == 2
+        assert "no regular file" in capsys.readouterr().err
+    assert stat.S_ISFIFO(fifo.lstat().st_mode)
+    assert (tmp_path / "null").is_symlink()
+
+
+def test_what_users_keep_beside_an_output_stays_and_links_there_are_not_followed(
+    saved: Path, tmp_path: Path
+) -> None:
+    mine, out = tmp_path / "out.pt.part", tmp_path / "out.pt"
+    mine.write_text("mine")
+    target = tmp_path / "target"
+    target.write_text("untouched")
+    out.symlink_to(target)
+    planted = saved / "manifest.json.part"
+    planted.symlink_to(target)
+    stale, fresh = tmp_path / f"out.pt.{'0' * 16}.part", tmp_path / f"out.pt.{'1' * 16}.part"
+    stale.touch()
+    fresh.touch()
+    os.utime(stale, (0, 0))
+    assert cli.main(["consolidate", str(saved), str(out), "--weights"]) == 0
+    assert torch.load(out, weights_only=True).keys() == {"weight", "bias"}
+    assert not out.is_symlink()
+    assert mine.read_text() == "mine"
+    assert names(tmp_path) == sorted(["one", fresh.name, "out.pt", "out.pt.part", "target"])
+    assert cli.main(["reshard", str(saved), str(tmp_path / "two"), "--world-size", "1"]) == 0
+    assert target.read_text() == "untouched"
+
+
+def check_planted(path: Path) -> None:
+    target = path.parent / "target"
+    target.write_text("untouched")
+    path.mkdir()
+    (path / "manifest.json").symlink_to(target)
+    (path / "manifest.json.part").symlink_to(target)
+    save(path)
+    assert checkpoint.latest(path) == path
+    assert not (path / "manifest.json").is_symlink()
+    assert target.read_text() == "untouched"
+
+
+def test_saving_follows_no_link_that_was_planted_in_the_folder(ranks1: Ranks, tmp_path: Path) -> None:
+    ranks1.run(check_planted, tmp_path / "one")
+
+
+# ---------------------------------------------------------------------- arguments of one rank
+
+
+class Other(nn.Linear):
+    pass
+
+
+def check_one_rank(path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    right: dict[str, Any] = {"path": path, "model": model, "optimizer": optimizer}
+    mine = dist.get_rank() == 1
+    wrongs: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"path": path.with_name("two")}, RankMismatchError, "path="),
+        ({"path": 3}, TypeError, "expected path"),
+        ({"path": ""}, ValueError, "expected path"),
+        ({"model": Other(2, 2), "optimizer": None}, RankMismatchError, "class Other|has"),
+        ({"model": "model"}, TypeError, "expected model"),
+        ({"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}, TypeError, "expected optimizer"),
+        ({"optimizer": None}, RankMismatchError, "what to save"),
+        ({"scheduler": 3}, TypeError, "expected scheduler"),
+        ({"process_group": "x"}, TypeError, "expected process_group"),
+        ({"keep": 1.5}, ValueError, "expected keep"),
+    ]
+    for call in (checkpoint.save, checkpoint.save_async):
+        for wrong, kind, text in wrongs:
+            with pytest.raises(kind, match=text):
+                call(**({**right, **wrong} if mine else right))  # type: ignore[operator]
+    with pytest.raises(RankMismatchError, match=r"weight: float32 \(2, 3\)"):
+        checkpoint.save(path, model=nn.Linear(3, 2) if mine else model)
+    checkpoint.save(**right)
+    for wrong, kind, text in wrongs[1:2] + wrongs[4:6] + wrongs[7:9]:
+        with pytest.raises(kind, match=text):
+            checkpoint.load(**({**right, **wrong} if mine else right))
+    with pytest.raises(RankMismatchError, match="the checkpoint to load"):
+        checkpoint.load(path, model=model, optimizer=None if mine else optimizer)
+    checkpoint.load(**right)
+
+
+def test_what_one_rank_is_given_wrong_raises_on_all(ranks2: Ranks, tmp_path: Path) -> None:
+    ranks2.run(check_one_rank, tmp_path / "one")
