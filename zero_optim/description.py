@@ -48,7 +48,8 @@ def describe_hook(hook: object, state: object) -> list[str]:
     """
     kind, told = type(state), []
     if kind.__module__.partition(".")[0] in ("torch", "zero_optim"):
-        options = inspect.signature(kind).parameters if "__init__" in vars(kind) else ()
+        is_ours = isinstance(vars(kind).get("__init__"), FunctionType)  # not that of a process group
+        options = inspect.signature(kind).parameters if is_ours else ()
         held = {name: getattr(state, name, None) for name in options}
         told = [f"{name}={value!r}" for name, value in held.items() if type(value) in _PLAIN]
     return [f"hook {describe(hook, bound=False)}", f"state {_name(kind)}({', '.join(told)})"]

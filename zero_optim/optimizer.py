@@ -227,7 +227,8 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
             closure: evaluates the model and returns the loss, as in ``torch.optim``; given on all ranks or on
                 none. One more collective of a byte: if it raises on a rank, all raise before anything has
                 been stepped. But a rank that waits in its own closure, in the all-reduce of a backward pass
-                that the other one did not reach, cannot hear of it before the group's timeout.
+                that the other one did not reach, cannot hear of it before the group's timeout. Inside
+                ``Join`` ranks do not hear of it.
             **kwargs: handed on to the class's own ``step``. ``grad_scaler``, which some scalers hand in, is
                 asked what it found, and not handed on.
 
@@ -242,9 +243,10 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         Join.notify_join_context(self)
         loss: float | None = None
         shared = None if closure is None else SharedCall(self._group, closure)
-        if shared is not None and not self._leaves_closure:
+        if closure is not None and shared is not None and not self._leaves_closure:
             with torch.enable_grad():  # the gradients are needed before the class's own step begins
-                loss, shared = shared(), None
+                # Ranks that have joined have no closure to tell of.
+                loss, shared = closure() if self._join_config.enable else shared(), None
         if self._ahead is not None and self._finish_ahead(self._ahead, kwargs):
             return loss
         if self._skips_together(kwargs.pop("grad_scaler", None)):

@@ -180,10 +180,10 @@ def _needed_by_step(subject: Subject) -> str:
     """Name the arguments without which a class's ``step()`` cannot be called."""
     try:
         step = start(subject, _FEEDS[0], starts_of(_FEEDS[0])).optimizer.step
+        given = inspect.signature(step).parameters.values()
     except Exception:  # noqa: BLE001 - it is not step() that lacks something
         return ""
     extra = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    given = inspect.signature(step).parameters.values()
     return ", ".join(p.name for p in given if p.default is p.empty and p.kind not in extra)
 
 
