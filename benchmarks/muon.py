@@ -14,7 +14,7 @@ import torch.distributed as dist
 from harness import arguments, launch, make_params, medians, record, show, time_interleaved
 
 from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.plan import matmul_cost
+from zero_optim.plan.costs import matmul_cost
 
 # Square matrices and long ones in turns, equal in elements, so that dealing out by size alternates too.
 LAYERS = [(128, 128), (16, 1024)] * 8

@@ -15,10 +15,10 @@ import torch
 from harness import arguments, record, show
 from torch import Tensor
 
-from zero_optim.buckets import assign_buckets
-from zero_optim.layout import whole
-from zero_optim.partition import assign_owners, rank_loads
-from zero_optim.plan import make_plan
+from zero_optim.plan.buckets import assign_buckets
+from zero_optim.plan.layout import whole
+from zero_optim.plan.partition import assign_owners, rank_loads
+from zero_optim.plan.plan import make_plan
 
 CAP_NBYTES = 32 * 2**20
 ELEMENT_NBYTES = 4

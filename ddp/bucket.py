@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_optim.engine import copy_each, scale_each
-from zero_optim.plan import consecutive_views
+from zero_optim.compat.engine import copy_each, scale_each
+from zero_optim.plan.memory import consecutive_views
 
 # Small gradients are copied in runs of about this many bytes: few calls, and each while it still lies in the
 # cache. Where they become views of the bucket, the memory they leave is that of the next ones. A large one is

@@ -17,16 +17,16 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.nn.parallel import distributed
 
-from zero_optim.agreement import agree, failing_together
-from zero_optim.collectives import RankGroup
+from zero_optim.comm.agreement import agree, failing_together
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.compat.engine import after_backward, eager, require
 from zero_optim.ddp.faces import LoggerFace, ReducerFace
 from zero_optim.ddp.logging_data import Journal, has_sync_batch_norm
 from zero_optim.ddp.mixed_precision import Casting, Precision, cast_buffers
 from zero_optim.ddp.reducer import Reducer
 from zero_optim.ddp.reduction import Hook, hook_name
 from zero_optim.ddp.wiring import ReducerOptions, describe
-from zero_optim.description import describe_hook
-from zero_optim.engine import after_backward, eager, require
+from zero_optim.plan.description import describe_hook
 
 _OVERRIDDEN = (
     "_ddp_init_helper",
@@ -51,7 +51,7 @@ _USED = (
     "_set_static_graph",
     "_sync_buffers",
 )
-NEEDED: tuple[tuple[object, str], ...] = (  # see Note [Private names] in zero_optim.engine
+NEEDED: tuple[tuple[object, str], ...] = (  # see Note [Private names] in zero_optim.compat.engine
     *((TorchDistributedDataParallel, name) for name in (*_OVERRIDDEN, *_USED)),
     (dist, "_DEFAULT_FIRST_BUCKET_BYTES"),
     (distributed, "_MixedPrecision"),

@@ -6,9 +6,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from zero_optim.compat.engine import eager
 from zero_optim.ddp.logging_data import Journal, LoggingData
 from zero_optim.ddp.reducer import Reducer
-from zero_optim.engine import eager
 
 
 @dataclass(slots=True, eq=False)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from zero_optim.engine import in_distributed_autograd, will_run
+from zero_optim.compat.engine import in_distributed_autograd, will_run
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:

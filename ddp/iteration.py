@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from zero_optim.collectives import RankGroup
+from zero_optim.comm.collectives import RankGroup
 from zero_optim.ddp import report
 from zero_optim.ddp.bucket import Bucket
 from zero_optim.ddp.reduction import Reduction

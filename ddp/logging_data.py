@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zero_optim.compat.engine import num_gloo_threads
 from zero_optim.ddp.reducer import Reducer
-from zero_optim.engine import num_gloo_threads
 
 _ENVIRONMENT = {
     "master_addr": "MASTER_ADDR",

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import distributed
 
+from zero_optim.compat.engine import after_backward
 from zero_optim.ddp.graph import tensors_in
 from zero_optim.ddp.inbox import Token
-from zero_optim.engine import after_backward
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # What a recurrent module knows its weights by, besides the usual place; it makes both anew when they change.
@@ -259,6 +259,6 @@ def _wait_for_gathers(layers: Iterable[nn.Module]) -> None:
     """Wait for parameters that each layer's own forward hook would wait for: they are read before that."""
     for layer in layers:
         for hook in layer._forward_pre_hooks.values():
-            wait = getattr(hook, "wait_for_all", None)  # see `zero_optim.lazy`
+            wait = getattr(hook, "wait_for_all", None)  # see `zero_optim.shard.lazy`
             if wait is not None:
                 wait()

@@ -24,8 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from zero_optim.agreement import agree, failing_together
-from zero_optim.collectives import RankGroup
+from zero_optim.comm.agreement import agree, failing_together
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.compat.engine import after_backward
 from zero_optim.ddp.graph import Outlook, accumulates, nearest, refuse_distributed_autograd, tensors_in
 from zero_optim.ddp.history import History
 from zero_optim.ddp.inbox import Inbox, Token, hook_up, output_hook, remove, weakly
@@ -34,7 +35,6 @@ from zero_optim.ddp.reduction import Hook, HookSlot, Reduction, Summed
 from zero_optim.ddp.report import Report
 from zero_optim.ddp.statistics import Clock
 from zero_optim.ddp.wiring import ReducerOptions, Wiring, describe, named, wire
-from zero_optim.engine import after_backward
 from zero_optim.errors import ReductionError
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from zero_optim.collectives import RankGroup
+from zero_optim.comm.collectives import RankGroup
 from zero_optim.ddp.bucket import Bucket, GradBucket, tensor_of
 
 Hook = Callable[[Any, Any], Future[Tensor]]  # (state, bucket), PyTorch's contract

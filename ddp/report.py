@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_optim.collectives import RankGroup, ranks_text
+from zero_optim.comm.collectives import RankGroup, ranks_text
 from zero_optim.errors import ReductionError
 
 

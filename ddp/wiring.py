@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import UninitializedParameter
 
-from zero_optim.buckets import assign_buckets
 from zero_optim.ddp.bucket import Bucket
-from zero_optim.plan import dense_strides
+from zero_optim.plan.buckets import assign_buckets
+from zero_optim.plan.memory import dense_strides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

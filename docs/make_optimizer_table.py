@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 from optimizer_cases import CASES, Case, Options, answer_of, write_options  # noqa: E402
 from pool import Pool, RankError  # noqa: E402
 from test_optimizers import check_case, check_refusal  # noqa: E402
-from zero_optim.traits import Traits, probe  # noqa: E402
+from zero_optim.probe.traits import Traits, probe  # noqa: E402
 
 TARGET = ROOT / "docs" / "optimizers.md"
 README = ROOT / "README.md"
@@ -31,7 +31,7 @@ Made by `python docs/make_optimizer_table.py`, which runs the checks of tests/te
 with PyTorch {torch.__version__.partition("+")[0]} on CPU and torch-optimizer 0.3.0. Do not edit.
 
 The last column answers: are the parameters after each of 13 steps, and the saved state, bit for bit those of
-the unsharded optimizer? The three before it say what `zero_optim.traits.probe` found by trying the class with
+the unsharded optimizer? The three before it say what `zero_optim.probe` found by trying the class with
 these options.
 
 - separable: each parameter's step needs that parameter's own gradient and state only, so whole parameters can

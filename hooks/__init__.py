@@ -14,7 +14,7 @@ if __name__ != "zero_optim.hooks":
 
 from torch import Tensor
 
-from zero_optim.engine import require
+from zero_optim.compat.engine import require
 from zero_optim.hooks.allreduce import allreduce_hook
 from zero_optim.hooks.compress import (
     bf16_compress_hook,
@@ -24,6 +24,7 @@ from zero_optim.hooks.compress import (
 )
 from zero_optim.hooks.debug import BucketRecord, LoggingState, logging_hook, noop_hook
 from zero_optim.hooks.local_sgd import PeriodicModelAverager, PostLocalSGDState, post_localSGD_hook
+from zero_optim.hooks.overlap.zero_step import hook_with_zero_step, hook_with_zero_step_interleaved, zero_step
 from zero_optim.hooks.power_sgd import (
     CompressionStats,
     PowerSGDState,
@@ -40,9 +41,8 @@ from zero_optim.hooks.registry import (
     parse_hook_options,
 )
 from zero_optim.hooks.top_k import TopKState, topk_hook
-from zero_optim.hooks.zero_step import hook_with_zero_step, hook_with_zero_step_interleaved, zero_step
 
-NEEDED = ((Tensor, "_nnz"),)  # see Note [Private names] in zero_optim.engine
+NEEDED = ((Tensor, "_nnz"),)  # see Note [Private names] in zero_optim.compat.engine
 require(NEEDED, __name__)
 
 __all__ = [

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.model_averaging import averagers
 
-from zero_optim.engine import copy_each
+from zero_optim.compat.engine import copy_each
 from zero_optim.hooks.bucket import GradBucket
 from zero_optim.hooks.exchange import group_of, landed, launch_average
 

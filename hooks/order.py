@@ -24,7 +24,7 @@ its threads, and a thread that waits for itself aborts the process ("Resource de
 that holds a group does that when the main thread, woken up by the callback's result, is the quicker one to
 let go of the group. So no callback here, nor anything it holds, refers to a group, except weakly.
 
-The groups made here are lanes, see `zero_optim.lanes`, which live on when the hook's state is gone. So a
+The groups made here are lanes, see `zero_optim.comm.lanes`, which live on when the hook's state is gone. So a
 callback refers weakly to the lease: when that has ended, the lane may be another user's.
 """
 
@@ -39,10 +39,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_optim.collectives import RankGroup
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.lanes import Lease, lease
 from zero_optim.hooks.bucket import TensorFuture
 from zero_optim.hooks.exchange import future_on
-from zero_optim.lanes import Lease, lease
 
 
 @dataclass(slots=True)

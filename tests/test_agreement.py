@@ -10,8 +10,8 @@ from torch import nn
 from pool import Ranks
 from training import MATRICES, make_params, train_both, twin
 from zero_optim import RankMismatchError, RemoteRankError, ZeroRedundancyOptimizer
-from zero_optim.agreement import failing_together
-from zero_optim.collectives import RankGroup
+from zero_optim.comm.agreement import failing_together
+from zero_optim.comm.collectives import RankGroup
 
 AdamW = torch.optim.AdamW
 

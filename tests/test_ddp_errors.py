@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_pairs import SMALL_MB, assert_same, averaged, batch, mlp, mlp_loss
 from pool import Ranks
+from zero_optim.compat.engine import missing_names, require
 from zero_optim.ddp import DistributedDataParallel, Reducer
-from zero_optim.engine import missing_names, require
 from zero_optim.errors import RankMismatchError, ReductionError
 from zero_optim.hooks import allreduce_hook
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zero_optim.buckets import assign_buckets
 from zero_optim.ddp import report
 from zero_optim.ddp.bucket import LARGE_NBYTES, RUN_NBYTES, Bucket, GradBucket, tensor_of
 from zero_optim.ddp.graph import Outlook, nearest, reach, tensors_in
 from zero_optim.ddp.history import History
 from zero_optim.ddp.iteration import Iteration, Terms
 from zero_optim.ddp.wiring import ReducerOptions, wire
+from zero_optim.plan.buckets import assign_buckets
 
 # ---------------------------------------------------------------------- graph
 

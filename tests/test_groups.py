@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 from pool import Ranks
 from training import MATRICES, assert_same_bits, make_params, params_of, set_grads, train_both, twin
 from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.plan import matmul_cost, numel_cost
+from zero_optim.plan.costs import matmul_cost, numel_cost
 
 VECTORS = ((7,), (3,), (11,))
 

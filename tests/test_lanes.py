@@ -18,10 +18,10 @@ from torch import nn
 from overlap import WRAPPERS, Setting, assert_same_run, plain_step
 from pool import Ranks
 from zero_optim import RemoteRankError, ZeroRedundancyOptimizer, checkpoint
-from zero_optim.collectives import RankGroup
-from zero_optim.engine import timeout_of
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.lanes import Lease, lanes_beside, lease
+from zero_optim.compat.engine import timeout_of
 from zero_optim.hooks import PowerSGDState, powerSGD_hook, zero_step
-from zero_optim.lanes import Lease, lanes_beside, lease
 
 MOST_LANES = 18  # those made freely, and two more of the last user
 THREADS_OF_A_LANE, DESCRIPTORS_OF_A_LANE = 3, 5  # on gloo with two ranks

@@ -21,7 +21,7 @@ from make_outputs import run_cells
 
 from sockets import listening, reachable_from_outside
 from zero_optim import LaunchTimeoutError, RankFailedError, launch
-from zero_optim.session import pack, unpack
+from zero_optim.run.session import pack, unpack
 
 CHECKOUT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (CHECKOUT, CHECKOUT / "notebooks")))}

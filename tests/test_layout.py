@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from zero_optim.buckets import assign_buckets
-from zero_optim.layout import Extent, Layout, Row, whole
-from zero_optim.partition import assign_owners, rank_loads
+from zero_optim.plan.buckets import assign_buckets
+from zero_optim.plan.layout import Extent, Layout, Row, whole
+from zero_optim.plan.partition import assign_owners, rank_loads
 
 SEEDS = range(60)
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from overlap import WRAPPERS, Net, Setting, adamw, assert_same_params, inputs, loss_of, plain_step
 from pool import Ranks
 from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.collectives import RankGroup
+from zero_optim.comm.collectives import RankGroup
 
 DELAY = 0.3  # seconds
 

@@ -14,7 +14,7 @@ from training import assert_same_bits
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.hooks import allreduce_hook, zero_step
-from zero_optim.hooks.owners import Pieces
+from zero_optim.hooks.overlap.owners import Pieces
 
 WRAPPERS = {"ours": DistributedDataParallel, "torch": TorchDdp}
 

@@ -32,8 +32,8 @@ from zero_optim import (
     ZeroRedundancyOptimizer,
     progress,
 )
-from zero_optim.collectives import RankGroup
-from zero_optim.wire import PIECE_NBYTES, decode, encode, recv_value, send_value
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.wire import PIECE_NBYTES, decode, encode, recv_value, send_value
 
 
 def check_before_any_step() -> None:

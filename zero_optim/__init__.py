@@ -13,8 +13,8 @@ from zero_optim.errors import (
     StateMismatchError,
     ZeroOptimError,
 )
-from zero_optim.launch import launch
 from zero_optim.optimizer import ZeroRedundancyOptimizer
+from zero_optim.run.launch import launch
 
 __all__ = [
     "CheckpointError",

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 
 from torch import Tensor
 
-from zero_optim.collectives import RankGroup
-from zero_optim.storage import Bucket
-from zero_optim.traits import Traits
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.probe.traits import Traits
+from zero_optim.shard.storage import Bucket
 
 _MIB = 2**20
 

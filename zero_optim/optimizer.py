@@ -12,25 +12,26 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
-from zero_optim.agreement import SharedCall, failing_together
-from zero_optim.ahead import Ahead
-from zero_optim.amp import agree_on_infinity, ask_scaler, tell_scaler, unscale
-from zero_optim.arguments import check_flags, ranks_of
-from zero_optim.clip import ClipArguments, global_grad_norm
-from zero_optim.collectives import RankGroup
-from zero_optim.description import describe
+from zero_optim.comm.agreement import SharedCall, failing_together
+from zero_optim.comm.arguments import check_flags, ranks_of
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.compat.kinship import make_known
 from zero_optim.explain import Explanation, bucket_holdings, describe_traits, holdings
-from zero_optim.join import ShardedJoinHook, lend_gradients
-from zero_optim.kinship import make_known
-from zero_optim.lazy import LazyGather
-from zero_optim.leaves import Leaves, WeightAverage
-from zero_optim.local import LocalOptimizer
-from zero_optim.plan import Cost, CostName, Group, cost_named
-from zero_optim.recipe import Recipe
-from zero_optim.sharding import Sharding
-from zero_optim.share import Share
-from zero_optim.state import Snapshot
-from zero_optim.state_dicts import ShardedState
+from zero_optim.plan.costs import Cost, CostName, cost_named
+from zero_optim.plan.description import describe
+from zero_optim.plan.groups import Group
+from zero_optim.shard.lazy import LazyGather
+from zero_optim.shard.sharding import Sharding
+from zero_optim.state.state_dicts import ShardedState
+from zero_optim.state.whole import Snapshot
+from zero_optim.step.ahead import Ahead
+from zero_optim.step.amp import agree_on_infinity, ask_scaler, tell_scaler, unscale
+from zero_optim.step.clip import ClipArguments, global_grad_norm
+from zero_optim.step.join import ShardedJoinHook, lend_gradients
+from zero_optim.step.leaves import Leaves, WeightAverage
+from zero_optim.step.local import LocalOptimizer
+from zero_optim.step.owned import Share
+from zero_optim.step.recipe import Recipe
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -92,7 +93,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         RuntimeError: torch.distributed is not initialised.
     """
 
-    # What torch.amp.GradScaler asks for; it sets grad_scale and found_inf around a step. See zero_optim.amp.
+    # What torch.amp.GradScaler asks for; it sets grad_scale and found_inf around a step. See step.amp.
     _step_supports_amp_scaling = True
 
     def __init__(  # noqa: PLR0913 - PyTorch's signature, and our options, which are keyword-only

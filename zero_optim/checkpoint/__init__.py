@@ -11,9 +11,9 @@ from zero_optim.checkpoint.loading import Peek, load, peek
 from zero_optim.checkpoint.saving import PendingSave, save, save_async
 from zero_optim.checkpoint.stateful import OptimizerState
 from zero_optim.checkpoint.storage import Reader, SafeLoadPlanner, Writer
-from zero_optim.engine import require
+from zero_optim.compat.engine import require
 
-NEEDED = (  # see Note [Private names] in zero_optim.engine
+NEEDED = (  # see Note [Private names] in zero_optim.compat.engine
     (_subclasses, "FakeTensorMode"),
     (torch.UntypedStorage, "_checkpoint_offset"),
 )

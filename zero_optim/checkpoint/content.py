@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from zero_optim.checkpoint.data import bytes_of
 from zero_optim.checkpoint.names import Names, Objects, names_of, unwrapped
 from zero_optim.checkpoint.values import Json, key_of, pack
-from zero_optim.collectives import RankGroup
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.wire import copied_to_cpu
 from zero_optim.optimizer import ZeroRedundancyOptimizer
-from zero_optim.partition import assign_owners
-from zero_optim.plan import options_of
-from zero_optim.wire import copied_to_cpu
+from zero_optim.plan.groups import options_of
+from zero_optim.plan.partition import assign_owners
 
 MODEL, OPTIMIZER, STATE, EVERYWHERE, RANDOM, EXTRA = (
     "model", "optimizer", "optimizer/state", "optimizer/everywhere", "random", "extra",

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from zero_optim.checkpoint.files import open_regular
 from zero_optim.checkpoint.manifest import Chunk, blamed_on
+from zero_optim.comm.wire import PIECE_NBYTES, memory_of
 from zero_optim.errors import CheckpointError
-from zero_optim.plan import ALIGNMENT_NBYTES
-from zero_optim.wire import PIECE_NBYTES, memory_of
+from zero_optim.plan.plan import ALIGNMENT_NBYTES
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zero_optim.agreement import agree, failing_together
 from zero_optim.checkpoint.content import (
     EVERYWHERE,
     EXTRA,
@@ -28,12 +27,13 @@ from zero_optim.checkpoint.names import Names, Objects, check_group, group_of, n
 from zero_optim.checkpoint.storage import Reader
 from zero_optim.checkpoint.undo import Undo
 from zero_optim.checkpoint.values import Json, key_of, tensors_in, unpack
-from zero_optim.collectives import RankGroup
+from zero_optim.comm.agreement import agree, failing_together
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.wire import PIECE_NBYTES, Nested, memory_of
 from zero_optim.errors import StateMismatchError
-from zero_optim.leaves import EMA, MASTER
 from zero_optim.optimizer import ZeroRedundancyOptimizer
-from zero_optim.plan import options_of
-from zero_optim.wire import PIECE_NBYTES, Nested, memory_of
+from zero_optim.plan.groups import options_of
+from zero_optim.step.leaves import EMA, MASTER
 
 
 def load(

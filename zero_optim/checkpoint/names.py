@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from zero_optim.collectives import RankGroup
+from zero_optim.comm.collectives import RankGroup
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 
 

@@ -22,8 +22,8 @@ from zero_optim.checkpoint.storage import Reader, complete, data_name, new_token
 from zero_optim.checkpoint.torchfile import Source, read_source, write_file
 from zero_optim.checkpoint.values import Json, key_of, tensors_in, unpack
 from zero_optim.errors import CheckpointError, StateMismatchError
-from zero_optim.partition import assign_owners
-from zero_optim.progress import progress
+from zero_optim.plan.partition import assign_owners
+from zero_optim.run.progress import progress
 
 
 def consolidate(source: Path, out: Path, *, weights: bool = False) -> None:

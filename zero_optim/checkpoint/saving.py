@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import nn
 
-from zero_optim.agreement import agree, failing_together
 from zero_optim.checkpoint import folder as folders
 from zero_optim.checkpoint import manifest as manifests
 from zero_optim.checkpoint.content import Part, collect
@@ -20,11 +19,12 @@ from zero_optim.checkpoint.lock import FolderLock
 from zero_optim.checkpoint.manifest import Chunk, DataFile, Entry, dtype_named
 from zero_optim.checkpoint.names import Objects, check_group, group_of
 from zero_optim.checkpoint.storage import complete, data_name, new_token, write_tensors
-from zero_optim.collectives import RankGroup
+from zero_optim.comm.agreement import agree, failing_together
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.lanes import Lease, lease
+from zero_optim.comm.wire import encode, recv_value, send_value
 from zero_optim.errors import CheckpointError
-from zero_optim.lanes import Lease, lease
 from zero_optim.optimizer import ZeroRedundancyOptimizer
-from zero_optim.wire import encode, recv_value, send_value
 
 
 def save(

@@ -8,7 +8,7 @@ from zero_optim.checkpoint.names import names_of
 from zero_optim.checkpoint.storage import Owned
 from zero_optim.errors import StateMismatchError
 from zero_optim.optimizer import ZeroRedundancyOptimizer
-from zero_optim.plan import options_of
+from zero_optim.plan.groups import options_of
 
 
 class OptimizerState:

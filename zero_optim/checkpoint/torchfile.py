@@ -23,9 +23,9 @@ from zero_optim.checkpoint.loading import with_strides
 from zero_optim.checkpoint.names import positional
 from zero_optim.checkpoint.storage import Reader
 from zero_optim.checkpoint.values import Json, key_of, pack
+from zero_optim.comm.wire import inner_tensors, map_tensors, memory_of
 from zero_optim.errors import CheckpointError
-from zero_optim.plan import dense_strides
-from zero_optim.wire import inner_tensors, map_tensors, memory_of
+from zero_optim.plan.memory import dense_strides
 
 Read = Callable[[str], Tensor]
 _SAFETENSORS = {

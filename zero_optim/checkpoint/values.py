@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.checkpoint.manifest import dtype_named
-from zero_optim.wire import Nested, Skeleton, decode, encode
+from zero_optim.comm.wire import Nested, Skeleton, decode, encode
 
 Json = Any  # whatever json reads and writes
 _DICTS = ("dict", "ordered", "counter")

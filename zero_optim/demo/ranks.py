@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_optim.demo.config import Device
-from zero_optim.host import num_cores, use_loopback
+from zero_optim.run.host import num_cores, use_loopback
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from zero_optim.demo.journal import Journal
 from zero_optim.demo.records import Record
 from zero_optim.demo.trainer import Trainer
 from zero_optim.errors import CheckpointError, DivergedError
-from zero_optim.host import end_with_parent
+from zero_optim.run.host import end_with_parent
 
 TRACED_AFTER = 5  # updates: by then the allocator and the buckets have settled
 _EXPECTED = (DivergedError, BrokenPipeError, CheckpointError)  # their line says all of it

@@ -1,0 +1,107 @@
+"""Reducing gradients to their owners alone: half the bytes of an all-reduce, for optimizers that are sharded.
+
+ZeRO stage 2 (Rajbhandari et al., SC 2020): nobody but its owner needs a parameter's reduced gradient.
+Ranks exchange pieces, each owner adds up what came, in the order of ranks, so that the sum is the same
+in every run.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.hooks.bucket import GradBucket, dense_buffer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """Which elements of a bucket each rank owns; made once a bucket.
+
+    Attributes:
+        params: of the bucket, in its order.
+        owners: group rank that owns each.
+        spans: by rank, the stretches ``[start, stop)`` of the bucket that it owns.
+        slots: by rank, the places of its parameters.
+    """
+
+    params: tuple[Tensor, ...]
+    owners: tuple[int, ...]
+    spans: tuple[tuple[tuple[int, int], ...], ...]
+    slots: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, params: Sequence[Tensor], owners: Sequence[int], size: int) -> "Pieces":
+        """Find the stretches: neighbours of one owner travel as one."""
+        spans: list[list[tuple[int, int]]] = [[] for _ in range(size)]
+        slots: list[list[int]] = [[] for _ in range(size)]
+        start = 0
+        for slot, (param, owner) in enumerate(zip(params, owners, strict=True)):
+            stop, mine = start + param.numel(), spans[owner]
+            if mine and mine[-1][1] == start:
+                mine[-1] = (mine[-1][0], stop)
+            else:
+                mine.append((start, stop))
+            slots[owner].append(slot)
+            start = stop
+        return cls(tuple(params), tuple(owners), tuple(map(tuple, spans)), tuple(map(tuple, slots)))
+
+
+class OwnerReduction:
+    """The reduction of one bucket to owners, under way. All ranks construct it, in the order of buckets.
+
+    Args:
+        group: the ranks.
+        lanes: groups for the exchange.
+        bucket: the gradients; divided in place by the number of ranks.
+        pieces: who owns what of it.
+        joined: this rank ran out of inputs: its gradients are old ones.
+    """
+
+    def __init__(
+        self, group: RankGroup, lanes: Sequence[RankGroup], bucket: GradBucket, pieces: Pieces, joined: bool
+    ) -> None:
+        self._group = group
+        self._pieces = pieces
+        self._joined = joined
+        self._flat = dense_buffer(bucket, "reduction to owners").div_(group.size)
+        sent = [self._packed(rank) for rank in range(group.size)]
+        flags = [self._flags(rank) for rank in range(group.size)]
+        self._works, self._came = group.exchange(sent, lanes)
+        more, self._used = group.exchange(flags, lanes)
+        self._works += more
+        self._keeps = (sent, flags)  # alive until they have been sent
+
+    def _packed(self, rank: int) -> Tensor:
+        parts = [self._flat[start:stop] for start, stop in self._pieces.spans[rank]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else self._flat[:0]
+
+    def _flags(self, rank: int) -> Tensor:
+        """Tell an owner which of its parameters were used here."""
+        params = [self._pieces.params[slot] for slot in self._pieces.slots[rank]]
+        used = [not self._joined and param.grad is not None for param in params]
+        return torch.tensor(used, dtype=torch.uint8, device=self._flat.device)
+
+    def wait(self) -> Tensor:
+        """Wait for what the others send, and add it up.
+
+        Returns:
+            The bucket's buffer: reduced where this rank owns it, elsewhere this rank's own gradients.
+        """
+        for work in self._works:
+            work.wait()
+        total = self._came[0]  # may be this rank's own part of the buffer, which nobody else reads
+        for came in self._came[1:]:
+            total += came
+        start = 0
+        for begin, end in self._pieces.spans[self._group.rank]:
+            self._flat[begin:end] = total[start : start + end - begin]
+            start += end - begin
+        return self._flat
+
+    def used(self) -> set[int]:
+        """Tell, after `wait`, which places hold own parameters that some rank used."""
+        counts = torch.stack(self._used).sum(0).tolist()
+        slots = self._pieces.slots[self._group.rank]
+        return {slot for slot, count in zip(slots, counts, strict=True) if count}

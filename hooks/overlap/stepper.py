@@ -1,0 +1,291 @@
+"""What `zero_step` does with a bucket: reduce, step, gather, in the line of a thread of its own.
+
+Note [Who does what]
+    The backward pass calls the hook when a bucket is full. The hook launches the reduction and puts the
+    bucket in the line of a thread of its own, which takes one after the other: waits for the reduction, steps
+    what this rank owns of it, launches the gather. So the order of collectives is that of the buckets on
+    every rank, whatever the timing, and gathers have process groups of their own. DDP waits for the bucket's
+    future when backward ends; a callback behind DDP's sees to the rest.
+
+Note [Gradients that are all zero]
+    A bucket does not tell which parameters were used: unused ones are zeros in it. An optimizer leaves a
+    parameter without a gradient alone, but not one with a gradient of zeros. So parameters whose reduced
+    gradient is all zeros, which every rank sees alike, are late: they are stepped when backward has ended, as
+    ``param.grad`` says by then which it was.
+
+Note [Failures]
+    What fails on the thread comes out of ``backward()``, when DDP has ended it in good order. Until then the
+    rank takes part in every gather without stepping anything more, as the others wait for it.
+
+Note [Backward passes within backward passes]
+    Reentrant checkpointing runs one for each segment, and the last bucket may become full in such a
+    one. Whether DDP has handed the gradients out when that one ends depends on whose DDP it is. So late
+    parameters are left to ``step()`` then, and gradients changed too late are not noticed.
+"""
+
+import queue
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from zero_optim.comm.lanes import Lease
+from zero_optim.compat.engine import after_backward, backward_number, in_backward, in_outer_backward
+from zero_optim.hooks.bucket import GradBucket, Hook, TensorFuture
+from zero_optim.hooks.exchange import future_on
+from zero_optim.hooks.overlap.owners import OwnerReduction, Pieces
+from zero_optim.plan.memory import consecutive_views
+from zero_optim.step.ahead import Ahead, Part
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Task:
+    """A bucket in line.
+
+    Attributes:
+        number: of the bucket.
+        begins: it is the first one of its backward pass.
+        ends: none comes after it in this pass.
+        joined: this rank ran out of inputs, and only takes part.
+        part: its parameters.
+        buffer: its gradients as they were given to the reduction.
+        reduced: its reduction.
+        done: given to DDP; has the reduced gradients when the bucket was stepped.
+    """
+
+    number: int
+    begins: bool
+    ends: bool
+    joined: bool
+    part: Part
+    buffer: Tensor
+    reduced: TensorFuture | OwnerReduction
+    done: TensorFuture
+
+
+_Line: TypeAlias = "queue.SimpleQueue[tuple[Stepper, _Task] | None]"
+
+
+class Stepper:
+    """Takes buckets, steps them on a thread of its own, and sees to the end of the backward pass.
+
+    Args:
+        ahead: steps and gathers.
+        hook: what reduces.
+        interleave: whether buckets get in line as they come; otherwise all together with the last.
+        lanes: groups for reducing to owners; None if ``hook`` reduces.
+    """
+
+    def __init__(self, ahead: Ahead, hook: Hook, interleave: bool, lanes: Lease | None) -> None:
+        self._ahead = ahead
+        self._lanes = lanes
+        self._hook = hook
+        self._interleave = interleave
+        self._plans: dict[int, tuple[Part, Pieces | None]] = {}
+        self._held: list[_Task] = []
+        self._last: _Task | None = None  # of the pass under way
+        self._asked: set[int] = set()  # backward passes that will call `_end`
+        self._late: list[Tensor] = []
+        self._error: BaseException | None = None
+        self._line: _Line = queue.SimpleQueue()
+        threading.Thread(target=_work, args=(self._line,), name="zero_step", daemon=True).start()
+        weakref.finalize(self, self._line.put, None)
+
+    def take(self, state: object, bucket: GradBucket) -> TensorFuture:
+        """Launch a bucket's reduction and put it in line."""
+        number, joined = bucket.index(), not in_backward()
+        begins = self._last is None or number <= self._last.number  # the pass before may have broken off
+        if begins:
+            self._held, self._asked = [], set()
+        if not joined and backward_number() not in self._asked:
+            self._asked.add(backward_number())
+            after_backward(
+                lambda: after_backward(self._end)
+            )  # behind the callback that DDP has queued by then
+        part, pieces = self._plan(number, bucket.parameters())
+        buffer = bucket.buffer()
+        reduced: TensorFuture | OwnerReduction
+        if pieces is None or self._lanes is None:
+            reduced = self._hook(state, bucket)
+        else:
+            reduced = OwnerReduction(self._ahead.group, self._lanes.groups, bucket, pieces, joined)
+        done = future_on(buffer.device)
+        self._last = _Task(number, begins, bucket.is_last(), joined, part, buffer, reduced, done)
+        self._held.append(self._last)
+        if self._interleave or bucket.is_last():
+            self._release()
+        if joined and bucket.is_last():  # a rank that has joined has no backward pass to end
+            self._end_joined()
+        return done
+
+    def _plan(self, number: int, params: Sequence[Tensor]) -> tuple[Part, Pieces | None]:
+        """Plan a bucket, unless it is the one that was planned: buckets change when DDP makes them anew."""
+        known = self._plans.get(number)
+        if known is None or not self._ahead.is_current(known[0], params):
+            pieces = None
+            if self._lanes is not None:
+                pieces = Pieces.of(params, self._ahead.owners(params), self._ahead.group.size)
+            known = self._plans[number] = self._ahead.part(params), pieces
+        return known
+
+    def _release(self) -> None:
+        """Put in line what was held."""
+        held, self._held = self._held, []
+        for task in held:
+            # From here on any moment may change them. Autograd has to refuse to read old values, and on this
+            # thread it does so whatever the timing.
+            torch.autograd.graph.increment_version(task.part.params)
+            self._ahead.announce(task.done)
+            self._line.put((self, task))
+
+    # ------------------------------------------------------------------ on the thread
+
+    def work(self, task: _Task) -> None:
+        """Wait for a reduction, step the bucket, launch its gather."""
+        if task.begins:
+            self._error, self._late = None, []
+        result, gradients = task.buffer, None
+        with self._minding():
+            if task.begins:
+                self._ahead.begin(task.joined)
+            reduced = _tensor(task.reduced.wait())
+            gradients = _gradients(reduced, task.part.given)
+            result = reduced
+        with self._minding():
+            self._step(task, gradients)
+        task.done.set_result(result)
+
+    @contextmanager
+    def _minding(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:  # noqa: BLE001 - raised when backward has ended
+            self._abandon_lanes()
+            if self._error is None:
+                self._error = error
+
+    def _abandon_lanes(self) -> None:
+        """See to it that no later optimizer gets process groups on which something failed."""
+        self._ahead.abandon_lanes()
+        if self._lanes is not None:
+            self._lanes.abandon()
+
+    def _step(self, task: _Task, gradients: Sequence[Tensor] | None) -> None:
+        part, known = task.part, self._known(task, gradients)
+        if gradients is not None and not isinstance(task.reduced, OwnerReduction):
+            zeros = _all_zero(gradients)
+            if zeros:
+                self._late += [part.given[place] for place in zeros]
+                places = [place for place in range(len(part.given)) if place not in zeros]
+                part = self._ahead.part([part.given[place] for place in places])
+                known = [known[place] for place in places]
+        self._ahead.step(part, known)
+
+    def _known(self, task: _Task, gradients: Sequence[Tensor] | None) -> list[Tensor | None]:
+        """Tell what each parameter of a bucket is to be stepped with; None leaves it alone."""
+        if gradients is None or self._error is not None:
+            return [None] * len(task.part.given)
+        if isinstance(task.reduced, OwnerReduction):
+            used = task.reduced.used()
+            return [gradient if place in used else None for place, gradient in enumerate(gradients)]
+        return list(gradients)
+
+    # ------------------------------------------------------------------ at the end of the backward pass
+
+    def _end(self) -> None:
+        """Step what is late, now that DDP has handed the gradients out, and raise what has failed."""
+        last, is_inner = self._last, in_outer_backward()
+        if last is None or (is_inner and not last.ends):
+            return  # the end has been seen to already, or more is to come
+        self._last = None
+        try:
+            self._ahead.wait_for_steps()
+            try:
+                if not is_inner:
+                    self._step_late([param.grad for param in self._late])
+                if self._lanes is not None:
+                    self._ahead.drop_gradients()
+            finally:
+                self._ahead.end_backward(is_final=not is_inner, failed=self._error is not None)
+        except BaseException:
+            self._abandon_lanes()
+            raise
+        self._raise()
+
+    def _end_joined(self) -> None:
+        """Take part in the same gathers."""
+        self._last = None
+        self._ahead.wait_for_steps()
+        self._step_late([None] * len(self._late))
+        self._raise()
+
+    def _step_late(self, gradients: Sequence[Tensor | None]) -> None:
+        """Step what is late, unless ``step()`` will: under ``Join`` it lends owners the gradients."""
+        late, self._late = self._late, []
+        if late and not self._ahead.lends:
+            is_whole = self._error is None
+            self._ahead.step(self._ahead.part(late), gradients if is_whole else [None] * len(late))
+
+    def _raise(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+def _work(line: "_Line") -> None:
+    """Run the thread: nothing but what stands in line keeps a stepper, and the thread ends with it."""
+    streams: dict[torch.device, torch.cuda.Stream] = {}
+    while (found := line.get()) is not None:
+        stepper, task = found
+        with torch.no_grad(), _beside(task.buffer.device, streams):
+            stepper.work(task)
+        del found, stepper, task
+
+
+def _beside(
+    device: torch.device, streams: dict[torch.device, torch.cuda.Stream]
+) -> AbstractContextManager[Any]:
+    """Use a CUDA stream of this thread's own, so that steps do not queue behind the backward pass."""
+    if device.type != "cuda":
+        return nullcontext()
+    if device not in streams:
+        streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    context: AbstractContextManager[Any] = torch.cuda.stream(streams[device])
+    return context
+
+
+def _tensor(value: Any) -> Tensor:  # noqa: ANN401 - whatever a hook's future holds
+    tensor = value[0] if isinstance(value, list | tuple) else value
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"expected the hook's future to hold one tensor, got {type(tensor).__name__}")
+    return tensor
+
+
+def _gradients(result: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
+    """View each parameter's gradient in a bucket's reduced tensor, with the parameter's strides."""
+    if result.is_sparse:
+        return [result.to(params[0].dtype)]
+    return consecutive_views(result.reshape(-1).to(params[0].dtype), params)
+
+
+def _all_zero(gradients: Sequence[Tensor]) -> set[int]:
+    """Find the gradients without a nonzero element; on the GPU that waits for them.
+
+    Looks at first elements, all at once, and at the whole only of those whose first is zero.
+    """
+    if gradients[0].is_sparse:
+        return set() if gradients[0]._nnz() else {0}
+    filled = [place for place, gradient in enumerate(gradients) if gradient.numel()]
+    if not filled:
+        return set()
+    first = gradients[filled[0]]
+    starts = [int(gradients[place].storage_offset() - first.storage_offset()) for place in filled]
+    flat = first.as_strided((starts[-1] + 1,), (1,))
+    index = torch.tensor(starts, device=flat.device)
+    suspects = (flat[index] == 0).nonzero().flatten().tolist()
+    return {filled[suspect] for suspect in suspects if not gradients[filled[suspect]].any()}

@@ -1,0 +1,54 @@
+"""Checks of arguments that several parts take."""
+
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from zero_optim.comm.agreement import failing_together
+from zero_optim.comm.collectives import RankGroup
+
+
+def check_flags(**flags: object) -> None:
+    """Refuse flags that are neither True nor False: another truthy value is most likely another argument's.
+
+    Raises:
+        TypeError: names the first one.
+    """
+    for name, value in flags.items():
+        if type(value) is not bool:
+            raise TypeError(f"expected {name} to be True or False, got {value!r}")
+
+
+def ranks_of(process_group: object) -> RankGroup:
+    """Look at a process group that a user gave, None for the default one; see `RankGroup.of`.
+
+    Does not communicate, unless the value is none. Then all ranks of the default group raise, if that is the
+    one which the others gave.
+
+    Raises:
+        TypeError: it is no process group.
+        RuntimeError: torch.distributed is not initialised.
+        ValueError: this process is not a member.
+    """
+    outside: object = dist.GroupMember.NON_GROUP_MEMBER  # what new_group() gives to ranks that it leaves out
+    is_outside = type(process_group) is type(outside) and process_group == outside
+    if process_group is None or isinstance(process_group, dist.ProcessGroup) or is_outside:
+        return RankGroup.of(process_group)  # type: ignore[arg-type]
+    wrong = (
+        "expected process_group to be a torch.distributed.ProcessGroup, or None for the default group, "
+        f"got {type(process_group).__name__} (of a DeviceMesh, give mesh.get_group())"
+    )
+    return raise_together(TypeError(wrong))
+
+
+def raise_together(error: Exception) -> NoReturn:
+    """Raise an error when there is no telling which ranks wait: on those of the default group.
+
+    Raises:
+        Exception: the error given.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise error
+    with failing_together(RankGroup.of(None)):
+        raise error
+    raise AssertionError("it raises on this rank, hence on all")

@@ -1,0 +1,219 @@
+"""What the library needs of PyTorch and has no public name: checked when imported, most of it used from here.
+
+Note [Private names]
+    Each package lists those it uses: `NEEDED` here, and in ``zero_optim.checkpoint``, ``zero_optim.ddp`` and
+    ``zero_optim.hooks``. A name that is missing then shows at import, with what to do, and not in the middle
+    of a run. All were there in PyTorch 2.8.0 and in 2.13.0. What is read with a default where it is missing
+    is not listed.
+"""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable
+from torch.autograd.graph import Node
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.algorithms.join import Joinable
+from torch.optim import optimizer as torch_optimizer_module
+from torch.utils import _python_dispatch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+WORKS_WITH = "2.8 to 2.13"  # versions of PyTorch
+
+NEEDED: tuple[tuple[object, str], ...] = (
+    (Tensor, "_indices"),
+    (Tensor, "_values"),
+    (Tensor, "_version"),
+    (torch.amp.GradScaler, "_check_inf_per_device"),
+    (torch.amp.GradScaler, "_found_inf_per_device"),
+    (torch.amp.GradScaler, "_get_scale_async"),
+    (torch.amp.GradScaler, "_per_optimizer_states"),
+    (dist.ProcessGroup, "_device_types"),
+    (dist.ProcessGroup, "_get_backend"),
+    (Joinable, "_join_config"),
+    (torch.optim.Optimizer, "_optimizer_load_state_dict_post_hooks"),
+    (torch.optim.Optimizer, "_optimizer_load_state_dict_pre_hooks"),
+    (torch_optimizer_module, "_global_optimizer_post_hooks"),
+    (torch_optimizer_module, "_global_optimizer_pre_hooks"),
+    (_python_dispatch, "is_traceable_wrapper_subclass"),
+    (torch, "_amp_foreach_non_finite_check_and_unscale_"),
+    (torch, "_foreach_lerp_"),
+    (torch, "_foreach_norm"),
+    (torch._C, "DisableTorchFunctionSubclass"),
+    (Variable, "_execution_engine"),
+    (getattr(Variable, "_execution_engine", None), "queue_callback"),
+    (torch._C, "_current_autograd_node"),
+    (torch._C, "_current_graph_task_id"),
+    (torch._C, "_will_engine_execute_node"),
+    (torch, "_foreach_copy_"),
+    (torch, "_foreach_mul_"),
+    (c10d, "_new_process_group_helper"),
+    (c10d, "_world"),
+    *((getattr(c10d, "_world", None), name) for name in ("pg_map", "pg_group_ranks")),
+)
+
+
+def missing_names(needed: Sequence[tuple[object, str]]) -> list[str]:
+    """List which of some (owner, attribute) pairs this PyTorch does not have.
+
+    A class also has what it declares or its constructor mentions: that may be set on its instances alone.
+    """
+    return [name for owner, name in needed if not (hasattr(owner, name) or name in _set_by(owner))]
+
+
+def _set_by(owner: object) -> tuple[str, ...]:
+    code = getattr(getattr(owner, "__init__", None), "__code__", None)
+    declared = tuple(getattr(owner, "__annotations__", ()))
+    return declared if code is None else (*declared, *code.co_names)
+
+
+def require(needed: Sequence[tuple[object, str]], what: str) -> None:
+    """Refuse to be imported beside a PyTorch that lacks private names we stand on.
+
+    Raises:
+        ImportError: some are missing; names them, and the versions that have them.
+    """
+    missing = missing_names(needed)
+    if missing:
+        raise ImportError(
+            f"{what} needs {', '.join(missing)}, which PyTorch {torch.__version__} does not have: "
+            f"use PyTorch {WORKS_WITH}, or a newer zero-optim"
+        )
+
+
+require(NEEDED, "zero_optim")
+
+
+def wraps_tensors(tensor: Tensor) -> bool:
+    """Tell whether a tensor is made of others, as its class says by ``__tensor_flatten__``."""
+    return bool(_python_dispatch.is_traceable_wrapper_subclass(tensor))
+
+
+def backward_number() -> int:
+    """Number the backward pass that this thread is inside of, in a hook or in a callback at its end.
+
+    -1 outside of any. A pass that another one runs, for reentrant checkpointing, has a number of its own.
+    """
+    return int(torch._C._current_graph_task_id())
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass, in a hook or in a callback at its end."""
+    return backward_number() != -1
+
+
+def in_outer_backward() -> bool:
+    """Whether, in a callback at the end of a backward pass, another pass is under way that runs this one."""
+    return torch._C._current_autograd_node() is not None
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call something when the backward pass under way has computed every gradient.
+
+    To be called from a hook of that pass, or from such a callback: then it comes after all others
+    queued by then. Runs on the thread that called ``backward()``; on CUDA its stream is in step with
+    the gradients by then. What it raises comes out of ``backward()``.
+    """
+    engine: Any = Variable._execution_engine
+    engine.queue_callback(callback)
+
+
+def will_run(node: Node) -> bool:
+    """Tell, from a hook of a backward pass, whether that pass accumulates into the leaf of a node."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch.autograd.grad was asked for this very leaf, and accumulates nothing
+        return False
+
+
+# A PyTorch may be built without RPC. Asking for the agent takes 50 ns, for the context some µs.
+_has_rpc_agent: Any = getattr(
+    getattr(torch._C, "_distributed_rpc", None), "_is_current_rpc_agent_set", lambda: False
+)
+
+
+def in_distributed_autograd() -> bool:
+    """Whether this thread is in a context of ``torch.distributed.autograd``, which keeps gradients itself."""
+    if not _has_rpc_agent():
+        return False
+    try:
+        torch._C._distributed_autograd._current_context()
+    except RuntimeError:
+        return False
+    return True
+
+
+def num_gloo_threads(group: dist.ProcessGroup) -> int:
+    """Tell how many threads gloo communicates with for a group; 0 where that cannot be known."""
+    if dist.get_backend(group) != "gloo":
+        return 0
+    backend = group._get_backend(torch.device("cpu"))
+    return int(getattr(getattr(backend, "options", None), "_threads", 0))
+
+
+def eager(function: F) -> F:
+    """Keep a function that counts, waits or communicates out of ``torch.compile``."""
+    kept: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return kept
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """Tell how long a collective of a group may take; None where that cannot be known."""
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None
+
+
+def make_group(ranks: Sequence[int], backend: str, name: str, timeout: timedelta | None) -> dist.ProcessGroup:
+    """Make a process group under a name of one's own; its members call, and they alone.
+
+    `torch.distributed.new_group` takes no name, and on members alone it makes one from the number of groups
+    that a process has: see Note [Lanes] in `zero_optim.comm.lanes`.
+
+    Args:
+        ranks: the members' global ranks, by group rank; this process is one of them.
+        backend: such as ``"gloo"``.
+        name: the same on every member, never used before.
+        timeout: of its collectives, and for the members to come; None for PyTorch's default.
+
+    Raises:
+        RuntimeError: a member did not come in time.
+    """
+    world: Any = c10d._world
+    make: Any = c10d._new_process_group_helper
+    _, store = world.pg_map[dist.group.WORLD]
+    made, _ = make(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        list(ranks),
+        dist.Backend(backend),
+        store,
+        name,
+        timeout=c10d.default_pg_timeout if timeout is None else timeout,
+        device_id=getattr(dist.group.WORLD, "bound_device_id", None),
+        group_desc="zero_optim",
+    )
+    world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(ranks)}
+    group: dist.ProcessGroup = made
+    return group
+
+
+def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy many tensors in one call."""
+    foreach_copy: Any = torch._foreach_copy_
+    foreach_copy(targets, sources)
+
+
+def scale_each(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiply many tensors in place in one call."""
+    foreach_mul: Any = torch._foreach_mul_
+    foreach_mul(tensors, factor)

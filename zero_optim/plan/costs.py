@@ -1,0 +1,53 @@
+"""What owning a parameter costs a rank, so that ranks are given equal work."""
+
+from collections.abc import Callable
+from typing import Literal
+
+from torch import Tensor
+
+Cost = Callable[[Tensor], float]
+
+
+CostName = Literal["numel", "matmul"]
+
+
+# A step that works element by element is bound by memory: on one core of a CPU it takes, for each
+# element, about the time in which a matrix product does this many floating-point operations.
+_FLOPS_AN_ELEMENT = 100
+
+
+_NEWTON_SCHULZ_STEPS = 5  # Muon's default
+
+
+def numel_cost(param: Tensor) -> float:
+    """Cost of an element-wise step, in floating-point operations of the same duration."""
+    return _FLOPS_AN_ELEMENT * param.numel()
+
+
+def matmul_cost(param: Tensor) -> float:
+    """Cost of a step that orthogonalizes matrices by Newton-Schulz iterations, as Muon's does.
+
+    For the m x n matrix (m <= n) that the parameter flattens to, an iteration multiplies m x n by
+    n x m, m x m by m x m, and m x m by m x n: 4 m^2 n + 2 m^3 operations. Jordan, "Muon: An
+    optimizer for hidden layers in neural networks", 2024. Vectors cost what their elements do.
+    """
+    if param.dim() < 2 or param.numel() == 0:
+        return numel_cost(param)
+    short, long = sorted((param.shape[0], param.numel() // param.shape[0]))
+    return numel_cost(param) + _NEWTON_SCHULZ_STEPS * (4 * short**2 * long + 2 * short**3)
+
+
+def cost_named(cost: CostName | Cost) -> Cost:
+    """Find a cost function.
+
+    Raises:
+        ValueError: ``cost`` is neither a known name nor callable.
+    """
+    if callable(cost):
+        return cost
+    named: dict[str, Cost] = {"numel": numel_cost, "matmul": matmul_cost}
+    if cost not in named:
+        raise ValueError(
+            f"expected cost to be one of {sorted(named)} or a function of a parameter, got {cost!r}"
+        )
+    return named[cost]

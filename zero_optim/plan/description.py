@@ -1,0 +1,246 @@
+"""What a value is, in words that are equal on every rank exactly if the values are alike.
+
+Ranks compare these texts before they begin (`comm.agreement`), and messages show them. Nothing in them
+depends on the process: no address, no hash, no path, no number of a device.
+
+Plain values, tensors and containers are told by value; classes and functions by name, and by code if they are
+the user's, with what is bound to them (defaults, closures, arguments of a ``functools.partial``). Of other
+objects only the type is told, since nobody knows which of their parts count. What a function finds in global
+variables or asks for when it is called is left out: that is the way to let a value differ between ranks.
+"""
+
+import functools
+import hashlib
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_SHOWN_NUMEL = 4  # tensors of at most so many elements are shown, larger ones as a digest of their bytes
+_COMPARED_NBYTES = 2**20  # of a larger one only shape and dtype count: to read it would take long
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range)
+
+
+def describe(value: object, *, bound: bool = True) -> str:
+    """Tell what a value is; does not communicate.
+
+    Args:
+        value: anything.
+        bound: also tell values bound to functions; False tells only the functions bound to them, such as the
+            one that a wrapper calls.
+
+    Returns:
+        One line. Long values, and code, are told by a digest.
+    """
+    return _Describer(bound).tell(value)
+
+
+def describe_hook(hook: object, state: object) -> list[str]:
+    """Tell a comm hook by its code, and its state by type and, where that is PyTorch's or ours, by options.
+
+    What other states and hooks hold may well be meant for one rank.
+    """
+    kind, told = type(state), []
+    if kind.__module__.partition(".")[0] in ("torch", "zero_optim"):
+        is_ours = isinstance(vars(kind).get("__init__"), FunctionType)  # not that of a process group
+        options = inspect.signature(kind).parameters if is_ours else ()
+        held = {name: getattr(state, name, None) for name in options}
+        told = [f"{name}={value!r}" for name, value in held.items() if type(value) in _PLAIN]
+    return [f"hook {describe(hook, bound=False)}", f"state {_name(kind)}({', '.join(told)})"]
+
+
+class _Describer:
+    """One walk through a value; those under way are known, so that a cycle ends.
+
+    Args:
+        bound: see `describe`.
+    """
+
+    def __init__(self, bound: bool) -> None:
+        self._bound = bound
+        self._under_way: list[object] = []
+
+    def tell(self, value: object) -> str:
+        """Tell what a value is."""
+        if isinstance(value, Enum):
+            return f"{_name(type(value))}.{value.name}"
+        if type(value) in _PLAIN:
+            return repr(value)
+        if any(value is other for other in self._under_way):
+            return f"the same {_name(type(value))} again"
+        self._under_way.append(value)
+        try:
+            return self._tell_object(value)
+        finally:
+            self._under_way.pop()
+
+    def _tell_object(self, value: Any) -> str:  # noqa: ANN401, PLR0911 - one line a kind
+        if isinstance(value, Tensor):
+            return _tensor(value)
+        if isinstance(value, torch.device):
+            return f"device {value.type}"
+        if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+            return str(value)
+        if isinstance(value, np.ndarray | np.generic):
+            return _array(value)
+        if isinstance(value, functools.partial):
+            return self._partial(value)
+        if isinstance(value, type):
+            return _name(value) + self._code_of_class(value)
+        if isinstance(value, FunctionType | MethodType | BuiltinFunctionType):
+            return self._function(value)
+        if isinstance(value, _PLAIN):  # of a class derived from one
+            plain: Any = next(kind for kind in _PLAIN if isinstance(value, kind))
+            return f"{_name(type(value))}({plain.__repr__(value)})"
+        if isinstance(value, Mapping | set | frozenset | list | tuple):
+            return self._container(value)
+        return self._instance(value)
+
+    def _container(self, value: Any) -> str:  # noqa: ANN401 - any kind of container
+        kind = "" if type(value) in (dict, list, tuple) else _name(type(value))
+        if isinstance(value, Mapping):
+            pairs = sorted(f"{self.tell(key)}: {self.tell(item)}" for key, item in value.items())
+            return f"{kind}{{{', '.join(pairs)}}}"
+        if isinstance(value, set | frozenset):
+            return f"{kind}{{{', '.join(sorted(map(self.tell, value)))}}}"
+        inside = ", ".join(map(self.tell, value))
+        return f"{kind}[{inside}]" if isinstance(value, list) else f"{kind}({inside})"
+
+    # ------------------------------------------------------------------ what carries code
+
+    def _partial(self, value: "functools.partial[Any]") -> str:
+        given = [*map(self._bound_value, value.args)]
+        given += [f"{key}={self._bound_value(item)}" for key, item in sorted(value.keywords.items())]
+        return f"partial({', '.join([self.tell(value.func), *filter(None, given)])})"
+
+    def _bound_value(self, value: object) -> str:
+        """Tell a value that is bound to a function."""
+        return self.tell(value) if self._bound or callable(value) else ""
+
+    def _function(self, function: Any) -> str:  # noqa: ANN401 - kinds of functions have no common type
+        function = _unwrapped(function)
+        if isinstance(function, MethodType):
+            return f"{self._function(function.__func__)} of {self._bound_value(function.__self__)}"
+        if _is_library(getattr(function, "__module__", None)) or not isinstance(function, FunctionType):
+            return _name(function)
+        return f"{_name(function)} (code {_digest(self._parts_of(function))})"
+
+    def _parts_of(self, function: FunctionType) -> Iterable[str]:
+        yield from _parts_of_code(function.__code__)
+        for value in function.__defaults__ or ():
+            yield self._bound_value(value)
+        for key, value in sorted((function.__kwdefaults__ or {}).items()):
+            yield f"{key}={self._bound_value(value)}"
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if name == "__class__":  # of a method that calls super(): the class it stands in
+                continue
+            try:
+                yield f"{name} is {self._bound_value(cell.cell_contents)}"
+            except ValueError:  # not filled yet
+                yield f"{name} is nothing yet"
+
+    def _code_of_class(self, given: type) -> str:
+        """Give a digest of the methods of a class and of its bases, but for those of PyTorch and Python.
+
+        Other entries do not count: flags and counters there are often records of this process.
+        """
+        parts: list[str] = []
+        for cls in given.__mro__:
+            parts.append(_name(cls))
+            if not _is_library(cls.__module__):
+                parts += [
+                    f"{key} = {code}"
+                    for key, item in sorted(vars(cls).items())
+                    for code in self._method(item)
+                ]
+        return "" if _is_library(given.__module__) else f" (code {_digest(parts)})"
+
+    def _method(self, entry: Any) -> Iterable[str]:  # noqa: ANN401 - whatever a class holds
+        if isinstance(entry, property):
+            parts = (entry.fget, entry.fset, entry.fdel)
+        else:
+            parts = (entry.__func__ if isinstance(entry, staticmethod | classmethod) else entry, None, None)
+        return [self.tell(part) for part in parts if isinstance(part, FunctionType)]
+
+    def _instance(self, value: object) -> str:
+        kind = f"{_name(type(value))} {getattr(value, '__qualname__', '')}".rstrip()
+        held: dict[str, Any] = {}
+        if is_dataclass(value):
+            held = {field.name: getattr(value, field.name, None) for field in fields(value)}
+        elif callable(value) and not isinstance(value, torch.nn.Module):
+            held = {key: item for key, item in getattr(value, "__dict__", {}).items() if type(item) in _PLAIN}
+            kind = self.tell(type(value))
+        if not held or not self._bound:
+            return f"a {kind}"
+        return f"{kind}({', '.join(f'{key}={self.tell(item)}' for key, item in sorted(held.items()))})"
+
+
+def _unwrapped(function: Any) -> Any:  # noqa: ANN401 - kinds of functions have no common type
+    """Take PyTorch's own wrappers off: a class's ``step`` has one as soon as one of it was built."""
+    while hasattr(function, "__wrapped__") and _is_library(
+        getattr(function, "__globals__", {}).get("__name__")
+    ):
+        function = function.__wrapped__
+    return function
+
+
+def _parts_of_code(code: CodeType) -> Iterable[str]:
+    """Tell what a function does, without where it stands."""
+    yield code.co_code.hex()
+    yield repr((code.co_names, code.co_varnames, code.co_freevars, code.co_argcount, code.co_flags))
+    for constant in code.co_consts:
+        yield _constant(constant)
+
+
+def _constant(value: object) -> str:
+    """Tell a constant in code; the order of a frozenset differs between processes."""
+    if isinstance(value, CodeType):
+        return f"{value.co_name} {_digest(_parts_of_code(value))}"
+    if isinstance(value, frozenset):
+        return f"frozenset{sorted(map(_constant, value))}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_constant, value))})"
+    return repr(value)
+
+
+def _is_library(module: object) -> bool:
+    """Whether a module is PyTorch's or Python's own, which every rank has alike."""
+    top = str(module).partition(".")[0]
+    return top in ("torch", "builtins", "abc", "typing", "functools", "collections", "None")
+
+
+def _name(value: Any) -> str:  # noqa: ANN401 - a class or function
+    """Name a class or function, without its module: a script's has other names in other processes."""
+    return str(getattr(value, "__qualname__", None) or type(value).__qualname__)
+
+
+def _tensor(value: Tensor) -> str:
+    """Tell a tensor: dtype, shape, and its elements, unless it is trained and they change."""
+    what = f"{value.dtype}, shape {tuple(value.shape)} on {value.device.type}"
+    if value.requires_grad or type(value) is not Tensor or value.layout != torch.strided:
+        return f"{_name(type(value))}({what})"
+    if value.device.type == "meta" or value.nbytes > _COMPARED_NBYTES:
+        return f"tensor({what})"
+    if value.numel() <= _SHOWN_NUMEL:
+        return f"tensor({value.tolist()}, {what})"
+    raw = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return f"tensor({what}, bytes {hashlib.sha256(raw.numpy().tobytes()).hexdigest()[:12]})"
+
+
+def _array(value: "np.ndarray[Any, Any] | np.generic") -> str:
+    what = f"{value.dtype}, shape {value.shape}"
+    if value.dtype.hasobject or value.nbytes > _COMPARED_NBYTES:
+        return f"array({what})"
+    if value.size <= _SHOWN_NUMEL:
+        return f"array({value.tolist()}, {what})"
+    return f"array({what}, bytes {hashlib.sha256(value.tobytes()).hexdigest()[:12]})"
+
+
+def _digest(parts: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(parts).encode(errors="surrogatepass")).hexdigest()[:8]

@@ -1,0 +1,49 @@
+"""Parameter groups, as ``torch.optim`` has them: their parameters, their options, and names for messages."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from zero_optim.plan.description import describe
+
+Group = dict[str, Any]
+
+
+# Keys of a group that describe its parameters; all others are options.
+PARAM_KEYS = frozenset({"params", "param_names"})
+
+
+def params_of(groups: Sequence[Group]) -> list[Tensor]:
+    """List all parameters, group by group."""
+    return [param for group in groups for param in group["params"]]
+
+
+def member_ids(groups: Sequence[Group]) -> list[list[int]]:
+    """Tell the groups' members by identity: much faster to compare than tensors are to look up."""
+    return [list(map(id, group["params"])) for group in groups]
+
+
+def options_of(group: Group) -> Group:
+    """Copy a group's options, without its parameters."""
+    return {key: value for key, value in group.items() if key not in PARAM_KEYS}
+
+
+def param_names(groups: Sequence[Group]) -> list[str]:
+    """Name every parameter for messages: its own name where given, else group and place."""
+    names: list[str] = []
+    for number, group in enumerate(groups):
+        given = group.get("param_names")
+        for place, param in enumerate(group["params"]):
+            known = f"'{given[place]}'" if given else f"{place} of group {number}"
+            names.append(f"parameter {known} (shape {tuple(param.shape)})")
+    return names
+
+
+def describe_options(groups: Sequence[Group]) -> list[str]:
+    """Describe each group's options, so that ranks can compare them."""
+    described = []
+    for number, group in enumerate(groups):
+        options = [f"{key}={describe(value)}" for key, value in group.items() if key not in PARAM_KEYS]
+        described.append(f"group {number} with {', '.join(sorted(options)) or 'no options'}")
+    return described

@@ -1,0 +1,116 @@
+"""The plan of a set of parameter groups: owners and buckets, decided before the first step.
+
+A plan is a pure function of what every rank sees alike (shapes, dtypes, strides, groups), so ranks
+compute it apart and then compare `describe_params`.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from zero_optim.plan.buckets import assign_buckets
+from zero_optim.plan.groups import Group, param_names, params_of
+from zero_optim.plan.layout import Layout, whole
+from zero_optim.plan.memory import dense_strides
+from zero_optim.plan.partition import assign_owners
+
+# Extents start where a fresh CPU tensor would, so that kernels that look at alignment (MKL's matrix
+# product does) give the bits they give without sharding.
+ALIGNMENT_NBYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """Parameters that travel together, and where each lies.
+
+    Args:
+        params: indices of the parameters in the plan; the layout counts in this order.
+        layout: rows and extents of the bucket.
+    """
+
+    params: tuple[int, ...]
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Owner of every parameter, and the buckets, whose order is the order of issue.
+
+    Args:
+        costs: what owning each parameter costs.
+        owners: group rank that owns each parameter.
+        buckets: every parameter lies in exactly one.
+    """
+
+    costs: tuple[float, ...]
+    owners: tuple[int, ...]
+    buckets: tuple[BucketPlan, ...]
+
+    def __post_init__(self) -> None:
+        """Prove that the buckets hold every parameter once."""
+        assert sorted(chain.from_iterable(b.params for b in self.buckets)) == list(range(len(self.owners)))
+
+
+def make_plan(
+    groups: Sequence[Sequence[Tensor]],
+    costs: Sequence[Sequence[float]],
+    num_ranks: int,
+    cap_nbytes: int,
+    loads: Sequence[float] | None = None,
+) -> Plan:
+    """Choose owners, then buckets. Does not communicate.
+
+    Args:
+        groups: parameters of each group.
+        costs: what owning each costs, in the unit of the loads.
+        num_ranks: size of the process group.
+        cap_nbytes: capacity of a bucket in bytes.
+        loads: costs the ranks carry already.
+    """
+    params = list(chain.from_iterable(groups))
+    by_group = assign_owners(costs, num_ranks, loads)
+    owners = tuple(chain.from_iterable(by_group))
+    keys = _travel_keys(params)
+    buckets = assign_buckets(keys, [p.numel() * p.element_size() for p in params], cap_nbytes)
+    return Plan(
+        tuple(chain.from_iterable(costs)),
+        owners,
+        tuple(_lay_out(bucket, params, owners) for bucket in buckets),
+    )
+
+
+def _lay_out(bucket: list[int], params: Sequence[Tensor], owners: Sequence[int]) -> BucketPlan:
+    alignment = max(1, ALIGNMENT_NBYTES // params[bucket[0]].element_size())
+    layout = whole([params[i].numel() for i in bucket], [owners[i] for i in bucket], alignment)
+    return BucketPlan(tuple(bucket), layout)
+
+
+def _travel_keys(params: Sequence[Tensor]) -> list[Hashable]:
+    """Tell parameters apart that cannot, or should not, share a bucket.
+
+    Parameters frozen from the start have buckets of their own, since those need no gather.
+    """
+    slots = _device_slots(params)
+    return [(p.dtype, slots[p.device], p.requires_grad) for p in params]
+
+
+def _device_slots(params: Sequence[Tensor]) -> dict[torch.device, int]:
+    """Number the devices by first use: cuda:0 here and cuda:1 on the next rank are the same slot."""
+    slots: dict[torch.device, int] = {}
+    for param in params:
+        slots.setdefault(param.device, len(slots))
+    return slots
+
+
+def describe_params(groups: Sequence[Group], plan: Plan) -> list[str]:
+    """Describe each parameter by all that must be equal on every rank."""
+    params = params_of(groups)
+    slots = _device_slots(params)
+    return [
+        f"{name}, {p.dtype}, {p.device.type}[{slots[p.device]}], strides {dense_strides(p)}, "
+        f"{'trainable' if p.requires_grad else 'frozen'}, owned by rank {owner}"
+        for name, p, owner in zip(param_names(groups), params, plan.owners, strict=True)
+    ]

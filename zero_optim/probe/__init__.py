@@ -1,0 +1,1 @@
+"""What an optimizer class tolerates, found out by running it on small tensors."""

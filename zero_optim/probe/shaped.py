@@ -1,0 +1,58 @@
+"""Which entries of an optimizer's state have the shape of their parameter, found by trying the class."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zero_optim.probe.subject import Subject
+from zero_optim.probe.trials import Feed, Run, isolated, record
+
+# Sizes of trial parameters: distinct, so that no other tensor of the state has the shape by chance.
+_TRIAL_SIZES = (5, 3, 7, 2, 4, 6)
+
+
+@dataclass(slots=True)
+class ShapedKeys:
+    """Which entries of a class's state have the shape of their parameter.
+
+    A loaded state dict can be checked against this before the optimizer has any state of its own.
+    Found by one step of a throwaway optimizer for each number of dimensions asked for; draws no
+    random numbers and does not communicate.
+
+    Args:
+        optimizer_class: as given to `ZeroRedundancyOptimizer`.
+        defaults: its keyword arguments.
+    """
+
+    optimizer_class: Callable[..., Optimizer]
+    defaults: dict[str, Any]
+    _found: dict[int, frozenset[str]] = field(default_factory=dict)
+
+    def of(self, num_dims: int) -> frozenset[str]:
+        """Name the entries with the parameter's shape; none where the class cannot be tried."""
+        if num_dims not in self._found:
+            self._found[num_dims] = self._try(num_dims) if 0 < num_dims <= len(_TRIAL_SIZES) else frozenset()
+        return self._found[num_dims]
+
+    def _try(self, num_dims: int) -> frozenset[str]:
+        subject = Subject.of(self.optimizer_class, self.defaults, ())
+        feed = Feed((_TRIAL_SIZES[:num_dims],), gaps=False, num_groups=1, num_steps=1)
+        with isolated():
+            for candidate in (subject, subject.without_switches()):
+                for tried in (feed, replace(feed, sparse=True)):
+                    try:
+                        made = record(candidate, tried)
+                    except Exception:  # noqa: BLE001 - one that needs more than this is not checked
+                        continue
+                    return _shaped(made.run)
+        return frozenset()
+
+
+def _shaped(run: Run) -> frozenset[str]:
+    (param,), (entries, *_) = run.leaves[0], run.state_of(0)
+    return frozenset(
+        k for k, value in entries.items() if isinstance(value, Tensor) and value.shape == param.shape
+    )

@@ -1,0 +1,297 @@
+"""Trial runs of a user's optimizer class on a few small tensors, for `traits` to compare.
+
+A first run steps all parameters together and records the gradients it was given. Other runs get
+the same gradients, but step the parameters one by one, in parts, or cut in pieces; they are
+compared with the first bit by bit. Nothing here communicates, and `isolated` keeps it from
+touching the process's own state.
+
+Note [Gradients that trigger]
+    An optimizer may couple parameters only under a condition, so gradients are chosen to meet
+    conditions known of: a huge steady gradient (SWATS switches a whole group to SGD when two
+    estimates agree), a norm far beyond any clipping threshold, gradients orthogonal to the weights
+    (AdamP and SGDP project then), tiny and zero and missing ones, changing signs, weights of zero
+    (LARS leaves them unscaled), and more steps than RAdam's warm-up and Ranger's look-ahead take.
+"""
+
+import random
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+import torch.optim.optimizer as torch_optimizer_module
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zero_optim.probe.subject import Subject, bits, switch_mode
+
+Shape: TypeAlias = tuple[int, ...]
+
+_NUM_STEPS = 9
+# Larger than any clipping threshold or damping constant in use; its square is far from overflow.
+_HUGE = 1e4
+# (parameter, step) without a gradient: one, a whole group, and the one with the huge gradient.
+_GAPS = frozenset({(1, 3), (1, 5), (3, 5), (5, 5), (0, 6)})
+_STEP_OF_EVALUATION = 5
+
+
+# ---------------------------------------------------------------------- what is fed
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """Parameters and gradients of a trial. See Note [Gradients that trigger]."""
+
+    shapes: tuple[Shape, ...]
+    gaps: bool = True  # some gradients are None on some steps
+    sparse: bool = False
+    num_groups: int = 2
+    num_in_group: int = 2  # at least
+    num_steps: int = _NUM_STEPS
+    dtype: torch.dtype = torch.float32
+    huge: float = _HUGE
+
+    def with_groups(self, subject: Subject) -> "Feed":
+        """Give every group of the subject a turn."""
+        return replace(self, num_groups=max(self.num_groups, len(subject.groups)))
+
+    @property
+    def num_params(self) -> int:
+        """How many parameters there are."""
+        return max(len(self.shapes), self.num_in_group * self.num_groups)
+
+    def shape(self, index: int) -> Shape:
+        """The shape of a parameter."""
+        return self.shapes[index % len(self.shapes)]
+
+    def noise(self) -> list[Tensor]:
+        """Fixed normal numbers, for each parameter one row a step and a last one for its start."""
+        generator = torch.Generator().manual_seed(20)
+        sizes = [torch.Size(self.shape(index)).numel() for index in range(self.num_params)]
+        rows = torch.randn((self.num_steps + 1, sum(sizes)), generator=generator, dtype=torch.float32)
+        return list(torch.split(rows, sizes, dim=1))
+
+    def start(self, index: int, noise: Tensor) -> Tensor:
+        """The first value of a parameter."""
+        row = noise[-1]
+        values = (row, row * 0, row * 1e-3, row, row.clamp(min=0), row)[index % 6]
+        return values.reshape(self.shape(index)).to(self.dtype)
+
+    def gradient(self, index: int, step: int, noise: Tensor, weights: Tensor) -> Tensor | None:
+        """The gradient of one parameter at one step, given its present value."""
+        if self.gaps and (index, step) in _GAPS:
+            return None
+        dense = self._dense(index % 6, step, noise, weights).reshape(weights.shape).to(self.dtype)
+        if not self.sparse:
+            return dense
+        rows = torch.zeros_like(dense)  # one row: more would start threads, which cost a millisecond
+        rows[step % len(rows)] = dense[step % len(rows)]
+        return rows.to_sparse(1)
+
+    def _dense(self, kind: int, step: int, noise: Tensor, weights: Tensor) -> Tensor:
+        row = noise[step]
+        if kind == 0 and step < 5:
+            return noise[0] * self.huge
+        if kind == 2:
+            row = row * 1e-5
+        elif kind in (3, 5):
+            row = _orthogonal(row.reshape(weights.shape), weights)
+        elif kind == 4:
+            row = row.clamp(min=0) * (0 if step == 4 else 3)
+        spike = self.huge**2 if step == 7 and kind > 3 else 1.0
+        return row * (spike * {6: 1e-6, 7: 30.0}.get(step, 1.0))
+
+
+def _orthogonal(rows: Tensor, weights: Tensor) -> Tensor:
+    """Take out of each row its part along the weights; a vector is one row."""
+    flat = rows.flatten(1) if rows.dim() > 1 else rows.reshape(1, -1)
+    along = weights.detach().to(flat.dtype).reshape(flat.shape)
+    share = (flat * along).sum(1, keepdim=True) / (along * along).sum(1, keepdim=True).clamp(min=1e-30)
+    return flat - share * along
+
+
+# ---------------------------------------------------------------------- one run
+
+
+@dataclass(slots=True)
+class Run:
+    """One optimizer over some of the parameters, each whole or in pieces."""
+
+    optimizer: Optimizer
+    leaves: dict[int, list[Tensor]]
+
+    def give(self, gradients: Mapping[int, Tensor | None]) -> None:
+        """Set copies of gradients, cut as the parameters are: classes change them in place."""
+        for index, gradient in gradients.items():
+            pieces = self.leaves[index]
+            if len(pieces) == 1 or gradient is None:
+                for leaf in pieces:
+                    leaf.grad = None if gradient is None else gradient.clone()
+                continue
+            parts = torch.split(gradient.reshape(-1), [leaf.numel() for leaf in pieces])
+            for leaf, part in zip(pieces, parts, strict=True):
+                leaf.grad = part.clone()
+
+    def bits(self, index: int) -> bytes:
+        """The present value of a parameter."""
+        pieces = self.leaves[index]
+        return bits(pieces[0]) if len(pieces) == 1 else b"".join(map(bits, pieces))
+
+    def state_of(self, index: int) -> list[Any]:
+        """The state of each piece of a parameter."""
+        return [self.optimizer.state.get(leaf, {}) for leaf in self.leaves[index]]
+
+    def global_state(self) -> dict[Any, Any]:
+        """State that belongs to no parameter."""
+        held: dict[Any, Any] = self.optimizer.state
+        return {key: value for key, value in held.items() if not isinstance(key, Tensor)}
+
+
+def start(subject: Subject, feed: Feed, values: Mapping[int, Tensor], *, cut: bool = False) -> Run:
+    """Build an optimizer over some parameters; the groups are the same whichever they are."""
+    leaves = {index: _leaves(value, cut and (3 if index == 1 else 2)) for index, value in values.items()}
+    groups: list[list[Tensor]] = [[] for _ in range(feed.num_groups)]
+    for index, pieces in leaves.items():
+        groups[index % feed.num_groups].extend(pieces)
+    return Run(subject.build(groups), leaves)
+
+
+def starts_of(feed: Feed, noise: list[Tensor] | None = None) -> dict[int, Tensor]:
+    """The first values of all parameters."""
+    numbers = feed.noise() if noise is None else noise
+    return {index: feed.start(index, row) for index, row in enumerate(numbers)}
+
+
+def _leaves(value: Tensor, num_pieces: int) -> list[Tensor]:
+    """Cut where vector instructions would not; a third piece has a single element."""
+    if not num_pieces:
+        return [value.clone().requires_grad_()]
+    middle = value.numel() * 3 // 8 | 1
+    sizes = [middle, value.numel() - middle] if num_pieces == 2 else [middle, 1, value.numel() - middle - 1]
+    return [piece.clone().requires_grad_() for piece in torch.split(value.reshape(-1), sizes)]
+
+
+def step_whole(run: Run, step: int, gradients: Mapping[int, Tensor | None]) -> None:
+    """Step everything; halfway, look at the model as an evaluation does, where the class has modes."""
+    run.give(gradients)
+    run.optimizer.step()
+    if step == _STEP_OF_EVALUATION:
+        switch_mode(run.optimizer, "eval")
+        switch_mode(run.optimizer, "train")
+
+
+def step_in_parts(run: Run, step: int, gradients: Mapping[int, Tensor | None]) -> None:
+    """Step bucket by bucket, the last parameters first; a bucket's gradients arrive just before."""
+    groups = run.optimizer.param_groups
+    members = [group["params"] for group in groups]
+    order = sorted(run.leaves, reverse=True)
+    run.give(dict.fromkeys(order))
+    for bucket in (order[:1], order[1:3], order[3:]):
+        run.give({index: gradients[index] for index in bucket})
+        chosen = {id(leaf) for index in bucket for leaf in run.leaves[index]}
+        for group, params in zip(groups, members, strict=True):
+            group["params"] = [leaf for leaf in params if id(leaf) in chosen]
+        run.optimizer.step()
+        run.give(dict.fromkeys(bucket))
+    for group, params in zip(groups, members, strict=True):
+        group["params"] = params
+    if step == _STEP_OF_EVALUATION:
+        switch_mode(run.optimizer, "eval")
+        switch_mode(run.optimizer, "train")
+
+
+@dataclass(slots=True)
+class Record:
+    """A run of all parameters together: what it was given and what came out."""
+
+    feed: Feed
+    run: Run
+    starts: dict[int, Tensor]
+    gradients: list[dict[int, Tensor | None]] = field(default_factory=list)
+    values: list[list[bytes]] = field(default_factory=list)
+    drew: bool = False
+
+    @property
+    def moved(self) -> bool:
+        """Whether any parameter changed."""
+        return any(before != after for before, after in zip(self.values[0], self.values[-1], strict=True))
+
+    @property
+    def finite(self) -> bool:
+        """Whether everything stayed finite: NaN would hide differences."""
+        return all(bool(leaf.isfinite().all()) for (leaf,) in self.run.leaves.values())
+
+
+def record(subject: Subject, feed: Feed) -> Record:
+    """Run all parameters together, choosing the gradients on the way.
+
+    Raises:
+        Exception: whatever the class raises.
+    """
+    noise = feed.noise()
+    starts = starts_of(feed, noise)
+    run = start(subject, feed, starts)
+    made = Record(feed, run, starts, values=[[run.bits(index) for index in starts]])
+    before = _random_states()
+    for step in range(feed.num_steps):
+        weights = {index: leaf.detach() for index, (leaf,) in run.leaves.items()}
+        given = {index: feed.gradient(index, step, noise[index], weights[index]) for index in weights}
+        step_whole(run, step, given)
+        made.gradients.append(given)
+        made.values.append([run.bits(index) for index in starts])
+    made.drew = before != _random_states()
+    return made
+
+
+# ---------------------------------------------------------------------- leaving no trace
+
+
+def _random_states() -> tuple[object, ...]:
+    name, words, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), (name, words.tobytes(), *rest), bits(torch.get_rng_state())  # type: ignore[union-attr]
+
+
+@contextmanager
+def isolated() -> Iterator[None]:
+    """Try things without a trace: random numbers, modes, hooks and warnings are as before afterwards.
+
+    On the CPU whatever the default device, outside ``no_grad`` and ``inference_mode``.
+    """
+    ours = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    elsewhere = torch.get_default_device().type != "cpu"
+    try:
+        with (
+            warnings.catch_warnings(),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.device("cpu") if elsewhere else nullcontext(),
+            _without_global_hooks(),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        random.setstate(ours[0])
+        np.random.set_state(ours[1])
+        torch.set_rng_state(ours[2])
+
+
+@contextmanager
+def _without_global_hooks() -> Iterator[None]:
+    """Silence hooks registered for the steps of every optimizer: a trial is no step of the user's."""
+    tables: list[dict[int, Any]] = [
+        torch_optimizer_module._global_optimizer_pre_hooks,
+        torch_optimizer_module._global_optimizer_post_hooks,
+    ]
+    kept = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, kept, strict=True):
+            late = dict(table)
+            table.clear()
+            table.update(hooks | late)

@@ -1,0 +1,326 @@
+"""Run a function on several ranks of this host, from a script, a notebook or a test.
+
+Note [Processes]
+    `torch.multiprocessing.start_processes` starts them. The elastic launcher brings rendezvous and restarts,
+    which one host and one call do not need, and takes over the signal handlers of the process that calls it,
+    which a notebook has its own use for. They are spawned, not forked: a fork inherits locks and thread pools
+    without the threads, so that it hangs at its first parallel loop, and cannot use CUDA.
+
+Note [Which failure is told]
+    When a rank fails, its peers lose their connections and fail as well, and may be first to end. So each
+    rank notes the time of its exception before it lets go of anything, and the earliest is the cause. A rank
+    that was killed could note nothing, and comes before those. An exception that only repeats what another
+    rank has said comes last.
+
+Note [No process left]
+    Ranks are killed, not asked, before `launch` returns or raises. Should the caller itself be killed, the
+    kernel kills them. Ctrl-C reaches the caller alone: it is held back while processes start, and each rank
+    is in a session of its own.
+"""
+
+import faulthandler
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from multiprocessing import resource_tracker
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
+
+from zero_optim.errors import LaunchTimeoutError, RankFailedError, RemoteRankError
+from zero_optim.run.host import end_with_parent, num_cores, use_loopback
+from zero_optim.run.session import pack, pickler, unpack
+
+T = TypeVar("T")
+
+_GRACE = 0.5  # seconds that the others have to fail too, once a rank has
+
+
+def launch(
+    fn: Callable[..., T],
+    nproc: int,
+    *args: object,
+    backend: str = "gloo",
+    threads: int | None = None,
+    timeout: float | None = None,
+) -> list[T]:
+    """Run ``fn(*args)`` on ``nproc`` ranks of this host, and give back what each returned.
+
+    Each rank is a new process in an initialised default process group on the loopback interface. See Notes
+    [Processes], [Which failure is told] and [No process left].
+
+    A function of a notebook cell or a prompt is sent as code, with the global names it uses as they are now,
+    by cloudpickle, which has to be installed for that; so are lambdas and nested functions. A script needs
+    ``if __name__ == "__main__":`` around the code that calls this, since the ranks import it.
+
+    Args:
+        fn: called on each rank. ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE`` are set as
+            torchrun sets them.
+        nproc: how many ranks, from 1.
+        *args: the same for every rank; pickled, so each rank has its own copy, tensors too.
+        backend: of the process group; with "nccl" rank r computes on GPU r.
+        threads: of PyTorch on each rank; None shares the cores out.
+        timeout: seconds for all of it, a few of which go into starting; None waits for ever.
+
+    Returns:
+        What ``fn`` returned, by rank; anything that can be pickled.
+
+    Raises:
+        TypeError: an argument of the wrong kind, or one that cannot be sent to another process.
+        ValueError: an argument out of bounds, or a backend that this PyTorch or this host lacks.
+        RankFailedError: ``fn`` raised, or a rank was killed or ended by itself.
+        LaunchTimeoutError: ``timeout`` was over.
+        RuntimeError: the call is not behind ``if __name__ == "__main__":``.
+    """
+    _check(fn, nproc, backend, threads, timeout)
+    call = pack(fn, args)
+    deadline = None if timeout is None else time.monotonic() + timeout
+    with tempfile.TemporaryDirectory(prefix="zero_optim-") as folder:
+        job = _Job(folder, nproc, backend, threads or max(1, num_cores() // nproc), os.getpid())
+        job.path("call").write_bytes(call)
+        with _started(job) as processes:
+            _wait(processes, deadline)
+            failures = job.failures(processes)
+            if failures:
+                raise RankFailedError(_told(failures, nproc), failures[0].rank)
+            late = [rank for rank, process in enumerate(processes) if process.exitcode is None]
+            if late:
+                raise LaunchTimeoutError(_where(job, processes, late, timeout))
+        return job.values()
+
+
+def _check(fn: object, nproc: object, backend: object, threads: object, timeout: object) -> None:
+    """Refuse wrong arguments before any process starts."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise RuntimeError(
+            "launch() was called while a rank imported the main module: put the code that calls it under "
+            '`if __name__ == "__main__":`'
+        )
+    if not callable(fn):
+        raise TypeError(f"expected fn to be callable, got {type(fn).__name__}")
+    for name, value in (("nproc", nproc), ("threads", threads)):
+        if value is None and name == "threads":
+            continue
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"expected {name} to be an int, got {type(value).__name__}")
+        if value < 1:
+            raise ValueError(f"expected {name} to be at least 1, got {value}")
+    if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
+        raise ValueError(f"expected timeout to be a number of seconds above 0, or None, got {timeout!r}")
+    if not isinstance(backend, str) or not dist.is_backend_available(backend):
+        raise ValueError(f'this PyTorch has no backend {backend!r}: try "gloo"')
+    if backend == "nccl" and torch.cuda.device_count() < int(str(nproc)):
+        raise ValueError(
+            f"nccl needs a GPU for each of {nproc} ranks, this host has {torch.cuda.device_count()}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """How a rank failed.
+
+    Attributes:
+        rank: which.
+        order: sorts causes before consequences.
+        text: the traceback, or what is known without one.
+        line: the kind of exception, or the same as ``text``.
+    """
+
+    rank: int
+    order: list[int]
+    text: str
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What the caller and the ranks know in common.
+
+    Attributes:
+        folder: where they leave files for each other.
+        nproc: how many ranks.
+        backend: of their process group.
+        threads: of each rank.
+        parent: process id of the caller.
+    """
+
+    folder: str
+    nproc: int
+    backend: str
+    threads: int
+    parent: int
+
+    def path(self, name: str, rank: int | None = None) -> Path:
+        """Name a file, of one rank or of all."""
+        return Path(self.folder, name if rank is None else f"{name}-{rank}")
+
+    def failures(self, processes: Sequence[BaseProcess]) -> list[_Failure]:
+        """List the ranks that have failed so far, the cause first."""
+        found = (self._failure(rank, process.exitcode) for rank, process in enumerate(processes))
+        return sorted(filter(None, found), key=lambda failure: failure.order)
+
+    def _failure(self, rank: int, exitcode: int | None) -> _Failure | None:
+        if self.path("failure", rank).exists():
+            return _Failure(**json.loads(self.path("failure", rank).read_text()))
+        if exitcode is None or (exitcode == 0 and self.path("value", rank).exists()):
+            return None
+        line = f"was killed by {_signal(-exitcode)}" if exitcode < 0 else f"ended with status {exitcode}"
+        why = ""
+        if not self.path("begun", rank).exists():
+            why = (
+                " before it could begin: what it printed says why. A script that calls launch() needs "
+                '`if __name__ == "__main__":` around that code, since the ranks import the script'
+            )
+        return _Failure(rank, [0, rank], line + why, line)
+
+    def values(self) -> list[Any]:
+        """Read what the ranks returned."""
+        return [torch.load(self.path("value", rank), weights_only=False) for rank in range(self.nproc)]
+
+
+# ---------------------------------------------------------------------- the caller
+
+
+@contextmanager
+def _started(job: _Job) -> Iterator[list[BaseProcess]]:
+    """Start the ranks, and leave none of them, however the body ends."""
+    processes: list[BaseProcess] = []
+    try:
+        # Starting a process starts this one first, which would let SIGINT through again for the ranks.
+        resource_tracker.ensure_running()
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            context: Any = start_processes(_enter, (job,), job.nproc, join=False)  # type: ignore[no-untyped-call]
+            processes += context.processes
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)  # a Ctrl-C that came meanwhile is answered here
+        yield processes
+    finally:
+        _end(processes)
+
+
+def _wait(processes: Sequence[BaseProcess], deadline: float | None) -> None:
+    """Wait until all have ended, one has failed and the others had time to, or the deadline."""
+    failed = False
+    while running := [process.sentinel for process in processes if process.exitcode is None]:
+        if not failed and any(process.exitcode for process in processes):
+            failed = True
+            grace = time.monotonic() + _GRACE
+            deadline = grace if deadline is None else min(deadline, grace)
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            return
+        wait(running, left)
+
+
+def _end(processes: Sequence[BaseProcess]) -> None:
+    """Kill what still runs, with what it has started itself, and wait for its end."""
+    for process in processes:
+        if process.exitcode is None and process.pid is not None:
+            with suppress(ProcessLookupError):  # not in a session of its own yet
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+    for process in processes:
+        process.join()
+        process.close()
+
+
+def _told(failures: Sequence[_Failure], nproc: int) -> str:
+    """Tell the first failure in full, and the others in a line."""
+    first, *others = failures
+    text = f" failed:\n\n{first.text}" if "\n" in first.text else f" {first.text}"
+    lines = [f"rank {first.rank} of {nproc}{text}"]
+    if others:
+        lines.append(
+            "\n\nafterwards failed: " + ", ".join(f"rank {each.rank} ({each.line})" for each in others)
+        )
+    return "".join(lines)
+
+
+def _where(job: _Job, processes: Sequence[BaseProcess], late: Sequence[int], timeout: float | None) -> str:
+    """Ask ranks that are late for their stacks, which they give from anywhere, C++ included."""
+    for rank in late:
+        pid = processes[rank].pid
+        if pid is not None and job.path("begun", rank).exists():
+            os.kill(pid, signal.SIGUSR1)
+    time.sleep(_GRACE)
+    lines = [f"no end after {timeout:g} s on rank {', '.join(map(str, late))} of {job.nproc}"]
+    for rank in late:
+        path = job.path("stacks", rank)
+        stacks = path.read_text(errors="replace").rstrip() if path.exists() else ""
+        lines.append(f"\nrank {rank}, most recent call first:\n{stacks or 'still starting'}")
+    return "\n".join(lines)
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+# ---------------------------------------------------------------------- the ranks
+
+
+def _enter(rank: int, job: _Job) -> None:
+    """Be a rank: call the function in a process group, and leave a file that says how it went."""
+    end_with_parent(job.parent)
+    os.setsid()
+    signal.signal(signal.SIGINT, lambda *_: None)  # not SIG_IGN, which processes started here would inherit
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    stacks = job.path("stacks", rank).open("w")
+    faulthandler.register(signal.SIGUSR1, stacks)
+    job.path("begun", rank).touch()
+    try:
+        _run(rank, job)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the caller tells
+        _note(error, rank, job)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # nothing of the process group is taken down, which may take for ever
+
+
+def _run(rank: int, job: _Job) -> None:
+    torch.set_num_threads(job.threads)
+    use_loopback()
+    size = str(job.nproc)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    device: dict[str, Any] = {}
+    if job.backend == "nccl":
+        torch.cuda.set_device(rank)
+        device = {"device_id": torch.device("cuda", rank)}
+    store = dist.FileStore(str(job.path("store")), job.nproc)  # type: ignore[attr-defined]
+    dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.nproc, **device)
+    fn, args = unpack(job.path("call").read_bytes())
+    value = fn(*args)
+    # Pickle, but tensors that share memory are written once; classes of a notebook come back as they went.
+    torch.save(value, job.path("value", rank), pickle_module=pickler())
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _note(error: BaseException, rank: int, job: _Job) -> None:
+    """Leave word of an exception, in one step, without the frames of this file."""
+    now = time.monotonic_ns()  # one clock for all processes of a host
+    own = error.__traceback__
+    while own is not None and own.tb_frame.f_code.co_filename == __file__ and own.tb_next is not None:
+        own = own.tb_next
+    text = "".join(traceback.format_exception(type(error), error, own)).rstrip()
+    order = [2 if isinstance(error, RemoteRankError) else 1, now]
+    path = job.path("failure", rank)
+    failure = _Failure(rank, order, text, type(error).__name__)
+    path.with_suffix(".part").write_text(json.dumps(asdict(failure)))
+    path.with_suffix(".part").rename(path)

@@ -1,0 +1,84 @@
+"""Gathers that are waited for by the forward pass: module by module, as each needs its parameters."""
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from zero_optim.compat.engine import eager
+from zero_optim.shard.sharding import Sharding
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+
+class LazyGather:
+    """Has the modules of a model wait for the gathers of their own parameters.
+
+    Some modules read the parameters of others that they never call, as ``nn.MultiheadAttention`` does with
+    its output projection. So the first forward pass of the model waits for everything, and shows which
+    modules are called; parameters of one that is not are waited for by the nearest module above it that is.
+    Without gradients everything is waited for: that is when PyTorch's Transformer layers compute past their
+    modules, and it is not where time is lost.
+
+    Args:
+        model: its modules get hooks.
+        sharding: whose gathers are left under way. Those of parameters that the model does not have are not.
+    """
+
+    def __init__(self, model: nn.Module, sharding: Sharding) -> None:
+        self._under_way = sharding.under_way
+        self._sharding = sharding
+        self._root = model
+        self._params = frozenset(model.parameters())
+        self._called: set[nn.Module] = set()
+        self._needs: dict[nn.Module, list[Tensor]] | None = None
+        self._handles: list[RemovableHandle] = [model.register_forward_hook(eager(self._after_forward))]
+        for module in model.modules():
+            self._handles.append(module.register_forward_pre_hook(self._before_forward(module), prepend=True))
+            self._handles.append(module.register_state_dict_pre_hook(self._before_reading))  # type: ignore[no-untyped-call]
+            self._handles.append(module.register_load_state_dict_pre_hook(self._before_reading))  # type: ignore[no-untyped-call]
+        sharding.readers.append(self._params)
+
+    def remove(self) -> None:
+        """Wait for what is under way, take the hooks off, and let every step wait for its gathers again."""
+        self._under_way.wait()
+        if self._handles:
+            self._sharding.readers.remove(self._params)
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _before_forward(self, module: nn.Module) -> Callable[..., None]:
+        def wait(*_: object) -> None:
+            if self._needs is None:
+                self._called.add(module)
+            if not self._under_way:
+                return
+            if self._needs is None or not torch.is_grad_enabled():
+                self._under_way.wait()
+            else:
+                self._under_way.wait_for(self._needed_by(module, self._needs))
+
+        hook = eager(wait)
+        vars(hook)["wait_for_all"] = self._before_reading  # for readers who come before the modules' turn
+        return hook
+
+    def _needed_by(self, module: nn.Module, needs: dict[nn.Module, list[Tensor]]) -> Iterable[Tensor]:
+        # One that was not called in the first forward pass may call and read whatever lies below it.
+        return needs[module] if module in needs else module.parameters()
+
+    def _before_reading(self, *_: object) -> None:
+        self._under_way.wait()
+
+    def _after_forward(self, *_: object) -> None:
+        if self._needs is None:
+            self._needs = {module: [] for module in self._called}
+            self._assign(self._root, self._root, self._needs)
+
+    def _assign(self, module: nn.Module, caller: nn.Module, needs: dict[nn.Module, list[Tensor]]) -> None:
+        """Note who waits for the parameters of a module and of those below it."""
+        caller = module if module in self._called else caller
+        needs[caller].extend(module.parameters(recurse=False))
+        for child in module.children():
+            self._assign(child, caller, needs)

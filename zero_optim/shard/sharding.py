@@ -1,0 +1,187 @@
+"""Who owns which parameter and in which bucket it travels: the plans so far, carried out."""
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from zero_optim.comm.agreement import agree, failing_together
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.compat.engine import eager
+from zero_optim.plan.costs import Cost
+from zero_optim.plan.groups import Group, describe_options, member_ids, param_names, params_of
+from zero_optim.plan.layout import Run, runs
+from zero_optim.plan.memory import check_shardable
+from zero_optim.plan.partition import rank_loads
+from zero_optim.plan.plan import Plan, describe_params, make_plan
+from zero_optim.shard.gathers import UnderWay, gather_buckets, launch_buckets
+from zero_optim.shard.storage import Bucket, is_active, make_bucket
+
+_MEANT = (
+    "If that is meant to differ, do not pass it: give a function as optimizer_class that finds it out when "
+    "called, such as `def build(params, **options): return MyClass(params, rank=dist.get_rank(), **options)`"
+)
+# What to do about a difference in options, by the first word of the item that differs.
+_HINTS = {"optimizer": _MEANT, "group": _MEANT}
+
+
+class Sharding:
+    """The owners and buckets of an optimizer's parameters.
+
+    Args:
+        group: the ranks to shard over.
+        as_views: whether parameters are moved into their bucket, see `make_bucket`.
+        cap_mb: capacity of a bucket in MiB, infinity for no limit.
+
+    Attributes:
+        owners: group rank that owns each parameter.
+        loads: the cost of what each rank owns.
+        buckets: in the order of issue, the same on every rank.
+        under_way: gathers that nobody has waited for yet.
+        readers: sets of parameters whose gathers a step leaves under way, because whoever reads them waits.
+    """
+
+    def __init__(self, group: RankGroup, as_views: bool, cap_mb: float) -> None:
+        self.owners: dict[Tensor, int] = {}
+        self.loads: list[float] = [0] * group.size
+        self.buckets: list[Bucket] = []
+        self.under_way = UnderWay()
+        self.readers: list[frozenset[Tensor]] = []
+        self._places: dict[Tensor, tuple[int, int]] = {}
+        self._group = group
+        self._as_views = as_views
+        self._cap_nbytes = _nbytes(cap_mb)
+        self._active: list[bool] = []
+        self._checked: list[list[int]] = []  # the groups' members when they were last found to be owned
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle without the readers, who wait for the gathers of this one."""
+        return {**self.__dict__, "readers": []}
+
+    def plan(self, groups: Sequence[Group], costs: Sequence[Cost], before: int, about: Sequence[str]) -> Plan:
+        """Plan groups and make sure that all ranks planned the same; all ranks call.
+
+        Nothing is carried out: `add` does that.
+
+        Args:
+            groups: all public groups.
+            costs: the cost function of each group to plan.
+            before: how many groups have been planned already.
+            about: further descriptions to agree on.
+
+        Raises:
+            ValueError: on every rank, for parameters that cannot be sharded; or TypeError.
+            RankMismatchError: ranks were given different things.
+        """
+        new = groups[before:]
+        with failing_together(self._group):
+            check_shardable(groups)
+            by_group = [group["params"] for group in new]
+            spent = [[cost(p) for p in params] for params, cost in zip(by_group, costs, strict=True)]
+            plan = make_plan(by_group, spent, self._group.size, self._cap_nbytes, self.loads)
+            described = [*describe_params(new, plan), *describe_options(new), *about]
+        items = [*described, f"buckets of {self._cap_nbytes} bytes"]
+        agree(self._group, items, "the parameters and options of the optimizer", _HINTS)
+        return plan
+
+    def owned(self, params: Sequence[Tensor], plan: Plan) -> list[Tensor]:
+        """Pick the parameters that a plan gives to this rank, in order."""
+        return [param for param, owner in zip(params, plan.owners, strict=True) if owner == self._group.rank]
+
+    def add(self, params: Sequence[Tensor], plan: Plan) -> None:
+        """Carry a plan out: note the owners and make the buckets. Does not communicate."""
+        self.owners.update(zip(params, plan.owners, strict=True))
+        more = rank_loads(plan.costs, plan.owners, self._group.size)
+        self.loads = [load + extra for load, extra in zip(self.loads, more, strict=True)]
+        for bucket in plan.buckets:
+            members = [params[index] for index in bucket.params]
+            self._places.update({param: (len(self.buckets), index) for index, param in enumerate(members)})
+            made = make_bucket(members, bucket.layout, self._group.rank, as_views=self._as_views)
+            self.buckets.append(made)
+            self._active.append(is_active(self.buckets[-1]))
+
+    @eager
+    def refresh(self, groups: Sequence[Group]) -> None:
+        """Look at every parameter before a step; see `Bucket.refresh`.
+
+        Raises:
+            ValueError: a parameter was put into a group by hand.
+        """
+        self.under_way.wait()
+        places = member_ids(groups)
+        if places != self._checked:
+            self._check_owned(groups)
+            self._checked = places
+        for bucket in self.buckets:
+            bucket.refresh()
+
+    def _check_owned(self, groups: Sequence[Group]) -> None:
+        for index, param in enumerate(params_of(groups)):
+            if param not in self.owners:
+                name = param_names(groups)[index]
+                raise ValueError(f"{name} has no owner: add parameters with add_param_group(), on all ranks")
+
+    @eager
+    def gather(self, groups: Sequence[Group]) -> None:
+        """Bring all parameters up to date on all ranks; all ranks call.
+
+        Buckets in which nothing has ever trained are left out. When something in them begins to, the
+        ranks make sure that it does on all of them.
+        """
+        active = self.active()
+        if active != self._active:
+            params = params_of(groups)
+            states = ["trainable" if param.requires_grad else "frozen" for param in params]
+            items = [f"{name} {state}" for name, state in zip(param_names(groups), states, strict=True)]
+            agree(self._group, items, "which parameters are frozen")
+            self._active = active
+        moving = [bucket for bucket, moves in zip(self.buckets, active, strict=True) if moves]
+        if self.readers:
+            launch_buckets(self._group, moving, self.under_way)
+            self.end_step()
+        else:
+            gather_buckets(self._group, moving)
+
+    def end_step(self) -> None:
+        """Wait for the gathers under way, but for those that a reader will wait for."""
+        if self.readers:
+            read = frozenset[Tensor]().union(*self.readers)
+            self.under_way.wait_for(param for param in self.owners if param not in read)
+        else:
+            self.under_way.wait()
+
+    def active(self) -> list[bool]:
+        """Tell for each bucket whether something in it trains, or has done so."""
+        return [was or is_active(bucket) for bucket, was in zip(self.buckets, self._active, strict=True)]
+
+    def stretches(
+        self, params: Sequence[Tensor]
+    ) -> tuple[tuple[Bucket, frozenset[int], tuple[Run, ...]], ...]:
+        """Find where some parameters lie: by bucket, their indices within it, and the stretches they fill."""
+        by_bucket: dict[int, set[int]] = {}
+        for param in params:
+            number, index = self._places[param]
+            by_bucket.setdefault(number, set()).add(index)
+        found = []
+        for number in sorted(by_bucket):
+            bucket, chosen = self.buckets[number], frozenset(by_bucket[number])
+            found.append((bucket, chosen, tuple(runs(bucket.layout, chosen))))
+        return tuple(found)
+
+    @eager
+    def gather_all(self) -> None:
+        """Bring all parameters up to date, frozen ones too; all ranks call."""
+        gather_buckets(self._group, self.buckets)
+
+
+def _nbytes(cap_mb: float) -> int:
+    """Turn a capacity in MiB into bytes.
+
+    Raises:
+        ValueError: it is not a number above 0.
+    """
+    if type(cap_mb) not in (int, float) or not cap_mb > 0:
+        raise ValueError(f"expected bucket_cap_mb to be a number of MiB above 0, got {cap_mb!r}")
+    return sys.maxsize if math.isinf(cap_mb) else max(1, int(cap_mb * 2**20))

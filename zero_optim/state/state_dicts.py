@@ -1,0 +1,299 @@
+"""State dicts of a sharded optimizer: consolidated, loaded, or one rank's part of the state alone.
+
+Note [Whole state]
+    Before any step every rank can say what the whole state is: what the class's constructor makes,
+    the same everywhere. Frameworks ask for a state dict then. After a step or a load each rank
+    knows its own part; the whole is a snapshot that `consolidate_state_dict` brings to one rank,
+    and it counts only until the next step, load or added group.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy, deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zero_optim.comm.agreement import agree, failing_together
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.plan.description import describe
+from zero_optim.plan.groups import Group, describe_options, param_names, params_of
+from zero_optim.shard.sharding import Sharding
+from zero_optim.state.whole import (
+    Snapshot,
+    by_index,
+    check_fits,
+    check_source,
+    check_targets,
+    consolidate,
+    deal_out,
+    nbytes_held,
+    own_part,
+)
+from zero_optim.step.local import OptimizerView
+from zero_optim.step.owned import Share
+
+
+class ShardedState(Optimizer):
+    """An optimizer whose state lies on several ranks; what steps it is the subclass's business.
+
+    The subclass's constructor sets these:
+
+    Attributes:
+        _group: the ranks.
+        _sharding: who owns what.
+        _share: what this rank owns; None while the constructor runs.
+        _snapshot: the whole state, if this rank has been given it.
+    """
+
+    _group: RankGroup
+    _sharding: Sharding
+    _share: Share | None
+    _snapshot: Snapshot
+
+    @property
+    def _own(self) -> Share:
+        assert self._share is not None  # None only while the constructor runs
+        return self._share
+
+    def _params(self) -> list[Tensor]:
+        return params_of(self.param_groups)
+
+    def wait_for_gathers(self) -> None:
+        """Wait until every parameter has its new value on this rank; free if nothing is under way."""
+        self._sharding.under_way.wait()
+
+    def check_weights(self) -> None:
+        """Refuse to go on while averages stand in for the model's weights; does not communicate.
+
+        Raises:
+            RuntimeError: they do.
+        """
+        self._own.average.check_out()
+
+    # ------------------------------------------------------------------ the whole
+
+    @property
+    def optim(self) -> Optimizer | OptimizerView:
+        """What steps this rank's own part: the local optimizer, or where classes are mixed a view of them.
+
+        As PyTorch's has it, with ``state`` and ``param_groups`` of what this rank owns, or of its masters; to
+        be read, not written to. Does not communicate.
+        """
+        return self._own.local.shown()
+
+    def _show_state(self) -> None:
+        self.state = self._own.shown_state()  # type: ignore[assignment]
+
+    def consolidate_state_dict(self, to: int | Sequence[int] | None = 0) -> None:
+        """Bring the whole optimizer state to some ranks, for `state_dict` there; all ranks call.
+
+        Owners send straight to the targets; other ranks receive nothing. The state received is a copy
+        in CPU memory that later steps do not change. What other ranks hold already stays valid.
+
+        Args:
+            to: group rank that receives, or several, or None for all.
+
+        Raises:
+            ValueError: on every rank, if ``to`` names what is no rank of the group.
+            RankMismatchError: ranks named different targets.
+            TypeError: state cannot be sent without running code of its own, or the class keeps some
+                outside its ``state``.
+        """
+        self._own.local.check_dicts()
+        agree(self._group, [f"to={describe(to)}"], "the target of consolidate_state_dict")
+        targets = check_targets(to, self._group.size)
+        whole = consolidate(self._group, targets, self.owned_state(), self._params())
+        if whole is not None:
+            self._snapshot.hold(whole)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give the whole state in the format of ``torch.optim``; does not communicate.
+
+        Before any step it answers on every rank; after one, on the ranks to which
+        `consolidate_state_dict` brought the state, until the next step. Options are those of the
+        moment. Loads into the plain optimizer and into this one at any world size. Two calls share
+        tensors, which nothing here ever writes to.
+
+        Raises:
+            NotConsolidatedError: the state is not on this rank, or a step has been made since.
+        """
+        params = self._params()
+        if self._snapshot.untouched:
+            whole = by_index(self._own.local.initial_state(self.param_groups), params)
+        else:
+            whole = self._snapshot.get(self._group.rank)
+        held = self.state
+        # torch's own method packs the indices and runs the hooks; for the call it sees the whole.
+        self.state = {params[key] if isinstance(key, int) else key: value for key, value in whole.items()}  # type: ignore[assignment]
+        try:
+            return super().state_dict()
+        finally:
+            self.state = held
+
+    def leaves_out_step(self) -> bool:
+        """Whether a step is none of training, and must not be taken; does not communicate.
+
+        ``torch.distributed.checkpoint.state_dict`` steps an optimizer whose ``state`` is empty, to fill it.
+        Here that is so on a rank that owns nothing, which would step alone, while the others wait for ever.
+        """
+        if torch.compiler.is_compiling() or any(self._own.local.states) or not _called_by_dcp():
+            return False
+        if self._snapshot.untouched and not self._own.local.initial_state(self.param_groups):
+            self._snapshot.changed()  # an empty state must not be taken for the whole: state_dict() raises
+        return True
+
+    def load_state_dict(self, state_dict: dict[str, Any] | None, src: int | None = None) -> None:
+        """Take over a whole state; all ranks call.
+
+        Takes dicts of ``torch.optim``, of PyTorch's ``ZeroRedundancyOptimizer`` and of this class.
+        Each rank copies the part it owns; the caller's dict and its tensors are left as they are.
+
+        Args:
+            state_dict: the same dict on every rank; with ``src`` on that rank, and None on the others.
+            src: the group rank that alone has the dict, for instance has read it from a file. It sends
+                each rank what that one owns; nobody else ever holds the whole.
+
+        Raises:
+            StateMismatchError: on every rank, naming each parameter whose state does not fit.
+            RankMismatchError: ranks were given dicts with different options, or different ``src``.
+            ValueError: a rank gives a dict that ``src`` has to give, or none where it has to.
+            Exception: on every rank, what the class itself raises on any. Nothing has been changed
+                after any of these.
+        """
+        agree(self._group, [f"src={describe(src)}"], "the source of load_state_dict")
+        params = self._params()
+        part: dict[Any, Any] = {}
+        saved: list[Group] = []
+        with failing_together(self._group):
+            self._own.local.check_dicts()
+            check_source(state_dict, src, self._group)
+            if state_dict is not None:
+                state_dict = self._checked(state_dict)
+            if src is None:
+                assert state_dict is not None  # check_source
+                saved = state_dict["param_groups"]
+                part = own_part(state_dict, params, self.owned_parameters())
+        if src is not None:
+            owners = [self._sharding.owners[param] for param in params]
+            part, saved = deal_out(self._group, src, state_dict, params, owners)
+        with failing_together(self._group):
+            groups = self._with_options(saved)
+            described = describe_options(groups)
+        agree(self._group, described, "the options of the state dict")
+        self._take_over(part, groups, exact=False)
+        for done_hook in self._optimizer_load_state_dict_post_hooks.values():
+            done_hook(self)
+
+    def _checked(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Run the hooks that may change a state dict before it is loaded, then see whether it fits."""
+        state_dict = dict(state_dict)
+        for load_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = load_hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        check_fits(state_dict, self.param_groups, param_names(self.param_groups), self._own.local.shaped_keys)
+        return state_dict
+
+    # ------------------------------------------------------------------ a rank's own
+
+    def owned_state(self) -> dict[Any, Any]:
+        """Give this rank's part of the state, by parameter, and global entries; does not communicate."""
+        # Whoever looked at opt.state[p] has left an empty entry there, also for what others own.
+        others = set(self._params()).difference(self.owned_parameters())
+        return {key: value for key, value in self.state.items() if key not in others}
+
+    def load_owned_state(self, state: Mapping[Any, Any], options: Sequence[Mapping[str, Any]]) -> None:
+        """Take over this rank's part of a state, as `owned_state` gave it; all ranks call.
+
+        Unlike `load_state_dict`, which casts state to the parameters' dtype as ``torch.optim`` does,
+        every tensor keeps its dtype.
+
+        Args:
+            state: parameter -> entries for what this rank owns, and global entries. The tensors become
+                the optimizer's own.
+            options: for each group its options, the same on every rank.
+
+        Raises:
+            Exception: on every rank, what the class itself raises on any; nothing has been changed then.
+        """
+        with failing_together(self._group):
+            self._own.local.check_dicts()
+            groups = self._with_options(options)
+        self._take_over(state, groups, exact=True)
+
+    def _take_over(self, part: Mapping[Any, Any], groups: list[Group], *, exact: bool) -> None:
+        self.check_weights()
+        self.wait_for_gathers()  # they read the parameters, which masters are written to
+        self._own.load(part, groups, exact=exact)
+        self.param_groups = groups
+        self._show_state()
+        self._snapshot.changed()
+
+    def _with_options(self, saved: Sequence[Mapping[str, Any]]) -> list[Group]:
+        """Combine the groups' own parameters with options of saved groups."""
+        return [
+            _with_options(group, options) for group, options in zip(self.param_groups, saved, strict=True)
+        ]
+
+    def remember(self) -> Callable[[], None]:
+        """Take note of this rank's state, options and owned parameters, for a load that may fail later.
+
+        Copies the parameters owned here, masters and averages; does not communicate.
+
+        Returns:
+            What puts everything back as it is now, on this rank; all ranks call it, or none.
+        """
+        self.wait_for_gathers()
+        put_back = self._own.remember(self.owned_parameters())
+        groups = [(group, dict(group), list(group["params"])) for group in self.param_groups]
+        state, snapshot = self.state, copy(self._snapshot)
+
+        def undo() -> None:
+            put_back()
+            for group, options, params in groups:
+                group.clear()
+                group.update(options, params=params)
+            self.param_groups = [group for group, _, _ in groups]
+            self.state, self._snapshot = state, snapshot
+
+        return undo
+
+    def owned_parameters(self) -> list[Tensor]:
+        """List the parameters whose state this rank keeps, in order."""
+        return [param for param in self._params() if self._sharding.owners[param] == self._group.rank]
+
+    def owners(self) -> dict[Tensor, int]:
+        """Tell for each parameter the group rank that keeps its state, the same on every rank."""
+        return {param: self._sharding.owners[param] for param in self._params()}
+
+    @property
+    def ranks(self) -> RankGroup:
+        """The ranks that share the state."""
+        return self._group
+
+    def shaped_entries(self, param: Tensor, group: int) -> frozenset[str]:
+        """Name the state entries that must have the shape of a parameter of the group with this index."""
+        return self._own.local.shaped_keys(group).of(param.dim())
+
+    def state_nbytes(self) -> int:
+        """Measure the optimizer state held on this rank now, in bytes of distinct storage."""
+        return nbytes_held(self.state)
+
+
+def _called_by_dcp() -> bool:
+    """Whether what makes initial state for state dicts of DCP is among the callers."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_init_optim_state":
+            return bool(frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict")
+        frame = frame.f_back
+    return False
+
+
+def _with_options(group: Mapping[str, Any], saved: Mapping[str, Any]) -> Group:
+    """Combine a group's own parameters with the options (and names, if any) of a saved group."""
+    names = {key: group[key] for key in ("param_names",) if key in group}
+    options = {key: deepcopy(value) for key, value in saved.items() if key != "params"}
+    return {"params": group["params"], **names, **options}

@@ -1,0 +1,287 @@
+"""The whole optimizer state: brought together from its owners, and dealt out to them.
+
+Whole state is keyed as ``torch.optim`` keys it: by the index of the parameter, counted through all
+groups, with a class's global entries under keys of their own.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_optim.comm.agreement import failing_together
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.wire import (
+    copied,
+    copied_to_cpu,
+    encode,
+    inner_tensors,
+    map_tensors,
+    recv_value,
+    send_value,
+)
+from zero_optim.errors import NotConsolidatedError, StateMismatchError
+from zero_optim.plan.groups import Group
+from zero_optim.probe.shaped import ShapedKeys
+from zero_optim.run.progress import progress
+
+WholeState = dict[Any, Any]
+
+
+class Snapshot:
+    """What this rank knows of the whole state; see Note [Whole state] in `zero_optim.optimizer`.
+
+    Attributes:
+        untouched: nothing has changed the state since the optimizer was built.
+    """
+
+    def __init__(self) -> None:
+        self.untouched = True
+        self._whole: WholeState | None = None
+        self._was_held = False
+
+    def hold(self, whole: WholeState) -> None:
+        """Keep a whole state that is the present one."""
+        self._whole, self._was_held = whole, True
+
+    def changed(self) -> None:
+        """Note that the state is another one now; what was held is let go."""
+        self.untouched, self._whole = False, None
+
+    def get(self, rank: int) -> WholeState:
+        """Give the whole state, in containers of its own.
+
+        Raises:
+            NotConsolidatedError: it is not here, or not the present one any more.
+        """
+        if self._whole is None:
+            call = f"call consolidate_state_dict(to={rank}) on all ranks"
+            if self._was_held:
+                raise NotConsolidatedError(
+                    "the optimizer was stepped, loaded or given a group after the state was consolidated: "
+                    f"{call} again"
+                )
+            raise NotConsolidatedError(f"rank {rank} holds only its own part of the state: {call} first")
+        return {key: dict(value) if isinstance(value, dict) else value for key, value in self._whole.items()}
+
+
+def check_targets(to: object, num_ranks: int) -> list[int]:
+    """List the group ranks that ``to`` stands for: one, several, or None for all.
+
+    Raises:
+        ValueError: it names no rank, or one that is none of the group's.
+    """
+    if to is None:
+        return list(range(num_ranks))
+    named: list[Any] = list(to) if isinstance(to, list | tuple | set | frozenset | range) else [to]
+    wrong = [rank for rank in named if type(rank) is not int or rank not in range(num_ranks)]
+    if wrong or not named:
+        raise ValueError(
+            f"expected to be a group rank from 0 to {num_ranks - 1} (or a list of them, or None for all), "
+            f"got {to!r}"
+        )
+    return sorted(set(named))
+
+
+def consolidate(
+    group: RankGroup, to: Sequence[int], local_state: Mapping[Any, Any], params: Sequence[Tensor]
+) -> WholeState | None:
+    """Bring the whole state to some ranks; all ranks call.
+
+    Each owner sends straight to the targets, one owner after the other; other ranks receive
+    nothing and hold one piece of `wire.PIECE_NBYTES` more for the time. Where it takes more than a
+    second, the first target shows a bar on a terminal.
+
+    Args:
+        group: the ranks that own the state.
+        to: group ranks that receive, rising.
+        local_state: this rank's part, leaf -> state.
+        params: all parameters in the order of their groups.
+
+    Returns:
+        On the targets the whole state, in CPU memory that nothing else uses; None elsewhere.
+
+    Raises:
+        TypeError: on every rank, when some state cannot be sent without pickle.
+    """
+    with failing_together(group):
+        mine = by_index(local_state, params)
+        skeleton, tensors = encode(mine, "optimizer state")
+    merged: WholeState = {}
+    # Every rank owns about as much, so this rank's bytes tell how many are to come.
+    total = group.size * sum(tensor.nbytes for tensor in tensors)
+    with progress("consolidating", total, shown=group.rank == to[0]) as advance:
+        for owner in range(group.size):
+            if owner == group.rank:
+                send_value(group, [rank for rank in to if rank != owner], skeleton, tensors)
+            if group.rank not in to:
+                continue
+            here = owner == group.rank
+            part = map_tensors(mine, copied_to_cpu) if here else recv_value(group, owner, advance)
+            for key, value in part.items():
+                merged.setdefault(key, value)  # global entries: every rank has one, the first counts
+    return in_order(merged) if group.rank in to else None
+
+
+def by_index(state: Mapping[Any, Any], params: Sequence[Tensor]) -> WholeState:
+    """Key a state by parameter index instead of parameter; global entries keep their keys."""
+    index_of = {param: index for index, param in enumerate(params)}
+    return {index_of[key] if isinstance(key, Tensor) else key: value for key, value in state.items()}
+
+
+def in_order(state: WholeState) -> WholeState:
+    """Sort entries as ``torch.optim`` has them: by parameter index, global entries last."""
+    numbers = sorted(key for key in state if isinstance(key, int))
+    return {key: state[key] for key in [*numbers, *(key for key in state if not isinstance(key, int))]}
+
+
+def check_fits(
+    state_dict: Mapping[str, Any],
+    groups: Sequence[Group],
+    names: Sequence[str],
+    shaped: Callable[[int], ShapedKeys],
+) -> None:
+    """Check a whole state dict against the parameters it is to be loaded for.
+
+    Args:
+        state_dict: in the format of ``torch.optim``.
+        groups: this optimizer's groups.
+        names: a name for each parameter.
+        shaped: for a group's index, tells which state of its class must have the parameter's shape.
+
+    Raises:
+        StateMismatchError: with every mismatch, one a line.
+    """
+    missing = [key for key in ("state", "param_groups") if key not in state_dict]
+    if missing:
+        raise StateMismatchError(
+            f"expected a state dict with 'state' and 'param_groups', got keys {sorted(state_dict)}"
+        )
+    saved = [len(group["params"]) for group in state_dict["param_groups"]]
+    present = [len(group["params"]) for group in groups]
+    if saved != present:
+        raise StateMismatchError(
+            f"the state dict has groups of {saved} parameters, this optimizer has {present}"
+        )
+    wrong = _wrong_shapes(state_dict, groups, names, shaped)
+    if wrong:
+        raise StateMismatchError("state that does not fit its parameter:\n  " + "\n  ".join(wrong))
+
+
+def _wrong_shapes(
+    state_dict: Mapping[str, Any],
+    groups: Sequence[Group],
+    names: Sequence[str],
+    shaped: Callable[[int], ShapedKeys],
+) -> list[str]:
+    params = [(param, shaped(number)) for number, group in enumerate(groups) for param in group["params"]]
+    wrong = []
+    for index, key in enumerate(saved_keys(state_dict)):
+        entry = state_dict["state"].get(key, {})
+        param, keys = params[index]
+        must = keys.of(param.dim()) if isinstance(entry, dict) else frozenset()
+        for name in sorted(must & entry.keys()):
+            got = entry[name]
+            if isinstance(got, Tensor) and got.shape != param.shape:
+                wrong.append(f"{names[index]}: '{name}' has shape {tuple(got.shape)}")
+    return wrong
+
+
+def saved_keys(state_dict: Mapping[str, Any]) -> list[Any]:
+    """List the keys under which a state dict holds its parameters' state, in order."""
+    return [key for group in state_dict["param_groups"] for key in group["params"]]
+
+
+def own_part(
+    state_dict: Mapping[str, Any], params: Sequence[Tensor], leaves: Sequence[Tensor]
+) -> dict[Any, Any]:
+    """Copy out of a whole state dict what this rank needs: its leaves' state and global entries.
+
+    The caller's tensors are neither kept nor changed.
+    """
+    keys = saved_keys(state_dict)
+    owner_of = dict(zip(keys, params, strict=True))
+    mine = set(leaves)
+    part: dict[Any, Any] = {}
+    for key, value in state_dict["state"].items():
+        if key not in owner_of:
+            part[key] = map_tensors(value, copied)
+        elif owner_of[key] in mine:
+            part[owner_of[key]] = map_tensors(value, copied)
+    return part
+
+
+def check_source(state_dict: object, src: int | None, group: RankGroup) -> None:
+    """Check who gives the dict to load: every rank, or ``src`` alone.
+
+    Raises:
+        ValueError: ``src`` is no rank, or a rank gives what another has to.
+    """
+    if src is not None and (type(src) is not int or src not in range(group.size)):
+        raise ValueError(f"expected src to be a group rank from 0 to {group.size - 1}, or None, got {src!r}")
+    if src not in (None, group.rank) and state_dict is not None:
+        raise ValueError(f"with src={src} only rank {src} gives a state dict, the others give None")
+    if src in (None, group.rank) and state_dict is None:
+        raise ValueError("expected a state dict, got None: name the one rank that gives it with src=…")
+
+
+def deal_out(
+    group: RankGroup,
+    src: int,
+    state_dict: Mapping[str, Any] | None,
+    params: Sequence[Tensor],
+    owners: list[int],
+) -> tuple[dict[Any, Any], list[Group]]:
+    """Send each rank its part of a whole state dict that one rank holds; all ranks call.
+
+    A rank receives what it owns and no more; the caller's tensors are neither kept nor changed.
+
+    Args:
+        group: the ranks.
+        src: group rank that holds the dict.
+        state_dict: in the format of ``torch.optim`` on ``src``, checked; None elsewhere.
+        params: all parameters in the order of their groups.
+        owners: group rank that owns each.
+
+    Returns:
+        Parameter -> entries for what this rank owns, with global entries; and the saved groups' options.
+
+    Raises:
+        TypeError: on every rank, when some state cannot be sent without pickle.
+    """
+    with failing_together(group):
+        messages = []
+        if state_dict is not None:
+            messages = [
+                encode(_message(state_dict, owners, rank), "the state dict") for rank in range(group.size)
+            ]
+    if state_dict is None:
+        told = recv_value(group, src)
+    else:
+        for rank in set(range(group.size)) - {src}:
+            send_value(group, [rank], *messages[rank])
+        told = map_tensors(_message(state_dict, owners, src), copied_to_cpu)
+    own = {params[index]: value for index, value in told["own"].items()}
+    return {**own, **told["everywhere"]}, told["groups"]
+
+
+def _message(state_dict: Mapping[str, Any], owners: list[int], rank: int) -> dict[str, Any]:
+    """Pick what a rank needs of a whole state dict: by index what it owns, and what all need."""
+    state, keys = state_dict["state"], saved_keys(state_dict)
+    own = {i: state[key] for i, key in enumerate(keys) if owners[i] == rank and key in state}
+    known = set(keys)
+    return {
+        "own": own,
+        "everywhere": {key: value for key, value in state.items() if key not in known},
+        "groups": [{k: v for k, v in group.items() if k != "params"} for group in state_dict["param_groups"]],
+    }
+
+
+def nbytes_held(value: object) -> int:
+    """Measure the bytes of memory behind a nested state value, each storage counted once."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    for tensor in inner_tensors(value):
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage
+    return sum(storage.nbytes() for storage in storages.values())

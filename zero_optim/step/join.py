@@ -1,0 +1,101 @@
+"""Uneven inputs: what a rank that ran out of data does while the others still step.
+
+A rank that has joined owns parameters still, so each step needs it: it steps them and takes part in
+the gathers. But it computes no gradients any more, and PyTorch's DDP does not give it the reduced
+ones either. So one rank that is still active lends it the gradients of what it owns, and the
+options (the learning rate goes on changing where schedulers run). The result is, bit for bit, that
+of the active ranks stepping an unsharded optimizer.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.algorithms.join import JoinHook
+
+from zero_optim.comm.agreement import failing_together
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.wire import encode, recv_value, send_value
+from zero_optim.plan.groups import Group, options_of
+
+
+class ShadowSteps(Protocol):
+    """An optimizer that can stand in for its own part of a step."""
+
+    def shadow_step(self) -> None:
+        """Take part in one step of the active ranks."""
+        ...
+
+
+class ShardedJoinHook(JoinHook):
+    """Answer each step of the active ranks. The active ranks must step once an iteration.
+
+    Args:
+        optimizer: this rank's optimizer.
+    """
+
+    def __init__(self, optimizer: ShadowSteps) -> None:
+        """Remember whom to call."""
+        self._optimizer = optimizer
+
+    def main_hook(self) -> None:
+        """Shadow one iteration; called by ``Join`` while some rank is still active."""
+        self._optimizer.shadow_step()
+
+
+def lend_gradients(
+    group: RankGroup, joined: bool, params: Sequence[Tensor], owners: Sequence[int], groups: list[Group]
+) -> None:
+    """Give ranks that have joined the gradients and options they need; all ranks call each step.
+
+    One collective of a byte while all are active; else the lowest active rank sends to each joined
+    rank the gradients of what that rank owns.
+
+    Args:
+        group: all ranks, joined or active.
+        joined: whether this rank has joined.
+        params: every parameter; a joined rank's gradients are overwritten.
+        owners: the owner of each.
+        groups: public groups; a joined rank's options are overwritten.
+    """
+    flags = group.all_gather_fixed(b"\1" if joined else b"\0")
+    have_joined = [rank for rank, flag in enumerate(flags) if flag != b"\0"]
+    if not have_joined or len(have_joined) == group.size:
+        return
+    lender = next(rank for rank in range(group.size) if rank not in have_joined)
+    parcels = []
+    with failing_together(group):
+        if group.rank == lender:
+            parcels = [
+                (to, *encode(_parcel(to, params, owners, groups), "a gradient or option"))
+                for to in have_joined
+            ]
+    for to, skeleton, tensors in parcels:
+        send_value(group, [to], skeleton, tensors)
+    if joined:
+        _unpack(recv_value(group, lender), params, owners, groups, group.rank)
+
+
+def _parcel(to: int, params: Sequence[Tensor], owners: Sequence[int], groups: list[Group]) -> Group:
+    """Put together what one joined rank needs."""
+    grads = {i: p.grad for i, p in enumerate(params) if owners[i] == to and p.grad is not None}
+    options = [options_of(group) for group in groups]
+    return {"grads": grads, "options": options}
+
+
+def _unpack(
+    parcel: Group, params: Sequence[Tensor], owners: Sequence[int], groups: list[Group], rank: int
+) -> None:
+    """Install a parcel; a gradient that exists is filled in place, as it may be a view of DDP's."""
+    for group, options in zip(groups, parcel["options"], strict=True):
+        group.update(options)
+    for index, param in enumerate(params):
+        if owners[index] != rank:
+            continue
+        grad = parcel["grads"].get(index)
+        if grad is None or param.grad is None or grad.is_sparse or param.grad.is_sparse:
+            param.grad = None if grad is None else grad.to(param.device)
+            continue
+        with torch.no_grad():
+            param.grad.copy_(grad)

@@ -1,0 +1,155 @@
+"""One rank's share: the parameters it owns, what steps them, and what is kept beside them."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_optim.comm.agreement import failing_together
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.plan.groups import Group
+from zero_optim.step.leaves import EMA, MASTER, Leaves, OwnedState, WeightAverage
+from zero_optim.step.local import LocalOptimizer
+from zero_optim.step.recipe import Recipe
+
+
+class Share:
+    """What a rank keeps and steps. Communicates only to fail together with the other ranks.
+
+    Args:
+        group: the ranks.
+        leaves: what is stepped for each owned parameter.
+        average: averages kept, if any.
+        local: the optimizers over the leaves.
+        owned: the parameters owned here.
+    """
+
+    def __init__(
+        self,
+        group: RankGroup,
+        leaves: Leaves,
+        average: WeightAverage,
+        local: LocalOptimizer,
+        owned: Iterable[Tensor],
+    ) -> None:
+        self.local = local
+        self.average = average
+        self.leaves = leaves
+        self._group = group
+        average.add(owned)
+
+    def shown_state(self) -> Mapping[Any, Any]:
+        """Give the state for users to see: the class's own dict if that is all, else a view of it all."""
+        states = self.local.states
+        return states[0] if self._is_plain else OwnedState(states, self.leaves, self.average)
+
+    @property
+    def _is_plain(self) -> bool:
+        return len(self.local.states) == 1 and not self.leaves.masters and not self.average.averages
+
+    @property
+    def takes_closures(self) -> bool:
+        """Whether a closure may be left to the class's own step: masters need the gradients before it."""
+        return not self.leaves.masters
+
+    def take_over_state(self, state: Mapping[Any, Any]) -> None:
+        """Go on with the state that the user put in the place of ours, as ``torch.optim`` does.
+
+        Raises:
+            TypeError: there are several states in one, which no dict can stand for.
+        """
+        if isinstance(state, OwnedState) or state is self.local.states[0]:
+            return
+        if not self._is_plain or not isinstance(state, dict):
+            raise TypeError("no dict can replace the state of several optimizers, of masters or of averages")
+        self.local.replace_state(state)
+
+    def run(self, work: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401 - what work returns
+        """Let the optimizers change the leaves, and the leaves their parameters."""
+        self.leaves.take_in()
+        result = work(*args, **kwargs)
+        self.leaves.put_back()
+        self.average.update()
+        return result
+
+    @torch.no_grad()
+    def step_some(self, groups: list[Group], gradients: Mapping[Tensor, Tensor]) -> None:
+        """Step some owned parameters with the gradients given; those they hold stay as they are.
+
+        Args:
+            groups: the public groups.
+            gradients: what each is stepped with; left as they are.
+        """
+        held: dict[Tensor, Tensor | None] = {param: param.grad for param in gradients}
+        try:
+            for param, gradient in gradients.items():
+                param.grad = gradient if self.local.spares_gradients else gradient.clone()
+            self.leaves.take_in(gradients)
+            self.local.step_some(groups, [self.leaves.leaf(param) for param in gradients])
+            self.leaves.put_back(gradients)
+            self.average.update(gradients)
+        finally:
+            for param, grad in held.items():
+                param.grad = grad
+
+    def add_group(self, group: Group, recipe: Recipe | None, owned: Sequence[Tensor]) -> None:
+        """Add a group's owned part, on all ranks or none; all ranks call.
+
+        Raises:
+            Exception: what the class raises on any rank.
+        """
+        before = self.local.num_groups
+        try:
+            with failing_together(self._group):
+                self.local.add_group(group, recipe, {param: self.leaves.leaf(param) for param in owned})
+        except Exception:
+            self.local.drop_groups(before)
+            self.leaves.drop(owned)
+            raise
+        self.average.add(owned)
+
+    def remember(self, owned: Sequence[Tensor]) -> Callable[[], None]:
+        """Take note of what `load` replaces, and copy the owned parameters; gives what undoes it."""
+        before = self.local.save()
+        tensors = [*owned, *self.leaves.masters.values(), *self.average.averages.values()]
+        copies = [tensor.detach().clone() for tensor in tensors]
+
+        def undo() -> None:
+            self.local.restore(before)
+            for tensor, copy in zip(tensors, copies, strict=True):
+                tensor.data.copy_(copy)
+
+        return undo
+
+    def load(self, part: Mapping[Any, Any], groups: list[Group], *, exact: bool) -> None:
+        """Take over this rank's part of a whole state, on all ranks or none; all ranks call.
+
+        Args:
+            part: parameter -> entries, copied already; global entries under keys of their own.
+            groups: public groups with the options to go on with.
+            exact: keep the dtypes of the state, see `LocalOptimizer.load`.
+
+        Raises:
+            StateMismatchError: on every rank, masters or averages do not fit their parameters on any.
+            Exception: likewise, what the class raises on any. Nothing has been changed after either.
+        """
+        entries = {param: value for param, value in part.items() if isinstance(value, dict)}
+        of_leaves: dict[Any, Any] = {}
+        for key, value in part.items():
+            own = value
+            if key in entries:
+                own = {name: entry for name, entry in value.items() if name not in (MASTER, EMA)}
+            if own != {}:
+                of_leaves[self.leaves.masters.get(key, key)] = own
+        before = self.local.save()
+        try:
+            with failing_together(self._group):
+                self.leaves.check(entries)
+                self.average.check(entries)
+                self.local.load(groups, of_leaves, exact=exact)
+        except Exception:
+            self.local.restore(before)
+            raise
+        self.leaves.load(entries)
+        self.average.load(entries)

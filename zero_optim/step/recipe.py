@@ -1,0 +1,68 @@
+"""How the optimizer of some groups is built: the user's class, and what it is given."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer
+
+from zero_optim.plan.description import describe
+from zero_optim.plan.groups import Group, options_of
+from zero_optim.probe.traits import Traits
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How to build an optimizer over some groups.
+
+    Args:
+        optimizer_class: a class of optimizers, or a callable that builds one from groups.
+        arguments: keyword arguments for it.
+    """
+
+    optimizer_class: Callable[..., Optimizer]
+    arguments: Mapping[str, Any]
+
+    @classmethod
+    def taken_from(cls, group: Group) -> "Recipe | None":
+        """Take ``optimizer_class`` out of a group; None if it names none."""
+        if "optimizer_class" not in group:
+            return None
+        optimizer_class = group.pop("optimizer_class")
+        return cls(optimizer_class, options_of(group))
+
+    @property
+    def name(self) -> str:
+        """The class's name, for messages."""
+        return getattr(self.optimizer_class, "__qualname__", type(self.optimizer_class).__qualname__)
+
+    def describe(self) -> str:
+        """Tell the class and its arguments, for messages and for comparison between ranks."""
+        options = sorted(f"{key}={describe(value)}" for key, value in self.arguments.items())
+        return f"{describe(self.optimizer_class)} with {', '.join(options) or 'no options'}"
+
+    def build(self, groups: list[Group]) -> Optimizer:
+        """Build the optimizer.
+
+        Raises:
+            TypeError: what was built is no ``torch.optim.Optimizer``.
+        """
+        optimizer = self.optimizer_class(groups, **self.arguments)
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"expected optimizer_class to build a torch.optim.Optimizer, got {optimizer!r}")
+        return optimizer
+
+    def check_parts(self, traits: Traits | None) -> None:
+        """Refuse a class whose step cannot be taken some parameters at a time.
+
+        Args:
+            traits: what was found of the class; None where it was not tried.
+
+        Raises:
+            ValueError: it cannot; says why.
+        """
+        if traits is not None and not traits.steppable_in_parts:
+            raise ValueError(
+                f"{self.name} cannot be stepped during the backward pass, some parameters at a time: "
+                f"{traits.counting}. Use it without zero_step (overlap_with_ddp)"
+            )
