@@ -58,8 +58,9 @@ def group_of(optimizer: object, process_group: object) -> RankGroup:
     Raises:
         ValueError: this process is not a member.
     """
-    if isinstance(process_group, dist.ProcessGroup) or process_group is dist.GroupMember.NON_GROUP_MEMBER:
-        return RankGroup.of(process_group)  # type: ignore[arg-type]
+    given: Any = process_group
+    if isinstance(given, dist.ProcessGroup) or given is dist.GroupMember.NON_GROUP_MEMBER:
+        return RankGroup.of(given)
     return optimizer.ranks if isinstance(optimizer, ZeroRedundancyOptimizer) else RankGroup.of(None)
 
 
