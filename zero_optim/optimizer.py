@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from zero_optim.comm.agreement import SharedCall, failing_together
 from zero_optim.comm.arguments import check_flags, ranks_of
-from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.kinship import make_known
 from zero_optim.explain import Explanation, bucket_holdings, describe_traits, holdings
 from zero_optim.plan.costs import Cost, CostName, cost_named
@@ -24,12 +23,12 @@ from zero_optim.shard.lazy import LazyGather
 from zero_optim.shard.sharding import Sharding
 from zero_optim.state.state_dicts import ShardedState
 from zero_optim.state.whole import Snapshot
-from zero_optim.step.ahead import Ahead
 from zero_optim.step.amp import agree_on_infinity, ask_scaler, tell_scaler, unscale
 from zero_optim.step.clip import ClipArguments, global_grad_norm
 from zero_optim.step.join import ShardedJoinHook, lend_gradients
 from zero_optim.step.leaves import Leaves, WeightAverage
 from zero_optim.step.local import LocalOptimizer
+from zero_optim.step.overlap import Overlap
 from zero_optim.step.owned import Share
 from zero_optim.step.recipe import Recipe
 
@@ -115,7 +114,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         Joinable.__init__(self)
         self._group = ranks_of(process_group)
         self._share: Share | None = None
-        self._ahead: Ahead | None = None
+        self._overlap: Overlap | None = None
         self._overlaps = overlap_with_ddp
         self._snapshot = Snapshot()
         self._cost = cost
@@ -149,14 +148,14 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         self.defaults = local.defaults
         self._show_state()
         if overlap_with_ddp:
-            self.ahead()
+            self.overlap()
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle all but the hooks, as ``torch.optim`` does; does not communicate."""
         self.wait_for_gathers()
         parts = ("_group", "_sharding", "_share", "_snapshot", "_cost", "_join_config", "_overlaps")
-        # What steps ahead has process groups of its own; a copy makes others when it is registered as a hook.
-        return {**super().__getstate__(), **{name: self.__dict__[name] for name in parts}, "_ahead": None}
+        # An overlap has process groups of its own; a copy makes others when it is registered as a hook.
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in parts}, "_overlap": None}
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the class has
         """Reach what the user's class adds, such as ``train()`` and ``eval()`` of schedule-free ones.
@@ -248,7 +247,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
             with torch.enable_grad():  # the gradients are needed before the class's own step begins
                 # Ranks that have joined have no closure to tell of.
                 loss, shared = closure() if self._join_config.enable else shared(), None
-        if self._ahead is not None and self._finish_ahead(self._ahead, kwargs):
+        if self._overlap is not None and self._finish_overlapped(self._overlap, kwargs):
             return loss
         if self._skips_together(kwargs.pop("grad_scaler", None)):
             return loss
@@ -273,11 +272,11 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
     @property
     def _leaves_closure(self) -> bool:
         """Whether a closure may be left to the class's own step."""
-        return self._ahead is None and not self._join_config.enable and self._own.takes_closures
+        return self._overlap is None and not self._join_config.enable and self._own.takes_closures
 
-    def _finish_ahead(self, ahead: Ahead, kwargs: dict[str, Any]) -> bool:
+    def _finish_overlapped(self, overlap: Overlap, kwargs: dict[str, Any]) -> bool:
         """Finish a step that was begun during the backward pass; False if none was."""
-        if not ahead.has_begun:
+        if overlap.current is None:
             if self._overlaps:
                 raise RuntimeError(
                     "overlap_with_ddp=True, but no step was taken during the backward pass: register the "
@@ -290,8 +289,16 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
             late = late or "GradScaler, whose factor was not taken out of the gradients"
             for name in ("found_inf", "grad_scale"):  # the scaler does not if step() raises
                 self.__dict__.pop(name, None)
-        ahead.finish(late, joined=False)
+        self._step_rest(overlap, late, joined=False)
         return True
+
+    def _step_rest(self, overlap: Overlap, late: str, *, joined: bool) -> None:
+        """Step what the backward pass did not reach, such as what DDP does not hold; all ranks call."""
+        with overlap.finishing(late, joined=joined) as current:
+            rest = current.rest(self.param_groups)
+            if rest:
+                self.lend(rest, joined=joined)
+                overlap.step(self.param_groups, overlap.part(rest), [param.grad for param in rest])
 
     def _run(self, work: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
         """Let the local optimizer change this rank's parameters, then gather."""
@@ -309,26 +316,27 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         self._sharding.refresh(self.param_groups)
         self._own.take_over_state(self.state)
 
-    def begin_ahead(self, lane: RankGroup, joined: bool) -> bool:
-        """Get ready for a step during the backward pass; `Ahead` calls it on all ranks.
+    def begin_overlapped_step(self, *, joined: bool) -> None:
+        """Begin a step during the backward pass; the hook that `zero_step` made calls it on all ranks.
+
+        Communicates inside ``Join`` only, on a process group that the overlap keeps for itself.
 
         Args:
-            lane: nobody else communicates there.
             joined: this rank ran out of inputs: it is lent the options of the others.
 
-        Returns:
-            Whether some ranks may have joined.
+        Raises:
+            RuntimeError: the step before was not finished, or its backward pass broke off.
         """
         self._opt_called = True  # for schedulers, which warn if it is step() that never was
-        lends: bool = self._join_config.enable
+        overlap, lends = self.overlap(), self._join_config.enable
+        overlap.begin(joined=joined, lends=lends)
         try:
             self.begin_step()
         finally:
             if lends:
-                lend_gradients(lane, joined, [], [], self.param_groups)
-        return lends
+                lend_gradients(overlap.lanes.groups[0], joined, [], [], self.param_groups)
 
-    def ahead(self) -> Ahead:
+    def overlap(self) -> Overlap:
         """Give what steps some parameters during the backward pass; a hook of `zero_optim.hooks` calls it.
 
         All ranks call; the first call makes process groups.
@@ -336,11 +344,11 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         Raises:
             ValueError: on every rank, when a class cannot be stepped in parts.
         """
-        if self._ahead is None:
+        if self._overlap is None:
             with failing_together(self._group):
                 self._own.local.check_parts()
-            self._ahead = Ahead(self, self._group, self._sharding, self._own, self._sharding.under_way)
-        return self._ahead
+            self._overlap = Overlap(self._group, self._sharding, self._own)
+        return self._overlap
 
     def gather_lazily(self, model: torch.nn.Module) -> LazyGather:
         """Leave gathers running after `step`: forward passes of ``model`` wait for what they need.
@@ -364,8 +372,8 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         To be called when ``backward()`` has raised and training goes on all the same: part of the
         step may have been taken.
         """
-        if self._ahead is not None:
-            self._ahead.wait_for_steps()
+        if self._overlap is not None:
+            self._overlap.wait_for_steps()
         super().wait_for_gathers()
 
     def _skips_together(self, scaler: object) -> bool:
@@ -415,7 +423,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
             TypeError: likewise, an argument is of the wrong kind on any; or ValueError. Nothing is scaled
                 after any of these.
         """
-        if self._ahead is not None and self._ahead.has_begun:
+        if self._overlap is not None and self._overlap.current is not None:
             raise RuntimeError(
                 "the step was taken during the backward pass, too early to clip: leave out "
                 "clip_grad_norm_(), or zero_step (overlap_with_ddp)"
@@ -497,8 +505,11 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
 
     def shadow_step(self) -> None:
         """Take part in a step of the active ranks, after this one ran out of inputs."""
-        if self._ahead is not None and self._ahead.has_begun:  # by the comm hook, which joined ranks run too
-            self._ahead.finish("", joined=True)
+        overlap = self._overlap
+        if (
+            overlap is not None and overlap.current is not None
+        ):  # by the comm hook, which joined ranks run too
+            self._step_rest(overlap, "", joined=True)
             return
         self.lend(self._params(), joined=True)
         self._run(self._own.local.step, self.param_groups, None)

@@ -28,7 +28,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -39,8 +39,35 @@ from zero_optim.compat.engine import after_backward, backward_number, in_backwar
 from zero_optim.hooks.bucket import GradBucket, Hook, TensorFuture
 from zero_optim.hooks.exchange import future_on
 from zero_optim.hooks.overlap.owners import OwnerReduction, Pieces
+from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.memory import consecutive_views
-from zero_optim.step.ahead import Ahead, Part
+from zero_optim.step.overlap import StepPart
+
+
+@dataclass(slots=True, eq=False)
+class _BackwardPass:
+    """What is known of one backward pass: made by its first bucket, dropped when it has ended.
+
+    Attributes:
+        is_complete: its last bucket has come.
+        number: of the bucket that came last.
+        held: buckets that have come and are not in line yet.
+        asked: the engine's numbers of the passes that will call `Stepper._end`.
+        late: parameters to step when it has ended; see Note [Gradients that are all zero].
+        error: what failed first; see Note [Failures].
+    """
+
+    is_complete: bool = False
+    number: int = -1
+    held: list["_Task"] = field(default_factory=list)
+    asked: set[int] = field(default_factory=set)
+    late: list[Tensor] = field(default_factory=list)
+    error: BaseException | None = None
+
+    def pop_late(self) -> list[Tensor]:
+        """Give the late parameters, once."""
+        late, self.late = self.late, []
+        return late
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,21 +75,20 @@ class _Task:
     """A bucket in line.
 
     Attributes:
-        number: of the bucket.
-        begins: it is the first one of its backward pass.
-        ends: none comes after it in this pass.
-        joined: this rank ran out of inputs, and only takes part.
+        of: the pass that it belongs to.
+        begins: it is the first one of its pass.
+        joined: this rank has no backward pass for it, and only takes part: it ran out of inputs, or the pass
+            broke off.
         part: its parameters.
         buffer: its gradients as they were given to the reduction.
         reduced: its reduction.
         done: given to DDP; has the reduced gradients when the bucket was stepped.
     """
 
-    number: int
+    of: _BackwardPass
     begins: bool
-    ends: bool
     joined: bool
-    part: Part
+    part: StepPart
     buffer: Tensor
     reduced: TensorFuture | OwnerReduction
     done: TensorFuture
@@ -75,23 +101,22 @@ class Stepper:
     """Takes buckets, steps them on a thread of its own, and sees to the end of the backward pass.
 
     Args:
-        ahead: steps and gathers.
+        optimizer: whose step.
         hook: what reduces.
         interleave: whether buckets get in line as they come; otherwise all together with the last.
         lanes: groups for reducing to owners; None if ``hook`` reduces.
     """
 
-    def __init__(self, ahead: Ahead, hook: Hook, interleave: bool, lanes: Lease | None) -> None:
-        self._ahead = ahead
+    def __init__(
+        self, optimizer: ZeroRedundancyOptimizer, hook: Hook, interleave: bool, lanes: Lease | None
+    ) -> None:
+        self._optimizer = optimizer
+        self._overlap = optimizer.overlap()
         self._lanes = lanes
         self._hook = hook
         self._interleave = interleave
-        self._plans: dict[int, tuple[Part, Pieces | None]] = {}
-        self._held: list[_Task] = []
-        self._last: _Task | None = None  # of the pass under way
-        self._asked: set[int] = set()  # backward passes that will call `_end`
-        self._late: list[Tensor] = []
-        self._error: BaseException | None = None
+        self._plans: dict[int, tuple[StepPart, Pieces | None]] = {}
+        self._pass: _BackwardPass | None = None
         self._line: _Line = queue.SimpleQueue()
         threading.Thread(target=_work, args=(self._line,), name="zero_step", daemon=True).start()
         weakref.finalize(self, self._line.put, None)
@@ -99,79 +124,79 @@ class Stepper:
     def take(self, state: object, bucket: GradBucket) -> TensorFuture:
         """Launch a bucket's reduction and put it in line."""
         number, joined = bucket.index(), not in_backward()
-        begins = self._last is None or number <= self._last.number  # the pass before may have broken off
-        if begins:
-            self._held, self._asked = [], set()
-        if not joined and backward_number() not in self._asked:
-            self._asked.add(backward_number())
-            after_backward(
-                lambda: after_backward(self._end)
-            )  # behind the callback that DDP has queued by then
+        begins = self._pass is None or number <= self._pass.number  # the pass before may have broken off
+        if self._pass is None or begins:
+            self._pass = _BackwardPass()
+        of = self._pass
+        of.number, of.is_complete = number, bucket.is_last()
+        if not joined and backward_number() not in of.asked:
+            of.asked.add(backward_number())
+            # Behind the callback that DDP has queued by then.
+            after_backward(lambda: after_backward(self._end))
         part, pieces = self._plan(number, bucket.parameters())
         buffer = bucket.buffer()
         reduced: TensorFuture | OwnerReduction
         if pieces is None or self._lanes is None:
             reduced = self._hook(state, bucket)
         else:
-            reduced = OwnerReduction(self._ahead.group, self._lanes.groups, bucket, pieces, joined)
+            reduced = OwnerReduction(self._overlap.group, self._lanes.groups, bucket, pieces, joined)
         done = future_on(buffer.device)
-        self._last = _Task(number, begins, bucket.is_last(), joined, part, buffer, reduced, done)
-        self._held.append(self._last)
-        if self._interleave or bucket.is_last():
-            self._release()
-        if joined and bucket.is_last():  # a rank that has joined has no backward pass to end
-            self._end_joined()
+        of.held.append(_Task(of, begins, joined, part, buffer, reduced, done))
+        if self._interleave or of.is_complete:
+            self._release(of)
+        if joined and of.is_complete:  # there is no backward pass to end
+            self._end_joined(of)
         return done
 
-    def _plan(self, number: int, params: Sequence[Tensor]) -> tuple[Part, Pieces | None]:
+    def _plan(self, number: int, params: Sequence[Tensor]) -> tuple[StepPart, Pieces | None]:
         """Plan a bucket, unless it is the one that was planned: buckets change when DDP makes them anew."""
         known = self._plans.get(number)
-        if known is None or not self._ahead.is_current(known[0], params):
+        overlap = self._overlap
+        if known is None or not overlap.is_current(known[0], params):
             pieces = None
             if self._lanes is not None:
-                pieces = Pieces.of(params, self._ahead.owners(params), self._ahead.group.size)
-            known = self._plans[number] = self._ahead.part(params), pieces
+                pieces = Pieces.of(params, overlap.owners(params), overlap.group.size)
+            known = self._plans[number] = overlap.part(params), pieces
         return known
 
-    def _release(self) -> None:
+    def _release(self, of: _BackwardPass) -> None:
         """Put in line what was held."""
-        held, self._held = self._held, []
+        held, of.held = of.held, []
         for task in held:
             # From here on any moment may change them. Autograd has to refuse to read old values, and on this
             # thread it does so whatever the timing.
             torch.autograd.graph.increment_version(task.part.params)
-            self._ahead.announce(task.done)
+            self._overlap.announce(task.done)
             self._line.put((self, task))
 
     # ------------------------------------------------------------------ on the thread
 
     def work(self, task: _Task) -> None:
         """Wait for a reduction, step the bucket, launch its gather."""
-        if task.begins:
-            self._error, self._late = None, []
         result, gradients = task.buffer, None
-        with self._minding():
+        with self._minding(task.of):
             if task.begins:
-                self._ahead.begin(task.joined)
+                self._optimizer.begin_overlapped_step(joined=task.joined)
             reduced = _tensor(task.reduced.wait())
             gradients = _gradients(reduced, task.part.given)
             result = reduced
-        with self._minding():
+        with self._minding(task.of):
             self._step(task, gradients)
         task.done.set_result(result)
 
     @contextmanager
-    def _minding(self) -> Iterator[None]:
+    def _minding(self, of: _BackwardPass) -> Iterator[None]:
+        """Keep the first exception, to be raised when backward has ended."""
         try:
             yield
         except BaseException as error:  # noqa: BLE001 - raised when backward has ended
             self._abandon_lanes()
-            if self._error is None:
-                self._error = error
+            if of.error is None:
+                of.error = error
 
     def _abandon_lanes(self) -> None:
         """See to it that no later optimizer gets process groups on which something failed."""
-        self._ahead.abandon_lanes()
+        self._overlap.lanes.abandon()
         if self._lanes is not None:
             self._lanes.abandon()
 
@@ -180,15 +205,15 @@ class Stepper:
         if gradients is not None and not isinstance(task.reduced, OwnerReduction):
             zeros = _all_zero(gradients)
             if zeros:
-                self._late += [part.given[place] for place in zeros]
+                task.of.late += [part.given[place] for place in zeros]
                 places = [place for place in range(len(part.given)) if place not in zeros]
-                part = self._ahead.part([part.given[place] for place in places])
+                part = self._overlap.part([part.given[place] for place in places])
                 known = [known[place] for place in places]
-        self._ahead.step(part, known)
+        self._overlap.step(self._optimizer.param_groups, part, known)
 
     def _known(self, task: _Task, gradients: Sequence[Tensor] | None) -> list[Tensor | None]:
         """Tell what each parameter of a bucket is to be stepped with; None leaves it alone."""
-        if gradients is None or self._error is not None:
+        if gradients is None or task.of.error is not None:
             return [None] * len(task.part.given)
         if isinstance(task.reduced, OwnerReduction):
             used = task.reduced.used()
@@ -199,42 +224,39 @@ class Stepper:
 
     def _end(self) -> None:
         """Step what is late, now that DDP has handed the gradients out, and raise what has failed."""
-        last, is_inner = self._last, in_outer_backward()
-        if last is None or (is_inner and not last.ends):
+        of, is_inner = self._pass, in_outer_backward()
+        if of is None or (is_inner and not of.is_complete):
             return  # the end has been seen to already, or more is to come
-        self._last = None
+        self._pass = None
         try:
-            self._ahead.wait_for_steps()
+            self._overlap.wait_for_steps()
             try:
                 if not is_inner:
-                    self._step_late([param.grad for param in self._late])
+                    self._step_late(of, [param.grad for param in of.late])
                 if self._lanes is not None:
-                    self._ahead.drop_gradients()
+                    self._overlap.drop_gradients()
             finally:
-                self._ahead.end_backward(is_final=not is_inner, failed=self._error is not None)
+                self._overlap.end_backward(is_final=not is_inner, failed=of.error is not None)
         except BaseException:
             self._abandon_lanes()
             raise
-        self._raise()
+        if of.error is not None:
+            raise of.error
 
-    def _end_joined(self) -> None:
+    def _end_joined(self, of: _BackwardPass) -> None:
         """Take part in the same gathers."""
-        self._last = None
-        self._ahead.wait_for_steps()
-        self._step_late([None] * len(self._late))
-        self._raise()
+        self._pass = None
+        self._overlap.wait_for_steps()
+        self._step_late(of, [None] * len(of.late))
+        if of.error is not None:
+            raise of.error
 
-    def _step_late(self, gradients: Sequence[Tensor | None]) -> None:
+    def _step_late(self, of: _BackwardPass, gradients: Sequence[Tensor | None]) -> None:
         """Step what is late, unless ``step()`` will: under ``Join`` it lends owners the gradients."""
-        late, self._late = self._late, []
-        if late and not self._ahead.lends:
-            is_whole = self._error is None
-            self._ahead.step(self._ahead.part(late), gradients if is_whole else [None] * len(late))
-
-    def _raise(self) -> None:
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        late, current = of.pop_late(), self._overlap.current
+        if late and current is not None and not current.lends:
+            known = gradients if of.error is None else [None] * len(late)
+            self._overlap.step(self._optimizer.param_groups, self._overlap.part(late), known)
 
 
 def _work(line: "_Line") -> None:

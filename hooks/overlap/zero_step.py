@@ -67,9 +67,9 @@ def zero_step(
         _check_reduction(hook, gradients)
     items = [f"hook {describe(hook, bound=False)}", f"interleave={interleave}", f"gradients={gradients!r}"]
     agree(optimizer.ranks, items, "the arguments of zero_step")
-    ahead = optimizer.ahead()
+    overlap = optimizer.overlap()
     hook = mean_hook if hook is None else hook
-    stepper = Stepper(ahead, hook, interleave, ahead.new_lanes() if gradients == "owners" else None)
+    stepper = Stepper(optimizer, hook, interleave, overlap.new_lanes() if gradients == "owners" else None)
 
     def zero_step_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         return stepper.take(state, bucket)

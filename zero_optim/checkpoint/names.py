@@ -1,7 +1,7 @@
 """Parameter names: what a checkpoint's keys are made of, so that order and grouping do not matter."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -58,9 +58,8 @@ def group_of(optimizer: object, process_group: object) -> RankGroup:
     Raises:
         ValueError: this process is not a member.
     """
-    given: Any = process_group
-    if isinstance(given, dist.ProcessGroup) or given is dist.GroupMember.NON_GROUP_MEMBER:
-        return RankGroup.of(given)
+    if isinstance(process_group, dist.ProcessGroup) or process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        return RankGroup.of(cast("dist.ProcessGroup", process_group))
     return optimizer.ranks if isinstance(optimizer, ZeroRedundancyOptimizer) else RankGroup.of(None)
 
 

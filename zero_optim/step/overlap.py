@@ -1,14 +1,20 @@
-"""Steps taken ahead of ``step()``: some parameters at a time, while the backward pass still runs.
+"""The overlapped step: a step that is taken while the backward pass still runs, some parameters at a time.
 
 Note [Overlap is no mode]
     Whoever has a bucket's reduced gradients, a comm hook as a rule, steps that bucket at once and launches
     its gather; ``step()`` finishes what has not been stepped. Owners never change, so it does not
     matter how often DDP makes its buckets anew, and the first step is as good as any.
+
+Note [Phases of an overlapped step]
+    The first bucket of a backward pass makes an `OverlappedStep`. It is in ``Phase.BACKWARD`` until the pass
+    ends, then in ``Phase.WAITING`` until ``step()`` drops it. A loop that never calls ``step()`` replaces it
+    in its next backward pass. If that pass finds it in ``Phase.BACKWARD``, the pass before broke off.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -17,28 +23,14 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease, lanes_beside
 from zero_optim.plan.groups import Group, params_of
 from zero_optim.plan.layout import Run
-from zero_optim.shard.gathers import UnderWay, launch_part
+from zero_optim.shard.gathers import launch_part
 from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.storage import Bucket
 from zero_optim.step.owned import Share
 
 
-class Steps(Protocol):
-    """The optimizer whose step it is."""
-
-    param_groups: list[Group]
-
-    def begin_ahead(self, lane: RankGroup, joined: bool) -> bool:
-        """Get ready for a step; tells whether some ranks may have joined."""
-        ...
-
-    def lend(self, params: Sequence[Tensor], *, joined: bool) -> None:
-        """Give ranks that ran out of inputs the gradients of what they own."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class StepPart:
     """Parameters that are stepped together.
 
     Attributes:
@@ -56,72 +48,127 @@ class Part:
     gathers: tuple[tuple[Bucket, frozenset[int], tuple[Run, ...]], ...]
 
 
-class Ahead:
-    """The part of a step that is taken before ``step()`` is called.
+class Phase(Enum):
+    """Where an overlapped step stands."""
+
+    BACKWARD = "the backward pass runs, and parts are stepped"
+    WAITING = "the backward pass has ended, and step() has not been called"
+
+
+@dataclass(slots=True, eq=False)
+class OverlappedStep:
+    """One step that is taken during a backward pass. See Note [Phases of an overlapped step].
+
+    Attributes:
+        num_passes: backward passes that were reduced since ``step()``, this one included.
+        lends: ranks may have joined, see `zero_optim.step.join`: ``step()`` lends them gradients for what is
+            left to it.
+        phase: where it stands.
+        stepped: parameters that were stepped, whoever owns them.
+        seen: gradients as they were when the pass ended: parameter, identity, version.
+    """
+
+    num_passes: int
+    lends: bool
+    phase: Phase = Phase.BACKWARD
+    stepped: dict[Tensor, None] = field(default_factory=dict)
+    seen: list[tuple[Tensor, int, int]] = field(default_factory=list)
+
+    def end_backward(self, *, is_final: bool, failed: bool) -> None:
+        """Take note that the backward pass has ended.
+
+        Args:
+            is_final: gradients are what ``step()`` would find; a change of them from now on comes too late.
+            failed: the pass raises, here.
+        """
+        self.phase = Phase.WAITING
+        self.num_passes -= failed
+        if is_final:
+            self.seen = [(p, id(p.grad), p.grad._version) for p in self.stepped if p.grad is not None]
+
+    def check_passes(self) -> None:
+        """Refuse a second backward pass before ``step()``.
+
+        Raises:
+            RuntimeError: there was one.
+        """
+        if self.num_passes > 1:
+            raise RuntimeError(
+                f"{self.num_passes} backward passes were reduced before step(), and each was stepped with "
+                "the gradients added up so far. Put all but the last backward pass of a step under no_sync()"
+            )
+
+    def check_gradients(self) -> None:
+        """Refuse gradients that were changed after they were used.
+
+        Raises:
+            RuntimeError: some were.
+        """
+        for param, identity, version in self.seen:
+            grad = param.grad
+            if grad is not None and (id(grad) != identity or grad._version != version):
+                raise RuntimeError(
+                    "gradients were changed, clipped or unscaled perhaps, after the step had been taken with "
+                    "them during the backward pass. That cannot have an effect: leave it out, or leave out "
+                    "zero_step (overlap_with_ddp)"
+                )
+
+    def rest(self, groups: Sequence[Group]) -> list[Tensor]:
+        """List what ``step()`` has yet to step: what trains or has a gradient; the same on every rank."""
+        left = [param for param in params_of(groups) if param not in self.stepped]
+        return [param for param in left if param.requires_grad or param.grad is not None]
+
+
+class Overlap:
+    """Steps parts of a sharded optimizer and launches their gathers.
 
     All ranks construct it, which takes process groups for its gathers, and call its methods in the
     same order with the same parameters. One thread at a time.
 
     Args:
-        optimizer: whose step.
         group: the ranks.
         sharding: who owns what.
         share: what steps this rank's part.
-        under_way: where gathers are kept until they are waited for.
 
     Attributes:
         group: the ranks.
-        lends: ranks may have joined, see `step.join`: ``step()`` lends them gradients for what is left
-            to it.
+        lanes: process groups of the same ranks, for gathers.
+        current: the step that was begun and not finished; None between steps.
     """
 
-    def __init__(
-        self, optimizer: Steps, group: RankGroup, sharding: Sharding, share: Share, under_way: UnderWay
-    ) -> None:
-        self._optimizer = optimizer
+    def __init__(self, group: RankGroup, sharding: Sharding, share: Share) -> None:
         self.group = group
-        self._lanes = lanes_beside(group)
+        self.lanes = lanes_beside(group)
+        self.current: OverlappedStep | None = None
         self._sharding = sharding
         self._share = share
-        self._under_way = under_way
         self._announced: list[torch.futures.Future[Tensor]] = []
-        self._is_closed_by_step = False  # whether the training loop calls step() at all
-        self._is_open = False  # between a pass and step()
-        self._num_passes = 0  # since the last `close`, but for those that failed
-        self._has_ended = True  # the last one; it has not if it broke off
-        self._seals: list[tuple[Tensor, int, int]] = []
-        self._stepped: dict[Tensor, None] = {}  # since the last `begin` or `close`, whoever owns them
-        self.lends = False
+        self._loop_calls_step = False
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether a step has been begun that ``step()`` has not finished."""
-        return self._is_open
-
-    def begin(self, joined: bool) -> None:
+    def begin(self, *, joined: bool, lends: bool) -> None:
         """Begin a step; its first part comes next.
 
         Args:
             joined: this rank ran out of inputs.
+            lends: see `OverlappedStep`.
 
         Raises:
             RuntimeError: the last one has not been finished by ``step()``, though the ones before were; or
                 its backward pass broke off.
         """
-        broke_off = not self._has_ended
-        self._num_passes += not broke_off
-        self._is_open, self._has_ended = True, False
-        if self._is_closed_by_step:
-            self._check_passes()
-        if broke_off and self._under_way and not joined:
+        last = self.current
+        broke_off = last is not None and last.phase is Phase.BACKWARD
+        self.current = OverlappedStep((last.num_passes if last else 0) + (not broke_off), lends)
+        if self._loop_calls_step:
+            self.current.check_passes()
+        under_way = self._sharding.under_way
+        if broke_off and under_way and not joined:
             raise RuntimeError(
                 "the last backward pass broke off after part of its step had been taken, and the "
                 "forward pass since may have read parameters half way: call optimizer.wait_for_gathers() "
                 "before going on"
             )
-        self._under_way.wait()
-        self._stepped, self._seals = {}, []
-        self.lends = self._optimizer.begin_ahead(self._lanes.groups[0], joined)
+        under_way.wait()
 
     def announce(self, done: torch.futures.Future[Tensor]) -> None:
         """Take note of a part that another thread will step, and of the future that it completes then."""
@@ -133,20 +180,9 @@ class Ahead:
         for done in announced:
             done.wait()
 
-    def _check_passes(self) -> None:
-        if self._num_passes > 1:
-            raise RuntimeError(
-                f"{self._num_passes} backward passes were reduced before step(), and each was stepped with "
-                "the gradients added up so far. Put all but the last backward pass of a step under no_sync()"
-            )
-
     def new_lanes(self) -> Lease:
         """Take process groups for a reduction that shares none with the gathers; all ranks call."""
         return lanes_beside(self.group)
-
-    def abandon_lanes(self) -> None:
-        """Let nobody use the process groups of the gathers after this: ranks may be out of step there."""
-        self._lanes.abandon()
 
     def owners(self, params: Sequence[Tensor]) -> list[int]:
         """Tell who owns some parameters.
@@ -164,19 +200,20 @@ class Ahead:
 
     def drop_gradients(self) -> None:
         """Let go of the gradients of what other ranks own: here they were not reduced."""
-        for param in self._stepped:
+        assert self.current is not None  # called at the end of its backward pass
+        for param in self.current.stepped:
             if self._sharding.owners[param] != self.group.rank:
                 param.grad = None
 
-    def part(self, params: Sequence[Tensor]) -> Part:
+    def part(self, params: Sequence[Tensor]) -> StepPart:
         """Plan the step of some parameters; those that the optimizer does not have are left out."""
         known = [(place, param) for place, param in enumerate(params) if param in self._sharding.owners]
         owned = [(place, param) for place, param in known if self._sharding.owners[param] == self.group.rank]
         every = tuple(param for _, param in known)
         num_known = len(self._sharding.owners)
-        return Part(num_known, tuple(params), every, tuple(owned), self._sharding.stretches(every))
+        return StepPart(num_known, tuple(params), every, tuple(owned), self._sharding.stretches(every))
 
-    def is_current(self, part: Part, params: Sequence[Tensor]) -> bool:
+    def is_current(self, part: StepPart, params: Sequence[Tensor]) -> bool:
         """Whether `part` would give the same for some parameters."""
         return (
             part.num_known == len(self._sharding.owners)
@@ -184,10 +221,11 @@ class Ahead:
             and all(a is b for a, b in zip(part.given, params, strict=True))
         )
 
-    def step(self, part: Part, gradients: Sequence[Tensor | None]) -> None:
+    def step(self, groups: list[Group], part: StepPart, gradients: Sequence[Tensor | None]) -> None:
         """Step a part, and launch its gather; all ranks call.
 
         Args:
+            groups: the public groups, for their options.
             part: of the parameters.
             gradients: for each parameter that `part` was given, reduced; None leaves it alone.
         """
@@ -198,30 +236,28 @@ class Ahead:
                 owned[param] = gradient
         try:
             if owned:
-                self._share.step_some(self._optimizer.param_groups, owned)
+                self._share.step_some(groups, owned)
         finally:  # the others wait for it, even if the class's own step fails
-            self._stepped.update(dict.fromkeys(part.params))
+            if self.current is not None:
+                self.current.stepped.update(dict.fromkeys(part.params))
             for bucket, chosen, runs in part.gathers:
-                pending = launch_part(self._lanes.groups, bucket, chosen, runs)
-                self._under_way.add([bucket.params[index] for index in chosen], pending)
+                pending = launch_part(self.lanes.groups, bucket, chosen, runs)
+                self._sharding.under_way.add([bucket.params[index] for index in chosen], pending)
 
     def end_backward(self, *, is_final: bool, failed: bool) -> None:
         """End a backward pass: wait for the gathers, but for those that a forward pass will wait for.
 
         Args:
-            is_final: gradients are what ``step()`` would find; a change of them from now on comes too late.
-            failed: the pass raises, here.
+            is_final: see `OverlappedStep.end_backward`.
+            failed: likewise.
         """
-        self._has_ended = True
-        self._num_passes -= failed
-        if is_final:
-            self._seals = [(p, id(p.grad), p.grad._version) for p in self._stepped if p.grad is not None]
+        assert self.current is not None  # begun by the first bucket of the pass
+        self.current.end_backward(is_final=is_final, failed=failed)
         self._sharding.end_step()
 
-    def finish(self, late: str, *, joined: bool) -> None:
-        """Finish the step, in ``step()``: step what was not stepped, such as what DDP does not hold.
-
-        All ranks call.
+    @contextmanager
+    def finishing(self, late: str, *, joined: bool) -> Iterator[OverlappedStep]:
+        """Finish the current step, in ``step()``: the body steps the rest; all ranks enter.
 
         Args:
             late: what else ``step()`` was asked for, which cannot have an effect any more; empty for nothing.
@@ -231,6 +267,8 @@ class Ahead:
             RuntimeError: the step taken is not the one that was asked for: there were several backward
                 passes, or gradients were changed since, or something came late.
         """
+        current = self.current
+        assert current is not None  # asked for by the caller
         try:
             if late:
                 raise RuntimeError(
@@ -238,32 +276,10 @@ class Ahead:
                     "leave out zero_step (overlap_with_ddp). bfloat16 needs no GradScaler"
                 )
             if not joined:
-                self._check_passes()
-                self._check_gradients()
-            rest = self._rest()
-            if rest:
-                self._optimizer.lend(rest, joined=joined)
-                self.step(self.part(rest), [param.grad for param in rest])
+                current.check_passes()
+                current.check_gradients()
+            yield current
         finally:
-            self._close()
+            self._loop_calls_step = True
+            self.current = None
         self._sharding.end_step()
-
-    def _check_gradients(self) -> None:
-        for param, identity, version in self._seals:
-            grad = param.grad
-            if grad is not None and (id(grad) != identity or grad._version != version):
-                raise RuntimeError(
-                    "gradients were changed, clipped or unscaled perhaps, after the step had been taken with "
-                    "them during the backward pass. That cannot have an effect: leave it out, or leave out "
-                    "zero_step (overlap_with_ddp)"
-                )
-
-    def _rest(self) -> list[Tensor]:
-        """List what ``step()`` has yet to step: what trains or has a gradient; the same on every rank."""
-        left = [param for param in params_of(self._optimizer.param_groups) if param not in self._stepped]
-        return [param for param in left if param.requires_grad or param.grad is not None]
-
-    def _close(self) -> None:
-        self._is_closed_by_step = True
-        self._is_open, self._num_passes, self._has_ended = False, 0, True
-        self._stepped, self._seals = {}, []
