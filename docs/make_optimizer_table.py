@@ -1,4 +1,4 @@
-"""Writes docs/optimizers.md and the table in README.md, from the tests' own checks of every class.
+"""Writes docs/optimizers.md from the tests' own checks of every class.
 
     python docs/make_optimizer_table.py
 
@@ -23,8 +23,6 @@ from test_optimizers import check_case, check_refusal  # noqa: E402
 from zero_optim.probe.traits import Traits, probe  # noqa: E402
 
 TARGET = ROOT / "docs" / "optimizers.md"
-README = ROOT / "README.md"
-MARKS = "<!-- table of optimizers: made by docs/make_optimizer_table.py -->", "<!-- end of table -->"
 HEAD = f"""# Every optimizer class
 
 Made by `python docs/make_optimizer_table.py`, which runs the checks of tests/test_optimizers.py on two ranks,
@@ -38,6 +36,9 @@ these options.
   be given to different ranks. What is not separable is refused, unless `assume_separable=True`.
 - in parts: one optimizer may step some of its parameters now and the others later.
 - element-wise: a parameter may be cut anywhere.
+"""
+LONG_HEAD = """
+## Every set of options
 
 | class | options | separable | in parts | element-wise | bitwise equal |
 |---|---|---|---|---|---|
@@ -73,26 +74,22 @@ def rows(pool: Pool) -> Iterator[str]:
 
 
 def short_table(lines: list[str]) -> str:
-    """Make the README's table: a line a class, that of its last set of options."""
+    """Make the short table: a line a class, that of its last set of options."""
     last = {line.split(" | ")[0]: line.split(" | ") for line in lines}
-    head = ["| class | separable | in parts | element-wise | bitwise equal |", "|---|---|---|---|---|"]
-    return "\n".join([*head, *(" | ".join([cells[0], *cells[2:]]) for cells in last.values())])
-
-
-def write_readme(lines: list[str]) -> None:
-    """Put the short table between the README's marks."""
-    before, _, rest = README.read_text().partition(MARKS[0])
-    after = rest.partition(MARKS[1])[2]
-    README.write_text(f"{before}{MARKS[0]}\n\n{short_table(lines)}\n\n{MARKS[1]}{after}")
+    head = [
+        "\n## One line a class\n",
+        "| class | separable | in parts | element-wise | bitwise equal |",
+        "|---|---|---|---|---|",
+    ]
+    return "\n".join([*head, *(" | ".join([cells[0], *cells[2:]]) for cells in last.values())]) + "\n"
 
 
 def main() -> int:
-    """Write both tables; tell whether every check passed."""
+    """Write the page; tell whether every check passed."""
     warnings.filterwarnings("ignore", message="This overload of", category=UserWarning)
     with Pool() as pool:
         lines = list(rows(pool))
-    TARGET.write_text(HEAD + "\n".join(lines) + "\n")
-    write_readme(lines)
+    TARGET.write_text(HEAD + short_table(lines) + LONG_HEAD + "\n".join(lines) + "\n")
     failed = sum("| NO" in line for line in lines)
     sys.stderr.write(f"{TARGET}: {len(CASES)} classes, {len(lines)} sets of options, {failed} failed\n")
     return 1 if failed else 0
