@@ -12,9 +12,9 @@ The folder lies at the top of the repository, but the package is ``zero_optim.dd
 if __name__ != "zero_optim.ddp":
     raise ImportError(f"import this package as 'zero_optim.ddp', not as {__name__!r}", name=__name__)
 
+from zero_optim.ddp.assignment import ReducerOptions
 from zero_optim.ddp.bucket import GradBucket
 from zero_optim.ddp.data_parallel import DistributedDataParallel
 from zero_optim.ddp.reducer import Reducer
-from zero_optim.ddp.wiring import ReducerOptions
 
 __all__ = ["DistributedDataParallel", "GradBucket", "Reducer", "ReducerOptions"]

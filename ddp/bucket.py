@@ -17,7 +17,7 @@ RUN_NBYTES = 2**18
 LARGE_NBYTES = 2**15
 
 
-class Bucket:
+class ReducerBucket:
     """Some parameters' gradients in one flat tensor. Does not communicate.
 
     Args:
@@ -63,9 +63,9 @@ class Bucket:
             self.flat = params[0].new_zeros(numel, dtype=self.dtype, requires_grad=False)
             self.views = self.views_of(self.flat)
 
-    def twin(self) -> "Bucket":
+    def twin(self) -> "ReducerBucket":
         """Make another bucket for the same parameters, without a gradient in it."""
-        return Bucket(
+        return ReducerBucket(
             self.indices,
             self.params,
             is_sparse=self.is_sparse,
@@ -253,7 +253,7 @@ class GradBucket:
 
     __slots__ = ("_bucket", "_buffer", "_index", "_is_last")
 
-    def __init__(self, bucket: Bucket, index: int, is_last: bool) -> None:
+    def __init__(self, bucket: ReducerBucket, index: int, is_last: bool) -> None:
         self._bucket = bucket
         self._buffer = bucket.flat
         self._index = index

@@ -20,12 +20,12 @@ from torch.nn.parallel import distributed
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.engine import after_backward, eager, require
-from zero_optim.ddp.faces import LoggerFace, ReducerFace
-from zero_optim.ddp.logging_data import Journal, has_sync_batch_norm
+from zero_optim.ddp.assignment import ReducerOptions, describe
+from zero_optim.ddp.logging_data import LoggingSource, has_sync_batch_norm
 from zero_optim.ddp.mixed_precision import Casting, Precision, cast_buffers
 from zero_optim.ddp.reducer import Reducer
 from zero_optim.ddp.reduction import Hook, hook_name
-from zero_optim.ddp.wiring import ReducerOptions, describe
+from zero_optim.ddp.torch_adapters import TorchLoggerAdapter, TorchReducerAdapter
 from zero_optim.plan.description import describe_hook
 
 _OVERRIDDEN = (
@@ -165,8 +165,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             wanted=lambda was_prepared: _wants_reduction(own(), was_prepared),
             checks=False,
         )
-        self.reducer: Any = ReducerFace(reducer)
-        self.logger: Any = LoggerFace(Journal(reducer, self._about()))
+        self.reducer: Any = TorchReducerAdapter(reducer)
+        self.logger: Any = TorchLoggerAdapter(LoggingSource(reducer, self._about()))
         for hook, state in self.__dict__.get("_comm_hooks", ()):  # when a copy is made whole
             self._set_comm_hook(state, hook)
         self._passing_sync_batchnorm_handle(self.module)  # type: ignore[no-untyped-call]

@@ -128,7 +128,7 @@ def reach(outputs: Iterable[Tensor]) -> Reach:
     return Reach(frozenset(leaves), is_complete)
 
 
-class Outlook:
+class UnusedSearch:
     """What the forward passes since the last backward pass have shown of the one to come."""
 
     def __init__(self) -> None:

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from zero_optim.ddp.iteration import Kind, Terms
-from zero_optim.ddp.wiring import ReducerOptions
+from zero_optim.ddp.assignment import ReducerOptions
+from zero_optim.ddp.iteration import Kind, PassTerms
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class History:
         """Give all parameters in the order in which gradients come, those that had none last."""
         return self.last_order + sorted(set(range(self.num_params)) - set(self.last_order))
 
-    def terms(self, options: ReducerOptions, divisor: float, can_tell: bool) -> Terms:
+    def terms(self, options: ReducerOptions, divisor: float, can_tell: bool) -> PassTerms:
         """Settle how the next pass is to go.
 
         Args:
@@ -59,7 +59,7 @@ class History:
         if options.static_graph:
             kind = "learning" if self.learnt is None else "learnt"
         expected = self.learnt or [0 if kind == "learning" else 1] * self.num_params
-        return Terms(
+        return PassTerms(
             kind,
             expected,
             skips_unused=options.skip_all_reduce_unused_params and kind == "some",

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Literal
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.ddp import report
-from zero_optim.ddp.bucket import Bucket
+from zero_optim.ddp.assignment import BucketAssignment
+from zero_optim.ddp.bucket import ReducerBucket
 from zero_optim.ddp.reduction import Reduction
-from zero_optim.ddp.report import Report
-from zero_optim.ddp.wiring import Wiring
+from zero_optim.ddp.report import FailureReport
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +24,7 @@ Kind = Literal["every", "some", "learning", "learnt"]
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class PassTerms:
     """How a backward pass is to go.
 
     Attributes:
@@ -62,7 +62,11 @@ class Iteration:
     """
 
     def __init__(
-        self, wiring: Wiring, terms: Terms, carried: Sequence[bool], launch: Callable[[int], Reduction]
+        self,
+        wiring: BucketAssignment,
+        terms: PassTerms,
+        carried: Sequence[bool],
+        launch: Callable[[int], Reduction],
     ) -> None:
         self.calls = [0] * len(wiring.names)
         self.order: list[int] = []
@@ -180,7 +184,7 @@ class Iteration:
             bucket.spoil()  # the last, at the end: nothing more can go wrong
         self._reductions.append(self._launch(number))
 
-    def _take_rest(self, bucket: Bucket, used: Sequence[bool]) -> None:
+    def _take_rest(self, bucket: ReducerBucket, used: Sequence[bool]) -> None:
         """Copy what has not been copied yet: all of it, or the gradients that did not come."""
         rest = [slot for slot, was_used in enumerate(used) if self._learns or not was_used]
         for slot in rest:
@@ -213,7 +217,7 @@ class Iteration:
         number, slot = self._places[index]
         return self._buckets[number].params[slot].grad is not None
 
-    def close(self, group: RankGroup) -> Report:
+    def close(self, group: RankGroup) -> FailureReport:
         """Have ranks tell each other what was used and what went wrong, after the last bucket; all call."""
         used: list[bool] = []
         if self.asks_for_use:
@@ -224,7 +228,7 @@ class Iteration:
         troubles = [explain(names) for explain, names in self._troubles.items()]
         if self._terms.tells:
             self._word = self._buckets[-1].flat.new_empty(1)
-        return Report(group, "; ".join(self._failures + troubles) or None, used, self._word)
+        return FailureReport(group, "; ".join(self._failures + troubles) or None, used, self._word)
 
     def give(self, unused: Sequence[bool]) -> None:
         """Wait for every bucket in order, and make the reduced gradients the parameters' own.

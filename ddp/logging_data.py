@@ -36,7 +36,7 @@ class LoggingData:
 
 
 @dataclass(slots=True)
-class Journal:
+class LoggingSource:
     """Collects what is told about one wrapper.
 
     Args:

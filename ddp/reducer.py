@@ -27,14 +27,14 @@ from torch.futures import Future
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.engine import after_backward
-from zero_optim.ddp.graph import Outlook, accumulates, nearest, refuse_distributed_autograd, tensors_in
+from zero_optim.ddp.assignment import BucketAssignment, ReducerOptions, describe, named, wire
+from zero_optim.ddp.graph import UnusedSearch, accumulates, nearest, refuse_distributed_autograd, tensors_in
 from zero_optim.ddp.history import History
 from zero_optim.ddp.inbox import Inbox, Token, hook_up, output_hook, remove, weakly
-from zero_optim.ddp.iteration import Iteration, Terms
-from zero_optim.ddp.reduction import Hook, HookSlot, Reduction, Summed
-from zero_optim.ddp.report import Report
+from zero_optim.ddp.iteration import Iteration, PassTerms
+from zero_optim.ddp.reduction import Hook, HookSlot, Reduction, SumReduction
+from zero_optim.ddp.report import FailureReport
 from zero_optim.ddp.statistics import Clock
-from zero_optim.ddp.wiring import ReducerOptions, Wiring, describe, named, wire
 from zero_optim.errors import ReductionError
 
 
@@ -105,8 +105,8 @@ class Reducer:
         self.history = History(len(self.params))
         self._divisor: Callable[[], float] | None = None
         self._slot.failure = None
-        self._outlook = Outlook()
-        self._late_report: Report | None = None
+        self._outlook = UnusedSearch()
+        self._late_report: FailureReport | None = None
         self._futures: list[Future[object]] = []
         self._wire(None)
 
@@ -123,13 +123,13 @@ class Reducer:
         self.defers_reports = self._group.device.type == "cuda"
 
     @property
-    def wiring(self) -> Wiring:
+    def wiring(self) -> BucketAssignment:
         """The parameters and buckets as they are now."""
         return self._wiring
 
     def _wire(self, order: Sequence[int] | None) -> None:
         """Make buckets. The old ones go first, but for what gradients that are views of them still use."""
-        self._wiring = Wiring(self.names, (), ())
+        self._wiring = BucketAssignment(self.names, (), ())
         self._wiring = wire(self.names, self.params, self._sparse, self.options, order)
 
     def rebuild(self) -> bool:
@@ -271,7 +271,7 @@ class Reducer:
             iteration.presume_unused(self._surely_unused())
         return iteration
 
-    def _terms(self, divisor: float) -> Terms:
+    def _terms(self, divisor: float) -> PassTerms:
         return self.history.terms(
             self.options, divisor, can_tell=self._slot.is_empty and self._wiring.buckets[-1].can_tell
         )
@@ -287,10 +287,10 @@ class Reducer:
         self.clock.mark("reduction")
         return self._reduce(self._wiring, number)
 
-    def _reduce(self, wiring: Wiring, number: int) -> Reduction:
+    def _reduce(self, wiring: BucketAssignment, number: int) -> Reduction:
         bucket = wiring.buckets[number]
         if self._slot.is_empty:
-            return Summed(self._group, bucket)
+            return SumReduction(self._group, bucket)
         return self._slot.launch(bucket, number, is_last=number == len(wiring.buckets) - 1)
 
     @torch.no_grad()
@@ -320,7 +320,7 @@ class Reducer:
         if with_graph and any(iteration.calls):
             _warn_of_graph()
 
-    def _read(self, report: Report, iteration: Iteration) -> list[bool]:
+    def _read(self, report: FailureReport, iteration: Iteration) -> list[bool]:
         """Learn which parameters no rank used."""
         try:
             return [not used for used in report.wait()]
@@ -356,7 +356,7 @@ class Reducer:
         self._await_hooks(drain)
         asks = terms.kind in ("some", "learning")
         word = twins.buckets[-1].flat[:1] if terms.tells else None
-        report = Report(self._group, None, [False] * len(self.params) if asks else [], word)
+        report = FailureReport(self._group, None, [False] * len(self.params) if asks else [], word)
         drain()
         used = report.wait()
         self.history.num_buckets_reduced = len(reductions)

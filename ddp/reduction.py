@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.ddp.bucket import Bucket, GradBucket, tensor_of
+from zero_optim.ddp.bucket import GradBucket, ReducerBucket, tensor_of
 
 Hook = Callable[[Any, Any], Future[Tensor]]  # (state, bucket), PyTorch's contract
 
@@ -24,7 +24,7 @@ class Reduction(Protocol):
         ...
 
 
-class Summed:
+class SumReduction:
     """The sum over all ranks, in place; gradients were divided before.
 
     Args:
@@ -32,7 +32,7 @@ class Summed:
         bucket: whose gradients are summed.
     """
 
-    def __init__(self, group: RankGroup, bucket: Bucket) -> None:
+    def __init__(self, group: RankGroup, bucket: ReducerBucket) -> None:
         self._bucket = bucket
         self._work = all_reduce(group, bucket.flat)
 
@@ -44,7 +44,7 @@ class Summed:
         return self._bucket.flat
 
 
-class Hooked:
+class HookReduction:
     """Whatever a comm hook does; it divides too.
 
     Args:
@@ -58,7 +58,7 @@ class Hooked:
         RuntimeError: it did not return a future.
     """
 
-    def __init__(self, hook: Hook, state: object, bucket: Bucket, index: int, is_last: bool) -> None:
+    def __init__(self, hook: Hook, state: object, bucket: ReducerBucket, index: int, is_last: bool) -> None:
         self._bucket = bucket
         self._name = hook_name(hook)
         self._future = hook(state, GradBucket(bucket, index, is_last))
@@ -125,12 +125,12 @@ class HookSlot:
             )
         self._hook = (hook, state)
 
-    def launch(self, bucket: Bucket, index: int, is_last: bool) -> Hooked:
+    def launch(self, bucket: ReducerBucket, index: int, is_last: bool) -> HookReduction:
         """Call the hook."""
         assert self._hook is not None  # asked for by is_empty
         hook, state = self._hook
         with self.minding():
-            return Hooked(hook, state, bucket, index, is_last)
+            return HookReduction(hook, state, bucket, index, is_last)
 
     @contextmanager
     def minding(self) -> Iterator[None]:

@@ -20,7 +20,7 @@ from zero_optim.comm.collectives import RankGroup, ranks_text
 from zero_optim.errors import ReductionError
 
 
-class Report:
+class FailureReport:
     """How many ranks failed in a backward pass, and which parameters were used; all ranks make and read one.
 
     Without it a rank that finds its gradients incomplete would raise alone, and the others would wait for

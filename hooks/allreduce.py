@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from zero_optim.hooks.bucket import GradBucket
-from zero_optim.hooks.exchange import group_of, launch_average, launch_sum
+from zero_optim.hooks.exchange import group_of, start_average, start_sum
 
 
 def allreduce_hook(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -17,7 +17,7 @@ def allreduce_hook(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch
         state: the process group; None stands for the default one.
         bucket: the gradients, any dtype the backend can sum.
     """
-    return launch_average(group_of(state), bucket.buffer())
+    return start_average(group_of(state), bucket.buffer())
 
 
 def mean_hook(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -33,5 +33,5 @@ def mean_hook(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futu
     """
     group, buffer = group_of(state), bucket.buffer()
     if buffer.is_sparse:
-        return launch_average(group, buffer)
-    return launch_sum(group, buffer.mul_(1 / group.size()))
+        return start_average(group, buffer)
+    return start_sum(group, buffer.mul_(1 / group.size()))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from zero_optim.hooks.bucket import GradBucket, Hook, TensorFuture, dense_buffer, name_of
-from zero_optim.hooks.exchange import group_of, in_use_here, launch_average
+from zero_optim.hooks.exchange import group_of, in_use_here, start_average
 
 
 def fp16_compress_hook(
@@ -73,7 +73,7 @@ def _average_as(
         in_use_here(buffer)
         return buffer.copy_(landed.value())
 
-    return launch_average(group_of(process_group), buffer.to(dtype)).then(restore)
+    return start_average(group_of(process_group), buffer.to(dtype)).then(restore)
 
 
 def _wrapped(hook: Hook, dtype: torch.dtype, dtype_name: str) -> Hook:

@@ -23,20 +23,20 @@ def group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
-def launch_sum(group: dist.ProcessGroup, tensor: Tensor) -> TensorFuture:
+def start_sum(group: dist.ProcessGroup, tensor: Tensor) -> TensorFuture:
     """Launch the sum of a tensor over all ranks of the group, in place; the future gives the tensor."""
     return _future(dist.all_reduce(tensor, group=group, async_op=True)).then(_first)
 
 
-def launch_average(group: dist.ProcessGroup, tensor: Tensor) -> TensorFuture:
+def start_average(group: dist.ProcessGroup, tensor: Tensor) -> TensorFuture:
     """Launch the mean of a tensor over all ranks of the group, in place; the future gives the tensor.
 
     It is divided before it is summed, so that a sum in 16 bits does not overflow where the mean does not.
     """
-    return launch_sum(group, tensor.div_(group.size()))
+    return start_sum(group, tensor.div_(group.size()))
 
 
-def launch_gather(group: dist.ProcessGroup, row: Tensor) -> TensorFuture:
+def start_all_gather(group: dist.ProcessGroup, row: Tensor) -> TensorFuture:
     """Launch the gathering of one row from every rank; the future gives them as a matrix, by group rank.
 
     Args:

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.model_averaging import averagers
 
 from zero_optim.compat.engine import copy_each
 from zero_optim.hooks.bucket import GradBucket
-from zero_optim.hooks.exchange import group_of, landed, launch_average
+from zero_optim.hooks.exchange import group_of, landed, start_average
 
 
 @dataclass(slots=True, eq=False)
@@ -75,10 +75,10 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> torch.fu
     """
     iteration, state.iteration = state.iteration, state.iteration + bucket.is_last()
     if iteration < state.start_localSGD_iter:
-        return launch_average(group_of(state.process_group), bucket.buffer())
+        return start_average(group_of(state.process_group), bucket.buffer())
     if state.subgroup is None or not state.post_local_gradient_allreduce:
         return landed(bucket.buffer())
-    return launch_average(state.subgroup, bucket.buffer())
+    return start_average(state.subgroup, bucket.buffer())
 
 
 class PeriodicModelAverager(averagers.PeriodicModelAverager):
@@ -107,7 +107,7 @@ class PeriodicModelAverager(averagers.PeriodicModelAverager):
         if self.step >= self.warmup_steps and (self.step - self.warmup_steps) % self.period == 0:
             for alike in _by_kind(params):
                 flat = torch.cat([param.reshape(-1) for param in alike])
-                launch_average(self.process_group, flat).wait()
+                start_average(self.process_group, flat).wait()
                 copy_each(alike, [
                     part.view(param.shape)
                     for part, param in zip(torch.split(flat, [p.numel() for p in alike]), alike, strict=True)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_optim.hooks.bucket import TensorFuture
-from zero_optim.hooks.exchange import in_use_here, launch_average
+from zero_optim.hooks.exchange import in_use_here, start_average
 from zero_optim.hooks.memory import forget_non_finite, working_dtype
 from zero_optim.hooks.order import LaterStage
 
@@ -119,7 +119,7 @@ class Round:
             q = orthonormal(self._starting_q(family), self.epsilon)
             for block, block_p, block_q in zip(family, p, q, strict=True):
                 block_p.copy_(block.of(self.flat) @ block_q)
-        first = launch_average(group, self.sent_p)
+        first = start_average(group, self.sent_p)
         if not self.split.blocks:
             return first.then(self._unpack_rest)
         device = self.buffer.device
@@ -186,7 +186,7 @@ class Round:
             self.errors[self.buffer.numel() :].zero_()  # padding has no gradient to correct
 
     def _launch_q(self, group: dist.ProcessGroup) -> TensorFuture:
-        return launch_average(group, self.sent_q)
+        return start_average(group, self.sent_q)
 
     def _restore(self, second: TensorFuture) -> Tensor:
         """Multiply out into the bucket, and remember the Qs."""

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_optim.hooks.bucket import GradBucket, dense_buffer
-from zero_optim.hooks.exchange import group_of, launch_average
+from zero_optim.hooks.exchange import group_of, start_average
 from zero_optim.hooks.low_rank import Block, Round, Split
 from zero_optim.hooks.memory import Errors, NamedParameters, Place, Register, check_options
 from zero_optim.hooks.order import LaterStage
@@ -216,7 +216,7 @@ def _compress(
     places = state.register.places(bucket)
     iteration, state.iteration = state.iteration, state.iteration + bucket.is_last()
     if iteration < state.start_powerSGD_iter:
-        return launch_average(group, buffer)
+        return start_average(group, buffer)
     if state.later is None:
         state.later = LaterStage.beside(group, buffer.device)
     split = split_up(state, places, buffer.numel())

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from zero_optim.hooks.bucket import GradBucket, TensorFuture, dense_buffer
-from zero_optim.hooks.exchange import group_of, in_use_here, launch_gather
+from zero_optim.hooks.exchange import group_of, in_use_here, start_all_gather
 
 LEVELS = 255  # the largest code
 GROUP_SIZE = 512  # elements that share a scale, as in QSGD's experiments
@@ -78,7 +78,7 @@ def _average_quantized(group: dist.ProcessGroup, buffer: Tensor, group_size: int
             total += values.view(-1)[: buffer.numel()]
         return buffer.copy_(total / len(rows))
 
-    return launch_gather(group, row).then(average)
+    return start_all_gather(group, row).then(average)
 
 
 def quantize(

@@ -29,7 +29,7 @@ from zero_optim.hooks.quantize import (
 from zero_optim.hooks.top_k import TopKState, topk_hook
 
 Option = int | float | bool | str
-Group = dist.ProcessGroup | None
+OptionalGroup = dist.ProcessGroup | None
 
 
 class HookChoice(NamedTuple):
@@ -44,7 +44,7 @@ class HookChoice(NamedTuple):
     hook: Hook
 
 
-def make_hook(name: str, process_group: Group = None, **options: Option) -> HookChoice:
+def make_hook(name: str, process_group: OptionalGroup = None, **options: Option) -> HookChoice:
     """Make a hook and its state by name: ``ddp.register_comm_hook(*make_hook("power_sgd", rank=2))``.
 
     All ranks call. It does not communicate, but for ``post_local_sgd``, which makes subgroups.
@@ -157,15 +157,15 @@ def _article(kind: type) -> str:
     return {bool: "true or false", int: "a whole number", float: "a number"}.get(kind, "text")
 
 
-def _stateless(hook: Hook, process_group: Group) -> HookChoice:
+def _stateless(hook: Hook, process_group: OptionalGroup) -> HookChoice:
     return HookChoice(process_group, hook)
 
 
-def _quantize_channel(process_group: Group, *, group_size: int = GROUP_SIZE) -> HookChoice:
+def _quantize_channel(process_group: OptionalGroup, *, group_size: int = GROUP_SIZE) -> HookChoice:
     if group_size < 1:
         raise ValueError(f"expected a group_size of at least 1 element, got {group_size}")
 
-    def quantized(state: Group, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def quantized(state: OptionalGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         return quantization_perchannel_hook(state, bucket, group_size)
 
     quantized.__name__ = quantized.__qualname__ = f"quantization_perchannel_{group_size}_hook"
@@ -174,7 +174,7 @@ def _quantize_channel(process_group: Group, *, group_size: int = GROUP_SIZE) -> 
 
 def _power_sgd(  # noqa: PLR0913 - an argument for each option
     hook: Hook,
-    process_group: Group,
+    process_group: OptionalGroup,
     *,
     rank: int = 1,
     start: int = 0,
@@ -200,21 +200,21 @@ def _power_sgd(  # noqa: PLR0913 - an argument for each option
 
 
 def _top_k(
-    process_group: Group, *, ratio: float = 0.01, start: int = 0, error_feedback: bool = True
+    process_group: OptionalGroup, *, ratio: float = 0.01, start: int = 0, error_feedback: bool = True
 ) -> HookChoice:
     state = TopKState(process_group, ratio=ratio, start_iter=start, use_error_feedback=error_feedback)
     return HookChoice(state, topk_hook)
 
 
-def _post_local_sgd(process_group: Group, *, start: int = 0, subgroup_size: int = 0) -> HookChoice:
+def _post_local_sgd(process_group: OptionalGroup, *, start: int = 0, subgroup_size: int = 0) -> HookChoice:
     subgroup = _subgroup(subgroup_size, process_group) if subgroup_size else None
     state = PostLocalSGDState(process_group, subgroup, start, subgroup is not None)
     return HookChoice(state, post_localSGD_hook)
 
 
-def _subgroup(size: int, process_group: Group) -> Group:
+def _subgroup(size: int, process_group: OptionalGroup) -> OptionalGroup:
     """Cut the group into parts of so many ranks, in order, and give the one this rank is in."""
-    mine: Group = dist.new_subgroups(size, group=process_group)[0]  # type: ignore[no-untyped-call]
+    mine: OptionalGroup = dist.new_subgroups(size, group=process_group)[0]  # type: ignore[no-untyped-call]
     return mine
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_optim.hooks.bucket import GradBucket, TensorFuture, dense_buffer
-from zero_optim.hooks.exchange import group_of, in_use_here, launch_average, launch_gather
+from zero_optim.hooks.exchange import group_of, in_use_here, start_all_gather, start_average
 from zero_optim.hooks.memory import (
     Errors,
     NamedParameters,
@@ -126,7 +126,7 @@ def topk_hook(state: TopKState, bucket: GradBucket) -> torch.futures.Future[torc
     places = state.register.places(bucket)
     iteration, state.iteration = state.iteration, state.iteration + bucket.is_last()
     if iteration < state.start_iter or buffer.numel() == 0:
-        return launch_average(group, buffer)
+        return start_average(group, buffer)
     if state.use_error_feedback:
         gradient = state.errors.recall(places, buffer.numel(), buffer).add_(buffer)
     else:
@@ -139,7 +139,7 @@ def topk_hook(state: TopKState, bucket: GradBucket) -> torch.futures.Future[torc
         in_use_here(buffer)
         return _sum_up(landed.value(), values.nbytes, buffer)
 
-    return launch_gather(group, row).then(average)
+    return start_all_gather(group, row).then(average)
 
 
 def _take_largest(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from zero_optim import ZeroRedundancyOptimizer, checkpoint, cli
 from zero_optim.demo import prepare, saved
 from zero_optim.demo.config import RunConfig, flag
-from zero_optim.demo.launch import importing_from
+from zero_optim.demo.elastic import importing_from
 from zero_optim.demo.model import GPT
 from zero_optim.errors import InterruptedRunError
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from zero_optim.ddp import report
-from zero_optim.ddp.bucket import LARGE_NBYTES, RUN_NBYTES, Bucket, GradBucket, tensor_of
-from zero_optim.ddp.graph import Outlook, nearest, reach, tensors_in
+from zero_optim.ddp.assignment import ReducerOptions, wire
+from zero_optim.ddp.bucket import LARGE_NBYTES, RUN_NBYTES, GradBucket, ReducerBucket, tensor_of
+from zero_optim.ddp.graph import UnusedSearch, nearest, reach, tensors_in
 from zero_optim.ddp.history import History
-from zero_optim.ddp.iteration import Iteration, Terms
-from zero_optim.ddp.wiring import ReducerOptions, wire
+from zero_optim.ddp.iteration import Iteration, PassTerms
 from zero_optim.plan.buckets import assign_buckets
 
 # ---------------------------------------------------------------------- graph
@@ -79,7 +79,7 @@ def test_the_nearest_of_the_leaves_looked_for_is_found() -> None:
 def test_an_outlook_tells_only_in_a_pass_and_only_once() -> None:
     a, b, c = leaves(3)
     told: list[list[int]] = []
-    outlook = Outlook()
+    outlook = UnusedSearch()
     first, second = a * 2, b * 3
     outlook.look([first])
     outlook.look([second])
@@ -100,12 +100,12 @@ def test_an_outlook_tells_only_in_a_pass_and_only_once() -> None:
 # ---------------------------------------------------------------------- buckets
 
 
-def bucket_of(*shapes: tuple[int, ...], view: bool = False, batched: bool = False) -> Bucket:
+def bucket_of(*shapes: tuple[int, ...], view: bool = False, batched: bool = False) -> ReducerBucket:
     params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
-    return Bucket(range(len(shapes)), params, is_sparse=False, as_views=view, batched=batched)
+    return ReducerBucket(range(len(shapes)), params, is_sparse=False, as_views=view, batched=batched)
 
 
-def fill(bucket: Bucket) -> list[Tensor]:
+def fill(bucket: ReducerBucket) -> list[Tensor]:
     """Give every parameter a gradient of its own."""
     grads = []
     for number, param in enumerate(bucket.params):
@@ -146,7 +146,7 @@ def test_small_gradients_are_copied_in_runs_and_batched_ones_all_at_once() -> No
     assert (batched.run_length, batched.large) == (len(shapes), frozenset())
     assert arrivals(shapes, batched=False) == [1] * length + [1 + length] * length + [1 + 2 * length]
     assert arrivals(shapes, batched=True) == [0] * 2 * length + [1 + 2 * length]
-    sparse = Bucket(
+    sparse = ReducerBucket(
         [0], [nn.Parameter(torch.zeros(numel + 1))], is_sparse=True, as_views=False, batched=False
     )
     assert sparse.large == frozenset()
@@ -172,7 +172,7 @@ def arrivals(shapes: list[tuple[int, ...]], *, batched: bool) -> list[int]:
 def test_strides_of_parameters_are_those_of_their_views() -> None:
     param = nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
     transposed = nn.Parameter(torch.randn(4, 6).t())
-    bucket = Bucket([0, 1], [param, transposed], is_sparse=False, as_views=False, batched=False)
+    bucket = ReducerBucket([0, 1], [param, transposed], is_sparse=False, as_views=False, batched=False)
     assert [view.stride() for view in bucket.views] == [param.stride(), transposed.stride()]
     assert bucket.nbytes == 4 * (120 + 24)
 
@@ -197,8 +197,10 @@ def test_results_become_gradients_but_for_those_skipped(view: bool) -> None:
         assert (grads[0] is before[0]) == (not view)
 
 
-def sparse_bucket() -> Bucket:
-    return Bucket([0], [nn.Parameter(torch.zeros(5, 2))], is_sparse=True, as_views=False, batched=False)
+def sparse_bucket() -> ReducerBucket:
+    return ReducerBucket(
+        [0], [nn.Parameter(torch.zeros(5, 2))], is_sparse=True, as_views=False, batched=False
+    )
 
 
 def sparse_grad(*rows: int) -> Tensor:
@@ -274,7 +276,7 @@ def test_a_bucket_may_be_full_once_it_has_reached_its_capacity() -> None:
 class Landed:
     """A reduction that leaves a bucket as it is."""
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: ReducerBucket) -> None:
         self._bucket = bucket
 
     def wait(self) -> Tensor:
@@ -310,7 +312,7 @@ def test_a_gradient_that_comes_though_it_was_taken_for_unused() -> None:
     params = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
     options = ReducerOptions(bucket_caps_nbytes=(16,))
     wiring = wire("abc", params, (), options, [2, 1, 0])  # c and b, then a
-    terms = Terms("some", [1, 1, 1], skips_unused=False, tells=False, divisor=1.0)
+    terms = PassTerms("some", [1, 1, 1], skips_unused=False, tells=False, divisor=1.0)
     for presumed, is_late in (([1], False), ([1, 2], True)):
         iteration = Iteration(wiring, terms, [False] * 3, lambda number: Landed(wiring.buckets[number]))
         iteration.presume_unused(presumed)
@@ -332,13 +334,13 @@ def test_a_history_learns_the_order_and_what_is_unused() -> None:
     assert history.terms(static, 2.0, can_tell=True).kind == "learning"
     history.conclude([1, 0, 2, 0], [2, 0], [False, True, False, True], static)
     assert (history.learnt, history.order(), history.rebuild_is_due) == ([1, 0, 2, 0], [2, 0, 1, 3], False)
-    learnt = Terms("learnt", [1, 0, 2, 0], skips_unused=False, tells=True, divisor=2.0)
+    learnt = PassTerms("learnt", [1, 0, 2, 0], skips_unused=False, tells=True, divisor=2.0)
     assert history.terms(static, 2.0, can_tell=True) == learnt
     history.conclude([1, 1, 2, 0], [2, 0, 1], [False] * 4, static)
     assert (history.looks_static, history.num_passes, history.rebuild_is_due) == (False, 2, True)
     assert history.unused == [False, True, False, True]
     unused = ReducerOptions(find_unused_parameters=True, skip_all_reduce_unused_params=True)
-    some = Terms("some", [1], skips_unused=True, tells=False, divisor=1.0)
+    some = PassTerms("some", [1], skips_unused=True, tells=False, divisor=1.0)
     assert History(1).terms(unused, 1.0, can_tell=True) == some
     finding = History(1)
     finding.conclude([1], [0], [False], unused)

@@ -12,13 +12,13 @@ import torch
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from zero_optim import host
-from zero_optim.demo import launch, records, report, schedule, worker
+from zero_optim.demo import display, elastic, metrics, schedule, worker
 from zero_optim.demo.config import ModelShape
+from zero_optim.demo.metrics import Metric, MetricsFile
 from zero_optim.demo.model import GPT, generate
-from zero_optim.demo.records import Record, Records
 from zero_optim.demo.trainer import Shard
 from zero_optim.errors import DivergedError
+from zero_optim.run import host
 
 SHAPE = ModelShape(context=16, layers=2, width=16, heads=2)
 
@@ -80,39 +80,39 @@ def test_short_runs_have_a_schedule_too(warmup: int, steps: int) -> None:
 
 
 def test_records_go_on_after_the_checkpoint_without_a_step_twice(tmp_path: Path) -> None:
-    book = Records(tmp_path)
+    book = MetricsFile(tmp_path)
     for step in range(6):
-        book.add(Record(step=step, train_loss=1.5 * step))
-    with (tmp_path / records.METRICS).open("a") as file:
+        book.add(Metric(step=step, train_loss=1.5 * step))
+    with (tmp_path / metrics.METRICS).open("a") as file:
         file.write('{"step": 6, "train_lo')  # what a killed process may leave
-    again = Records(tmp_path, records.read(tmp_path, through=3))
-    again.add(Record(step=4, val_loss=0.1 + 0.2))
-    lines = [json.loads(line) for line in (tmp_path / records.METRICS).read_text().splitlines()]
+    again = MetricsFile(tmp_path, metrics.read(tmp_path, through=3))
+    again.add(Metric(step=4, val_loss=0.1 + 0.2))
+    lines = [json.loads(line) for line in (tmp_path / metrics.METRICS).read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
     assert lines[-1] == {"step": 4, "val_loss": 0.1 + 0.2}
     assert again.validations() == [(4, 0.1 + 0.2)]
 
 
 def test_a_line_that_is_no_record_is_refused_unless_it_is_the_last(tmp_path: Path) -> None:
-    (tmp_path / records.METRICS).write_text('{"step": 1}\nhello\n{"step": 2}\n')
+    (tmp_path / metrics.METRICS).write_text('{"step": 1}\nhello\n{"step": 2}\n')
     with pytest.raises(ValueError, match="line 2 is no record"):
-        records.read(tmp_path, through=9)
-    assert records.read(tmp_path / "nowhere", through=9) == []
+        metrics.read(tmp_path, through=9)
+    assert metrics.read(tmp_path / "nowhere", through=9) == []
 
 
 def test_the_picture_is_a_picture(tmp_path: Path) -> None:
-    book = Records(tmp_path, [Record(step=0, val_loss=5.0), Record(step=1, train_loss=5.0, val_loss=4.0)])
+    book = MetricsFile(tmp_path, [Metric(step=0, val_loss=5.0), Metric(step=1, train_loss=5.0, val_loss=4.0)])
     book.draw("title")
-    assert (tmp_path / records.PICTURE).read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / metrics.PICTURE).read_bytes().startswith(b"\x89PNG")
 
 
 def printed(*, terminal: bool) -> str:
     console = Console(file=io.StringIO(), force_terminal=terminal, width=100, highlight=False)
     folder = "/a/very/long/" + "path/" * 30
-    made = report.Summary(
+    made = display.Summary(
         [Shard(10, 80), Shard(30, 240)], 5.5, 1.25, 61.0, folder, ("given", "add\x1b[2Jed[b]"), (0.01, 0.03)
     )
-    report.print_summary(console, made)
+    display.print_summary(console, made)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -131,12 +131,12 @@ def test_the_summary_has_a_line_for_each_rank_and_keeps_paths_whole(terminal: bo
 
 def test_plain_lines_are_few_and_show_every_validation() -> None:
     console = Console(file=io.StringIO(), width=100)
-    lines = report.Report(console, done=0, steps=100)
+    lines = display.Display(console, done=0, steps=100)
     with lines:
-        lines.update(Record(step=0, val_loss=5.5))
+        lines.update(Metric(step=0, val_loss=5.5))
         for step in range(1, 101):
             val = 2.0 if step == 33 else None
-            lines.update(Record(step=step, train_loss=3.0, tokens_per_second=12345.6, val_loss=val))
+            lines.update(Metric(step=step, train_loss=3.0, tokens_per_second=12345.6, val_loss=val))
     assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue().splitlines()
     assert len(shown) == 22
@@ -146,7 +146,7 @@ def test_plain_lines_are_few_and_show_every_validation() -> None:
 
 @pytest.mark.parametrize(("seconds", "shown"), [(0.4, "0:00"), (59.6, "1:00"), (3725, "1:02:05")])
 def test_times_are_written_as_clocks_do(seconds: float, shown: str) -> None:
-    assert report.clock(seconds) == shown
+    assert display.clock(seconds) == shown
 
 
 def failure(folder: Path, rank: int, exitcode: int, time_ns: int | None = None) -> ProcessFailure:
@@ -159,17 +159,17 @@ def failure(folder: Path, rank: int, exitcode: int, time_ns: int | None = None) 
 
 def test_a_killed_rank_is_the_cause_even_if_others_complained_first(tmp_path: Path) -> None:
     failures = {0: failure(tmp_path, 0, 1, 5), 1: failure(tmp_path, 1, -9), 2: failure(tmp_path, 2, -15)}
-    assert launch.describe(failures) == "rank 1 was killed by SIGKILL (process 1001)"
+    assert elastic.describe(failures) == "rank 1 was killed by SIGKILL (process 1001)"
 
 
 def test_else_the_first_traceback_is(tmp_path: Path) -> None:
     failures = {0: failure(tmp_path, 0, 1, 7), 1: failure(tmp_path, 1, 1, 5), 2: failure(tmp_path, 2, -15)}
-    assert launch.describe(failures) == "rank 1 failed:\ntraceback of 1"
+    assert elastic.describe(failures) == "rank 1 failed:\ntraceback of 1"
 
 
 def test_a_rank_that_said_nothing_is_named_with_its_status(tmp_path: Path) -> None:
     failures = {0: failure(tmp_path, 0, -15), 1: failure(tmp_path, 1, 3)}
-    assert launch.describe(failures) == "rank 1 ended with status 3 (process 1001)"
+    assert elastic.describe(failures) == "rank 1 ended with status 3 (process 1001)"
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_a_failure_a_rank_records_is_told_in_a_line_if_that_says_it_all(
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     worker.record_failure(error)
     failures = {0: ProcessFailure(0, 1000, 1, str(tmp_path / "error.json")), 1: failure(tmp_path, 1, -15)}
-    assert launch.describe(failures) == line
+    assert elastic.describe(failures) == line
 
 
 class Ended(Exception):

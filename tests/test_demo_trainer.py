@@ -12,8 +12,8 @@ from pool import Pool, RankError
 from zero_optim import checkpoint
 from zero_optim.demo import saved, text
 from zero_optim.demo.config import RunConfig
+from zero_optim.demo.metrics import Metric
 from zero_optim.demo.ranks import Ranks
-from zero_optim.demo.records import Record
 from zero_optim.demo.trainer import Trainer
 
 # Sums over ranks are taken in another order on another number of ranks, and gradients with them.
@@ -43,7 +43,7 @@ def make(config: RunConfig) -> Trainer:
     return Trainer(config, place, text.load(config.text, config.context))
 
 
-def run(config: RunConfig, until: int, resume: bool = False) -> list[Record]:
+def run(config: RunConfig, until: int, resume: bool = False) -> list[Metric]:
     """Update to a step, save there in the run folder, and give the records, seconds apart."""
     trainer = make(config)
     if resume:
@@ -59,14 +59,14 @@ def run(config: RunConfig, until: int, resume: bool = False) -> list[Record]:
 
 def train(
     pool: Pool, world_size: int, config: RunConfig, until: int = 6, resume: bool = False
-) -> list[Record]:
+) -> list[Metric]:
     """Run on some ranks; every rank must have seen the same."""
     first, *others = pool.run(world_size, run, config, until, resume)
     assert all(other == first for other in others)
     return first
 
 
-def losses(made: list[Record]) -> list[float]:
+def losses(made: list[Metric]) -> list[float]:
     return [loss for record in made for loss in (record.train_loss, record.val_loss) if loss is not None]
 
 
@@ -77,8 +77,8 @@ def test_training_learns_and_does_not_depend_on_the_number_of_ranks(pool: Pool, 
         assert losses(train(pool, world_size, config)) == pytest.approx(on_one, rel=ROUNDING)
 
 
-def plain(made: list[Record]) -> list[Record]:
-    """Records without what an overlapped run does not know."""
+def plain(made: list[Metric]) -> list[Metric]:
+    """MetricsFile without what an overlapped run does not know."""
     return [replace(record, grad_norm=None) for record in made]
 
 

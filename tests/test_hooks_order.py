@@ -15,7 +15,7 @@ from torch import Tensor
 from pool import Ranks
 from test_hooks_bucket import FakeBucket, grads_of, make_params
 from zero_optim.hooks import PowerSGDState, batched_powerSGD_hook, low_rank, make_hook, powerSGD_hook
-from zero_optim.hooks.exchange import launch_average, launch_sum
+from zero_optim.hooks.exchange import start_average, start_sum
 from zero_optim.hooks.order import LaterStage, Turnstile
 
 NUM_BUCKETS = 24
@@ -73,7 +73,7 @@ def check_delays(hook: Any, keep_order: bool) -> list[bool]:
     }
     state = PowerSGDState(**options)
     random.seed(rank)  # other delays on each rank
-    low_rank.launch_average = partial(delayed, launch_average)  # type: ignore[assignment]
+    low_rank.start_average = partial(delayed, start_average)  # type: ignore[assignment]
     enter = Turnstile.enter
     if not keep_order:
         Turnstile.enter = lambda self, turn, function: function()  # type: ignore[method-assign]
@@ -87,7 +87,7 @@ def check_delays(hook: Any, keep_order: bool) -> list[bool]:
                 # The reducer and the user go on using the group meanwhile, each rank when it gets there.
                 if index % 5 == rank:
                     time.sleep(0.002)
-                other = launch_sum(dist.group.WORLD, torch.full((5,), float(rank + index)))  # type: ignore[arg-type]
+                other = start_sum(dist.group.WORLD, torch.full((5,), float(rank + index)))  # type: ignore[arg-type]
                 futures.append(other)
             for index, mine in enumerate(params):
                 result, other_result = futures[2 * index].wait(), futures[2 * index + 1].wait()
@@ -101,7 +101,7 @@ def check_delays(hook: Any, keep_order: bool) -> list[bool]:
                     and torch.equal(other_result, torch.full((5,), float(sum(range(size)) + size * index)))
                 )
     finally:
-        low_rank.launch_average = launch_average
+        low_rank.start_average = start_average
         Turnstile.enter = enter  # type: ignore[method-assign]
     return right
 
@@ -132,10 +132,10 @@ def check_failure() -> list[str]:
             return value() if callable(value) else value
 
         return stage.follow(
-            launch_sum(group, tensor),
+            start_sum(group, tensor),
             torch.device("cpu"),
             lambda first: at("prepare", first.value),
-            lambda later: at("launch", lambda: launch_sum(later, tensor)),
+            lambda later: at("launch", lambda: start_sum(later, tensor)),
             lambda second: at("finish", second.value),
         )
 

@@ -14,7 +14,8 @@ import zero_optim
 import zero_optim.checkpoint
 import zero_optim.ddp
 import zero_optim.hooks
-from zero_optim import engine, errors
+from zero_optim import errors
+from zero_optim.compat import engine
 from zero_optim.ddp import data_parallel
 
 LISTS = (engine.NEEDED, zero_optim.checkpoint.NEEDED, data_parallel.NEEDED, zero_optim.hooks.NEEDED)

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, get_args
 
 from zero_optim.demo import prepare, saved
 from zero_optim.demo.config import Device, Overlap, RunConfig, Schedule, Wrapper, defaults
-from zero_optim.demo.launch import launch
+from zero_optim.demo.elastic import launch
 from zero_optim.errors import InterruptedRunError, RankFailedError, ZeroOptimError
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.probe.traits import Traits
-from zero_optim.shard.storage import Bucket
+from zero_optim.shard.storage import ParamBucket
 
 _MIB = 2**20
 
@@ -105,7 +105,7 @@ def holdings(
     return tuple(RankHolding(**json.loads(payload)) for payload in payloads)
 
 
-def bucket_holdings(buckets: Sequence[Bucket], active: Sequence[bool]) -> tuple[BucketHolding, ...]:
+def bucket_holdings(buckets: Sequence[ParamBucket], active: Sequence[bool]) -> tuple[BucketHolding, ...]:
     """Describe buckets from this rank alone."""
     described = []
     for bucket, is_gathered in zip(buckets, active, strict=True):

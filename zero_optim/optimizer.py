@@ -18,7 +18,7 @@ from zero_optim.compat.kinship import make_known
 from zero_optim.explain import Explanation, bucket_holdings, describe_traits, holdings
 from zero_optim.plan.costs import Cost, CostName, cost_named
 from zero_optim.plan.description import describe
-from zero_optim.plan.groups import Group
+from zero_optim.plan.groups import ParamGroup
 from zero_optim.shard.lazy import LazyGather
 from zero_optim.shard.sharding import Sharding
 from zero_optim.state.state_dicts import ShardedState
@@ -29,8 +29,8 @@ from zero_optim.step.join import ShardedJoinHook, lend_gradients
 from zero_optim.step.leaves import Leaves, WeightAverage
 from zero_optim.step.local import LocalOptimizer
 from zero_optim.step.overlap import Overlap
-from zero_optim.step.owned import Share
-from zero_optim.step.recipe import Recipe
+from zero_optim.step.owned import OwnedState
+from zero_optim.step.spec import OptimizerSpec
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -113,12 +113,12 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         """Plan, agree on the plan with the other ranks, and build."""
         Joinable.__init__(self)
         self._group = ranks_of(process_group)
-        self._share: Share | None = None
+        self._owned: OwnedState | None = None
         self._overlap: Overlap | None = None
         self._overlaps = overlap_with_ddp
         self._snapshot = Snapshot()
         self._cost = cost
-        default = Recipe(optimizer_class, defaults)
+        default = OptimizerSpec(optimizer_class, defaults)
         with failing_together(self._group):
             flags = {
                 "parameters_as_bucket_view": parameters_as_bucket_view,
@@ -134,7 +134,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
             # No defaults yet: the class fills in its own, so that groups read as they do without sharding.
             Optimizer.__init__(self, params, {})
             costs = [cost_named(group.pop("cost", cost)) for group in self.param_groups]
-            recipes = [Recipe.taken_from(group) for group in self.param_groups]
+            recipes = [OptimizerSpec.taken_from(group) for group in self.param_groups]
             about = [f"optimizer {recipe.describe()}" for recipe in (default, *filter(None, recipes))]
             about.append(f"master_dtype={master_dtype}, ema_decay={ema_decay}, cost={describe(cost)}")
             about.append(", ".join(f"{name}={value}" for name, value in flags.items()))
@@ -144,7 +144,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
             leaf_of = {param: leaves.leaf(param) for param in owned}
             local = LocalOptimizer(default, self.param_groups, recipes, leaf_of, assume_separable)
         self._sharding.add(self._params(), plan)
-        self._share = Share(self._group, leaves, average, local, owned)
+        self._owned = OwnedState(self._group, leaves, average, local, owned)
         self.defaults = local.defaults
         self._show_state()
         if overlap_with_ddp:
@@ -153,7 +153,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle all but the hooks, as ``torch.optim`` does; does not communicate."""
         self.wait_for_gathers()
-        parts = ("_group", "_sharding", "_share", "_snapshot", "_cost", "_join_config", "_overlaps")
+        parts = ("_group", "_sharding", "_owned", "_snapshot", "_cost", "_join_config", "_overlaps")
         # An overlap has process groups of its own; a copy makes others when it is registered as a hook.
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in parts}, "_overlap": None}
 
@@ -168,7 +168,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
                 "ZeroRedundancyOptimizer alone: for this one import them from zero_optim.hooks, not from "
                 "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook"
             )
-        share = self.__dict__.get("_share")
+        share = self.__dict__.get("_owned")
         found = share.local.find(name) if share is not None and not name.startswith("_") else []
         if not found:
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
@@ -187,7 +187,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         """
         if isinstance(param_group, dict):  # keys of ours are taken out of it, not out of the caller's
             param_group = dict(param_group)
-        if self._share is None:  # torch's own constructor is handing over the groups one by one
+        if self._owned is None:  # torch's own constructor is handing over the groups one by one
             super().add_param_group(param_group)
             return
         before = len(self.param_groups)
@@ -200,13 +200,13 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         if not self._snapshot.untouched:  # before any step the whole state is known, with the new group too
             self._snapshot.changed()
 
-    def _plan_and_add(self, group: Group, before: int) -> None:
+    def _plan_and_add(self, group: ParamGroup, before: int) -> None:
         defaults, self.defaults = self.defaults, {}  # those of another class are not for this group
         try:
             with failing_together(self._group):
                 super().add_param_group(group)
                 cost = cost_named(group.pop("cost", self._cost))
-                recipe = Recipe.taken_from(group)
+                recipe = OptimizerSpec.taken_from(group)
                 about = [f"optimizer {recipe.describe()}"] if recipe is not None else []
         finally:
             self.defaults = defaults

@@ -25,7 +25,7 @@ MODEL, OPTIMIZER, STATE, EVERYWHERE, RANDOM, EXTRA = (
 
 
 @dataclass(slots=True)
-class Part:
+class RankContent:
     """What one rank writes.
 
     Attributes:
@@ -41,18 +41,18 @@ class Part:
         self.values[key], tensors = pack(key, value, key)
         self.tensors.update(tensors)
 
-    def staged(self) -> "Part":
+    def staged(self) -> "RankContent":
         """Copy the tensors into CPU memory, so that training may go on."""
-        return Part(self.values, {key: copied_to_cpu(tensor) for key, tensor in self.tensors.items()})
+        return RankContent(self.values, {key: copied_to_cpu(tensor) for key, tensor in self.tensors.items()})
 
 
-def collect(group: RankGroup, objects: Objects, extra: object) -> tuple[Part, list[str]]:
+def collect(group: RankGroup, objects: Objects, extra: object) -> tuple[RankContent, list[str]]:
     """List what this rank writes; copies nothing, does not communicate.
 
     Returns:
         The part, and descriptions of what must be the same on every rank.
     """
-    part, shared = Part(), Part()
+    part, shared = RankContent(), RankContent()
     about: list[str] = []
     if objects.model is not None:
         about = _add_model(part, group, objects.model, objects.optimizer)
@@ -68,7 +68,7 @@ def collect(group: RankGroup, objects: Objects, extra: object) -> tuple[Part, li
     return part, [*about, *_described(shared)]
 
 
-def _described(shared: Part) -> list[str]:
+def _described(shared: RankContent) -> list[str]:
     """Describe what every rank should have alike; state of its own that a rank keeps is not in it."""
     values = [f"{key}: {value}" for key, value in shared.values.items() if key != EVERYWHERE]
     sums = [
@@ -80,10 +80,10 @@ def _described(shared: Part) -> list[str]:
 
 
 def _add_model(
-    part: Part, group: RankGroup, model: nn.Module, optimizer: ZeroRedundancyOptimizer | None
+    part: RankContent, group: RankGroup, model: nn.Module, optimizer: ZeroRedundancyOptimizer | None
 ) -> list[str]:
     """Add what this rank writes of the model; describes the model, which must be the same on every rank."""
-    packed = Part()
+    packed = RankContent()
     packed.add(MODEL, unwrapped(model).state_dict())
     writers = tensor_owners(packed.tensors, optimizer, group.size)
     if group.rank == 0:
@@ -114,7 +114,9 @@ def tensor_owners(
     return {**chosen, **dict(zip(rest, ranks, strict=True))}
 
 
-def _add_optimizer(part: Part, shared: Part, optimizer: ZeroRedundancyOptimizer, names: Names) -> None:
+def _add_optimizer(
+    part: RankContent, shared: RankContent, optimizer: ZeroRedundancyOptimizer, names: Names
+) -> None:
     groups = []
     for number, (group, members) in enumerate(zip(optimizer.param_groups, names.groups, strict=True)):
         key = key_of(OPTIMIZER, "options", str(number))

@@ -14,7 +14,7 @@ from torch import nn
 
 from zero_optim.checkpoint import folder as folders
 from zero_optim.checkpoint import manifest as manifests
-from zero_optim.checkpoint.content import Part, collect
+from zero_optim.checkpoint.content import RankContent, collect
 from zero_optim.checkpoint.lock import FolderLock
 from zero_optim.checkpoint.manifest import Chunk, DataFile, Entry, dtype_named
 from zero_optim.checkpoint.names import Objects, check_group, group_of
@@ -118,7 +118,9 @@ class PendingSave:
         stall: seconds for which `save_async` held up the caller.
     """
 
-    def __init__(self, group: RankGroup, path: Path, part: Part, keep: int | None, began: float) -> None:
+    def __init__(
+        self, group: RankGroup, path: Path, part: RankContent, keep: int | None, began: float
+    ) -> None:
         self.path = path
         self._error: Exception | None = None
         self._told = False
@@ -126,7 +128,7 @@ class PendingSave:
         self._thread.start()
         self.stall = perf_counter() - began
 
-    def _run(self, group: RankGroup, part: Part, keep: int | None) -> None:
+    def _run(self, group: RankGroup, part: RankContent, keep: int | None) -> None:
         try:
             _write(group, self.path, part, keep)
         except Exception as error:  # noqa: BLE001 - kept for whoever waits
@@ -180,7 +182,7 @@ def _wait_for_last(group: RankGroup) -> None:
         lane.last.wait_unless_told()
 
 
-def _begin(group: RankGroup, path: Path, objects: Objects, extra: object, keep: int | None) -> Part:
+def _begin(group: RankGroup, path: Path, objects: Objects, extra: object, keep: int | None) -> RankContent:
     """See what this rank is to write, and that all ranks are about to write one checkpoint."""
     with failing_together(group):
         if keep is not None and (type(keep) is not int or keep < 1):
@@ -192,7 +194,7 @@ def _begin(group: RankGroup, path: Path, objects: Objects, extra: object, keep: 
     return part
 
 
-def _write(group: RankGroup, folder: Path, part: Part, keep: int | None) -> None:
+def _write(group: RankGroup, folder: Path, part: RankContent, keep: int | None) -> None:
     """Write this rank's file; then rank 0 completes the checkpoint."""
     lock: FolderLock | None = None
     try:
@@ -210,7 +212,7 @@ def _write(group: RankGroup, folder: Path, part: Part, keep: int | None) -> None
                 folder.rmdir()  # goes only where nothing was written
 
 
-def _write_locked(group: RankGroup, folder: Path, part: Part, *, alone: bool) -> None:
+def _write_locked(group: RankGroup, folder: Path, part: RankContent, *, alone: bool) -> None:
     token = group.all_gather_fixed(new_token().encode())[0].decode()
     try:
         with failing_together(group), _clear(folder):
@@ -258,7 +260,7 @@ _Parts = tuple[dict[str, DataFile], dict[str, Entry], dict[str, Any]]
 
 
 def _gather_parts(
-    group: RankGroup, files: dict[str, DataFile], entries: dict[str, Entry], part: Part
+    group: RankGroup, files: dict[str, DataFile], entries: dict[str, Entry], part: RankContent
 ) -> _Parts | None:
     """Bring what all ranks have written to rank 0; all ranks call."""
     if group.rank != 0:

@@ -13,8 +13,8 @@ import torch
 
 from zero_optim.demo import optimizers, ranks, saved, text
 from zero_optim.demo.config import RunConfig, defaults, flag
+from zero_optim.demo.metrics import METRICS
 from zero_optim.demo.model import GPT
-from zero_optim.demo.records import METRICS
 from zero_optim.demo.saved import Saved
 from zero_optim.hooks import make_hook, parse_hook_options
 from zero_optim.probe.traits import probe

@@ -25,8 +25,8 @@ from zero_optim import ZeroRedundancyOptimizer, checkpoint
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.demo import optimizers, saved, schedule
 from zero_optim.demo.config import RunConfig
+from zero_optim.demo.metrics import Metric
 from zero_optim.demo.model import GPT, generate
-from zero_optim.demo.records import Record
 from zero_optim.demo.text import Corpus, Samples, held_out_windows
 from zero_optim.demo.trace import BACKWARD, FORWARD
 from zero_optim.errors import DivergedError
@@ -87,7 +87,7 @@ class Trainer:
         torch.autograd.backward(self._loss(*self._samples.take(0, 1)))
         self._optimizer.zero_grad()
 
-    def update(self) -> Record:
+    def update(self) -> Metric:
         """Make one update."""
         began = perf_counter()
         loss = self.ranks.mean(self._backward())
@@ -101,7 +101,7 @@ class Trainer:
         self._optimizer.zero_grad()
         self.step += 1
         seconds = perf_counter() - began
-        return Record(
+        return Metric(
             step=self.step,
             train_loss=loss,
             lr=rate,

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from zero_optim.demo import ranks, saved, text, trace
 from zero_optim.demo.config import RunConfig
-from zero_optim.demo.journal import Journal
-from zero_optim.demo.records import Record
+from zero_optim.demo.metrics import Metric
+from zero_optim.demo.run_log import RunLog
 from zero_optim.demo.trainer import Trainer
 from zero_optim.errors import CheckpointError, DivergedError
 from zero_optim.run.host import end_with_parent
@@ -65,7 +65,7 @@ def record_failure(error: Exception) -> None:
 
 
 def work(config: RunConfig, meeting: str | None = None) -> None:
-    """Train; all ranks call, and rank 0 keeps a journal.
+    """Train; all ranks call, and rank 0 keeps a run_log.
 
     Args:
         config: the run.
@@ -76,54 +76,54 @@ def work(config: RunConfig, meeting: str | None = None) -> None:
     if config.resume is not None:
         trainer.restore(config.resume)
     if place.rank == 0:
-        journal = Journal(trainer)
-        journal.open(saved.look(Path(config.resume)) if config.resume is not None else None)
-        with journal.report:
-            train(trainer, journal)
-        journal.close(trainer.shards())
+        run_log = RunLog(trainer)
+        run_log.open(saved.look(Path(config.resume)) if config.resume is not None else None)
+        with run_log.display:
+            train(trainer, run_log)
+        run_log.close(trainer.shards())
     else:
         train(trainer, None)
         trainer.shards()
     dist.destroy_process_group()
 
 
-def train(trainer: Trainer, journal: Journal | None) -> None:
-    """Make the updates that are left; all ranks call, rank 0 with a journal."""
+def train(trainer: Trainer, run_log: RunLog | None) -> None:
+    """Make the updates that are left; all ranks call, rank 0 with a run_log."""
     config = trainer.config
     if trainer.step == 0:
-        _tell(journal, Record(step=0, val_loss=trainer.evaluate()))
+        _tell(run_log, Metric(step=0, val_loss=trainer.evaluate()))
     stall: float | None = None
     traced = min(trainer.step + TRACED_AFTER, config.steps - 1) if config.trace else None
     while trainer.step < config.steps:
-        update = partial(_traced_update, journal) if trainer.step == traced else Trainer.update
+        update = partial(_traced_update, run_log) if trainer.step == traced else Trainer.update
         record = replace(update(trainer), save_stall=stall)
         stall = None
         if _due(trainer.step, config.eval_every, config.steps):
             record = replace(record, val_loss=trainer.evaluate())
-        _tell(journal, record)
+        _tell(run_log, record)
         if _due(trainer.step, config.save_every, config.steps):
             stall = trainer.save()
-            if journal is not None:
-                journal.saved(stall)
+            if run_log is not None:
+                run_log.saved(stall)
     trainer.finish_saving()
 
 
-def _traced_update(journal: Journal | None, trainer: Trainer) -> Record:
+def _traced_update(run_log: RunLog | None, trainer: Trainer) -> Metric:
     """Make one update, profiled on rank 0."""
-    if journal is None:
+    if run_log is None:
         return trainer.update()
     folder = Path(trainer.config.out)
     with trace.traced(folder / trace.EVENTS):
         record = trainer.update()
     spans = trace.spans_of(folder / trace.EVENTS)
     trace.draw([(f"update {record.step} on rank 0", spans)], folder / trace.PICTURE)
-    journal.traced(trace.hidden(spans))
+    run_log.traced(trace.hidden(spans))
     return record
 
 
-def _tell(journal: Journal | None, record: Record) -> None:
-    if journal is not None:
-        journal.tell(record)
+def _tell(run_log: RunLog | None, record: Metric) -> None:
+    if run_log is not None:
+        run_log.tell(record)
 
 
 def _due(step: int, every: int, steps: int) -> bool:

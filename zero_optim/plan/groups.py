@@ -7,29 +7,29 @@ from torch import Tensor
 
 from zero_optim.plan.description import describe
 
-Group = dict[str, Any]
+ParamGroup = dict[str, Any]
 
 
 # Keys of a group that describe its parameters; all others are options.
 PARAM_KEYS = frozenset({"params", "param_names"})
 
 
-def params_of(groups: Sequence[Group]) -> list[Tensor]:
+def params_of(groups: Sequence[ParamGroup]) -> list[Tensor]:
     """List all parameters, group by group."""
     return [param for group in groups for param in group["params"]]
 
 
-def member_ids(groups: Sequence[Group]) -> list[list[int]]:
+def member_ids(groups: Sequence[ParamGroup]) -> list[list[int]]:
     """Tell the groups' members by identity: much faster to compare than tensors are to look up."""
     return [list(map(id, group["params"])) for group in groups]
 
 
-def options_of(group: Group) -> Group:
+def options_of(group: ParamGroup) -> ParamGroup:
     """Copy a group's options, without its parameters."""
     return {key: value for key, value in group.items() if key not in PARAM_KEYS}
 
 
-def param_names(groups: Sequence[Group]) -> list[str]:
+def param_names(groups: Sequence[ParamGroup]) -> list[str]:
     """Name every parameter for messages: its own name where given, else group and place."""
     names: list[str] = []
     for number, group in enumerate(groups):
@@ -40,7 +40,7 @@ def param_names(groups: Sequence[Group]) -> list[str]:
     return names
 
 
-def describe_options(groups: Sequence[Group]) -> list[str]:
+def describe_options(groups: Sequence[ParamGroup]) -> list[str]:
     """Describe each group's options, so that ranks can compare them."""
     described = []
     for number, group in enumerate(groups):

@@ -138,7 +138,7 @@ def whole(numels: Sequence[int], owners: Sequence[int], alignment: int = 1) -> L
     return Layout(tuple(numels), tuple(rows))
 
 
-class Run(NamedTuple):
+class Span(NamedTuple):
     """Elements ``[start, stop)`` of the flat tensor that ``owner`` owns: a part of its row."""
 
     owner: int
@@ -146,7 +146,7 @@ class Run(NamedTuple):
     stop: int
 
 
-def runs(layout: Layout, chosen: Collection[int]) -> list[Run]:
+def spans(layout: Layout, chosen: Collection[int]) -> list[Span]:
     """Find the fewest stretches of the flat tensor that hold some parameters and no others.
 
     Args:
@@ -156,7 +156,7 @@ def runs(layout: Layout, chosen: Collection[int]) -> list[Run]:
     Returns:
         By rank and place. Padding between two extents of a run is part of it.
     """
-    found: list[Run] = []
+    found: list[Span] = []
     for row in layout.rows:
         is_open = False
         for extent in row.extents:
@@ -165,6 +165,6 @@ def runs(layout: Layout, chosen: Collection[int]) -> list[Run]:
             elif is_open:
                 found[-1] = found[-1]._replace(stop=extent.end)
             elif extent.stop > extent.start:
-                found.append(Run(row.owner, extent.offset, extent.end))
+                found.append(Span(row.owner, extent.offset, extent.end))
                 is_open = True
     return found

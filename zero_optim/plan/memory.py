@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from zero_optim.compat.engine import wraps_tensors
-from zero_optim.plan.groups import Group, param_names, params_of
+from zero_optim.plan.groups import ParamGroup, param_names, params_of
 
 
 def dense_strides(param: Tensor) -> tuple[int, ...]:
@@ -26,7 +26,7 @@ def consecutive_views(flat: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
     return views
 
 
-def check_shardable(groups: Sequence[Group]) -> None:
+def check_shardable(groups: Sequence[ParamGroup]) -> None:
     """Refuse parameters that cannot be placed in a bucket.
 
     Args:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.plan.buckets import assign_buckets
-from zero_optim.plan.groups import Group, param_names, params_of
+from zero_optim.plan.groups import ParamGroup, param_names, params_of
 from zero_optim.plan.layout import Layout, whole
 from zero_optim.plan.memory import dense_strides
 from zero_optim.plan.partition import assign_owners
@@ -105,7 +105,7 @@ def _device_slots(params: Sequence[Tensor]) -> dict[torch.device, int]:
     return slots
 
 
-def describe_params(groups: Sequence[Group], plan: Plan) -> list[str]:
+def describe_params(groups: Sequence[ParamGroup], plan: Plan) -> list[str]:
     """Describe each parameter by all that must be equal on every rank."""
     params = params_of(groups)
     slots = _device_slots(params)

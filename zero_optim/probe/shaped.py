@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_optim.probe.subject import Subject
-from zero_optim.probe.trials import Feed, Run, isolated, record
+from zero_optim.probe.subject import OptimizerUnderTest
+from zero_optim.probe.trials import Feed, TrialRun, isolated, record
 
 # Sizes of trial parameters: distinct, so that no other tensor of the state has the shape by chance.
 _TRIAL_SIZES = (5, 3, 7, 2, 4, 6)
@@ -38,7 +38,7 @@ class ShapedKeys:
         return self._found[num_dims]
 
     def _try(self, num_dims: int) -> frozenset[str]:
-        subject = Subject.of(self.optimizer_class, self.defaults, ())
+        subject = OptimizerUnderTest.of(self.optimizer_class, self.defaults, ())
         feed = Feed((_TRIAL_SIZES[:num_dims],), gaps=False, num_groups=1, num_steps=1)
         with isolated():
             for candidate in (subject, subject.without_switches()):
@@ -51,7 +51,7 @@ class ShapedKeys:
         return frozenset()
 
 
-def _shaped(run: Run) -> frozenset[str]:
+def _shaped(run: TrialRun) -> frozenset[str]:
     (param,), (entries, *_) = run.leaves[0], run.state_of(0)
     return frozenset(
         k for k, value in entries.items() if isinstance(value, Tensor) and value.shape == param.shape

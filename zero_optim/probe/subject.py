@@ -63,7 +63,7 @@ def bits(tensor: Tensor) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class OptimizerUnderTest:
     """What is tried: a class and its options, held without keeping the class alive.
 
     Hashable if its options are; equal for equal classes and options.
@@ -74,7 +74,9 @@ class Subject:
     groups: tuple[object, ...]
 
     @classmethod
-    def of(cls, build: Builder, options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> "Subject":
+    def of(
+        cls, build: Builder, options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+    ) -> "OptimizerUnderTest":
         """Freeze options; those bound by functools.partial count as options too."""
         function = getattr(build, "func", None)
         if callable(function) and not getattr(build, "args", True):
@@ -93,7 +95,7 @@ class Subject:
         switch_mode(optimizer, "train")
         return optimizer
 
-    def without_switches(self) -> "Subject":
+    def without_switches(self) -> "OptimizerUnderTest":
         """The same with implementation switches off: a CPU may lack what they choose."""
         options, *groups = (
             frozen(

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_optim.probe.sameness import same, same_pieces
-from zero_optim.probe.subject import Subject, frozen, thawed
+from zero_optim.probe.subject import OptimizerUnderTest, frozen, thawed
 from zero_optim.probe.trials import (
     Feed,
-    Record,
-    Run,
+    TrialRecord,
+    TrialRun,
     isolated,
     record,
     start,
@@ -30,7 +30,7 @@ from zero_optim.probe.trials import (
     step_whole,
 )
 
-StepRun: TypeAlias = Callable[[Run, int, Mapping[int, Tensor | None]], None]
+StepRun: TypeAlias = Callable[[TrialRun, int, Mapping[int, Tensor | None]], None]
 
 _MIXED = ((9, 13), (67,), (40,), (2, 3, 3, 3), (9, 13), (12, 5))
 _NO_KERNELS = ((9, 13), (67,), (40,), (6, 11), (9, 13), (12, 5))
@@ -102,7 +102,7 @@ def probe(
             of the same algorithm, are switched off if the CPU has none.
         groups: the options of each parameter group, if groups have some of their own.
     """
-    subject = Subject.of(optimizer_class, options, groups)
+    subject = OptimizerUnderTest.of(optimizer_class, options, groups)
     try:
         hash(subject)
     except (
@@ -135,12 +135,12 @@ def refusal(optimizer_class: Callable[..., Optimizer], traits: Traits) -> str:
 
 
 @lru_cache(maxsize=256)
-def _remembered(subject: Subject) -> Traits:
+def _remembered(subject: OptimizerUnderTest) -> Traits:
     """Keys hold the class weakly and options as values, so nothing of the user's is kept alive."""
     return _try(subject)
 
 
-def _try(subject: Subject) -> Traits:
+def _try(subject: OptimizerUnderTest) -> Traits:
     with isolated():
         found = _first_accepted(subject)
         if isinstance(found, str):
@@ -157,7 +157,7 @@ def _try(subject: Subject) -> Traits:
 # ---------------------------------------------------------------------- finding what a class accepts
 
 
-def _first_accepted(subject: Subject) -> tuple[Subject, Record] | str:
+def _first_accepted(subject: OptimizerUnderTest) -> tuple[OptimizerUnderTest, TrialRecord] | str:
     """Run all parameters together with the first feed the class accepts, or say why there is none."""
     errors: list[str] = []
     plain = subject.without_switches()
@@ -170,7 +170,7 @@ def _first_accepted(subject: Subject) -> tuple[Subject, Record] | str:
     return _why_untried(plain, errors)
 
 
-def _why_untried(subject: Subject, errors: Sequence[str]) -> str:
+def _why_untried(subject: OptimizerUnderTest, errors: Sequence[str]) -> str:
     """Find out what a class needs that an ordinary step does not give."""
     for feed in (_FEEDS[0], replace(_FEEDS[0], num_groups=1), _FEEDS[3]):
         for step, needs in ((_step_with_closure, _CLOSURE), (_step_with_graph, _SECOND_ORDER)):
@@ -186,7 +186,7 @@ def _why_untried(subject: Subject, errors: Sequence[str]) -> str:
     return f"on small CPU tensors it raises {errors[0]}"
 
 
-def _needed_by_step(subject: Subject) -> str:
+def _needed_by_step(subject: OptimizerUnderTest) -> str:
     """Name the arguments without which a class's ``step()`` cannot be called."""
     try:
         step = start(subject, _FEEDS[0], starts_of(_FEEDS[0])).optimizer.step
@@ -204,7 +204,7 @@ _CLOSURE = (
 _SECOND_ORDER = "its step() needs second-order gradients, of backward(create_graph=True)"
 
 
-def _step_with_closure(run: Run) -> None:
+def _step_with_closure(run: TrialRun) -> None:
     leaves = [leaf for pieces in run.leaves.values() for leaf in pieces]
 
     def closure() -> Tensor:
@@ -215,7 +215,7 @@ def _step_with_closure(run: Run) -> None:
     _call(run.optimizer, closure)
 
 
-def _step_with_graph(run: Run) -> None:
+def _step_with_graph(run: TrialRun) -> None:
     leaves = [leaf for pieces in run.leaves.values() for leaf in pieces]
     loss = torch.stack([leaf.pow(4).sum() for leaf in leaves]).sum()
     for leaf, grad in zip(leaves, torch.autograd.grad(loss, leaves, create_graph=True), strict=True):
@@ -239,7 +239,7 @@ def _said(error: Exception) -> str:
 # ---------------------------------------------------------------------- three comparisons
 
 
-def _why_coupled(subject: Subject, made: Record) -> str | None:
+def _why_coupled(subject: OptimizerUnderTest, made: TrialRecord) -> str | None:
     """Step each parameter by an optimizer of its own, and none at all by another."""
     if made.drew:
         return "it draws random numbers, and each rank would draw others"
@@ -253,7 +253,7 @@ def _why_coupled(subject: Subject, made: Record) -> str | None:
     return _why_coupled_otherwise(subject, made)
 
 
-def _why_coupled_otherwise(subject: Subject, made: Record) -> str | None:
+def _why_coupled_otherwise(subject: OptimizerUnderTest, made: TrialRecord) -> str | None:
     """Try again where something may have been hidden: by NaN, or by single precision."""
     tamer = [] if made.finite or made.feed.huge == 1 else [replace(made.feed, huge=1.0)]
     half = [] if made.feed.dtype != torch.float32 else [replace(made.feed, dtype=torch.bfloat16, num_steps=2)]
@@ -265,7 +265,7 @@ def _why_coupled_otherwise(subject: Subject, made: Record) -> str | None:
     return None
 
 
-def _holds_leftovers(subject: Subject, made: Record) -> bool:
+def _holds_leftovers(subject: OptimizerUnderTest, made: TrialRecord) -> bool:
     """Whether equal runs give equal parameters and unequal state: parts of it were never written to.
 
     The momentum of PyTorch's fused SGD in bfloat16 on the CPU is of that kind.
@@ -274,13 +274,13 @@ def _holds_leftovers(subject: Subject, made: Record) -> bool:
     return repeated.values == made.values and _state_difference(made, repeated.run) is not None
 
 
-def _why_counting(subject: Subject, made: Record) -> str | None:
+def _why_counting(subject: OptimizerUnderTest, made: TrialRecord) -> str | None:
     """Step one optimizer bucket by bucket."""
     begin = partial(start, subject, made.feed, made.starts)
     return _compare(subject, made, "stepped in parts", begin, step_in_parts)
 
 
-def _why_shape_used(subject: Subject, made: Record) -> str | None:
+def _why_shape_used(subject: OptimizerUnderTest, made: TrialRecord) -> str | None:
     """Cut every parameter in pieces; if that makes no difference, a larger one too."""
     if made.feed.sparse:
         return "it takes sparse gradients, which are not cut"
@@ -297,7 +297,7 @@ def _why_shape_used(subject: Subject, made: Record) -> str | None:
     return None
 
 
-def _recorded(subject: Subject, feed: Feed) -> Record | None:
+def _recorded(subject: OptimizerUnderTest, feed: Feed) -> TrialRecord | None:
     try:
         return record(subject, feed)
     except Exception:  # noqa: BLE001 - a class that knows no bfloat16, say, is none the worse
@@ -305,7 +305,11 @@ def _recorded(subject: Subject, feed: Feed) -> Record | None:
 
 
 def _compare(
-    subject: Subject, made: Record, how: str, begin: Callable[[], Run], step_run: StepRun = step_whole
+    subject: OptimizerUnderTest,
+    made: TrialRecord,
+    how: str,
+    begin: Callable[[], TrialRun],
+    step_run: StepRun = step_whole,
 ) -> str | None:
     """Make a run with the recorded gradients, and say what came out different from the record."""
     try:
@@ -318,7 +322,7 @@ def _compare(
     return None if differs is None else f"{how}, {differs}"
 
 
-def _first_difference(made: Record, run: Run, step_run: StepRun) -> str | None:
+def _first_difference(made: TrialRecord, run: TrialRun, step_run: StepRun) -> str | None:
     for step, gradients in enumerate(made.gradients):
         step_run(run, step, {index: gradients[index] for index in run.leaves})
         for index in run.leaves:
@@ -332,7 +336,7 @@ def _first_difference(made: Record, run: Run, step_run: StepRun) -> str | None:
 # ---------------------------------------------------------------------- bits
 
 
-def _named(made: Record, index: int) -> str:
+def _named(made: TrialRecord, index: int) -> str:
     return f"the parameter of shape {made.feed.shape(index)}"
 
 
@@ -344,7 +348,7 @@ def _how_much(got: bytes, expected: bytes, dtype: torch.dtype) -> str:
     return f"by {apart:.1e} of its value at most"
 
 
-def _state_difference(made: Record, run: Run) -> str | None:
+def _state_difference(made: TrialRecord, run: TrialRun) -> str | None:
     """Compare at the end the state of each parameter, and the state of none."""
     for index in run.leaves:
         (whole,) = made.run.leaves[index]
@@ -355,7 +359,7 @@ def _state_difference(made: Record, run: Run) -> str | None:
     return "the state that belongs to no parameter differed"
 
 
-def _group_difference(subject: Subject, made: Record, run: Run) -> str | None:
+def _group_difference(subject: OptimizerUnderTest, made: TrialRecord, run: TrialRun) -> str | None:
     """Compare group entries at the end; caches that may hold anything (RAdam's buffer) do not count.
 
     An entry is one if the class, given this run's entry before every step, does the same.
@@ -371,7 +375,7 @@ def _group_difference(subject: Subject, made: Record, run: Run) -> str | None:
         return None
     entries = [(number, key, frozen(value)) for number, key, value in differing]
 
-    def step_run(again: Run, step: int, gradients: Mapping[int, Tensor | None]) -> None:
+    def step_run(again: TrialRun, step: int, gradients: Mapping[int, Tensor | None]) -> None:
         for number, key, value in entries:
             again.optimizer.param_groups[number][key] = thawed(value)
         step_whole(again, step, gradients)

@@ -26,7 +26,7 @@ import torch.optim.optimizer as torch_optimizer_module
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_optim.probe.subject import Subject, bits, switch_mode
+from zero_optim.probe.subject import OptimizerUnderTest, bits, switch_mode
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -54,7 +54,7 @@ class Feed:
     dtype: torch.dtype = torch.float32
     huge: float = _HUGE
 
-    def with_groups(self, subject: Subject) -> "Feed":
+    def with_groups(self, subject: OptimizerUnderTest) -> "Feed":
         """Give every group of the subject a turn."""
         return replace(self, num_groups=max(self.num_groups, len(subject.groups)))
 
@@ -117,7 +117,7 @@ def _orthogonal(rows: Tensor, weights: Tensor) -> Tensor:
 
 
 @dataclass(slots=True)
-class Run:
+class TrialRun:
     """One optimizer over some of the parameters, each whole or in pieces."""
 
     optimizer: Optimizer
@@ -150,13 +150,15 @@ class Run:
         return {key: value for key, value in held.items() if not isinstance(key, Tensor)}
 
 
-def start(subject: Subject, feed: Feed, values: Mapping[int, Tensor], *, cut: bool = False) -> Run:
+def start(
+    subject: OptimizerUnderTest, feed: Feed, values: Mapping[int, Tensor], *, cut: bool = False
+) -> TrialRun:
     """Build an optimizer over some parameters; the groups are the same whichever they are."""
     leaves = {index: _leaves(value, cut and (3 if index == 1 else 2)) for index, value in values.items()}
     groups: list[list[Tensor]] = [[] for _ in range(feed.num_groups)]
     for index, pieces in leaves.items():
         groups[index % feed.num_groups].extend(pieces)
-    return Run(subject.build(groups), leaves)
+    return TrialRun(subject.build(groups), leaves)
 
 
 def starts_of(feed: Feed, noise: list[Tensor] | None = None) -> dict[int, Tensor]:
@@ -174,7 +176,7 @@ def _leaves(value: Tensor, num_pieces: int) -> list[Tensor]:
     return [piece.clone().requires_grad_() for piece in torch.split(value.reshape(-1), sizes)]
 
 
-def step_whole(run: Run, step: int, gradients: Mapping[int, Tensor | None]) -> None:
+def step_whole(run: TrialRun, step: int, gradients: Mapping[int, Tensor | None]) -> None:
     """Step everything; halfway, look at the model as an evaluation does, where the class has modes."""
     run.give(gradients)
     run.optimizer.step()
@@ -183,7 +185,7 @@ def step_whole(run: Run, step: int, gradients: Mapping[int, Tensor | None]) -> N
         switch_mode(run.optimizer, "train")
 
 
-def step_in_parts(run: Run, step: int, gradients: Mapping[int, Tensor | None]) -> None:
+def step_in_parts(run: TrialRun, step: int, gradients: Mapping[int, Tensor | None]) -> None:
     """Step bucket by bucket, the last parameters first; a bucket's gradients arrive just before."""
     groups = run.optimizer.param_groups
     members = [group["params"] for group in groups]
@@ -204,11 +206,11 @@ def step_in_parts(run: Run, step: int, gradients: Mapping[int, Tensor | None]) -
 
 
 @dataclass(slots=True)
-class Record:
+class TrialRecord:
     """A run of all parameters together: what it was given and what came out."""
 
     feed: Feed
-    run: Run
+    run: TrialRun
     starts: dict[int, Tensor]
     gradients: list[dict[int, Tensor | None]] = field(default_factory=list)
     values: list[list[bytes]] = field(default_factory=list)
@@ -225,7 +227,7 @@ class Record:
         return all(bool(leaf.isfinite().all()) for (leaf,) in self.run.leaves.values())
 
 
-def record(subject: Subject, feed: Feed) -> Record:
+def record(subject: OptimizerUnderTest, feed: Feed) -> TrialRecord:
     """Run all parameters together, choosing the gradients on the way.
 
     Raises:
@@ -234,7 +236,7 @@ def record(subject: Subject, feed: Feed) -> Record:
     noise = feed.noise()
     starts = starts_of(feed, noise)
     run = start(subject, feed, starts)
-    made = Record(feed, run, starts, values=[[run.bits(index) for index in starts]])
+    made = TrialRecord(feed, run, starts, values=[[run.bits(index) for index in starts]])
     before = _random_states()
     for step in range(feed.num_steps):
         weights = {index: leaf.detach() for index, (leaf,) in run.leaves.items()}

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Sequence
 from torch import Tensor
 
 from zero_optim.comm.collectives import Pending, RankGroup
-from zero_optim.plan.layout import Run
-from zero_optim.shard.storage import Bucket, rows_of
+from zero_optim.plan.layout import Span
+from zero_optim.shard.storage import ParamBucket, rows_of
 
 # Enough to keep the wire busy; each one under way holds a flat tensor where parameters are no views.
 NUM_UNDER_WAY = 4
@@ -57,7 +57,7 @@ class UnderWay:
             self._awaited.clear()
 
 
-def launch_gather(group: RankGroup, bucket: Bucket) -> Pending:
+def start_gather(group: RankGroup, bucket: ParamBucket) -> Pending:
     """Launch the gather of one bucket; all ranks call, in the same order of buckets.
 
     One collective for each owner that holds a part of the bucket.
@@ -71,8 +71,8 @@ def launch_gather(group: RankGroup, bucket: Bucket) -> Pending:
     return Pending(works, [flat], lambda: bucket.settle(flat))
 
 
-def launch_part(
-    lanes: Sequence[RankGroup], bucket: Bucket, chosen: Collection[int], runs: Sequence[Run]
+def start_gather_of_part(
+    lanes: Sequence[RankGroup], bucket: ParamBucket, chosen: Collection[int], spans: Sequence[Span]
 ) -> Pending:
     """Launch the gather of some parameters of a bucket; all ranks call, in the same order.
 
@@ -81,28 +81,28 @@ def launch_part(
             send is then under way at the same time in both directions, where one group may take turns.
         bucket: whose parameters.
         chosen: which of them, counted within the bucket.
-        runs: where they lie.
+        spans: where they lie.
     """
     flat = bucket.fill(chosen)
     works = []
     for number, lane in enumerate(lanes):
-        mine = [(run.owner, flat[run.start : run.stop]) for run in runs if run.owner % len(lanes) == number]
+        mine = [(run.owner, flat[run.start : run.stop]) for run in spans if run.owner % len(lanes) == number]
         works += lane.share_rows(mine)
     return Pending(works, [flat], lambda: bucket.settle(flat, chosen))
 
 
-def launch_buckets(group: RankGroup, buckets: Sequence[Bucket], under_way: UnderWay) -> None:
+def start_gathers(group: RankGroup, buckets: Sequence[ParamBucket], under_way: UnderWay) -> None:
     """Launch the gathers of buckets, and wait for none; all ranks call."""
     for bucket in buckets:
-        under_way.add(bucket.params, launch_gather(group, bucket))
+        under_way.add(bucket.params, start_gather(group, bucket))
 
 
-def gather_buckets(group: RankGroup, buckets: Sequence[Bucket]) -> None:
+def gather_buckets(group: RankGroup, buckets: Sequence[ParamBucket]) -> None:
     """Gather buckets, some at a time, and wait; all ranks call. Nothing to do in a group of one."""
     under_way: deque[Pending] = deque()
     for bucket in buckets:
         if len(under_way) == NUM_UNDER_WAY:
             under_way.popleft().wait()
-        under_way.append(launch_gather(group, bucket))
+        under_way.append(start_gather(group, bucket))
     for pending in under_way:
         pending.wait()

@@ -11,13 +11,13 @@ from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.engine import eager
 from zero_optim.plan.costs import Cost
-from zero_optim.plan.groups import Group, describe_options, member_ids, param_names, params_of
-from zero_optim.plan.layout import Run, runs
+from zero_optim.plan.groups import ParamGroup, describe_options, member_ids, param_names, params_of
+from zero_optim.plan.layout import Span, spans
 from zero_optim.plan.memory import check_shardable
 from zero_optim.plan.partition import rank_loads
 from zero_optim.plan.plan import Plan, describe_params, make_plan
-from zero_optim.shard.gathers import UnderWay, gather_buckets, launch_buckets
-from zero_optim.shard.storage import Bucket, is_active, make_bucket
+from zero_optim.shard.gathers import UnderWay, gather_buckets, start_gathers
+from zero_optim.shard.storage import ParamBucket, is_active, make_bucket
 
 _MEANT = (
     "If that is meant to differ, do not pass it: give a function as optimizer_class that finds it out when "
@@ -46,7 +46,7 @@ class Sharding:
     def __init__(self, group: RankGroup, as_views: bool, cap_mb: float) -> None:
         self.owners: dict[Tensor, int] = {}
         self.loads: list[float] = [0] * group.size
-        self.buckets: list[Bucket] = []
+        self.buckets: list[ParamBucket] = []
         self.under_way = UnderWay()
         self.readers: list[frozenset[Tensor]] = []
         self._places: dict[Tensor, tuple[int, int]] = {}
@@ -60,7 +60,9 @@ class Sharding:
         """Copy and pickle without the readers, who wait for the gathers of this one."""
         return {**self.__dict__, "readers": []}
 
-    def plan(self, groups: Sequence[Group], costs: Sequence[Cost], before: int, about: Sequence[str]) -> Plan:
+    def plan(
+        self, groups: Sequence[ParamGroup], costs: Sequence[Cost], before: int, about: Sequence[str]
+    ) -> Plan:
         """Plan groups and make sure that all ranks planned the same; all ranks call.
 
         Nothing is carried out: `add` does that.
@@ -103,8 +105,8 @@ class Sharding:
             self._active.append(is_active(self.buckets[-1]))
 
     @eager
-    def refresh(self, groups: Sequence[Group]) -> None:
-        """Look at every parameter before a step; see `Bucket.refresh`.
+    def refresh(self, groups: Sequence[ParamGroup]) -> None:
+        """Look at every parameter before a step; see `ParamBucket.refresh`.
 
         Raises:
             ValueError: a parameter was put into a group by hand.
@@ -117,14 +119,14 @@ class Sharding:
         for bucket in self.buckets:
             bucket.refresh()
 
-    def _check_owned(self, groups: Sequence[Group]) -> None:
+    def _check_owned(self, groups: Sequence[ParamGroup]) -> None:
         for index, param in enumerate(params_of(groups)):
             if param not in self.owners:
                 name = param_names(groups)[index]
                 raise ValueError(f"{name} has no owner: add parameters with add_param_group(), on all ranks")
 
     @eager
-    def gather(self, groups: Sequence[Group]) -> None:
+    def gather(self, groups: Sequence[ParamGroup]) -> None:
         """Bring all parameters up to date on all ranks; all ranks call.
 
         Buckets in which nothing has ever trained are left out. When something in them begins to, the
@@ -139,7 +141,7 @@ class Sharding:
             self._active = active
         moving = [bucket for bucket, moves in zip(self.buckets, active, strict=True) if moves]
         if self.readers:
-            launch_buckets(self._group, moving, self.under_way)
+            start_gathers(self._group, moving, self.under_way)
             self.end_step()
         else:
             gather_buckets(self._group, moving)
@@ -156,9 +158,9 @@ class Sharding:
         """Tell for each bucket whether something in it trains, or has done so."""
         return [was or is_active(bucket) for bucket, was in zip(self.buckets, self._active, strict=True)]
 
-    def stretches(
+    def spans_of(
         self, params: Sequence[Tensor]
-    ) -> tuple[tuple[Bucket, frozenset[int], tuple[Run, ...]], ...]:
+    ) -> tuple[tuple[ParamBucket, frozenset[int], tuple[Span, ...]], ...]:
         """Find where some parameters lie: by bucket, their indices within it, and the stretches they fill."""
         by_bucket: dict[int, set[int]] = {}
         for param in params:
@@ -167,7 +169,7 @@ class Sharding:
         found = []
         for number in sorted(by_bucket):
             bucket, chosen = self.buckets[number], frozenset(by_bucket[number])
-            found.append((bucket, chosen, tuple(runs(bucket.layout, chosen))))
+            found.append((bucket, chosen, tuple(spans(bucket.layout, chosen))))
         return tuple(found)
 
     @eager

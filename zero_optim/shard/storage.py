@@ -36,7 +36,7 @@ from zero_optim.plan.layout import Layout
 from zero_optim.plan.memory import dense_strides
 
 
-class Bucket(Protocol):
+class ParamBucket(Protocol):
     """Parameters that travel together."""
 
     params: list[Tensor]
@@ -68,7 +68,7 @@ def rows_of(flat: Tensor, layout: Layout) -> list[tuple[int, Tensor]]:
     return [(row.owner, flat[row.start : row.stop]) for row in layout.rows if row.stop > row.start]
 
 
-def is_active(bucket: Bucket) -> bool:
+def is_active(bucket: ParamBucket) -> bool:
     """Whether a step may change the bucket: something in it trains or holds a gradient."""
     return any(p.requires_grad or p.grad is not None for p in bucket.params)
 
@@ -135,7 +135,7 @@ def _can_be_views(params: Sequence[Tensor]) -> bool:
         return False  # the device has no DLPack
 
 
-def make_bucket(params: list[Tensor], layout: Layout, rank: int, *, as_views: bool) -> "Bucket":
+def make_bucket(params: list[Tensor], layout: Layout, rank: int, *, as_views: bool) -> "ParamBucket":
     """Make a bucket.
 
     Args:
@@ -186,18 +186,18 @@ class ViewBucket:
         for index in range(len(params)):
             self._take_in(index)
 
-    def __reduce__(self) -> tuple[Callable[..., Bucket], tuple[list[Tensor], Layout, int]]:
+    def __reduce__(self) -> tuple[Callable[..., ParamBucket], tuple[list[Tensor], Layout, int]]:
         """Copy and pickle by building anew around the copied parameters."""
         return partial(make_bucket, as_views=True), (self.params, self.layout, self._rank)
 
     def refresh(self) -> None:
-        """See `Bucket`. Parameters whose ``data`` was replaced are moved in again."""
+        """See `ParamBucket`. Parameters whose ``data`` was replaced are moved in again."""
         for index in self._moved_out():
             self._forms[index].check(self.params[index])
             self._take_in(index)
 
     def fill(self, chosen: Collection[int] | None = None) -> Tensor:
-        """See `Bucket`. The row is the parameters, unless the step has replaced their ``data``.
+        """See `ParamBucket`. The row is the parameters, unless the step has replaced their ``data``.
 
         Raises nothing, as the other ranks wait: what does not fit is left to the next `refresh`.
         """
@@ -207,7 +207,7 @@ class ViewBucket:
         return self._flat
 
     def settle(self, flat: Tensor, chosen: Collection[int] | None = None) -> None:
-        """See `Bucket`. The values are there already; autograd is told that they changed."""
+        """See `ParamBucket`. The values are there already; autograd is told that they changed."""
         assert flat is self._flat
         others = _picked(self._others, chosen)
         torch.autograd.graph.increment_version([self.params[index] for index in others])
@@ -256,18 +256,18 @@ class PackedBucket:
         self._forms = list(map(Form.of, params))
 
     def refresh(self) -> None:
-        """See `Bucket`."""
+        """See `ParamBucket`."""
         for param, form in zip(self.params, self._forms, strict=True):
             form.check(param)
 
     def fill(self, chosen: Collection[int] | None = None) -> Tensor:
-        """See `Bucket`."""
+        """See `ParamBucket`."""
         flat = torch.zeros(self.layout.numel, dtype=self._forms[0].dtype, device=self._forms[0].device)
         self._copy(flat, _picked(self._own, chosen), into_params=False)
         return flat
 
     def settle(self, flat: Tensor, chosen: Collection[int] | None = None) -> None:
-        """See `Bucket`."""
+        """See `ParamBucket`."""
         self._copy(flat, _picked(self._others, chosen), into_params=True)
 
     def _copy(self, flat: Tensor, indices: list[int], *, into_params: bool) -> None:

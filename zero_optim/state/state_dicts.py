@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.description import describe
-from zero_optim.plan.groups import Group, describe_options, param_names, params_of
+from zero_optim.plan.groups import ParamGroup, describe_options, param_names, params_of
 from zero_optim.shard.sharding import Sharding
 from zero_optim.state.whole import (
     Snapshot,
@@ -33,7 +33,7 @@ from zero_optim.state.whole import (
     own_part,
 )
 from zero_optim.step.local import OptimizerView
-from zero_optim.step.owned import Share
+from zero_optim.step.owned import OwnedState
 
 
 class ShardedState(Optimizer):
@@ -44,19 +44,19 @@ class ShardedState(Optimizer):
     Attributes:
         _group: the ranks.
         _sharding: who owns what.
-        _share: what this rank owns; None while the constructor runs.
+        _owned: what this rank owns; None while the constructor runs.
         _snapshot: the whole state, if this rank has been given it.
     """
 
     _group: RankGroup
     _sharding: Sharding
-    _share: Share | None
+    _owned: OwnedState | None
     _snapshot: Snapshot
 
     @property
-    def _own(self) -> Share:
-        assert self._share is not None  # None only while the constructor runs
-        return self._share
+    def _own(self) -> OwnedState:
+        assert self._owned is not None  # None only while the constructor runs
+        return self._owned
 
     def _params(self) -> list[Tensor]:
         return params_of(self.param_groups)
@@ -166,7 +166,7 @@ class ShardedState(Optimizer):
         agree(self._group, [f"src={describe(src)}"], "the source of load_state_dict")
         params = self._params()
         part: dict[Any, Any] = {}
-        saved: list[Group] = []
+        saved: list[ParamGroup] = []
         with failing_together(self._group):
             self._own.local.check_dicts()
             check_source(state_dict, src, self._group)
@@ -223,7 +223,7 @@ class ShardedState(Optimizer):
             groups = self._with_options(options)
         self._take_over(state, groups, exact=True)
 
-    def _take_over(self, part: Mapping[Any, Any], groups: list[Group], *, exact: bool) -> None:
+    def _take_over(self, part: Mapping[Any, Any], groups: list[ParamGroup], *, exact: bool) -> None:
         self.check_weights()
         self.wait_for_gathers()  # they read the parameters, which masters are written to
         self._own.load(part, groups, exact=exact)
@@ -231,7 +231,7 @@ class ShardedState(Optimizer):
         self._show_state()
         self._snapshot.changed()
 
-    def _with_options(self, saved: Sequence[Mapping[str, Any]]) -> list[Group]:
+    def _with_options(self, saved: Sequence[Mapping[str, Any]]) -> list[ParamGroup]:
         """Combine the groups' own parameters with options of saved groups."""
         return [
             _with_options(group, options) for group, options in zip(self.param_groups, saved, strict=True)
@@ -292,7 +292,7 @@ def _called_by_dcp() -> bool:
     return False
 
 
-def _with_options(group: Mapping[str, Any], saved: Mapping[str, Any]) -> Group:
+def _with_options(group: Mapping[str, Any], saved: Mapping[str, Any]) -> ParamGroup:
     """Combine a group's own parameters with the options (and names, if any) of a saved group."""
     names = {key: group[key] for key in ("param_names",) if key in group}
     options = {key: deepcopy(value) for key, value in saved.items() if key != "params"}

@@ -22,7 +22,7 @@ from zero_optim.comm.wire import (
     send_value,
 )
 from zero_optim.errors import NotConsolidatedError, StateMismatchError
-from zero_optim.plan.groups import Group
+from zero_optim.plan.groups import ParamGroup
 from zero_optim.probe.shaped import ShapedKeys
 from zero_optim.run.progress import progress
 
@@ -138,7 +138,7 @@ def in_order(state: WholeState) -> WholeState:
 
 def check_fits(
     state_dict: Mapping[str, Any],
-    groups: Sequence[Group],
+    groups: Sequence[ParamGroup],
     names: Sequence[str],
     shaped: Callable[[int], ShapedKeys],
 ) -> None:
@@ -171,7 +171,7 @@ def check_fits(
 
 def _wrong_shapes(
     state_dict: Mapping[str, Any],
-    groups: Sequence[Group],
+    groups: Sequence[ParamGroup],
     names: Sequence[str],
     shaped: Callable[[int], ShapedKeys],
 ) -> list[str]:
@@ -232,7 +232,7 @@ def deal_out(
     state_dict: Mapping[str, Any] | None,
     params: Sequence[Tensor],
     owners: list[int],
-) -> tuple[dict[Any, Any], list[Group]]:
+) -> tuple[dict[Any, Any], list[ParamGroup]]:
     """Send each rank its part of a whole state dict that one rank holds; all ranks call.
 
     A rank receives what it owns and no more; the caller's tensors are neither kept nor changed.

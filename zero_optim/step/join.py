@@ -17,7 +17,7 @@ from torch.distributed.algorithms.join import JoinHook
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.wire import encode, recv_value, send_value
-from zero_optim.plan.groups import Group, options_of
+from zero_optim.plan.groups import ParamGroup, options_of
 
 
 class ShadowSteps(Protocol):
@@ -45,7 +45,7 @@ class ShardedJoinHook(JoinHook):
 
 
 def lend_gradients(
-    group: RankGroup, joined: bool, params: Sequence[Tensor], owners: Sequence[int], groups: list[Group]
+    group: RankGroup, joined: bool, params: Sequence[Tensor], owners: Sequence[int], groups: list[ParamGroup]
 ) -> None:
     """Give ranks that have joined the gradients and options they need; all ranks call each step.
 
@@ -77,7 +77,7 @@ def lend_gradients(
         _unpack(recv_value(group, lender), params, owners, groups, group.rank)
 
 
-def _parcel(to: int, params: Sequence[Tensor], owners: Sequence[int], groups: list[Group]) -> Group:
+def _parcel(to: int, params: Sequence[Tensor], owners: Sequence[int], groups: list[ParamGroup]) -> ParamGroup:
     """Put together what one joined rank needs."""
     grads = {i: p.grad for i, p in enumerate(params) if owners[i] == to and p.grad is not None}
     options = [options_of(group) for group in groups]
@@ -85,7 +85,7 @@ def _parcel(to: int, params: Sequence[Tensor], owners: Sequence[int], groups: li
 
 
 def _unpack(
-    parcel: Group, params: Sequence[Tensor], owners: Sequence[int], groups: list[Group], rank: int
+    parcel: ParamGroup, params: Sequence[Tensor], owners: Sequence[int], groups: list[ParamGroup], rank: int
 ) -> None:
     """Install a parcel; a gradient that exists is filled in place, as it may be a view of DDP's."""
     for group, options in zip(groups, parcel["options"], strict=True):

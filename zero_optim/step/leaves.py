@@ -192,7 +192,7 @@ def _check_shapes(name: str, held: Iterable[Tensor], entries: Mapping[Tensor, di
             )
 
 
-class OwnedState(Mapping[Any, Any]):
+class OwnedStateView(Mapping[Any, Any]):
     """The state of this rank's parameters as its users see it: by parameter, masters and averages in.
 
     Args:

@@ -18,21 +18,21 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_optim.plan.groups import PARAM_KEYS, Group, member_ids, options_of, params_of
+from zero_optim.plan.groups import PARAM_KEYS, ParamGroup, member_ids, options_of, params_of
 from zero_optim.probe.shaped import ShapedKeys
 from zero_optim.probe.traits import Traits, probe, refusal
-from zero_optim.step.recipe import Recipe
+from zero_optim.step.spec import OptimizerSpec
 
 
 @dataclass(slots=True)
 class _Part:
     """One optimizer and the public groups it steps, by index; its own groups are in that order."""
 
-    recipe: Recipe
+    recipe: OptimizerSpec
     optimizer: Optimizer
     groups: list[int]
     shaped: ShapedKeys
-    given: list[Group]  # options of each group before the class filled in its own
+    given: list[ParamGroup]  # options of each group before the class filled in its own
     traits: Traits | None
 
 
@@ -46,7 +46,7 @@ class OptimizerView:
     """
 
     optimizers: tuple[Optimizer, ...]
-    param_groups: list[Group]
+    param_groups: list[ParamGroup]
 
     @property
     def state(self) -> Mapping[Any, Any]:
@@ -72,9 +72,9 @@ class LocalOptimizer:
 
     def __init__(
         self,
-        default: Recipe,
-        groups: list[Group],
-        recipes: list[Recipe | None],
+        default: OptimizerSpec,
+        groups: list[ParamGroup],
+        recipes: list[OptimizerSpec | None],
         owned: Mapping[Tensor, Tensor],
         assume_separable: bool,
     ) -> None:
@@ -92,7 +92,7 @@ class LocalOptimizer:
             self._add_part(default, shared, [_owned_part(groups[number], owned) for number in shared])
         self._fill_in(groups)
 
-    def _add_part(self, recipe: Recipe, numbers: list[int], owned_parts: list[Group]) -> None:
+    def _add_part(self, recipe: OptimizerSpec, numbers: list[int], owned_parts: list[ParamGroup]) -> None:
         shaped = ShapedKeys(recipe.optimizer_class, dict(recipe.arguments))
         given = [options_of(group) for group in owned_parts]  # as given: the class will fill in its own
         optimizer = recipe.build(
@@ -100,7 +100,7 @@ class LocalOptimizer:
         )  # before anything is tried, so that wrong options are told first
         self._parts.append(_Part(recipe, optimizer, numbers, shaped, given, self._tried(recipe, given)))
 
-    def _tried(self, recipe: Recipe, groups: list[Group]) -> Traits | None:
+    def _tried(self, recipe: OptimizerSpec, groups: list[ParamGroup]) -> Traits | None:
         """Find out what a class tolerates, and refuse it if sharding would change it.
 
         Raises:
@@ -156,7 +156,7 @@ class LocalOptimizer:
         return [part.optimizer.state for part in self._parts]
 
     def step(
-        self, groups: list[Group], closure: Callable[[], float] | None, **kwargs: object
+        self, groups: list[ParamGroup], closure: Callable[[], float] | None, **kwargs: object
     ) -> float | None:
         """Step every leaf under the options of the public groups.
 
@@ -177,7 +177,7 @@ class LocalOptimizer:
         return [getattr(part.optimizer, name) for part in self._parts if hasattr(part.optimizer, name)]
 
     def call(
-        self, groups: list[Group], methods: list[Callable[..., Any]], *args: object, **kwargs: object
+        self, groups: list[ParamGroup], methods: list[Callable[..., Any]], *args: object, **kwargs: object
     ) -> Any:  # noqa: ANN401 - whatever the class returns
         """Call methods of the optimizers' own under the options of the public groups.
 
@@ -188,7 +188,7 @@ class LocalOptimizer:
             results = [method(*args, **kwargs) for method in methods]
             return results[0]
 
-    def step_some(self, groups: list[Group], leaves: Collection[Tensor]) -> None:
+    def step_some(self, groups: list[ParamGroup], leaves: Collection[Tensor]) -> None:
         """Step some of the leaves, as `trials.step_in_parts` does, under the options of the public groups."""
         chosen = {id(leaf) for leaf in leaves}
         with self._under_options_of(groups):
@@ -196,7 +196,7 @@ class LocalOptimizer:
                 _step_chosen(part.optimizer, chosen)
 
     @contextmanager
-    def _under_options_of(self, groups: list[Group]) -> Iterator[None]:
+    def _under_options_of(self, groups: list[ParamGroup]) -> Iterator[None]:
         """Give the local groups options and members of the public ones, and these what the class changed."""
         for public, local in zip(groups, self._groups(), strict=True):
             _set_options(local, public)
@@ -205,7 +205,7 @@ class LocalOptimizer:
         for public, local in zip(groups, self._groups(), strict=True):
             _set_options(public, local)
 
-    def _follow_members(self, groups: list[Group]) -> None:
+    def _follow_members(self, groups: list[ParamGroup]) -> None:
         """Give the local groups the leaves of what the public ones hold by now."""
         members = member_ids(groups)
         if members != self._members:
@@ -213,7 +213,9 @@ class LocalOptimizer:
                 local["params"] = [self._leaf_of[p] for p in public["params"] if p in self._leaf_of]
             self._members = members
 
-    def add_group(self, group: Group, recipe: Recipe | None, owned: Mapping[Tensor, Tensor]) -> None:
+    def add_group(
+        self, group: ParamGroup, recipe: OptimizerSpec | None, owned: Mapping[Tensor, Tensor]
+    ) -> None:
         """Add the owned part of a public group, and what the class fills in to the public one."""
         number, part = self.num_groups, self._shared_part()
         self._leaf_of.update(owned)
@@ -243,7 +245,7 @@ class LocalOptimizer:
         kept = {leaf for group in self._groups() for leaf in group["params"]}
         self._leaf_of = {param: leaf for param, leaf in self._leaf_of.items() if leaf in kept}
 
-    def load(self, groups: list[Group], state: Mapping[Any, Any], *, exact: bool) -> None:
+    def load(self, groups: list[ParamGroup], state: Mapping[Any, Any], *, exact: bool) -> None:
         """Replace the state, through the classes' own ``load_state_dict``.
 
         Args:
@@ -280,14 +282,14 @@ class LocalOptimizer:
                     "would be lost: it can be trained sharded, but neither consolidated nor loaded"
                 )
 
-    def save(self) -> list[tuple[dict[Any, Any], list[Group]]]:
+    def save(self) -> list[tuple[dict[Any, Any], list[ParamGroup]]]:
         """Take note of what `load` replaces, for `restore`; copies no tensor."""
         return [
             (part.optimizer.state, [dict(group) for group in part.optimizer.param_groups])
             for part in self._parts
         ]
 
-    def restore(self, saved: list[tuple[dict[Any, Any], list[Group]]]) -> None:
+    def restore(self, saved: list[tuple[dict[Any, Any], list[ParamGroup]]]) -> None:
         """Undo a `load` that failed here or on another rank."""
         for part, (state, groups) in zip(self._parts, saved, strict=True):
             part.optimizer.state = state  # type: ignore[assignment]
@@ -297,7 +299,7 @@ class LocalOptimizer:
         """Take over a dict that the user put in the place of the only optimizer's state."""
         self._parts[0].optimizer.state = state  # type: ignore[assignment]
 
-    def initial_state(self, groups: list[Group]) -> dict[Any, Any]:
+    def initial_state(self, groups: list[ParamGroup]) -> dict[Any, Any]:
         """Give the state optimizers over all of ``groups`` have before their first step.
 
         Most classes make none; where one does (Adagrad), it is allocated here for every parameter.
@@ -315,7 +317,7 @@ class LocalOptimizer:
     def _shared_part(self) -> _Part | None:
         return next((part for part in self._parts if part.recipe is self._default), None)
 
-    def _groups(self) -> list[Group]:
+    def _groups(self) -> list[ParamGroup]:
         """The local groups in the order of the public ones."""
         numbered = [
             (number, group)
@@ -324,7 +326,7 @@ class LocalOptimizer:
         ]
         return [group for _, group in sorted(numbered, key=lambda pair: pair[0])]
 
-    def _fill_in(self, groups: list[Group]) -> None:
+    def _fill_in(self, groups: list[ParamGroup]) -> None:
         """Give public groups the options they lack and the local ones have."""
         for public, local in zip(groups, self._groups(), strict=True):
             for key, value in local.items():
@@ -366,11 +368,11 @@ def _concerns(key: object, leaves: Mapping[Tensor, int]) -> bool:
     return key in leaves if isinstance(key, Tensor) else True
 
 
-def _owned_part(group: Group, owned: Mapping[Tensor, Tensor]) -> Group:
+def _owned_part(group: ParamGroup, owned: Mapping[Tensor, Tensor]) -> ParamGroup:
     return {"params": [owned[p] for p in group["params"] if p in owned], **options_of(group)}
 
 
-def _set_options(target: Group, source: Group) -> None:
+def _set_options(target: ParamGroup, source: ParamGroup) -> None:
     """Give a group the options of another, and no others."""
     for key in [key for key in target if key not in PARAM_KEYS and key not in source]:
         del target[key]

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease, lanes_beside
-from zero_optim.plan.groups import Group, params_of
-from zero_optim.plan.layout import Run
-from zero_optim.shard.gathers import launch_part
+from zero_optim.plan.groups import ParamGroup, params_of
+from zero_optim.plan.layout import Span
+from zero_optim.shard.gathers import start_gather_of_part
 from zero_optim.shard.sharding import Sharding
-from zero_optim.shard.storage import Bucket
-from zero_optim.step.owned import Share
+from zero_optim.shard.storage import ParamBucket
+from zero_optim.step.owned import OwnedState
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +45,7 @@ class StepPart:
     given: tuple[Tensor, ...]
     params: tuple[Tensor, ...]
     owned: tuple[tuple[int, Tensor], ...]
-    gathers: tuple[tuple[Bucket, frozenset[int], tuple[Run, ...]], ...]
+    gathers: tuple[tuple[ParamBucket, frozenset[int], tuple[Span, ...]], ...]
 
 
 class Phase(Enum):
@@ -113,7 +113,7 @@ class OverlappedStep:
                     "zero_step (overlap_with_ddp)"
                 )
 
-    def rest(self, groups: Sequence[Group]) -> list[Tensor]:
+    def rest(self, groups: Sequence[ParamGroup]) -> list[Tensor]:
         """List what ``step()`` has yet to step: what trains or has a gradient; the same on every rank."""
         left = [param for param in params_of(groups) if param not in self.stepped]
         return [param for param in left if param.requires_grad or param.grad is not None]
@@ -128,7 +128,7 @@ class Overlap:
     Args:
         group: the ranks.
         sharding: who owns what.
-        share: what steps this rank's part.
+        owned: what steps this rank's part.
 
     Attributes:
         group: the ranks.
@@ -136,12 +136,12 @@ class Overlap:
         current: the step that was begun and not finished; None between steps.
     """
 
-    def __init__(self, group: RankGroup, sharding: Sharding, share: Share) -> None:
+    def __init__(self, group: RankGroup, sharding: Sharding, owned: OwnedState) -> None:
         self.group = group
         self.lanes = lanes_beside(group)
         self.current: OverlappedStep | None = None
         self._sharding = sharding
-        self._share = share
+        self._owned = owned
         self._announced: list[torch.futures.Future[Tensor]] = []
         self._loop_calls_step = False
 
@@ -211,7 +211,7 @@ class Overlap:
         owned = [(place, param) for place, param in known if self._sharding.owners[param] == self.group.rank]
         every = tuple(param for _, param in known)
         num_known = len(self._sharding.owners)
-        return StepPart(num_known, tuple(params), every, tuple(owned), self._sharding.stretches(every))
+        return StepPart(num_known, tuple(params), every, tuple(owned), self._sharding.spans_of(every))
 
     def is_current(self, part: StepPart, params: Sequence[Tensor]) -> bool:
         """Whether `part` would give the same for some parameters."""
@@ -221,7 +221,7 @@ class Overlap:
             and all(a is b for a, b in zip(part.given, params, strict=True))
         )
 
-    def step(self, groups: list[Group], part: StepPart, gradients: Sequence[Tensor | None]) -> None:
+    def step(self, groups: list[ParamGroup], part: StepPart, gradients: Sequence[Tensor | None]) -> None:
         """Step a part, and launch its gather; all ranks call.
 
         Args:
@@ -236,12 +236,12 @@ class Overlap:
                 owned[param] = gradient
         try:
             if owned:
-                self._share.step_some(groups, owned)
+                self._owned.step_some(groups, owned)
         finally:  # the others wait for it, even if the class's own step fails
             if self.current is not None:
                 self.current.stepped.update(dict.fromkeys(part.params))
-            for bucket, chosen, runs in part.gathers:
-                pending = launch_part(self.lanes.groups, bucket, chosen, runs)
+            for bucket, chosen, spans in part.gathers:
+                pending = start_gather_of_part(self.lanes.groups, bucket, chosen, spans)
                 self._sharding.under_way.add([bucket.params[index] for index in chosen], pending)
 
     def end_backward(self, *, is_final: bool, failed: bool) -> None:

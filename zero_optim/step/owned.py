@@ -8,13 +8,13 @@ from torch import Tensor
 
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.plan.groups import Group
-from zero_optim.step.leaves import EMA, MASTER, Leaves, OwnedState, WeightAverage
+from zero_optim.plan.groups import ParamGroup
+from zero_optim.step.leaves import EMA, MASTER, Leaves, OwnedStateView, WeightAverage
 from zero_optim.step.local import LocalOptimizer
-from zero_optim.step.recipe import Recipe
+from zero_optim.step.spec import OptimizerSpec
 
 
-class Share:
+class OwnedState:
     """What a rank keeps and steps. Communicates only to fail together with the other ranks.
 
     Args:
@@ -42,7 +42,7 @@ class Share:
     def shown_state(self) -> Mapping[Any, Any]:
         """Give the state for users to see: the class's own dict if that is all, else a view of it all."""
         states = self.local.states
-        return states[0] if self._is_plain else OwnedState(states, self.leaves, self.average)
+        return states[0] if self._is_plain else OwnedStateView(states, self.leaves, self.average)
 
     @property
     def _is_plain(self) -> bool:
@@ -59,7 +59,7 @@ class Share:
         Raises:
             TypeError: there are several states in one, which no dict can stand for.
         """
-        if isinstance(state, OwnedState) or state is self.local.states[0]:
+        if isinstance(state, OwnedStateView) or state is self.local.states[0]:
             return
         if not self._is_plain or not isinstance(state, dict):
             raise TypeError("no dict can replace the state of several optimizers, of masters or of averages")
@@ -74,7 +74,7 @@ class Share:
         return result
 
     @torch.no_grad()
-    def step_some(self, groups: list[Group], gradients: Mapping[Tensor, Tensor]) -> None:
+    def step_some(self, groups: list[ParamGroup], gradients: Mapping[Tensor, Tensor]) -> None:
         """Step some owned parameters with the gradients given; those they hold stay as they are.
 
         Args:
@@ -93,7 +93,7 @@ class Share:
             for param, grad in held.items():
                 param.grad = grad
 
-    def add_group(self, group: Group, recipe: Recipe | None, owned: Sequence[Tensor]) -> None:
+    def add_group(self, group: ParamGroup, recipe: OptimizerSpec | None, owned: Sequence[Tensor]) -> None:
         """Add a group's owned part, on all ranks or none; all ranks call.
 
         Raises:
@@ -122,7 +122,7 @@ class Share:
 
         return undo
 
-    def load(self, part: Mapping[Any, Any], groups: list[Group], *, exact: bool) -> None:
+    def load(self, part: Mapping[Any, Any], groups: list[ParamGroup], *, exact: bool) -> None:
         """Take over this rank's part of a whole state, on all ranks or none; all ranks call.
 
         Args:

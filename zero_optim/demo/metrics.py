@@ -10,7 +10,7 @@ PICTURE = "loss.png"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class Metric:
     """One update; step 0 is the state before the first and has a validation loss alone.
 
     Attributes:
@@ -38,7 +38,7 @@ class Record:
         return json.dumps({key: value for key, value in asdict(self).items() if value is not None})
 
 
-class Records:
+class MetricsFile:
     """The records of a run folder, as rank 0 writes them.
 
     Args:
@@ -46,14 +46,14 @@ class Records:
         earlier: records that the run goes on from; they take the place of what the file held.
     """
 
-    def __init__(self, folder: Path, earlier: Iterable[Record] = ()) -> None:
+    def __init__(self, folder: Path, earlier: Iterable[Metric] = ()) -> None:
         self._folder = folder
         self.entries = list(earlier)
         beside = folder / (METRICS + ".part")
         beside.write_text("".join(record.to_json() + "\n" for record in self.entries))
         beside.replace(folder / METRICS)
 
-    def add(self, record: Record) -> None:
+    def add(self, record: Metric) -> None:
         """Append one record, so that it is in the file when this returns."""
         self.entries.append(record)
         with (self._folder / METRICS).open("a") as file:
@@ -80,7 +80,7 @@ class Records:
         figure.savefig(self._folder / PICTURE, dpi=120)
 
 
-def read(folder: Path, through: int) -> list[Record]:
+def read(folder: Path, through: int) -> list[Metric]:
     """Read a run's records up to a step, that of the checkpoint gone on from.
 
     Raises:
@@ -92,7 +92,7 @@ def read(folder: Path, through: int) -> list[Record]:
     records = []
     for number, line in enumerate(lines, 1):
         try:
-            records.append(Record(**json.loads(line)))
+            records.append(Metric(**json.loads(line)))
         except (ValueError, TypeError) as error:
             if number < len(lines):
                 raise ValueError(f"{path} line {number} is no record of zero-optim train") from error

@@ -7,12 +7,12 @@ from typing import Any
 from torch.optim import Optimizer
 
 from zero_optim.plan.description import describe
-from zero_optim.plan.groups import Group, options_of
+from zero_optim.plan.groups import ParamGroup, options_of
 from zero_optim.probe.traits import Traits
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class OptimizerSpec:
     """How to build an optimizer over some groups.
 
     Args:
@@ -24,7 +24,7 @@ class Recipe:
     arguments: Mapping[str, Any]
 
     @classmethod
-    def taken_from(cls, group: Group) -> "Recipe | None":
+    def taken_from(cls, group: ParamGroup) -> "OptimizerSpec | None":
         """Take ``optimizer_class`` out of a group; None if it names none."""
         if "optimizer_class" not in group:
             return None
@@ -41,7 +41,7 @@ class Recipe:
         options = sorted(f"{key}={describe(value)}" for key, value in self.arguments.items())
         return f"{describe(self.optimizer_class)} with {', '.join(options) or 'no options'}"
 
-    def build(self, groups: list[Group]) -> Optimizer:
+    def build(self, groups: list[ParamGroup]) -> Optimizer:
         """Build the optimizer.
 
         Raises:

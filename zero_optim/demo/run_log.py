@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from zero_optim.demo import records, trace
-from zero_optim.demo.records import Record, Records
-from zero_optim.demo.report import Report, Summary, make_report
+from zero_optim.demo import metrics, trace
+from zero_optim.demo.display import Display, Summary, make_display
+from zero_optim.demo.metrics import Metric, MetricsFile
 from zero_optim.demo.saved import Saved, run_folder
 from zero_optim.demo.trainer import Shard, Trainer
 
 
-class Journal:
+class RunLog:
     """The report and the run folder, kept together. The folder exists, or is made.
 
     Args:
@@ -23,24 +23,24 @@ class Journal:
         self._folder = Path(config.out)
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / "config.json").write_text(config.to_json() + "\n")
-        earlier = records.read(run_folder(config.resume), trainer.step) if config.resume is not None else []
-        self._records = Records(self._folder, earlier)
+        earlier = metrics.read(run_folder(config.resume), trainer.step) if config.resume is not None else []
+        self._records = MetricsFile(self._folder, earlier)
         self._stalls: list[float] = []
-        self.report: Report = make_report(trainer.step, config.steps)
+        self.display: Display = make_display(trainer.step, config.steps)
 
     def open(self, saved: Saved | None) -> None:
         """Say what is about to be trained, and on which checkpoint it goes on."""
         for name, value in _header(self._trainer):
-            self.report.fact(name, value)
+            self.display.fact(name, value)
         if saved is not None:
-            self.report.fact("goes on", f"from update {saved.step}, {self._trainer.config.resume}")
+            self.display.fact("goes on", f"from update {saved.step}, {self._trainer.config.resume}")
             if saved.text_digest != self._trainer.corpus.digest:
-                self.report.fact("note", "the checkpoint was trained on another text than this one")
+                self.display.fact("note", "the checkpoint was trained on another text than this one")
 
-    def tell(self, record: Record) -> None:
+    def tell(self, record: Metric) -> None:
         """Keep and show one update."""
         self._records.add(record)
-        self.report.update(record)
+        self.display.update(record)
 
     def saved(self, stall: float) -> None:
         """Take note of a checkpoint begun, and draw the picture as it is by then.
@@ -58,7 +58,7 @@ class Journal:
         Args:
             hidden: share of communication and stepping that lay under the forward or backward pass, 0 to 1.
         """
-        self.report.say(
+        self.display.say(
             f"traced: {hidden:.0%} of reducing, stepping and gathering lay under forward and backward, see "
             f"{self._folder / trace.PICTURE}"
         )
@@ -69,11 +69,13 @@ class Journal:
         Args:
             shards: what each rank keeps, by rank.
         """
-        seconds = self.report.seconds
+        seconds = self.display.seconds
         losses = [loss for _, loss in self._records.validations()]
         sample = self._trainer.sample() if self._trainer.config.sample_length else None
         stalls = tuple(self._stalls)
-        self.report.finish(Summary(shards, losses[0], losses[-1], seconds, str(self._folder), sample, stalls))
+        self.display.finish(
+            Summary(shards, losses[0], losses[-1], seconds, str(self._folder), sample, stalls)
+        )
 
 
 def _header(trainer: Trainer) -> list[tuple[str, str]]:

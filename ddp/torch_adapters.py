@@ -7,12 +7,12 @@ from torch import Tensor
 from torch.futures import Future
 
 from zero_optim.compat.engine import eager
-from zero_optim.ddp.logging_data import Journal, LoggingData
+from zero_optim.ddp.logging_data import LoggingData, LoggingSource
 from zero_optim.ddp.reducer import Reducer
 
 
 @dataclass(slots=True, eq=False)
-class ReducerFace:
+class TorchReducerAdapter:
     """Our reducer under the method names by which PyTorch's class, and Lightning, know PyTorch's.
 
     Args:
@@ -76,14 +76,14 @@ class ReducerFace:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LoggerFace:
+class TorchLoggerAdapter:
     """Our journal under the method names by which PyTorch's class knows its logger.
 
     Args:
         journal: ours.
     """
 
-    journal: Journal
+    journal: LoggingSource
 
     def set_runtime_stats_and_log(self) -> None:
         """Do nothing: the clock takes its marks by itself."""

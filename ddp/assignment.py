@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import UninitializedParameter
 
-from zero_optim.ddp.bucket import Bucket
+from zero_optim.ddp.bucket import ReducerBucket
 from zero_optim.plan.buckets import assign_buckets
 from zero_optim.plan.memory import dense_strides
 
@@ -58,7 +58,7 @@ class ReducerOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Wiring:
+class BucketAssignment:
     """Which parameters there are, and where their gradients travel; the same on every rank.
 
     Attributes:
@@ -68,7 +68,7 @@ class Wiring:
     """
 
     names: Sequence[str]
-    buckets: Sequence[Bucket]
+    buckets: Sequence[ReducerBucket]
     places: Sequence[tuple[int, int]]
 
 
@@ -78,7 +78,7 @@ def wire(
     sparse: Collection[str],
     options: ReducerOptions,
     order: Sequence[int] | None = None,
-) -> Wiring:
+) -> BucketAssignment:
     """Make the buckets.
 
     Args:
@@ -97,7 +97,7 @@ def wire(
     else:
         members = assign_buckets(keys, nbytes, options.bucket_caps_nbytes, order, overflow=True)
     buckets = [
-        Bucket(
+        ReducerBucket(
             indices,
             [params[index] for index in indices],
             is_sparse=names[indices[0]] in sparse,
@@ -111,7 +111,7 @@ def wire(
     for number, indices in enumerate(members):
         for slot, index in enumerate(indices):
             places[index] = (number, slot)
-    return Wiring(names, buckets, places)
+    return BucketAssignment(names, buckets, places)
 
 
 def _first_buckets(

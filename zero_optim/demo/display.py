@@ -18,7 +18,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from zero_optim.demo.records import Record
+    from zero_optim.demo.metrics import Metric
     from zero_optim.demo.trainer import Shard
 
 _LINES = 20  # about as many, where there is no bar
@@ -53,7 +53,7 @@ class _Console(Console):
         raise BrokenPipeError("standard output was closed")
 
 
-class Report:
+class Display:
     """Plain lines, for logs and pipes.
 
     Args:
@@ -92,7 +92,7 @@ class Report:
         """Write one labelled line."""
         print_fact(self._console, name, value)
 
-    def update(self, record: "Record") -> None:
+    def update(self, record: "Metric") -> None:
         """Tell of an update, or of the validation before the first."""
         every = max(1, self._steps // _LINES)
         if record.val_loss is not None:
@@ -100,7 +100,7 @@ class Report:
         if record.step % every == 0 or record.val_loss is not None or record.step == self._steps:
             self.say(self._line(record))
 
-    def _line(self, record: "Record") -> str:
+    def _line(self, record: "Metric") -> str:
         width = len(str(self._steps))
         parts = [f"update {record.step:>{width}}/{self._steps}"]
         if record.train_loss is not None:
@@ -119,7 +119,7 @@ class Report:
         print_summary(self._console, summary)
 
 
-class BarReport(Report):
+class BarDisplay(Display):
     """A bar that moves, for terminals; validations stay above it as lines."""
 
     def __init__(self, console: Console, done: int, steps: int) -> None:
@@ -146,7 +146,7 @@ class BarReport(Report):
         """Take the bar away; it has become the last line."""
         self._bar.stop()
 
-    def update(self, record: "Record") -> None:
+    def update(self, record: "Metric") -> None:
         """Move the bar."""
         if record.val_loss is not None:
             self._val_loss = record.val_loss
@@ -157,12 +157,12 @@ class BarReport(Report):
             self._bar.update(self._task, completed=record.step, description=text)
 
 
-def make_report(done: int, steps: int) -> Report:
-    """Choose the report that suits standard output; see `Report` for the arguments."""
+def make_display(done: int, steps: int) -> Display:
+    """Choose the report that suits standard output; see `Display` for the arguments."""
     console = _Console(highlight=False)
     if console.is_terminal and not console.is_dumb_terminal:
-        return BarReport(console, done, steps)
-    return Report(_Console(highlight=False, width=_PLAIN_WIDTH), done, steps)
+        return BarDisplay(console, done, steps)
+    return Display(_Console(highlight=False, width=_PLAIN_WIDTH), done, steps)
 
 
 def print_fact(console: Console, name: str, value: str) -> None:
