@@ -217,8 +217,6 @@ class Reducer:
         """
         # torch.autograd.grad goes through outputs too, but gives no parameter its gradient.
         is_backward = witness is None or accumulates(self.params[witness])
-        if not is_backward:
-            refuse_distributed_autograd()
         if is_backward and self._inbox.iteration is None and self._is_wanted(True):
             self._begin()
 

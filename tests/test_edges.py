@@ -446,3 +446,81 @@ def check_shared_rates() -> None:
 
 def test_a_class_is_tried_with_the_rates_its_groups_have(ranks2: Ranks) -> None:
     ranks2.run(check_shared_rates)
+
+
+class DecaysAll(torch.optim.SGD):
+    """Decays whatever it holds, gradients or not."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(0.9)
+        return super().step(closure)
+
+
+def check_moves_frozen(view: bool) -> None:
+    params = make_params()
+    for p in params[::2]:
+        p.requires_grad_(False)
+    mine = twin(params)
+    plain = DecaysAll(params, lr=0.1)
+    sharded = ZeroRedundancyOptimizer(mine, DecaysAll, parameters_as_bucket_view=view, lr=0.1)
+    assert all(bucket.active for bucket in sharded.explain(quiet=True).buckets)
+    train_both(plain, sharded, 3)
+    with pytest.raises(ValueError, match="changes parameters that have no gradient"):
+        ZeroRedundancyOptimizer(mine, DecaysAll, overlap_with_ddp=True, lr=0.1)
+
+
+@pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
+def test_frozen_parameters_are_gathered_when_the_class_moves_them(ranks2: Ranks, view: bool) -> None:
+    ranks2.run(check_moves_frozen, view)
+
+
+class OwnMasters(torch.optim.SGD):
+    """Steps copies of its parameters, held in groups of its own making, and copies them back."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self._pairs: list[tuple[Any, Any]] = []
+        for group in self.param_groups:
+            self._replace(group)
+
+    def _replace(self, group: dict[str, Any]) -> None:
+        masters = [nn.Parameter(p.detach().float().clone()) for p in group["params"]]
+        self._pairs += zip(group["params"], masters, strict=True)
+        group["params"] = masters
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p, master in self._pairs:
+            master.grad = None if p.grad is None else p.grad.float()
+        super().step()
+        for p, master in self._pairs:
+            p.copy_(master)
+
+
+class LateMasters(torch.optim.SGD):
+    """Holds copies of parameters added later only."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if len(self.param_groups) > 1:
+            last = self.param_groups[-1]
+            last["params"] = [nn.Parameter(p.detach().clone()) for p in last["params"]]
+
+
+def check_own_masters() -> None:
+    for assume in (False, True):
+        with pytest.raises(ValueError, match=r"OwnMasters .*groups over other tensors.*master_dtype"):
+            ZeroRedundancyOptimizer(make_params(), OwnMasters, assume_separable=assume, lr=0.1)
+    sharded = ZeroRedundancyOptimizer(make_params(), LateMasters, assume_separable=True, lr=0.1)
+    with pytest.raises(ValueError, match=r"LateMasters .*groups over other tensors"):
+        sharded.add_param_group({"params": make_params(((3,), (4,)), seed=1)})
+    assert len(sharded.param_groups) == 1
+    set_grads(params_of(sharded), 0)
+    sharded.step()
+
+
+def test_a_class_with_groups_over_tensors_of_its_own_is_refused(ranks2: Ranks) -> None:
+    ranks2.run(check_own_masters)

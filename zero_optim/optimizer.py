@@ -306,7 +306,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
             self.begin_step()
             result = self._own.run(work, *args, **kwargs)
         finally:
-            self._sharding.gather(self.param_groups)
+            self._sharding.gather(self.param_groups, frozen_too=self._own.local.moves_frozen)
         return result
 
     def begin_step(self) -> None:
@@ -477,7 +477,8 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         own = self.owned_parameters()
         cost = self._sharding.loads[self._group.rank]
         ranks = holdings(self._group, own, self.state_nbytes(), cost)
-        buckets = bucket_holdings(self._sharding.buckets, self._sharding.active())
+        active = [moves or self._own.local.moves_frozen for moves in self._sharding.active()]
+        buckets = bucket_holdings(self._sharding.buckets, active)
         explanation = Explanation(ranks, buckets, tuple(map(describe_traits, self._own.local.traits())))
         if self._group.rank == 0 and not quiet:
             print(explanation)  # noqa: T201 - what it is for

@@ -61,12 +61,14 @@ class Traits:
         counting: why one optimizer cannot step part of its parameters at a time; None if it can.
         shape_use: why a parameter cannot be cut in pieces; None if it can.
         untried: why the class could not be tried at all; None if it was.
+        moves_frozen: whether a step changes parameters that never had a gradient.
     """
 
     coupling: str | None = None
     counting: str | None = None
     shape_use: str | None = None
     untried: str | None = None
+    moves_frozen: bool = False
 
     @property
     def separable(self) -> bool:
@@ -151,7 +153,9 @@ def _try(subject: OptimizerUnderTest) -> Traits:
         coupling = _why_coupled(subject, made)
         if coupling is not None:
             return Traits(coupling, coupling, coupling)
-        return Traits(None, _why_counting(subject, made), _why_shape_used(subject, made))
+        moves_frozen = _moves_frozen(subject, made)
+        counting = _WITHOUT_GRADIENT if moves_frozen else _why_counting(subject, made)
+        return Traits(None, counting, _why_shape_used(subject, made), moves_frozen=moves_frozen)
 
 
 # ---------------------------------------------------------------------- finding what a class accepts
@@ -295,6 +299,27 @@ def _why_shape_used(subject: OptimizerUnderTest, made: TrialRecord) -> str | Non
         if reason is not None:
             return reason
     return None
+
+
+_WITHOUT_GRADIENT = "it changes parameters that have no gradient, and these are not stepped then"
+
+
+def _moves_frozen(subject: OptimizerUnderTest, made: TrialRecord) -> bool:
+    """Step with every second parameter frozen, then with the others: does one that is frozen change?"""
+    for kind in (0, 1):
+        try:
+            run = start(subject, made.feed, made.starts)
+            still = [index for index in run.leaves if index % 4 // 2 == kind]  # some of each group
+            for index in still:
+                run.leaves[index][0].requires_grad_(False)
+            before = [run.bits(index) for index in still]
+            for step, gradients in enumerate(made.gradients):
+                step_whole(run, step, {**gradients, **dict.fromkeys(still)})
+        except Exception:  # noqa: BLE001 - a class that needs every gradient says so in a step too
+            continue
+        if [run.bits(index) for index in still] != before:
+            return True
+    return False
 
 
 def _recorded(subject: OptimizerUnderTest, feed: Feed) -> TrialRecord | None:

@@ -126,11 +126,15 @@ class Sharding:
                 raise ValueError(f"{name} has no owner: add parameters with add_param_group(), on all ranks")
 
     @eager
-    def gather(self, groups: Sequence[ParamGroup]) -> None:
+    def gather(self, groups: Sequence[ParamGroup], *, frozen_too: bool = False) -> None:
         """Bring all parameters up to date on all ranks; all ranks call.
 
         Buckets in which nothing has ever trained are left out. When something in them begins to, the
         ranks make sure that it does on all of them.
+
+        Args:
+            groups: all public groups.
+            frozen_too: leave no bucket out: the step may have changed what does not train.
         """
         active = self.active()
         if active != self._active:
@@ -139,7 +143,7 @@ class Sharding:
             items = [f"{name} {state}" for name, state in zip(param_names(groups), states, strict=True)]
             agree(self._group, items, "which parameters are frozen")
             self._active = active
-        moving = [bucket for bucket, moves in zip(self.buckets, active, strict=True) if moves]
+        moving = [bucket for bucket, moves in zip(self.buckets, active, strict=True) if moves or frozen_too]
         if self.readers:
             start_gathers(self._group, moving, self.under_way)
             self.end_step()

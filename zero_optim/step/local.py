@@ -95,9 +95,11 @@ class LocalOptimizer:
     def _add_part(self, recipe: OptimizerSpec, numbers: list[int], owned_parts: list[ParamGroup]) -> None:
         shaped = ShapedKeys(recipe.optimizer_class, dict(recipe.arguments))
         given = [options_of(group) for group in owned_parts]  # as given: the class will fill in its own
+        leaves = _leaf_ids(owned_parts)  # taken now: the class may change the dicts it is given
         optimizer = recipe.build(
             owned_parts
         )  # before anything is tried, so that wrong options are told first
+        _check_followed(recipe, optimizer, leaves)
         self._parts.append(_Part(recipe, optimizer, numbers, shaped, given, self._tried(recipe, given)))
 
     def _tried(self, recipe: OptimizerSpec, groups: list[ParamGroup]) -> Traits | None:
@@ -149,6 +151,11 @@ class LocalOptimizer:
         """Give the optimizer for users to look at, or a view if there are several."""
         optimizers = tuple(part.optimizer for part in self._parts)
         return optimizers[0] if len(optimizers) == 1 else OptimizerView(optimizers, self._groups())
+
+    @property
+    def moves_frozen(self) -> bool:
+        """Whether a class, tried, changed parameters that never had a gradient; the same on every rank."""
+        return any(part.traits is not None and part.traits.moves_frozen for part in self._parts)
 
     @property
     def states(self) -> list[Mapping[Any, Any]]:
@@ -223,9 +230,12 @@ class LocalOptimizer:
             self._add_part(recipe or self._default, [number], [_owned_part(group, owned)])
         else:
             given = options_of(group)
-            part.optimizer.add_param_group(_owned_part(group, owned))
+            owned_part = _owned_part(group, owned)
+            leaves = _leaf_ids([owned_part])
+            part.optimizer.add_param_group(owned_part)
             part.groups.append(number)
             part.given.append(given)
+            _check_followed(part.recipe, part.optimizer, leaves, first=len(part.groups) - 1)
             part.traits = self._tried(part.recipe, part.given)
         for key, value in self._groups()[number].items():
             if key not in PARAM_KEYS:
@@ -362,6 +372,33 @@ def _step_chosen(optimizer: Optimizer, chosen: Collection[int]) -> None:
     finally:
         for group, leaves in zip(optimizer.param_groups, members, strict=True):
             group["params"] = leaves
+
+
+def _leaf_ids(groups: list[ParamGroup]) -> list[set[int]]:
+    return [{id(leaf) for leaf in group["params"]} for group in groups]
+
+
+def _check_followed(
+    recipe: OptimizerSpec, optimizer: Optimizer, given: list[set[int]], first: int = 0
+) -> None:
+    """Refuse a class whose groups hold other tensors than it was given: ours would take their place.
+
+    Args:
+        recipe: what built the optimizer.
+        optimizer: from its group ``first`` on, it was given some groups.
+        given: the leaves of each of these, by identity.
+        first: how many groups it had before.
+
+    Raises:
+        ValueError: it made groups of its own.
+    """
+    if _leaf_ids(optimizer.param_groups[first:]) != given:
+        raise ValueError(
+            f"expected {recipe.name} to step the parameters that it is given, but it built groups over other "
+            "tensors (copies in fp32, perhaps) or in another order of groups: sharded it would train another "
+            "way. Use a class that keeps no copies, with master_dtype=torch.float32 for masters, or use it "
+            "without sharding"
+        )
 
 
 def _concerns(key: object, leaves: Mapping[Tensor, int]) -> bool:
