@@ -1,4 +1,5 @@
 # One environment, .venv, made at the first use of any target and kept. It holds exactly what constraints.txt says.
+# TORCH=2.8.0 makes and uses another one, .venv-torch-2.8.0, which differs in PyTorch and what that brings.
 #
 # PyTorch comes first, on its own, from wherever pip is pointed: `pip install torch==2.13.0` takes a CPU build where
 # the index or the folder that pip looks in offers one; elsewhere, on Linux, it brings gigabytes of CUDA libraries. To
@@ -7,23 +8,28 @@
 
 PYTHON ?= python3
 ARGS ?=
+TORCH ?=
 
-VENV := .venv
+# With the PyTorch of constraints.txt, or with another one, beside it: make test TORCH=2.8.0
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 STAMP := $(VENV)/.complete
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test bench lint style types imports format clean
+.PHONY: help train test test-all bench lint style types imports format clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
 	@echo "ARGS='...' is handed on, as in: make train ARGS='--nproc 4', make test ARGS='-k pool'"
 
 train: $(STAMP)  ## train the small GPT, sharded over two processes
 	$(VENV)/bin/zero-optim train $(ARGS)
 
-test: $(STAMP)  ## run every test
+test: $(STAMP)  ## run the quick tests; TORCH=2.8.0 runs them on that PyTorch, in an environment of its own
+	$(VENV)/bin/python -m pytest -m "not slow" $(ARGS)
+
+test-all: $(STAMP)  ## run every test: compilers, notebooks, all classes and all moments of a kill too
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 bench: $(STAMP)  ## run every benchmark, about a quarter of an hour
@@ -45,8 +51,8 @@ format: $(STAMP)  ## put the code into the one format
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-clean:  ## remove the environment and everything that was built
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+clean:  ## remove the environments and everything that was built
+	rm -rf .venv .venv-torch-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last, so an interrupted set-up is no set-up. It is removed first, so an interrupted update is
@@ -58,6 +64,8 @@ $(STAMP): pyproject.toml constraints.txt
 	    exit 1; }
 	@echo "setting up $(VENV), once"
 	@if [ -e $@ ]; then rm $@; else $(PYTHON) -m venv --clear $(VENV); fi
-	$(VENV)/bin/python -m pip install --quiet torch==2.13.0 -c constraints.txt
-	$(VENV)/bin/python -m pip install --quiet --no-build-isolation -c constraints.txt -e '.[demo,optimizers,test,dev]'
+	@sed $(if $(TORCH),-e '/^torch==/d') -e '' constraints.txt > $(VENV)/constraints.txt
+	$(VENV)/bin/python -m pip install --quiet torch==$(or $(TORCH),2.13.0) -c $(VENV)/constraints.txt
+	$(VENV)/bin/python -m pip install --quiet --no-build-isolation -c $(VENV)/constraints.txt \
+	    -e '.[demo,optimizers,test,dev]' torch==$(or $(TORCH),2.13.0)
 	@touch $@

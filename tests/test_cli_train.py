@@ -152,7 +152,7 @@ def children(pid: int) -> list[int]:
 
 
 def started_at(pid: int) -> tuple[int, int]:
-    """When a process was started, in hundredths of a second; process ids alone begin again at times."""
+    """When a process was started, in clock ticks; process ids begin again at 1 at some time."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]), pid
 
 

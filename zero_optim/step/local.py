@@ -378,13 +378,11 @@ def _leaf_ids(groups: list[ParamGroup]) -> list[set[int]]:
     return [{id(leaf) for leaf in group["params"]} for group in groups]
 
 
-def _check_followed(
-    recipe: OptimizerSpec, optimizer: Optimizer, given: list[set[int]], first: int = 0
-) -> None:
+def _check_followed(spec: OptimizerSpec, optimizer: Optimizer, given: list[set[int]], first: int = 0) -> None:
     """Refuse a class whose groups hold other tensors than it was given: ours would take their place.
 
     Args:
-        recipe: what built the optimizer.
+        spec: what built the optimizer.
         optimizer: from its group ``first`` on, it was given some groups.
         given: the leaves of each of these, by identity.
         first: how many groups it had before.
@@ -394,7 +392,7 @@ def _check_followed(
     """
     if _leaf_ids(optimizer.param_groups[first:]) != given:
         raise ValueError(
-            f"expected {recipe.name} to step the parameters that it is given, but it built groups over other "
+            f"expected {spec.name} to step the parameters that it is given, but it built groups over other "
             "tensors (copies in fp32, perhaps) or in another order of groups: sharded it would train another "
             "way. Use a class that keeps no copies, with master_dtype=torch.float32 for masters, or use it "
             "without sharding"

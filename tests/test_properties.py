@@ -1,0 +1,316 @@
+"""What holds for any input: hypothesis looks for one where it does not, the same ones in every run."""
+
+import io
+import math
+import tempfile
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from zero_optim import CheckpointError, wire
+from zero_optim.checkpoint import manifest
+from zero_optim.checkpoint.manifest import Chunk, DataFile, Entry, Manifest
+from zero_optim.plan.buckets import assign_buckets
+from zero_optim.plan.layout import spans, whole
+from zero_optim.plan.partition import assign_owners, rank_loads
+
+# No deadline: how long an example takes says nothing here. No database: nothing is left in the checkout.
+settings.register_profile("same", derandomize=True, deadline=None, database=None, max_examples=60)
+settings.load_profile("same")
+
+# ---------------------------------------------------------------------- partition
+
+costs = st.one_of(st.integers(0, 10), st.integers(0, 10**12), st.floats(0, 1e12))
+groups_of_costs = st.lists(st.lists(costs, max_size=12), max_size=5)
+
+
+@given(groups_of_costs, st.integers(1, 9))
+def test_owners_exist_and_loads_differ_by_no_more_than_one_item(groups: list[list[float]], size: int) -> None:
+    owners = assign_owners(groups, size)
+    assert [len(of_group) for of_group in owners] == [len(group) for group in groups]
+    assert all(0 <= owner < size for of_group in owners for owner in of_group)
+    flat = [Fraction(cost) for group in groups for cost in group]
+    loads = [Fraction(0)] * size
+    for cost, owner in zip(flat, (owner for of_group in owners for owner in of_group), strict=True):
+        loads[owner] += cost
+    rounding = Fraction(sum(flat)) / 10**12  # of the running sums that the assignment goes by
+    assert max(loads) - min(loads) <= max(flat, default=0) + rounding
+
+
+@given(groups_of_costs, st.integers(1, 9), st.data())
+def test_a_group_added_later_moves_no_owner(
+    groups: list[list[float]], size: int, data: st.DataObject
+) -> None:
+    first = data.draw(st.integers(0, len(groups)))
+    assert assign_owners(groups, size)[:first] == assign_owners(groups[:first], size)
+
+
+@given(st.lists(st.integers(0, 1000), max_size=12), st.integers(1, 9))
+def test_owners_are_the_same_whatever_the_unit_of_the_costs(group: list[int], size: int) -> None:
+    assert assign_owners([[64 * cost for cost in group]], size) == assign_owners([group], size)
+    assert sum(rank_loads(group, assign_owners([group], size)[0], size)) == sum(group)
+
+
+# ---------------------------------------------------------------------- layout
+
+numels_and_owners = st.lists(st.tuples(st.integers(0, 70), st.integers(0, 5)), max_size=12)
+
+
+@given(numels_and_owners, st.sampled_from([1, 2, 8, 16, 64]))
+def test_a_layout_gives_every_element_one_aligned_place_in_its_owners_row(
+    params: list[tuple[int, int]], alignment: int
+) -> None:
+    numels, owners = [numel for numel, _ in params], [owner for _, owner in params]
+    layout = whole(numels, owners, alignment)
+    places = [
+        (extent.param, element)
+        for row in layout.rows
+        for extent in row.extents
+        for element in range(extent.offset, extent.end)
+    ]
+    assert Counter(param for param, _ in places) == +Counter(dict(enumerate(numels)))
+    assert len({element for _, element in places}) == len(places)
+    for row in layout.rows:
+        assert row.start % alignment == row.stop % alignment == 0
+        assert all(owners[extent.param] == row.owner for extent in row.extents)
+        assert all(extent.offset % alignment == 0 for extent in row.extents)
+    assert layout.numel - sum(numels) < alignment * max(len(numels), 1)
+
+
+@given(numels_and_owners, st.sampled_from([1, 8]), st.sets(st.integers(0, 11)))
+def test_runs_hold_the_chosen_parameters_and_no_element_of_others(
+    params: list[tuple[int, int]], alignment: int, chosen: set[int]
+) -> None:
+    layout = whole([numel for numel, _ in params], [owner for _, owner in params], alignment)
+    found = spans(layout, chosen)
+    inside = {element for run in found for element in range(run.start, run.stop)}
+    for row in layout.rows:
+        for extent in row.extents:
+            elements = set(range(extent.offset, extent.end))
+            assert elements <= inside if extent.param in chosen else not elements & inside
+    assert all(run.start < run.stop for run in found)
+    assert found == sorted(found)
+
+
+# ---------------------------------------------------------------------- buckets
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 200)), max_size=30),
+    st.lists(st.integers(1, 400), min_size=1, max_size=3),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
+def test_buckets_hold_every_parameter_once_in_the_order_asked_for(
+    params: list[tuple[str, int]], caps: list[int], overflow: bool, rng: Any
+) -> None:
+    keys, nbytes = [key for key, _ in params], [size for _, size in params]
+    order = list(range(len(params)))
+    rng.shuffle(order)
+    buckets = assign_buckets(keys, nbytes, caps, order, overflow=overflow)
+    assert all(buckets)
+    for key in set(keys):
+        of_key = [bucket for bucket in buckets if keys[bucket[0]] == key]
+        assert [index for bucket in of_key for index in bucket] == [i for i in order if keys[i] == key]
+        for number, bucket in enumerate(of_key):
+            cap = caps[min(number, len(caps) - 1)]
+            counted = bucket[:-1] if overflow else bucket
+            size = sum(nbytes[index] for index in counted)
+            assert len(bucket) == 1 or (size < cap if overflow else size <= cap)
+
+
+# ---------------------------------------------------------------------- wire format
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    """Tensors of any strides: 0-d and empty ones, sparse ones, and parts of others."""
+    shape = draw(st.lists(st.integers(0, 4), max_size=3))
+    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))) * 100
+    tensor = numbers.to(draw(st.sampled_from(DTYPES)))
+    if len(shape) > 1 and draw(st.booleans()):
+        tensor = tensor.transpose(0, 1)
+    if shape and draw(st.booleans()):
+        tensor = tensor[::2]
+    return tensor.to_sparse() if draw(st.booleans()) and tensor.dtype == torch.float32 and shape else tensor
+
+
+plain = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.complex_numbers(allow_nan=False),
+    st.text(max_size=5),
+    st.binary(max_size=5),
+    st.sampled_from([torch.float16, torch.device("cpu"), torch.device("cuda", 1)]),
+)
+arrays = st.lists(st.floats(width=32, allow_nan=False), max_size=4).map(
+    lambda n: np.array(n, dtype=np.float32)
+)
+keys_of_dicts = st.one_of(st.text(max_size=5), st.integers(-3, 3), st.none())
+nested = st.recursive(
+    st.one_of(plain, tensors(), arrays),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(keys_of_dicts, inner, max_size=4),
+        st.dictionaries(keys_of_dicts, inner, max_size=4).map(OrderedDict),
+        st.dictionaries(st.text(max_size=3), st.integers(), max_size=4).map(Counter),
+    ),
+    max_leaves=12,
+)
+
+
+@given(nested)
+def test_a_nested_value_comes_back_as_it_was_sent(value: Any) -> None:
+    skeleton, held = wire.encode(value, "value")
+    file = io.BytesIO()
+    torch.save(skeleton, file)
+    file.seek(0)
+    received = torch.load(file, weights_only=True)
+    blanks = wire.blank_tensors(received)
+    for blank, tensor in zip(blanks, held, strict=True):
+        wire.memory_of(blank).copy_(wire.memory_of(tensor))
+    assert_same_value(wire.decode(received, iter(blanks)), value)
+
+
+def assert_same_value(got: Any, expected: Any) -> None:
+    assert type(got) is type(expected), (got, expected)
+    if isinstance(expected, Tensor):
+        assert (got.dtype, got.shape, got.layout) == (expected.dtype, expected.shape, expected.layout)
+        assert torch.equal(got.to_dense(), expected.to_dense())
+    elif isinstance(expected, np.ndarray):
+        assert got.dtype == expected.dtype
+        np.testing.assert_array_equal(got, expected)
+    elif isinstance(expected, dict):
+        assert list(got) == list(expected)
+        for key, part in expected.items():
+            assert_same_value(got[key], part)
+    elif isinstance(expected, list | tuple):
+        for one, other in zip(got, expected, strict=True):
+            assert_same_value(one, other)
+    else:
+        assert got == expected
+
+
+@given(st.lists(st.integers(0, 3 * 2**24), max_size=8))
+def test_pieces_hold_every_byte_once_and_in_order_within_the_bound(sizes: list[int]) -> None:
+    pieces = list(wire._pieces(sizes))
+    assert all(sum(stop - start for _, start, stop in piece) <= wire.PIECE_NBYTES for piece in pieces)
+    places = [0] * len(sizes)
+    last = 0
+    for index, start, stop in (part for piece in pieces for part in piece):
+        assert index >= last
+        assert start == places[index] < stop
+        places[index], last = stop, index
+    assert places == sizes
+
+
+# ---------------------------------------------------------------------- manifest
+
+json_values = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=8)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+names_of_entries = st.text(min_size=1, max_size=8)
+
+
+@st.composite
+def manifests(draw: st.DrawFn) -> Manifest:
+    """Entries of any dtype in boxes of any size, one behind the other in some files."""
+    num_files = draw(st.integers(0, 3))
+    names = [f"data-{draw(st.integers(0, 2**32)):x}-{number}.bin" for number in range(num_files)]
+    ends = dict.fromkeys(names, 0)
+
+    def chunk(sizes: tuple[int, ...], itemsize: int) -> Chunk:
+        name = draw(st.sampled_from(names))
+        nbytes, start = math.prod(sizes) * itemsize, ends[name]
+        ends[name] += nbytes
+        offsets = tuple(draw(st.integers(0, 9)) for _ in sizes)
+        return Chunk(offsets, sizes, name, start, nbytes, draw(st.integers(0, 2**32 - 1)))
+
+    def entry() -> Entry:
+        if not names or draw(st.booleans()):
+            return Entry(None, (), (chunk((), draw(st.integers(0, 50))),) if names else ())
+        dtype, sizes = draw(st.sampled_from(DTYPES)), tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
+        chunks = tuple(chunk(sizes, dtype.itemsize) for _ in range(draw(st.integers(0, 3))))
+        return Entry(dtype, tuple(9 * size for size in sizes), chunks)
+
+    entries = {name: entry() for name in draw(st.sets(names_of_entries, max_size=4))}
+    return Manifest(
+        time_ns=draw(st.integers(0, 2**62)),
+        world_size=draw(st.integers(1, 10**5)),
+        software=draw(st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=2)),
+        files={name: DataFile(number, ends[name]) for number, name in enumerate(names)},
+        entries=entries,
+        values=draw(st.dictionaries(names_of_entries, json_values, max_size=3)),
+        paths=draw(
+            st.dictionaries(
+                names_of_entries,
+                st.lists(st.one_of(st.text(max_size=4), st.integers(0, 9)), max_size=3),
+                max_size=2,
+            )
+        ),
+    )
+
+
+@given(manifests())
+def test_a_manifest_comes_back_as_it_was_written(written: Manifest) -> None:
+    assert Manifest.from_json(written.to_json()) == written
+    for folder in folders():
+        leave_files(folder, written)
+        manifest.commit(folder, written)
+        assert manifest.read(folder) == written
+
+
+@given(manifests(), st.data())
+def test_a_damaged_manifest_is_refused_or_says_the_same(written: Manifest, data: st.DataObject) -> None:
+    content = written.to_json().encode()
+    place = data.draw(st.integers(0, len(content) - 1))
+    middle = data.draw(st.binary(max_size=3))
+    removed = data.draw(st.sampled_from([0, 1, 2, len(content)]))
+    for folder in folders():
+        leave_files(folder, written)
+        (folder / manifest.FILE).write_bytes(content[:place] + middle + content[place + removed :])
+        try:
+            found = manifest.read(folder)
+        except CheckpointError:
+            continue
+        assert found == written  # such as after a blank more in the first line
+
+
+@given(st.binary(max_size=200))
+def test_a_manifest_of_any_bytes_is_refused(content: bytes) -> None:
+    for folder in folders():
+        (folder / manifest.FILE).write_bytes(content)
+        try:
+            manifest.read(folder)
+        except CheckpointError:
+            continue
+        raise AssertionError(content)
+
+
+def folders() -> Iterator[Path]:
+    """One folder, for one example: pytest's would be shared by all."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+def leave_files(folder: Path, written: Manifest) -> None:
+    for name, file in written.files.items():
+        with (folder / name).open("wb") as data:
+            data.truncate(file.nbytes)
