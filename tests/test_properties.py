@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zero_optim import CheckpointError, wire
+from zero_optim import CheckpointError
 from zero_optim.checkpoint import manifest
 from zero_optim.checkpoint.manifest import Chunk, DataFile, Entry, Manifest
+from zero_optim.comm import wire
 from zero_optim.plan.buckets import assign_buckets
 from zero_optim.plan.layout import spans, whole
 from zero_optim.plan.partition import assign_owners, rank_loads
