@@ -304,12 +304,20 @@ def _run(rank: int, job: _Job) -> None:
         device = {"device_id": torch.device("cuda", rank)}
     store = dist.FileStore(str(job.path("store")), job.nproc)  # type: ignore[attr-defined]
     dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.nproc, **device)
+    _wait_for_connections(store, job.nproc)
     fn, args = unpack(job.path("call").read_bytes())
     value = fn(*args)
     # Pickle, but tensors that share memory are written once; classes of a notebook come back as they went.
     torch.save(value, job.path("value", rank), pickle_module=pickler())
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _wait_for_connections(store: dist.Store, nproc: int) -> None:  # type: ignore[name-defined]
+    """Wait until every rank has connected: one that ends at once hangs up on those still at it."""
+    if store.add("connected", 1) == nproc:
+        store.set("all connected", "")
+    store.wait(["all connected"])
 
 
 def _note(error: BaseException, rank: int, job: _Job) -> None:
