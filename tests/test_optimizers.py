@@ -489,7 +489,8 @@ def test_weight_averages_of_torch_give_the_bits_they_give_without_sharding(ranks
 
 
 def test_the_documented_table_names_every_class_and_says_yes_for_tested_ones_only() -> None:
-    lines = [line for line in TABLE.read_text().splitlines() if line.startswith("| `torch")]
+    every = TABLE.read_text().partition("## Every set of options")[2]
+    lines = [line for line in every.splitlines() if line.startswith("| `torch")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     tried = [(name, write_options(options)) for name, case in CASES.items() for options in case.options]
     assert [(row[0].strip("`"), row[1].strip("`")) for row in rows] == tried
