@@ -6,6 +6,7 @@ import tempfile
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -237,19 +238,24 @@ def manifests(draw: st.DrawFn) -> Manifest:
     names = [f"data-{draw(st.integers(0, 2**32)):x}-{number}.bin" for number in range(num_files)]
     ends = dict.fromkeys(names, 0)
 
-    def chunk(sizes: tuple[int, ...], itemsize: int) -> Chunk:
+    def chunk(offsets: tuple[int, ...], sizes: tuple[int, ...], itemsize: int) -> Chunk:
         name = draw(st.sampled_from(names))
         nbytes, start = math.prod(sizes) * itemsize, ends[name]
         ends[name] += nbytes
-        offsets = tuple(draw(st.integers(0, 9)) for _ in sizes)
         return Chunk(offsets, sizes, name, start, nbytes, draw(st.integers(0, 2**32 - 1)))
 
     def entry() -> Entry:
         if not names or draw(st.booleans()):
-            return Entry(None, (), (chunk((), draw(st.integers(0, 50))),) if names else ())
-        dtype, sizes = draw(st.sampled_from(DTYPES)), tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
-        chunks = tuple(chunk(sizes, dtype.itemsize) for _ in range(draw(st.integers(0, 3))))
-        return Entry(dtype, tuple(9 * size for size in sizes), chunks)
+            return Entry(None, (), (chunk((), (), draw(st.integers(0, 50))),) if names else ())
+        dtype, sizes = draw(st.sampled_from(DTYPES)), draw(st.lists(st.integers(0, 5), max_size=3))
+        if not sizes:
+            return Entry(dtype, (), (chunk((), (), dtype.itemsize),))
+        # Cut along the first dimension, as tensors are that several ranks hold a part of.
+        cuts = [0, *sorted(draw(st.lists(st.integers(0, sizes[0]), max_size=2))), sizes[0]]
+        rest = (0,) * (len(sizes) - 1)
+        boxes = [((low, *rest), (high - low, *sizes[1:])) for low, high in pairwise(cuts)]
+        chunks = tuple(chunk(offsets, box, dtype.itemsize) for offsets, box in boxes)
+        return Entry(dtype, tuple(sizes), chunks)
 
     entries = {name: entry() for name in draw(st.sets(names_of_entries, max_size=4))}
     return Manifest(
@@ -262,10 +268,11 @@ def manifests(draw: st.DrawFn) -> Manifest:
         paths=draw(
             st.dictionaries(
                 names_of_entries,
-                st.lists(st.one_of(st.text(max_size=4), st.integers(0, 9)), max_size=3),
+                st.lists(st.one_of(st.text(max_size=4), st.integers(0, 9)), min_size=1, max_size=3),
                 max_size=2,
             )
         ),
+        number=draw(st.integers(0, 10**6)),
     )
 
 

@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_optim.compat.engine import timeout_of
+from zero_optim.errors import RemoteRankError
+
 
 @dataclass(slots=True)
 class Pending:
@@ -130,13 +133,31 @@ class RankGroup:
         return [got[:length] for got, length in zip(self.all_gather_fixed(padded), lengths, strict=True)]
 
     def all_gather_fixed(self, payload: bytes) -> list[bytes]:
-        """Give every rank the payloads of all, which must have equal length; one collective."""
+        """Give every rank the payloads of all, which must have equal length; one collective.
+
+        Raises:
+            RemoteRankError: a rank has ended, or did not come within the group's timeout.
+        """
         if self.size == 1 or not payload:
             return [payload] * self.size
         mine = bytes_to_tensor(payload).to(self.device)
         parts = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(parts, mine, group=self.process_group)
+        try:
+            dist.all_gather(parts, mine, group=self.process_group)
+        except RuntimeError as error:  # of the backend, whose text does not tell who waited for whom
+            raise self.unanswered("the ranks could not agree", error) from error
         return [tensor_to_bytes(part) for part in parts]
+
+    def unanswered(self, what: str, error: RuntimeError) -> RemoteRankError:
+        """Make the error for a collective that a rank did not take part in.
+
+        Args:
+            what: what came of it, as the message begins.
+            error: what the backend raised.
+        """
+        limit = timeout_of(self.process_group)
+        within = "the timeout" if limit is None else f"{limit.total_seconds():g} s"
+        return RemoteRankError(f"{what}: a rank has ended, or did not come within {within} ({error})")
 
     def exchange(
         self, pieces: Sequence[Tensor], lanes: "Sequence[RankGroup]"

@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.engine import make_group, timeout_of
-from zero_optim.errors import RankMismatchError, RemoteRankError
+from zero_optim.errors import RankMismatchError
 
 # As many lanes are made without looking whether garbage holds some: looking takes some 0.1 s.
 _MADE_FREELY = 16
@@ -68,6 +68,9 @@ class Lease:
     def abandon(self) -> None:
         """Let nobody have these lanes after this user: something failed on them. Does not communicate."""
         self._end.detach()
+
+
+_NOT_MADE = "no process groups could be made beside the one given"
 
 
 @dataclass(slots=True)
@@ -165,7 +168,7 @@ def _exchange(
     try:
         payloads = group.all_gather_bytes(json.dumps(told).encode())
     except RuntimeError as error:
-        raise _unanswered(group, error) from error
+        raise group.unanswered(_NOT_MADE, error) from error
     everyone: list[dict[str, Any]] = [json.loads(payload) for payload in payloads]
     if len({str(told["want"]) for told in everyone}) > 1:
         wants = "; ".join(f"rank {rank} wants {told['want']}" for rank, told in enumerate(everyone))
@@ -192,12 +195,4 @@ def _made(group: RankGroup, backend: str, name: str) -> dist.ProcessGroup:
     try:
         return make_group(ranks, backend, name, timeout_of(group.process_group))
     except RuntimeError as error:
-        raise _unanswered(group, error) from error
-
-
-def _unanswered(group: RankGroup, error: RuntimeError) -> RemoteRankError:
-    limit = timeout_of(group.process_group)
-    return RemoteRankError(
-        "no process groups could be made beside the one given: a rank has ended, or did not come within "
-        f"{'the timeout' if limit is None else f'{limit.total_seconds():g} s'} ({error})"
-    )
+        raise group.unanswered(_NOT_MADE, error) from error

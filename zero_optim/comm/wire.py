@@ -52,21 +52,26 @@ def _encode(value: object, where: str, tensors: list[Tensor]) -> Skeleton:
         return ["array", [_encode_tensor(torch.from_numpy(np.array(value)), where, tensors)]]
     if isinstance(value, dict):
         kind = next(name for name, container in _DICTS.items() if isinstance(value, container))
-        return [kind, [[_plain(k, where), _encode(v, f"{where}[{k!r}]", tensors)] for k, v in value.items()]]
+        return [
+            kind,
+            [[_encode_plain(k, where), _encode(v, f"{where}[{k!r}]", tensors)] for k, v in value.items()],
+        ]
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
         return [kind, [_encode(v, f"{where}[{i}]", tensors) for i, v in enumerate(value)]]
-    return ["plain", _plain(value, where)]
+    return _encode_plain(value, where)
 
 
-def _plain(value: object, where: str) -> object:
+def _encode_plain(value: object, where: str) -> Skeleton:
     if isinstance(value, np.generic):
         value = value.item()
     if type(value) not in _PLAIN:
         raise TypeError(
             f"{where} holds a {type(value).__name__}, which cannot be sent without running its code"
         )
-    return value
+    if isinstance(value, bytes):  # torch.load(weights_only=True) refuses empty ones
+        return ["bytes", value.decode("latin-1")]
+    return ["plain", value]
 
 
 def _encode_tensor(tensor: Tensor, where: str, tensors: list[Tensor]) -> Skeleton:
@@ -113,8 +118,8 @@ def decode(skeleton: Skeleton, tensors: Iterator[Tensor]) -> Nested:  # noqa: PL
         TypeError: it holds a tensor subclass whose module has not been imported here.
     """
     kind, body = skeleton
-    if kind == "plain":
-        return body
+    if kind in ("plain", "bytes"):
+        return body if kind == "plain" else body.encode("latin-1")
     if kind == "tensor":
         return next(tensors)
     if kind == "array":
@@ -127,7 +132,7 @@ def decode(skeleton: Skeleton, tensors: Iterator[Tensor]) -> Nested:  # noqa: PL
     if kind in ("wrapper", "subclass"):
         return _decode_subclass(kind, body, tensors)
     if kind in _DICTS:
-        return _DICTS[kind]({key: decode(part, tensors) for key, part in body})
+        return _DICTS[kind]({decode(key, tensors): decode(part, tensors) for key, part in body})
     items = [decode(part, tensors) for part in body]
     return items if kind == "list" else tuple(items)
 
@@ -166,7 +171,7 @@ def _loaded_subclass(module: str, name: str) -> type[Tensor]:
 def parts_of(skeleton: Skeleton) -> list[Skeleton]:
     """List the skeletons inside one, in the order in which their tensors come."""
     kind, body = skeleton
-    if kind in ("plain", "tensor"):
+    if kind in ("plain", "bytes", "tensor"):
         return []
     if kind in ("sparse", "subclass"):
         return list(body[1:])
