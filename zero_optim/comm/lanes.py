@@ -70,9 +70,6 @@ class Lease:
         self._end.detach()
 
 
-_NOT_MADE = "no process groups could be made beside the one given"
-
-
 @dataclass(slots=True)
 class _Pool:
     """The lanes of some ranks, and the names of those that nobody has on this rank.
@@ -165,10 +162,7 @@ def _exchange(
         "made": len(pool.lanes),
         "token": secrets.token_hex(8),
     }
-    try:
-        payloads = group.all_gather_bytes(json.dumps(told).encode())
-    except RuntimeError as error:
-        raise group.unanswered(_NOT_MADE, error) from error
+    payloads = group.all_gather_bytes(json.dumps(told).encode())
     everyone: list[dict[str, Any]] = [json.loads(payload) for payload in payloads]
     if len({str(told["want"]) for told in everyone}) > 1:
         wants = "; ".join(f"rank {rank} wants {told['want']}" for rank, told in enumerate(everyone))
@@ -195,4 +189,4 @@ def _made(group: RankGroup, backend: str, name: str) -> dist.ProcessGroup:
     try:
         return make_group(ranks, backend, name, timeout_of(group.process_group))
     except RuntimeError as error:
-        raise group.unanswered(_NOT_MADE, error) from error
+        raise group.unanswered("no process groups could be made beside the one given", error) from error
