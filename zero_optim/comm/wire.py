@@ -52,26 +52,21 @@ def _encode(value: object, where: str, tensors: list[Tensor]) -> Skeleton:
         return ["array", [_encode_tensor(torch.from_numpy(np.array(value)), where, tensors)]]
     if isinstance(value, dict):
         kind = next(name for name, container in _DICTS.items() if isinstance(value, container))
-        return [
-            kind,
-            [[_encode_plain(k, where), _encode(v, f"{where}[{k!r}]", tensors)] for k, v in value.items()],
-        ]
+        return [kind, [[_plain(k, where), _encode(v, f"{where}[{k!r}]", tensors)] for k, v in value.items()]]
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
         return [kind, [_encode(v, f"{where}[{i}]", tensors) for i, v in enumerate(value)]]
-    return _encode_plain(value, where)
+    return ["plain", _plain(value, where)]
 
 
-def _encode_plain(value: object, where: str) -> Skeleton:
+def _plain(value: object, where: str) -> object:
     if isinstance(value, np.generic):
         value = value.item()
     if type(value) not in _PLAIN:
         raise TypeError(
             f"{where} holds a {type(value).__name__}, which cannot be sent without running its code"
         )
-    if isinstance(value, bytes):  # torch.load(weights_only=True) refuses empty ones
-        return ["bytes", value.decode("latin-1")]
-    return ["plain", value]
+    return value
 
 
 def _encode_tensor(tensor: Tensor, where: str, tensors: list[Tensor]) -> Skeleton:
@@ -118,8 +113,8 @@ def decode(skeleton: Skeleton, tensors: Iterator[Tensor]) -> Nested:  # noqa: PL
         TypeError: it holds a tensor subclass whose module has not been imported here.
     """
     kind, body = skeleton
-    if kind in ("plain", "bytes"):
-        return body if kind == "plain" else body.encode("latin-1")
+    if kind == "plain":
+        return body
     if kind == "tensor":
         return next(tensors)
     if kind == "array":
@@ -132,7 +127,7 @@ def decode(skeleton: Skeleton, tensors: Iterator[Tensor]) -> Nested:  # noqa: PL
     if kind in ("wrapper", "subclass"):
         return _decode_subclass(kind, body, tensors)
     if kind in _DICTS:
-        return _DICTS[kind]({decode(key, tensors): decode(part, tensors) for key, part in body})
+        return _DICTS[kind]({key: decode(part, tensors) for key, part in body})
     items = [decode(part, tensors) for part in body]
     return items if kind == "list" else tuple(items)
 
@@ -171,7 +166,7 @@ def _loaded_subclass(module: str, name: str) -> type[Tensor]:
 def parts_of(skeleton: Skeleton) -> list[Skeleton]:
     """List the skeletons inside one, in the order in which their tensors come."""
     kind, body = skeleton
-    if kind in ("plain", "bytes", "tensor"):
+    if kind in ("plain", "tensor"):
         return []
     if kind in ("sparse", "subclass"):
         return list(body[1:])
@@ -198,14 +193,32 @@ def memory_of(tensor: Tensor) -> Tensor:
     return held.as_strided((held.numel(),), (1,)).view(torch.uint8)
 
 
+def skeleton_to_bytes(skeleton: Skeleton) -> bytes:
+    """Write a skeleton down, for `skeleton_from_bytes` on another rank."""
+    buffer = io.BytesIO()
+    torch.save(_replaced(skeleton, bytes, bytearray), buffer)  # torch.load(weights_only=True) refuses b""
+    return buffer.getvalue()
+
+
+def skeleton_from_bytes(content: bytes) -> Skeleton:
+    """Read what `skeleton_to_bytes` wrote; runs no code."""
+    skeleton: Skeleton = _replaced(torch.load(io.BytesIO(content), weights_only=True), bytearray, bytes)
+    return skeleton
+
+
+def _replaced(part: Any, old: type, new: Callable[[Any], object]) -> Any:  # noqa: ANN401 - a part of a skeleton
+    """Replace values of one class in a skeleton by those that another makes of them."""
+    if isinstance(part, list):
+        return [_replaced(inner, old, new) for inner in part]
+    return new(part) if type(part) is old else part
+
+
 def send_value(group: RankGroup, to: Sequence[int], skeleton: Skeleton, tensors: list[Tensor]) -> None:
     """Send an encoded value to some ranks, which call `recv_value`. Blocks until they have received it.
 
     Memory: one piece beyond the tensors themselves.
     """
-    buffer = io.BytesIO()
-    torch.save(skeleton, buffer)
-    header = bytes_to_tensor(buffer.getvalue())
+    header = bytes_to_tensor(skeleton_to_bytes(skeleton))
     group.send(torch.tensor([header.numel()]), *to)
     group.send(header, *to)
     memories = [memory_of(tensor) for tensor in tensors]
@@ -227,7 +240,7 @@ def recv_value(group: RankGroup, source: int, advance: Callable[[int], object] =
     group.recv(length, source)
     header = torch.empty(int(length), dtype=torch.uint8)
     group.recv(header, source)
-    skeleton = torch.load(io.BytesIO(tensor_to_bytes(header)), weights_only=True)
+    skeleton = skeleton_from_bytes(tensor_to_bytes(header))
     tensors = blank_tensors(skeleton)
     memories = [memory_of(tensor) for tensor in tensors]
     for piece in _pieces([memory.numel() for memory in memories]):
