@@ -30,10 +30,10 @@ from zero_optim import (
     RankMismatchError,
     StateMismatchError,
     ZeroRedundancyOptimizer,
-    progress,
 )
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.wire import PIECE_NBYTES, decode, encode, recv_value, send_value
+from zero_optim.run import progress
 
 
 def check_before_any_step() -> None:
