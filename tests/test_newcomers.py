@@ -74,6 +74,9 @@ class Framework(ZeroRedundancyOptimizer):
         self.consolidate_state_dict(to=None)
         return super().state_dict()
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group({**param_group, "weight_decay": 0.5})
+
 
 def check_framework() -> None:
     params = make_params()
@@ -93,6 +96,29 @@ def check_framework() -> None:
 
 def test_a_framework_s_subclass_works(ranks2: Ranks) -> None:
     ranks2.run(check_framework)
+
+
+def check_added() -> None:
+    extra = make_params(((3, 2),), seed=1)
+    plain, sharded = AdamW(make_params(), lr=0.1), Framework(make_params(), AdamW, lr=0.1)
+    plain.add_param_group({"params": twin(extra), "weight_decay": 0.5})
+    sharded.add_param_group({"params": extra})
+    assert [group["weight_decay"] for group in sharded.param_groups] == [0.01, 0.5]
+    train_both(plain, sharded, 2)
+
+
+def test_a_subclass_is_asked_for_the_groups_that_are_added(ranks2: Ranks) -> None:
+    ranks2.run(check_added)
+
+
+def check_torchs_step() -> None:
+    unhooked = Optimizer.step
+    ZeroRedundancyOptimizer(make_params(), AdamW, lr=0.1)
+    assert Optimizer.step is unhooked
+
+
+def test_building_one_leaves_torchs_own_class_alone(ranks2: Ranks) -> None:
+    ranks2.run(check_torchs_step)
 
 
 def check_pickled() -> None:

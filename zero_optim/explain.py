@@ -8,7 +8,9 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.probe.traits import Traits
+from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.storage import ParamBucket
+from zero_optim.step.local import LocalOptimizer
 
 _MIB = 2**20
 
@@ -95,17 +97,35 @@ class Explanation:
         return "\n".join([*lines, *self.traits])
 
 
-def holdings(
+def explain(
+    group: RankGroup, sharding: Sharding, local: LocalOptimizer, owned: Sequence[Tensor], state_nbytes: int
+) -> Explanation:
+    """Find out what all ranks hold; all ranks call; two small collectives.
+
+    Args:
+        group: the ranks.
+        sharding: who owns what.
+        local: what steps this rank's parameters.
+        owned: these parameters.
+        state_nbytes: the state that this rank holds, in bytes.
+    """
+    ranks = _rank_holdings(group, owned, state_nbytes, sharding.loads[group.rank])
+    active = [moves or local.moves_frozen for moves in sharding.active()]
+    buckets = _bucket_holdings(sharding.buckets, active)
+    return Explanation(ranks, buckets, tuple(_traits_line(name, traits) for name, traits in local.traits()))
+
+
+def _rank_holdings(
     group: RankGroup, owned: Sequence[Tensor], state_nbytes: int, cost: float
 ) -> tuple[RankHolding, ...]:
-    """Gather what each rank holds; all ranks call; two small collectives."""
+    """Gather what each rank holds; all ranks call."""
     nbytes = sum(param.numel() * param.element_size() for param in owned)
     mine = RankHolding(group.rank, len(owned), sum(p.numel() for p in owned), nbytes, state_nbytes, cost)
     payloads = group.all_gather_bytes(json.dumps(asdict(mine)).encode())
     return tuple(RankHolding(**json.loads(payload)) for payload in payloads)
 
 
-def bucket_holdings(buckets: Sequence[ParamBucket], active: Sequence[bool]) -> tuple[BucketHolding, ...]:
+def _bucket_holdings(buckets: Sequence[ParamBucket], active: Sequence[bool]) -> tuple[BucketHolding, ...]:
     """Describe buckets from this rank alone."""
     described = []
     for bucket, is_gathered in zip(buckets, active, strict=True):
@@ -117,9 +137,8 @@ def bucket_holdings(buckets: Sequence[ParamBucket], active: Sequence[bool]) -> t
     return tuple(described)
 
 
-def describe_traits(found: tuple[str, Traits | None]) -> str:
+def _traits_line(name: str, traits: Traits | None) -> str:
     """Put into a line what was found of a class."""
-    name, traits = found
     if traits is None:
         return f"{name}: not tried (assume_separable=True)"
     answers = {

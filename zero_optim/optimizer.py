@@ -1,8 +1,7 @@
 """`ZeroRedundancyOptimizer`: any ``torch.optim`` optimizer, its state sharded over ranks."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,29 +12,19 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from zero_optim.comm.agreement import SharedCall, failing_together
-from zero_optim.comm.arguments import check_flags, ranks_of
+from zero_optim.comm.arguments import ranks_of
 from zero_optim.compat.kinship import make_known
-from zero_optim.explain import Explanation, bucket_holdings, describe_traits, holdings
-from zero_optim.plan.costs import Cost, CostName, cost_named
-from zero_optim.plan.description import describe
-from zero_optim.plan.groups import ParamGroup
-from zero_optim.shard.lazy import LazyGather
-from zero_optim.shard.sharding import Sharding
-from zero_optim.state.state_dicts import ShardedState
-from zero_optim.state.whole import Snapshot
-from zero_optim.step.amp import agree_on_infinity, ask_scaler, tell_scaler, unscale
-from zero_optim.step.clip import ClipArguments, global_grad_norm
-from zero_optim.step.join import ShardedJoinHook, lend_gradients
-from zero_optim.step.leaves import Leaves, WeightAverage
-from zero_optim.step.local import LocalOptimizer
+from zero_optim.plan.costs import Cost, CostName
+from zero_optim.state.sharded import Params, ShardingOptions
+from zero_optim.state.state_dicts import ShardedStateDicts
+from zero_optim.step.amp import drop_scale, skips_together
+from zero_optim.step.clip import ClipArguments, clip_together
+from zero_optim.step.join import lend_gradients
 from zero_optim.step.overlap import Overlap
-from zero_optim.step.owned import OwnedState
 from zero_optim.step.spec import OptimizerSpec
 
-Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
-
-class ZeroRedundancyOptimizer(ShardedState, Joinable):
+class ZeroRedundancyOptimizer(ShardedStateDicts, Joinable):
     """Shard the state of an optimizer over the ranks of a process group (ZeRO stage 1).
 
     Use it where ``optimizer_class(params, **defaults)`` stood. Every rank holds all parameters, and
@@ -112,50 +101,24 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
     ) -> None:
         """Plan, agree on the plan with the other ranks, and build."""
         Joinable.__init__(self)
-        self._group = ranks_of(process_group)
-        self._owned: OwnedState | None = None
-        self._overlap: Overlap | None = None
-        self._overlaps = overlap_with_ddp
-        self._snapshot = Snapshot()
-        self._cost = cost
-        default = OptimizerSpec(optimizer_class, defaults)
-        with failing_together(self._group):
-            flags = {
-                "parameters_as_bucket_view": parameters_as_bucket_view,
-                "overlap_with_ddp": overlap_with_ddp,
-                "assume_separable": assume_separable,
-            }
-            check_flags(**flags)
-            self._sharding = Sharding(self._group, parameters_as_bucket_view, bucket_cap_mb)
-            leaves = Leaves(master_dtype)
-            average = WeightAverage(ema_decay, leaves)
-            if isinstance(params, set | frozenset):
-                raise TypeError("expected ordered parameters, got a set, whose order differs between ranks")
-            # No defaults yet: the class fills in its own, so that groups read as they do without sharding.
-            Optimizer.__init__(self, params, {})
-            costs = [cost_named(group.pop("cost", cost)) for group in self.param_groups]
-            recipes = [OptimizerSpec.taken_from(group) for group in self.param_groups]
-            about = [f"optimizer {recipe.describe()}" for recipe in (default, *filter(None, recipes))]
-            about.append(f"master_dtype={master_dtype}, ema_decay={ema_decay}, cost={describe(cost)}")
-            about.append(", ".join(f"{name}={value}" for name, value in flags.items()))
-        plan = self._sharding.plan(self.param_groups, costs, 0, about)
-        owned = self._sharding.owned(self._params(), plan)
-        with failing_together(self._group):
-            leaf_of = {param: leaves.leaf(param) for param in owned}
-            local = LocalOptimizer(default, self.param_groups, recipes, leaf_of, assume_separable)
-        self._sharding.add(self._params(), plan)
-        self._owned = OwnedState(self._group, leaves, average, local, owned)
-        self.defaults = local.defaults
-        self._show_state()
+        self._overlap: Overlap | None = None  # made when a hook first asks for it
+        options = ShardingOptions(
+            parameters_as_bucket_view=parameters_as_bucket_view,
+            overlap_with_ddp=overlap_with_ddp,
+            assume_separable=assume_separable,
+            bucket_cap_mb=bucket_cap_mb,
+            cost=cost,
+            master_dtype=master_dtype,
+            ema_decay=ema_decay,
+        )
+        super().__init__(params, OptimizerSpec(optimizer_class, defaults), ranks_of(process_group), options)
         if overlap_with_ddp:
             self.overlap()
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle all but the hooks, as ``torch.optim`` does; does not communicate."""
-        self.wait_for_gathers()
-        parts = ("_group", "_sharding", "_owned", "_snapshot", "_cost", "_join_config", "_overlaps")
         # An overlap has process groups of its own; a copy makes others when it is registered as a hook.
-        return {**super().__getstate__(), **{name: self.__dict__[name] for name in parts}, "_overlap": None}
+        return {**super().__getstate__(), "_join_config": self._join_config, "_overlap": None}
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the class has
         """Reach what the user's class adds, such as ``train()`` and ``eval()`` of schedule-free ones.
@@ -168,51 +131,13 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
                 "ZeroRedundancyOptimizer alone: for this one import them from zero_optim.hooks, not from "
                 "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook"
             )
-        share = self.__dict__.get("_owned")
-        found = share.local.find(name) if share is not None and not name.startswith("_") else []
+        owned = vars(self).get("_owned")  # none in a copy that is being made
+        found = [] if owned is None or name.startswith("_") else owned.local.find(name)
         if not found:
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
         if not inspect.ismethod(found[0]):
             return found[0]
-        return partial(self._run, self._own.local.call, self.param_groups, found)
-
-    # ------------------------------------------------------------------ groups
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; all ranks call, with the same group. No parameter changes its owner.
-
-        Raises:
-            ValueError: on every rank, and nothing is added, when the group is wrong on any.
-            RankMismatchError: likewise, when ranks were given different groups.
-        """
-        if isinstance(param_group, dict):  # keys of ours are taken out of it, not out of the caller's
-            param_group = dict(param_group)
-        if self._owned is None:  # torch's own constructor is handing over the groups one by one
-            super().add_param_group(param_group)
-            return
-        before = len(self.param_groups)
-        try:
-            self._plan_and_add(param_group, before)
-        except Exception:
-            del self.param_groups[before:]
-            raise
-        self._show_state()
-        if not self._snapshot.untouched:  # before any step the whole state is known, with the new group too
-            self._snapshot.changed()
-
-    def _plan_and_add(self, group: ParamGroup, before: int) -> None:
-        defaults, self.defaults = self.defaults, {}  # those of another class are not for this group
-        try:
-            with failing_together(self._group):
-                super().add_param_group(group)
-                cost = cost_named(group.pop("cost", self._cost))
-                recipe = OptimizerSpec.taken_from(group)
-                about = [f"optimizer {recipe.describe()}"] if recipe is not None else []
-        finally:
-            self.defaults = defaults
-        plan = self._sharding.plan(self.param_groups, [cost], before, about)
-        self._own.add_group(group, recipe, self._sharding.owned(group["params"], plan))
-        self._sharding.add(group["params"], plan)
+        return partial(self._run, self._owned.local.call, self.param_groups, found)
 
     # ------------------------------------------------------------------ stepping
 
@@ -249,12 +174,12 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
                 loss, shared = closure() if self._join_config.enable else shared(), None
         if self._overlap is not None and self._finish_overlapped(self._overlap, kwargs):
             return loss
-        if self._skips_together(kwargs.pop("grad_scaler", None)):
+        if skips_together(self._group, self, kwargs.pop("grad_scaler", None), self._params()):
             return loss
         self.lend(self._params(), joined=False)
         if shared is not None:
             return self._step_with(shared, kwargs)
-        stepped: float | None = self._run(self._own.local.step, self.param_groups, None, **kwargs)
+        stepped: float | None = self._run(self._owned.local.step, self.param_groups, None, **kwargs)
         return loss if stepped is None else stepped
 
     def _step_with(self, closure: SharedCall, kwargs: dict[str, Any]) -> float | None:
@@ -262,7 +187,9 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         try:
             try:
                 self.begin_step()
-                loss: float | None = self._own.run(self._own.local.step, self.param_groups, closure, **kwargs)
+                loss: float | None = self._owned.run(
+                    self._owned.local.step, self.param_groups, closure, **kwargs
+                )
             finally:
                 closure.settle()
         finally:
@@ -272,12 +199,12 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
     @property
     def _leaves_closure(self) -> bool:
         """Whether a closure may be left to the class's own step."""
-        return self._overlap is None and not self._join_config.enable and self._own.takes_closures
+        return self._overlap is None and not self._join_config.enable and self._owned.takes_closures
 
     def _finish_overlapped(self, overlap: Overlap, kwargs: dict[str, Any]) -> bool:
         """Finish a step that was begun during the backward pass; False if none was."""
         if overlap.current is None:
-            if self._overlaps:
+            if self._options.overlap_with_ddp:
                 raise RuntimeError(
                     "overlap_with_ddp=True, but no step was taken during the backward pass: register the "
                     "hook, ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, "
@@ -285,10 +212,8 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
                 )
             return False
         late = ", ".join(kwargs)
-        if "found_inf" in self.__dict__:
+        if drop_scale(self):
             late = late or "GradScaler, whose factor was not taken out of the gradients"
-            for name in ("found_inf", "grad_scale"):  # the scaler does not if step() raises
-                self.__dict__.pop(name, None)
         self._step_rest(overlap, late, joined=False)
         return True
 
@@ -304,9 +229,9 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         """Let the local optimizer change this rank's parameters, then gather."""
         try:
             self.begin_step()
-            result = self._own.run(work, *args, **kwargs)
+            result = self._owned.run(work, *args, **kwargs)
         finally:
-            self._sharding.gather(self.param_groups, frozen_too=self._own.local.moves_frozen)
+            self._sharding.gather(self.param_groups, frozen_too=self._owned.local.moves_frozen)
         return result
 
     def begin_step(self) -> None:
@@ -314,7 +239,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         self.check_weights()
         self._snapshot.changed()
         self._sharding.refresh(self.param_groups)
-        self._own.take_over_state(self.state)
+        self._owned.take_over_state(self.state)
 
     def begin_overlapped_step(self, *, joined: bool) -> None:
         """Begin a step during the backward pass; the hook that `zero_step` made calls it on all ranks.
@@ -346,25 +271,9 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         """
         if self._overlap is None:
             with failing_together(self._group):
-                self._own.local.check_parts()
-            self._overlap = Overlap(self._group, self._sharding, self._own)
+                self._owned.local.check_parts()
+            self._overlap = Overlap(self._group, self._sharding, self._owned)
         return self._overlap
-
-    def gather_lazily(self, model: torch.nn.Module) -> LazyGather:
-        """Leave gathers running after `step`: forward passes of ``model`` wait for what they need.
-
-        Each rank calls, before a step. Does not communicate. What reads parameters through this optimizer or
-        through ``model.state_dict()`` waits too. What reads them in another way calls `wait_for_gathers`
-        first: ``param.norm()``, ``copy.deepcopy(model)``, a ``forward`` that reads the weight of a module
-        before it calls that module. To be called before ``torch.compile``, not after.
-
-        Args:
-            model: holds the parameters; a wrapper such as DDP may be given too.
-
-        Returns:
-            Its ``remove()`` ends it.
-        """
-        return LazyGather(model, self._sharding)
 
     def wait_for_gathers(self) -> None:
         """Wait until every parameter has its new value on this rank; free if nothing is under way.
@@ -375,26 +284,6 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         if self._overlap is not None:
             self._overlap.wait_for_steps()
         super().wait_for_gathers()
-
-    def _skips_together(self, scaler: object) -> bool:
-        """Decide with the other ranks whether a scaled step is skipped; unscale if it is not.
-
-        Args:
-            scaler: one that handed itself in; None if there is none, or it has set attributes here.
-        """
-        if scaler is None:
-            found_inf, scale = self.__dict__.get("found_inf"), self.__dict__.get("grad_scale")
-        else:
-            found_inf, scale = ask_scaler(scaler, self)
-        if found_inf is None:
-            return False
-        if agree_on_infinity(self._group, found_inf):
-            if not found_inf.item():
-                tell_scaler(self, scaler)
-            return True
-        if scale is not None:
-            unscale(self._params(), scale)
-        return False
 
     def clip_grad_norm_(
         self,
@@ -431,58 +320,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         params = self._params()
         owners = [self._sharding.owners[param] for param in params]
         asked = ClipArguments(max_norm, norm_type, error_if_nonfinite, foreach)
-        norm = global_grad_norm(self._group, params, owners, asked)
-        if error_if_nonfinite and not bool(norm.isfinite()):
-            raise RuntimeError(
-                f"the norm of order {norm_type} of all gradients is {norm.item()}: they cannot be clipped. "
-                "Leave out error_if_nonfinite to scale them all the same"
-            )
-        torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach)
-        return norm
-
-    @contextmanager
-    def averaged_weights(self) -> Iterator[None]:
-        """Hold the averaged weights in the model for the time of a ``with``; all ranks enter and leave.
-
-        Needs ``ema_decay``. Communicates like a step, on entering and on leaving. Inside, stepping raises,
-        and so does loading, or saving a checkpoint of model and optimizer together.
-        """
-        with failing_together(self._group):
-            self._sharding.refresh(self.param_groups)
-            self._own.average.swap_in()
-        self._sharding.gather_all()
-        try:
-            yield
-        finally:
-            self._own.average.swap_out()
-            self._sharding.gather_all()
-
-    # ------------------------------------------------------------------ what ranks hold
-
-    def gather_parameters(self) -> None:
-        """Bring every parameter to what its owner holds; all ranks call. Communicates like a step."""
-        with failing_together(self._group):
-            self._sharding.refresh(self.param_groups)
-        self._sharding.gather_all()
-
-    def explain(self, *, quiet: bool = False) -> Explanation:
-        """Print, on rank 0, what is really held: parameters, state, balance, buckets; all ranks call.
-
-        Args:
-            quiet: print nothing.
-
-        Returns:
-            The same as data, on every rank.
-        """
-        own = self.owned_parameters()
-        cost = self._sharding.loads[self._group.rank]
-        ranks = holdings(self._group, own, self.state_nbytes(), cost)
-        active = [moves or self._own.local.moves_frozen for moves in self._sharding.active()]
-        buckets = bucket_holdings(self._sharding.buckets, active)
-        explanation = Explanation(ranks, buckets, tuple(map(describe_traits, self._own.local.traits())))
-        if self._group.rank == 0 and not quiet:
-            print(explanation)  # noqa: T201 - what it is for
-        return explanation
+        return clip_together(self._group, params, owners, asked)
 
     # ------------------------------------------------------------------ uneven inputs
 
@@ -492,7 +330,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         Works beside DDP: ``with Join([ddp_model, optimizer]):``. Ranks still active must step once
         in each iteration. Takes no options of its own.
         """
-        return ShardedJoinHook(self)
+        return _ShadowHook(self)
 
     @property
     def join_device(self) -> torch.device:
@@ -507,13 +345,12 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
     def shadow_step(self) -> None:
         """Take part in a step of the active ranks, after this one ran out of inputs."""
         overlap = self._overlap
-        if (
-            overlap is not None and overlap.current is not None
-        ):  # by the comm hook, which joined ranks run too
+        if overlap is not None and overlap.current is not None:
+            # The comm hook began the step: joined ranks run it too.
             self._step_rest(overlap, "", joined=True)
             return
         self.lend(self._params(), joined=True)
-        self._run(self._own.local.step, self.param_groups, None)
+        self._run(self._owned.local.step, self.param_groups, None)
 
     def lend(self, params: Sequence[Tensor], *, joined: bool) -> None:
         """Give ranks that ran out of inputs the gradients of what they own; all ranks call.
@@ -527,6 +364,17 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         if self._join_config.enable:
             owners = [self._sharding.owners[param] for param in params]
             lend_gradients(self._group, joined, params, owners, self.param_groups)
+
+
+class _ShadowHook(JoinHook):
+    """Answers each step of the active ranks, which must step once an iteration."""
+
+    def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def main_hook(self) -> None:
+        """Shadow one iteration; ``Join`` calls it while some rank is still active."""
+        self._optimizer.shadow_step()
 
 
 make_known(ZeroRedundancyOptimizer)

@@ -1,1 +1,1 @@
-"""The optimizer's state: brought together from its owners, checked, and dealt out to them."""
+"""An optimizer whose parameters have owners; its state: brought together, checked, and dealt out to them."""

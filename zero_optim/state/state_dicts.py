@@ -14,78 +14,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from zero_optim.comm.agreement import agree, failing_together
-from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.description import describe
-from zero_optim.plan.groups import ParamGroup, describe_options, param_names, params_of
-from zero_optim.shard.sharding import Sharding
+from zero_optim.plan.groups import ParamGroup, describe_options, param_names
+from zero_optim.state.sharded import ShardedOptimizer
 from zero_optim.state.whole import (
-    Snapshot,
     by_index,
     check_fits,
     check_source,
     check_targets,
     consolidate,
     deal_out,
-    nbytes_held,
     own_part,
 )
-from zero_optim.step.local import OptimizerView
-from zero_optim.step.owned import OwnedState
 
 
-class ShardedState(Optimizer):
-    """An optimizer whose state lies on several ranks; what steps it is the subclass's business.
-
-    The subclass's constructor sets these:
-
-    Attributes:
-        _group: the ranks.
-        _sharding: who owns what.
-        _owned: what this rank owns; None while the constructor runs.
-        _snapshot: the whole state, if this rank has been given it.
-    """
-
-    _group: RankGroup
-    _sharding: Sharding
-    _owned: OwnedState | None
-    _snapshot: Snapshot
-
-    @property
-    def _own(self) -> OwnedState:
-        assert self._owned is not None  # None only while the constructor runs
-        return self._owned
-
-    def _params(self) -> list[Tensor]:
-        return params_of(self.param_groups)
-
-    def wait_for_gathers(self) -> None:
-        """Wait until every parameter has its new value on this rank; free if nothing is under way."""
-        self._sharding.under_way.wait()
-
-    def check_weights(self) -> None:
-        """Refuse to go on while averages stand in for the model's weights; does not communicate.
-
-        Raises:
-            RuntimeError: they do.
-        """
-        self._own.average.check_out()
+class ShardedStateDicts(ShardedOptimizer):
+    """An optimizer that gives and takes its state as dicts; what steps it is the subclass's business."""
 
     # ------------------------------------------------------------------ the whole
-
-    @property
-    def optim(self) -> Optimizer | OptimizerView:
-        """What steps this rank's own part: the local optimizer, or where classes are mixed a view of them.
-
-        As PyTorch's has it, with ``state`` and ``param_groups`` of what this rank owns, or of its masters; to
-        be read, not written to. Does not communicate.
-        """
-        return self._own.local.shown()
-
-    def _show_state(self) -> None:
-        self.state = self._own.shown_state()  # type: ignore[assignment]
 
     def consolidate_state_dict(self, to: int | Sequence[int] | None = 0) -> None:
         """Bring the whole optimizer state to some ranks, for `state_dict` there; all ranks call.
@@ -102,7 +50,7 @@ class ShardedState(Optimizer):
             TypeError: state cannot be sent without running code of its own, or the class keeps some
                 outside its ``state``.
         """
-        self._own.local.check_dicts()
+        self._owned.local.check_dicts()
         agree(self._group, [f"to={describe(to)}"], "the target of consolidate_state_dict")
         targets = check_targets(to, self._group.size)
         whole = consolidate(self._group, targets, self.owned_state(), self._params())
@@ -122,7 +70,7 @@ class ShardedState(Optimizer):
         """
         params = self._params()
         if self._snapshot.untouched:
-            whole = by_index(self._own.local.initial_state(self.param_groups), params)
+            whole = by_index(self._owned.local.initial_state(self.param_groups), params)
         else:
             whole = self._snapshot.get(self._group.rank)
         held = self.state
@@ -139,9 +87,9 @@ class ShardedState(Optimizer):
         ``torch.distributed.checkpoint.state_dict`` steps an optimizer whose ``state`` is empty, to fill it.
         Here that is so on a rank that owns nothing, which would step alone, while the others wait for ever.
         """
-        if torch.compiler.is_compiling() or any(self._own.local.states) or not _called_by_dcp():
+        if torch.compiler.is_compiling() or any(self._owned.local.states) or not _called_by_dcp():
             return False
-        if self._snapshot.untouched and not self._own.local.initial_state(self.param_groups):
+        if self._snapshot.untouched and not self._owned.local.initial_state(self.param_groups):
             self._snapshot.changed()  # an empty state must not be taken for the whole: state_dict() raises
         return True
 
@@ -168,7 +116,7 @@ class ShardedState(Optimizer):
         part: dict[Any, Any] = {}
         saved: list[ParamGroup] = []
         with failing_together(self._group):
-            self._own.local.check_dicts()
+            self._owned.local.check_dicts()
             check_source(state_dict, src, self._group)
             if state_dict is not None:
                 state_dict = self._checked(state_dict)
@@ -193,7 +141,9 @@ class ShardedState(Optimizer):
         for load_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = load_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        check_fits(state_dict, self.param_groups, param_names(self.param_groups), self._own.local.shaped_keys)
+        check_fits(
+            state_dict, self.param_groups, param_names(self.param_groups), self._owned.local.shaped_keys
+        )
         return state_dict
 
     # ------------------------------------------------------------------ a rank's own
@@ -219,14 +169,14 @@ class ShardedState(Optimizer):
             Exception: on every rank, what the class itself raises on any; nothing has been changed then.
         """
         with failing_together(self._group):
-            self._own.local.check_dicts()
+            self._owned.local.check_dicts()
             groups = self._with_options(options)
         self._take_over(state, groups, exact=True)
 
     def _take_over(self, part: Mapping[Any, Any], groups: list[ParamGroup], *, exact: bool) -> None:
         self.check_weights()
         self.wait_for_gathers()  # they read the parameters, which masters are written to
-        self._own.load(part, groups, exact=exact)
+        self._owned.load(part, groups, exact=exact)
         self.param_groups = groups
         self._show_state()
         self._snapshot.changed()
@@ -246,7 +196,7 @@ class ShardedState(Optimizer):
             What puts everything back as it is now, on this rank; all ranks call it, or none.
         """
         self.wait_for_gathers()
-        put_back = self._own.remember(self.owned_parameters())
+        put_back = self._owned.remember(self.owned_parameters())
         groups = [(group, dict(group), list(group["params"])) for group in self.param_groups]
         state, snapshot = self.state, copy(self._snapshot)
 
@@ -260,26 +210,9 @@ class ShardedState(Optimizer):
 
         return undo
 
-    def owned_parameters(self) -> list[Tensor]:
-        """List the parameters whose state this rank keeps, in order."""
-        return [param for param in self._params() if self._sharding.owners[param] == self._group.rank]
-
-    def owners(self) -> dict[Tensor, int]:
-        """Tell for each parameter the group rank that keeps its state, the same on every rank."""
-        return {param: self._sharding.owners[param] for param in self._params()}
-
-    @property
-    def ranks(self) -> RankGroup:
-        """The ranks that share the state."""
-        return self._group
-
     def shaped_entries(self, param: Tensor, group: int) -> frozenset[str]:
         """Name the state entries that must have the shape of a parameter of the group with this index."""
-        return self._own.local.shaped_keys(group).of(param.dim())
-
-    def state_nbytes(self) -> int:
-        """Measure the optimizer state held on this rank now, in bytes of distinct storage."""
-        return nbytes_held(self.state)
+        return self._owned.local.shaped_keys(group).of(param.dim())
 
 
 def _called_by_dcp() -> bool:

@@ -30,7 +30,7 @@ WholeState = dict[Any, Any]
 
 
 class Snapshot:
-    """What this rank knows of the whole state; see Note [Whole state] in `zero_optim.optimizer`.
+    """What this rank knows of the whole state; see Note [Whole state] in `zero_optim.state.state_dicts`.
 
     Attributes:
         untouched: nothing has changed the state since the optimizer was built.

@@ -16,14 +16,58 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 
 
-def agree_on_infinity(group: RankGroup, found_inf: Tensor) -> bool:
+def skips_together(
+    group: RankGroup, optimizer: torch.optim.Optimizer, scaler: object, params: Sequence[Tensor]
+) -> bool:
+    """Decide with the other ranks whether a scaled step is skipped; unscale if it is not; all ranks call.
+
+    Communicates only if a scaler is at work: one collective of a byte.
+
+    Args:
+        group: the ranks.
+        optimizer: whose step it is.
+        scaler: one that handed itself in; None if there is none, or it has set attributes of ``optimizer``.
+        params: every parameter.
+
+    Raises:
+        TypeError: ``scaler`` is no ``torch.amp.GradScaler``.
+        RuntimeError: another rank found an infinity, and the scaler here cannot be told.
+    """
+    if scaler is None:
+        found_inf, scale = vars(optimizer).get("found_inf"), vars(optimizer).get("grad_scale")
+    else:
+        found_inf, scale = _ask_scaler(scaler, optimizer)
+    if found_inf is None:
+        return False
+    if _agree_on_infinity(group, found_inf):
+        if not found_inf.item():
+            _tell_scaler(optimizer, scaler)
+        return True
+    if scale is not None:
+        _unscale(params, scale)
+    return False
+
+
+def drop_scale(optimizer: torch.optim.Optimizer) -> bool:
+    """Take off what a scaler set on the optimizer for a step that will raise; whether there was any.
+
+    The scaler takes it off itself only after a step that does not raise.
+    """
+    is_scaled = "found_inf" in vars(optimizer)
+    if is_scaled:
+        for name in ("found_inf", "grad_scale"):
+            vars(optimizer).pop(name, None)
+    return is_scaled
+
+
+def _agree_on_infinity(group: RankGroup, found_inf: Tensor) -> bool:
     """Tell whether any rank's scaler found an infinity; all ranks call; one collective of a byte."""
     flags = group.all_gather_fixed(b"\1" if bool(found_inf.item()) else b"\0")
     return any(flag != b"\0" for flag in flags)
 
 
 @torch.no_grad()
-def unscale(params: Sequence[Tensor], scale: Tensor) -> None:
+def _unscale(params: Sequence[Tensor], scale: Tensor) -> None:
     """Divide all gradients by the scale, with the operation that ``GradScaler.unscale_`` uses."""
     inverse = scale.double().reciprocal().float()
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -36,7 +80,7 @@ def unscale(params: Sequence[Tensor], scale: Tensor) -> None:
         torch._amp_foreach_non_finite_check_and_unscale_(grads, ignored, inverse.to(device))
 
 
-def ask_scaler(scaler: object, optimizer: torch.optim.Optimizer) -> tuple[Tensor, Tensor | None]:
+def _ask_scaler(scaler: object, optimizer: torch.optim.Optimizer) -> tuple[Tensor, Tensor | None]:
     """Ask a scaler that was handed to ``step()`` what others set as attributes; does not communicate.
 
     Scalers that know an older agreement (FairScale's) hand themselves over as ``grad_scaler``.
@@ -54,8 +98,8 @@ def ask_scaler(scaler: object, optimizer: torch.optim.Optimizer) -> tuple[Tensor
     """
     if not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"expected grad_scaler to be a torch.amp.GradScaler, got {type(scaler).__name__}")
-    record = scaler._per_optimizer_states[id(optimizer)]
-    is_unscaled = record["stage"] is torch.amp.grad_scaler.OptState.UNSCALED
+    scaling = scaler._per_optimizer_states[id(optimizer)]
+    is_unscaled = scaling["stage"] is torch.amp.grad_scaler.OptState.UNSCALED
     if not is_unscaled:
         scaler._check_inf_per_device(optimizer)
     flags = [flag.cpu() for flag in scaler._found_inf_per_device(optimizer).values()]
@@ -63,7 +107,7 @@ def ask_scaler(scaler: object, optimizer: torch.optim.Optimizer) -> tuple[Tensor
     return found, None if is_unscaled else scaler._get_scale_async()
 
 
-def tell_scaler(optimizer: torch.optim.Optimizer, scaler: object = None) -> None:
+def _tell_scaler(optimizer: torch.optim.Optimizer, scaler: object = None) -> None:
     """Let the scaler that is stepping ``optimizer`` know of an infinity on another rank.
 
     Its ``update()`` must back off as on that rank. A scaler does not hand itself over (the argument

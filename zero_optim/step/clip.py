@@ -25,10 +25,10 @@ from zero_optim.plan.description import describe
 class ClipArguments:
     """What ``clip_grad_norm_`` was called with on this rank; not checked yet, see there."""
 
-    max_norm: object
-    norm_type: object
-    error_if_nonfinite: object
-    foreach: object
+    max_norm: float
+    norm_type: float
+    error_if_nonfinite: bool
+    foreach: bool | None
 
     def check(self) -> float:
         """Refuse what is of the wrong kind, and give the order of the norm.
@@ -64,6 +64,35 @@ def _number(name: str, value: object) -> float:
     return number
 
 
+def clip_together(
+    group: RankGroup, params: Sequence[Tensor], owners: Sequence[int], asked: ClipArguments
+) -> Tensor:
+    """Scale all gradients down, if their norm as one vector is above what was asked for; all ranks call.
+
+    Communicates: one small collective.
+
+    Args:
+        group: the ranks that own the parameters.
+        params: every parameter, in the same order on every rank.
+        owners: owner of each.
+        asked: the arguments, which are checked and compared here.
+
+    Returns:
+        The norm before clipping, see `global_grad_norm`, whose errors are raised too.
+
+    Raises:
+        RuntimeError: on every rank, the norm is not finite and that was not to be.
+    """
+    norm = global_grad_norm(group, params, owners, asked)
+    if asked.error_if_nonfinite and not bool(norm.isfinite()):
+        raise RuntimeError(
+            f"the norm of order {asked.norm_type} of all gradients is {norm.item()}: they cannot be clipped. "
+            "Leave out error_if_nonfinite to scale them all the same"
+        )
+    torch.nn.utils.clip_grads_with_norm_(params, asked.max_norm, norm, asked.foreach)
+    return norm
+
+
 def global_grad_norm(
     group: RankGroup, params: Sequence[Tensor], owners: Sequence[int], asked: ClipArguments
 ) -> Tensor:
@@ -84,19 +113,16 @@ def global_grad_norm(
         TypeError: likewise, when an argument is of the wrong kind on any; or ValueError.
     """
 
-    def own() -> bytes:
-        foreach = asked.foreach
+    def arguments_and_norms() -> bytes:
         mine = [i for i, p in enumerate(params) if owners[i] == group.rank and p.grad is not None]
-        norms = _norms(
-            [params[i].grad for i in mine], asked.check(), None if foreach is None else bool(foreach)
-        )
+        norms = _norms([params[i].grad for i in mine], asked.check(), asked.foreach)
         arguments = str(asked).encode()
         packed = (struct.pack("<qd", i, norm) for i, norm in zip(mine, norms, strict=True))
         return b"".join([struct.pack("<q", len(arguments)), arguments, *packed])
 
     told: list[tuple[int, float]] = []
     arguments: list[str] = []
-    for payload in gather_together(group, own):
+    for payload in gather_together(group, arguments_and_norms):
         start = 8 + int.from_bytes(payload[:8], "little")
         arguments.append(payload[8:start].decode())
         told += struct.iter_unpack("<qd", payload[start:])

@@ -8,40 +8,14 @@ of the active ranks stepping an unsharded optimizer.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.algorithms.join import JoinHook
 
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.wire import encode, recv_value, send_value
 from zero_optim.plan.groups import ParamGroup, options_of
-
-
-class ShadowSteps(Protocol):
-    """An optimizer that can stand in for its own part of a step."""
-
-    def shadow_step(self) -> None:
-        """Take part in one step of the active ranks."""
-        ...
-
-
-class ShardedJoinHook(JoinHook):
-    """Answer each step of the active ranks. The active ranks must step once an iteration.
-
-    Args:
-        optimizer: this rank's optimizer.
-    """
-
-    def __init__(self, optimizer: ShadowSteps) -> None:
-        """Remember whom to call."""
-        self._optimizer = optimizer
-
-    def main_hook(self) -> None:
-        """Shadow one iteration; called by ``Join`` while some rank is still active."""
-        self._optimizer.shadow_step()
 
 
 def lend_gradients(

@@ -1,0 +1,285 @@
+"""A ``torch.optim.Optimizer`` whose parameters have owners: how it is built, given groups, and copied.
+
+It has all its parts when its constructor returns. What steps it, and its state dicts, are in subclasses.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zero_optim.comm.agreement import failing_together
+from zero_optim.comm.arguments import check_flags
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.explain import Explanation, explain
+from zero_optim.plan.costs import Cost, CostName, cost_named
+from zero_optim.plan.description import describe
+from zero_optim.plan.groups import ParamGroup, params_of
+from zero_optim.shard.lazy import LazyGather
+from zero_optim.shard.sharding import Sharding
+from zero_optim.state.whole import Snapshot, nbytes_held
+from zero_optim.step.leaves import Leaves, WeightAverage
+from zero_optim.step.local import LocalOptimizer, OptimizerView
+from zero_optim.step.owned import OwnedState
+from zero_optim.step.spec import OptimizerSpec
+
+Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingOptions:
+    """What a constructor was given beside parameters and class, on this rank; not checked yet, see there.
+
+    The attributes are arguments of `ZeroRedundancyOptimizer`.
+    """
+
+    parameters_as_bucket_view: bool
+    overlap_with_ddp: bool
+    assume_separable: bool
+    bucket_cap_mb: float
+    cost: CostName | Cost
+    master_dtype: torch.dtype | None
+    ema_decay: float | None
+
+    @property
+    def _flags(self) -> dict[str, bool]:
+        return {
+            "parameters_as_bucket_view": self.parameters_as_bucket_view,
+            "overlap_with_ddp": self.overlap_with_ddp,
+            "assume_separable": self.assume_separable,
+        }
+
+    def check_flags(self) -> None:
+        """Refuse flags of the wrong kind; who uses one of the other options checks that one.
+
+        Raises:
+            TypeError: names the first one.
+        """
+        check_flags(**self._flags)
+
+    def describe(self) -> list[str]:
+        """Put the options into words, for comparison between ranks; `Sharding` compares the capacity."""
+        cost = describe(self.cost)
+        return [
+            f"master_dtype={self.master_dtype}, ema_decay={self.ema_decay}, cost={cost}",
+            ", ".join(f"{name}={value}" for name, value in self._flags.items()),
+        ]
+
+
+class _GroupReader(Optimizer):
+    """Reads parameter groups as ``torch.optim`` does, and checks them.
+
+    It has no defaults: the user's class fills in its own, so that groups read as they do without sharding.
+
+    Raises:
+        ValueError: there is no parameter, or one is twice in them; or another error of ``torch.optim``.
+        TypeError: these are no parameters, or their order differs between ranks.
+    """
+
+    def __init__(self, params: Params) -> None:
+        if isinstance(params, set | frozenset):
+            raise TypeError("expected ordered parameters, got a set, whose order differs between ranks")
+        super().__init__(params, {})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(_copied(param_group))
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        # torch.optim wraps the step of every class of which it makes an object: it must not be Optimizer's.
+        raise NotImplementedError("it only reads")
+
+
+def _copied(group: Any) -> Any:  # noqa: ANN401 - torch.optim refuses what is no dict
+    """Copy a group that a user gave: keys of ours are taken out of it, not out of the caller's."""
+    return dict(group) if isinstance(group, dict) else group
+
+
+class ShardedOptimizer(Optimizer):
+    """An optimizer whose parameters have owners among some ranks; all ranks construct it.
+
+    Args:
+        params: as `ZeroRedundancyOptimizer` takes them.
+        default: how the optimizer of groups is built that name no class of their own.
+        group: the ranks.
+        options: what else the constructor was given.
+
+    Raises:
+        Exception: on every rank, see `ZeroRedundancyOptimizer`.
+    """
+
+    def __init__(
+        self, params: Params, default: OptimizerSpec, group: RankGroup, options: ShardingOptions
+    ) -> None:
+        """Plan, agree on the plan with the other ranks, and build."""
+        with failing_together(group):
+            options.check_flags()
+            sharding = Sharding(group, options.parameters_as_bucket_view, options.bucket_cap_mb)
+            leaves = Leaves(options.master_dtype)
+            average = WeightAverage(options.ema_decay, leaves)
+            reader = _GroupReader(params)
+            groups = reader.param_groups
+            costs = [cost_named(each.pop("cost", options.cost)) for each in groups]
+            specs = [OptimizerSpec.taken_from(each) for each in groups]
+            about = [f"optimizer {spec.describe()}" for spec in (default, *filter(None, specs))]
+            about += options.describe()
+        every = params_of(groups)
+        plan = sharding.plan(groups, costs, 0, about)
+        owned = sharding.owned(every, plan)
+        with failing_together(group):
+            leaf_of = {param: leaves.leaf(param) for param in owned}
+            local = LocalOptimizer(default, groups, specs, leaf_of, options.assume_separable)
+        sharding.add(every, plan)
+        # Takes over what the reader has, hooks included, as an optimizer does when it is unpickled.
+        Optimizer.__setstate__(self, vars(reader))
+        self._group = group
+        self._options = options
+        self._sharding = sharding
+        self._owned = OwnedState(group, leaves, average, local, owned)
+        self._snapshot = Snapshot()
+        self.defaults = local.defaults
+        self._show_state()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle all but the hooks, as ``torch.optim`` does; does not communicate."""
+        self.wait_for_gathers()
+        names = ("_group", "_options", "_sharding", "_owned", "_snapshot")
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in names}}
+
+    def _show_state(self) -> None:
+        self.state = self._owned.shown_state()  # type: ignore[assignment]
+
+    # ------------------------------------------------------------------ groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; all ranks call, with the same group. No parameter changes its owner.
+
+        Raises:
+            ValueError: on every rank, and nothing is added, when the group is wrong on any.
+            RankMismatchError: likewise, when ranks were given different groups.
+        """
+        before = len(self.param_groups)
+        try:
+            self._plan_and_add(_copied(param_group), before)
+        except Exception:
+            del self.param_groups[before:]
+            raise
+        self._show_state()
+        if not self._snapshot.untouched:  # before any step the whole state is known, with the new group too
+            self._snapshot.changed()
+
+    def _plan_and_add(self, group: ParamGroup, before: int) -> None:
+        defaults, self.defaults = self.defaults, {}  # those of another class are not for this group
+        try:
+            with failing_together(self._group):
+                super().add_param_group(group)
+                cost = cost_named(group.pop("cost", self._options.cost))
+                spec = OptimizerSpec.taken_from(group)
+                about = [f"optimizer {spec.describe()}"] if spec is not None else []
+        finally:
+            self.defaults = defaults
+        plan = self._sharding.plan(self.param_groups, [cost], before, about)
+        self._owned.add_group(group, spec, self._sharding.owned(group["params"], plan))
+        self._sharding.add(group["params"], plan)
+
+    # ------------------------------------------------------------------ who owns what
+
+    def _params(self) -> list[Tensor]:
+        return params_of(self.param_groups)
+
+    @property
+    def ranks(self) -> RankGroup:
+        """The ranks that share the state."""
+        return self._group
+
+    def owned_parameters(self) -> list[Tensor]:
+        """List the parameters whose state this rank keeps, in order."""
+        return [param for param in self._params() if self._sharding.owners[param] == self._group.rank]
+
+    def owners(self) -> dict[Tensor, int]:
+        """Tell for each parameter the group rank that keeps its state, the same on every rank."""
+        return {param: self._sharding.owners[param] for param in self._params()}
+
+    @property
+    def optim(self) -> Optimizer | OptimizerView:
+        """What steps this rank's parameters: the local optimizer, or where classes are mixed a view of them.
+
+        As PyTorch's has it, with ``state`` and ``param_groups`` of what this rank owns, or of its masters; to
+        be read, not written to. Does not communicate.
+        """
+        return self._owned.local.shown()
+
+    def state_nbytes(self) -> int:
+        """Measure the optimizer state held on this rank now, in bytes of distinct storage."""
+        return nbytes_held(self.state)
+
+    def explain(self, *, quiet: bool = False) -> Explanation:
+        """Print, on rank 0, what is really held: parameters, state, balance, buckets; all ranks call.
+
+        Args:
+            quiet: print nothing.
+
+        Returns:
+            The same as data, on every rank.
+        """
+        parameters, nbytes = self.owned_parameters(), self.state_nbytes()
+        explanation = explain(self._group, self._sharding, self._owned.local, parameters, nbytes)
+        if self._group.rank == 0 and not quiet:
+            print(explanation)  # noqa: T201 - what it is for
+        return explanation
+
+    # ------------------------------------------------------------------ the parameters' values
+
+    def gather_parameters(self) -> None:
+        """Bring every parameter to what its owner holds; all ranks call. Communicates like a step."""
+        with failing_together(self._group):
+            self._sharding.refresh(self.param_groups)
+        self._sharding.gather_all()
+
+    def gather_lazily(self, model: torch.nn.Module) -> LazyGather:
+        """Leave gathers running after `step`: forward passes of ``model`` wait for what they need.
+
+        Each rank calls, before a step. Does not communicate. What reads parameters through this optimizer or
+        through ``model.state_dict()`` waits too. What reads them in another way calls `wait_for_gathers`
+        first: ``param.norm()``, ``copy.deepcopy(model)``, a ``forward`` that reads the weight of a module
+        before it calls that module. To be called before ``torch.compile``, not after.
+
+        Args:
+            model: holds the parameters; a wrapper such as DDP may be given too.
+
+        Returns:
+            Its ``remove()`` ends it.
+        """
+        return LazyGather(model, self._sharding)
+
+    def wait_for_gathers(self) -> None:
+        """Wait until every parameter has its new value on this rank; free if nothing is under way."""
+        self._sharding.under_way.wait()
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Hold the averaged weights in the model for the time of a ``with``; all ranks enter and leave.
+
+        Needs ``ema_decay``. Communicates like a step, on entering and on leaving. Inside, stepping raises,
+        and so does loading, or saving a checkpoint of model and optimizer together.
+        """
+        with failing_together(self._group):
+            self._sharding.refresh(self.param_groups)
+            self._owned.average.swap_in()
+        self._sharding.gather_all()
+        try:
+            yield
+        finally:
+            self._owned.average.swap_out()
+            self._sharding.gather_all()
+
+    def check_weights(self) -> None:
+        """Refuse to go on while averages stand in for the model's weights; does not communicate.
+
+        Raises:
+            RuntimeError: they do.
+        """
+        self._owned.average.check_out()
