@@ -629,7 +629,7 @@ def test_surroundings_change_nothing_and_are_not_changed(
         return (
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
-            torch.get_default_device(),
+            torch.empty(0).device,
             torch.get_default_dtype(),
             torch.get_num_threads(),
             list(warnings.filters),
@@ -640,6 +640,12 @@ def test_surroundings_change_nothing_and_are_not_changed(
         assert letters(probe(torch.optim.AdamW, {"lr": 1e-3 + number})) == ALL
         assert letters(probe(torch_optimizer.SWATS, {"weight_decay": 1e-3 + number * 1e-6})) == NONE
         assert modes() == before
+
+
+def test_classes_are_tried_after_a_default_device_was_taken_back() -> None:
+    with _default_device("meta"):
+        pass
+    assert letters(probe(torch.optim.AdamW, {"lr": 0.0117})) == ALL
 
 
 def test_a_class_that_warns_is_not_heard() -> None:
