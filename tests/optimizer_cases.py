@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer, lr_scheduler
 
-from training import MATRICES, MIXED, make_params
+from training import HAS_MUON, MATRICES, MIXED, make_params
 
 Options: TypeAlias = dict[str, Any]
 Answer: TypeAlias = Literal["bitwise", "refused"]
@@ -99,7 +99,9 @@ CASES: dict[str, Case] = {
     "torch.optim.Adamax": Case(torch.optim.Adamax, ({}, _DECAY)),
     "torch.optim.LBFGS": Case(torch.optim.LBFGS, answer="refused", because="needs a closure"),
     "torch.optim.Muon": Case(
-        torch.optim.Muon, ({}, {"lr": 0.05, "adjust_lr_fn": "match_rms_adamw"}), "matrices"
+        getattr(torch.optim, "Muon", Optimizer),
+        ({}, {"lr": 0.05, "adjust_lr_fn": "match_rms_adamw"}),
+        "matrices",
     ),
     "torch.optim.NAdam": Case(torch.optim.NAdam, ({}, {**_DECAY, "decoupled_weight_decay": True})),
     "torch.optim.RAdam": Case(torch.optim.RAdam, ({}, {**_DECAY, "decoupled_weight_decay": True})),
@@ -164,7 +166,8 @@ CASES: dict[str, Case] = {
     "torch_optimizer.Yogi": Case(torch_optimizer.Yogi, ({}, _DECAY)),
 }
 
-BITWISE = [name for name, case in CASES.items() if case.answer == "bitwise"]
+MISSING = set() if HAS_MUON else {"torch.optim.Muon"}  # classes that this PyTorch does not have
+BITWISE = [name for name, case in CASES.items() if case.answer == "bitwise" and name not in MISSING]
 REFUSED = [name for name, case in CASES.items() if case.answer == "refused"]
 SWITCHES = ("foreach", "fused", "capturable", "maximize", "differentiable")
 

@@ -230,7 +230,8 @@ def check_word() -> None:
     rank = dist.get_rank()
     for dtype, deferred in product(dtypes, (False, True)):  # deferred: as on CUDA
         net = nn.Linear(3, 3, bias=False, dtype=dtype)
-        model = DistributedDataParallel(net)
+        # PyTorch 2.8 cannot broadcast complex parameters on gloo, and ranks have the same anyway.
+        model = DistributedDataParallel(net, init_sync=False)
         model.reducer.own.defers_reports = deferred
         for number in range(3):
             backward(model, dtype, float("nan") if rank == number else 1.0)

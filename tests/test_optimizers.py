@@ -20,6 +20,7 @@ from torch.optim import Optimizer, lr_scheduler, swa_utils
 from optimizer_cases import (
     BITWISE,
     CASES,
+    MISSING,
     REFUSED,
     SCHEDULERS,
     Case,
@@ -30,7 +31,7 @@ from optimizer_cases import (
     write_options,
 )
 from pool import Ranks
-from training import assert_same_bits, make_params, params_of, set_grads, twin
+from training import assert_same_bits, make_params, needs_muon, params_of, set_grads, twin
 from zero_optim import ZeroRedundancyOptimizer
 
 Build: TypeAlias = Callable[[list[Parameter]], Optimizer]
@@ -87,8 +88,8 @@ def train_case(
 @pytest.mark.parametrize("module", [torch.optim, torch_optimizer], ids=lambda module: module.__name__)
 def test_no_class_is_missing(module: Any) -> None:
     classes = set(classes_of(module))
-    assert len(classes) >= 15
-    assert {name for name in CASES if name.startswith(f"{module.__name__}.")} == classes
+    assert len(classes) >= 14
+    assert {name for name in CASES if name.startswith(f"{module.__name__}.")} - MISSING == classes
 
 
 # ---------------------------------------------------------------------- parity
@@ -147,7 +148,12 @@ def test_class_gives_the_bits_it_gives_without_sharding(ranks2: Ranks, name: str
 
 @pytest.mark.parametrize(
     "name",
-    ["torch.optim.Muon", "torch.optim.SparseAdam", "torch_optimizer.MADGRAD", "torch_optimizer.Shampoo"],
+    [
+        pytest.param("torch.optim.Muon", marks=needs_muon),
+        "torch.optim.SparseAdam",
+        "torch_optimizer.MADGRAD",
+        "torch_optimizer.Shampoo",
+    ],
 )
 def test_class_gives_the_same_bits_on_four_ranks(ranks4: Ranks, name: str) -> None:
     ranks4.run(check_all_options, name)

@@ -11,7 +11,9 @@ from zero_optim.hooks import zero_step
 from zero_optim.probe.traits import probe
 
 REFUSED_IN_PARTS = {"torch_optimizer.Lookahead", "torch_optimizer.MADGRAD"}  # they count their steps
-SOME = ("torch.optim.AdamW", "torch.optim.Muon", "torch_optimizer.AccSGD")
+SOME = tuple(
+    name for name in ("torch.optim.AdamW", "torch.optim.Muon", "torch_optimizer.AccSGD") if name in BITWISE
+)
 
 
 def step_bag(model: torch.nn.Module, optimizer: ZeroRedundancyOptimizer, step: int) -> Grads:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from training import needs_muon
 from zero_optim.probe.shaped import ShapedKeys
 from zero_optim.probe.traits import Traits, probe, refusal
 
@@ -368,14 +369,15 @@ def letters(traits: Traits) -> str:
 def rows() -> Iterator[Any]:
     for module, table in ((torch.optim, TORCH), (torch_optimizer, TORCH_OPTIMIZER)):
         for name, expected in table.items():
-            build = lookahead if name == "Lookahead" else getattr(module, name)
-            yield pytest.param(build, {}, expected, id=f"{module.__name__}.{name}")
+            build = lookahead if name == "Lookahead" else getattr(module, name, None)
+            marks = needs_muon if name == "Muon" else ()
+            yield pytest.param(build, {}, expected, id=f"{module.__name__}.{name}", marks=marks)
     for name, row in CONDITIONAL.items():
         yield pytest.param(*row, id=name)
 
 
 def test_no_class_of_either_package_is_missing_from_the_table() -> None:
-    assert set(TORCH) == set(classes(torch.optim))
+    assert set(TORCH) == {*classes(torch.optim), "Muon"}
     assert set(TORCH_OPTIMIZER) == set(classes(torch_optimizer))
 
 
@@ -627,7 +629,7 @@ def test_surroundings_change_nothing_and_are_not_changed(
         return (
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
-            torch.get_default_device(),
+            torch.empty(0).device,
             torch.get_default_dtype(),
             torch.get_num_threads(),
             list(warnings.filters),
@@ -638,6 +640,12 @@ def test_surroundings_change_nothing_and_are_not_changed(
         assert letters(probe(torch.optim.AdamW, {"lr": 1e-3 + number})) == ALL
         assert letters(probe(torch_optimizer.SWATS, {"weight_decay": 1e-3 + number * 1e-6})) == NONE
         assert modes() == before
+
+
+def test_classes_are_tried_after_a_default_device_was_taken_back() -> None:
+    with _default_device("meta"):
+        pass
+    assert letters(probe(torch.optim.AdamW, {"lr": 0.0117})) == ALL
 
 
 def test_a_class_that_warns_is_not_heard() -> None:
@@ -655,9 +663,13 @@ def test_a_class_that_warns_is_not_heard() -> None:
 def test_state_with_the_parameters_shape_is_known_by_dimensions() -> None:
     assert ShapedKeys(torch.optim.Adam, {"capturable": True}).of(2) == {"exp_avg", "exp_avg_sq"}
     assert ShapedKeys(torch.optim.SparseAdam, {}).of(2) == {"exp_avg", "exp_avg_sq"}
-    assert ShapedKeys(torch.optim.Muon, {}).of(2) == {"momentum_buffer"}
-    assert ShapedKeys(torch.optim.Muon, {}).of(1) == frozenset()
     assert ShapedKeys(torch.optim.Adafactor, {}).of(1) == {"variance"}
     assert ShapedKeys(torch.optim.Adafactor, {}).of(2) == frozenset()
     assert ShapedKeys(torch.optim.LBFGS, {}).of(1) == frozenset()
     assert ShapedKeys(torch.optim.SGD, {"lr": 0.0, "momentum": 0.9}).of(0) == frozenset()
+
+
+@needs_muon
+def test_state_of_a_class_for_matrices_has_their_shape_alone() -> None:
+    assert ShapedKeys(torch.optim.Muon, {}).of(2) == {"momentum_buffer"}
+    assert ShapedKeys(torch.optim.Muon, {}).of(1) == frozenset()

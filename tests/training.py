@@ -7,6 +7,7 @@ run beside the sharded one and compare bits without communication.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -16,6 +17,9 @@ from zero_optim import ZeroRedundancyOptimizer
 
 MIXED = ((6, 5), (7,), (4, 3, 3, 3), (), (12, 2), (1,), (3, 8), (5,))
 MATRICES = ((6, 5), (8, 8), (2, 9), (12, 4), (3, 7))
+
+HAS_MUON = hasattr(torch.optim, "Muon")  # PyTorch 2.8 does not have it yet
+needs_muon = pytest.mark.skipif(not HAS_MUON, reason="this PyTorch does not have torch.optim.Muon yet")
 
 
 def make_params(

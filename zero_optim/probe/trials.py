@@ -263,7 +263,8 @@ def isolated() -> Iterator[None]:
     On the CPU whatever the default device, outside ``no_grad`` and ``inference_mode``.
     """
     ours = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    elsewhere = torch.get_default_device().type != "cpu"
+    # Not by get_default_device(): in PyTorch 2.8 it raises once somebody has called set_default_device(None).
+    elsewhere = torch.empty(0).device.type != "cpu"
     try:
         with (
             warnings.catch_warnings(),
