@@ -30,7 +30,7 @@ def ranks_of(process_group: object) -> RankGroup:
         RuntimeError: torch.distributed is not initialised.
         ValueError: this process is not a member.
     """
-    outside: object = dist.GroupMember.NON_GROUP_MEMBER  # what new_group() returns to ranks that it leaves out
+    outside: object = dist.GroupMember.NON_GROUP_MEMBER  # what new_group() gives to ranks that it leaves out
     is_outside = type(process_group) is type(outside) and process_group == outside
     if process_group is None or isinstance(process_group, dist.ProcessGroup) or is_outside:
         return RankGroup.of(process_group)  # type: ignore[arg-type]
