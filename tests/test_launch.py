@@ -21,7 +21,7 @@ from make_outputs import run_cells
 
 from sockets import listening, reachable_from_outside
 from zero_optim import LaunchTimeoutError, RankFailedError, launch
-from zero_optim.run.session import pack, unpack
+from zero_optim.run.session import decode_call, encode_call
 
 CHECKOUT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (CHECKOUT, CHECKOUT / "notebooks")))}
@@ -393,12 +393,12 @@ def test_what_cannot_be_sent_is_refused_with_the_reason() -> None:
 
 
 def there_and_back(function: Callable[..., Any], *args: object) -> Any:
-    found, found_args = unpack(pack(function, args))
+    found, found_args = decode_call(encode_call(function, args))
     return found(*found_args)
 
 
 def test_what_can_be_imported_goes_by_reference() -> None:
-    function, _ = unpack(pack(sum_over_ranks, ()))
+    function, _ = decode_call(encode_call(sum_over_ranks, ()))
     assert function is sum_over_ranks
 
 

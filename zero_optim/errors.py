@@ -5,11 +5,11 @@
     ├── RemoteRankError          another rank failed with an exception this rank cannot rebuild
     │   ├── RankFailedError      a rank that was started here failed or was killed
     │   └── LaunchTimeoutError   ranks that were started here took too long
-    ├── NotConsolidatedError     a whole state dict was asked for that is absent or stale
-    ├── StateMismatchError       a state dict that does not fit this optimizer
-    ├── CheckpointError          a checkpoint that is incomplete or damaged, or could not be written
-    ├── ReductionError           gradients of a backward pass that could not be reduced
-    ├── DivergedError            the loss of zero-optim train is no number any more
+    ├── NotConsolidatedError     the whole state dict is needed, but is absent or out of date
+    ├── StateMismatchError       a state dict does not fit this optimizer
+    ├── CheckpointError          a checkpoint is incomplete or damaged, or could not be written
+    ├── ReductionError           gradients of a backward pass could not be reduced
+    ├── DivergedError            the loss of zero-optim train is no longer finite
     └── InterruptedRunError      zero-optim train was ended by a signal
 
 Wrong arguments raise plain ``ValueError`` and ``TypeError``, as in ``torch.optim``.
@@ -24,18 +24,18 @@ class ZeroOptimError(Exception):
 
 
 class RankMismatchError(ZeroOptimError, RuntimeError):
-    """Ranks of one process group were given different parameters, options or calls."""
+    """The ranks of one process group were given different parameters, options or calls."""
 
 
 class RemoteRankError(ZeroOptimError, RuntimeError):
-    """A different rank failed; its message is quoted, its traceback is in that rank's output."""
+    """Another rank failed. The message quotes its message; its traceback is in that rank's output."""
 
 
 class RankFailedError(RemoteRankError):
     """A rank failed or was killed; the message begins with its own traceback.
 
     Attributes:
-        rank: that failed first.
+        rank: the rank that failed first.
     """
 
     def __init__(self, message: str, rank: int) -> None:
@@ -52,11 +52,11 @@ class LaunchTimeoutError(RemoteRankError, TimeoutError):
 
 
 class NotConsolidatedError(ZeroOptimError, RuntimeError):
-    """The whole optimizer state is not on this rank, or not any longer the present one."""
+    """The whole optimizer state is not on this rank, or is out of date."""
 
 
 class StateMismatchError(ZeroOptimError, ValueError):
-    """A state dict does not belong to the parameters it is being loaded for."""
+    """A state dict does not fit the parameters that it is loaded for."""
 
 
 class ReductionError(ZeroOptimError, RuntimeError):
@@ -68,14 +68,14 @@ class CheckpointError(ZeroOptimError, RuntimeError):
 
 
 class DivergedError(ZeroOptimError, ArithmeticError):
-    """The loss is no number any more."""
+    """The loss is no longer finite."""
 
 
 class InterruptedRunError(ZeroOptimError):
-    """The run was ended by a signal to the launcher.
+    """A signal to the launcher ended the run.
 
     Attributes:
-        signum: the signal.
+        signum: number of the signal.
     """
 
     def __init__(self, signum: int) -> None:

@@ -1,4 +1,7 @@
-"""What an optimizer really holds, rank by rank: gathered as data, printed as a table."""
+"""What an optimizer holds on each rank: as data, and as a table. ``optimizer.explain()`` makes it.
+
+Only `holdings` communicates.
+"""
 
 import json
 from collections.abc import Sequence
@@ -21,10 +24,10 @@ class RankHolding:
 
     Args:
         rank: group rank.
-        num_params: parameters owned.
+        num_params: number of parameters owned.
         numel: their elements.
         param_nbytes: their bytes.
-        state_nbytes: optimizer state, measured on its storages, in bytes.
+        state_nbytes: bytes of optimizer state, measured on its storages.
         cost: what owning them costs, in the unit of the cost function.
     """
 
@@ -43,10 +46,11 @@ class BucketHolding:
     Args:
         dtype: of its parameters.
         device: where it lies.
-        num_params: parameters in it.
-        nbytes: bytes that a gather moves, padding included.
+        num_params: number of parameters in it.
+        nbytes: bytes that a gather sends, including padding.
         owners: ranks that broadcast a row of it.
-        active: whether steps gather it; frozen buckets are left out.
+        active: whether steps gather it. They leave out a bucket if all its parameters have always been
+            frozen.
     """
 
     dtype: str
@@ -62,9 +66,9 @@ class Explanation:
     """What all ranks hold. ``str()`` gives a table.
 
     Args:
-        ranks: one holding a rank.
-        buckets: in the order of issue.
-        traits: a line for each optimizer class, with what was found by trying it.
+        ranks: what each rank holds, by rank.
+        buckets: in the order in which they are gathered.
+        traits: a line for each optimizer class, with what trials of the class found.
     """
 
     ranks: tuple[RankHolding, ...]
@@ -73,12 +77,12 @@ class Explanation:
 
     @property
     def collectives_per_step(self) -> int:
-        """How many broadcasts a step issues; none in a group of one."""
+        """How many broadcasts a step starts; none in a group of one."""
         return sum(len(b.owners) for b in self.buckets if b.active) if len(self.ranks) > 1 else 0
 
     @property
     def balance(self) -> float:
-        """The fullest rank's cost by the mean; 1 is even."""
+        """The highest cost of a rank, divided by the mean; 1 is even."""
         total = sum(rank.cost for rank in self.ranks)
         return max(rank.cost for rank in self.ranks) * len(self.ranks) / total if total else 1.0
 
@@ -118,7 +122,7 @@ def explain(
 def _rank_holdings(
     group: RankGroup, owned: Sequence[Tensor], state_nbytes: int, cost: float
 ) -> tuple[RankHolding, ...]:
-    """Gather what each rank holds; all ranks call."""
+    """Exchange what each rank holds. All ranks call; two small collectives."""
     nbytes = sum(param.numel() * param.element_size() for param in owned)
     mine = RankHolding(group.rank, len(owned), sum(p.numel() for p in owned), nbytes, state_nbytes, cost)
     payloads = group.all_gather_bytes(json.dumps(asdict(mine)).encode())
@@ -126,7 +130,7 @@ def _rank_holdings(
 
 
 def _bucket_holdings(buckets: Sequence[ParamBucket], active: Sequence[bool]) -> tuple[BucketHolding, ...]:
-    """Describe buckets from this rank alone."""
+    """Describe the buckets; does not communicate."""
     described = []
     for bucket, is_gathered in zip(buckets, active, strict=True):
         param, layout = bucket.params[0], bucket.layout
@@ -138,7 +142,7 @@ def _bucket_holdings(buckets: Sequence[ParamBucket], active: Sequence[bool]) -> 
 
 
 def _traits_line(name: str, traits: Traits | None) -> str:
-    """Put into a line what was found of a class."""
+    """Describe in one line what trials of a class found."""
     if traits is None:
         return f"{name}: not tried (assume_separable=True)"
     answers = {

@@ -1,4 +1,4 @@
-"""Checks of arguments that several parts take."""
+"""Checks of arguments that several rooms take. Only `raise_together` communicates."""
 
 from typing import NoReturn
 
@@ -9,10 +9,10 @@ from zero_optim.comm.collectives import RankGroup
 
 
 def check_flags(**flags: object) -> None:
-    """Refuse flags that are neither True nor False: another truthy value is most likely another argument's.
+    """Refuse flags that are not True or False: another value was most likely meant for another argument.
 
     Raises:
-        TypeError: names the first one.
+        TypeError: names the first such flag.
     """
     for name, value in flags.items():
         if type(value) is not bool:
@@ -20,13 +20,13 @@ def check_flags(**flags: object) -> None:
 
 
 def ranks_of(process_group: object) -> RankGroup:
-    """Look at a process group that a user gave, None for the default one; see `RankGroup.of`.
+    """Check a process group that a user gave, None for the default one; see `RankGroup.of`.
 
-    Does not communicate, unless the value is none. Then all ranks of the default group raise, if that is the
-    one which the others gave.
+    Does not communicate, unless the value is not a process group. Then this rank tells all ranks of the
+    default group, and all raise if the others use that group.
 
     Raises:
-        TypeError: it is no process group.
+        TypeError: it is not a process group.
         RuntimeError: torch.distributed is not initialised.
         ValueError: this process is not a member.
     """
@@ -42,7 +42,7 @@ def ranks_of(process_group: object) -> RankGroup:
 
 
 def raise_together(error: Exception) -> NoReturn:
-    """Raise an error when there is no telling which ranks wait: on those of the default group.
+    """Raise an error on all ranks of the default group: it is not known which ranks wait for this one.
 
     Raises:
         Exception: the error given.

@@ -1,8 +1,8 @@
-"""The few collectives zero_optim uses, each written once.
+"""The few collectives that zero_optim uses, each written once.
 
-This is the only module that knows global ranks and backends: everywhere else a rank is a group
-rank. Every method that communicates must be called by all ranks of the group in the same order,
-except `send` and `recv`, which concern two ranks.
+Only this module knows global ranks and backends: everywhere else a rank is a group rank. All ranks of the
+group must call every method that communicates, in the same order, except `send` and `recv`, which concern
+two ranks.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,10 +18,10 @@ from zero_optim.errors import RemoteRankError
 
 @dataclass(slots=True)
 class Pending:
-    """Collectives under way, holding every tensor they touch until they are waited for.
+    """Collectives that have been started. It keeps the tensors they use until somebody has waited for them.
 
     Args:
-        works: handles of the collectives, in order of issue.
+        works: handles of the collectives, in the order in which they were started.
         tensors: what the collectives read or write.
         then: called once when all have ended, on the thread (and CUDA stream) that waits.
     """
@@ -31,7 +31,7 @@ class Pending:
     then: Callable[[], None]
 
     def wait(self) -> None:
-        """Wait for all of them, then finish. A second call does nothing."""
+        """Wait for all of them, then call ``then``. A second call does nothing."""
         works, self.works = self.works, []
         for work in works:
             work.wait()
@@ -41,7 +41,7 @@ class Pending:
 
 
 def _nothing() -> None:
-    """Stand in for work already done."""
+    """Do nothing: the work is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class RankGroup:
         process_group: the group; gloo or NCCL, the default group or a part of it.
         rank: group rank of this process.
         size: number of ranks.
-        device: where small tensors of the library's own must lie to be sent on this backend.
+        device: where the library's own small tensors must lie, so that this backend can send them.
     """
 
     process_group: dist.ProcessGroup
@@ -61,11 +61,11 @@ class RankGroup:
     device: torch.device
 
     def __deepcopy__(self, memo: object) -> "RankGroup":
-        """Share the process group: there is no second one."""
+        """Return this object: a process group cannot be copied."""
         return self
 
     def __reduce__(self) -> tuple[Callable[..., "RankGroup"], tuple[None]]:
-        """Pickle the default group by its meaning; other groups have no name to be found by.
+        """Pickle the default group as "the default group"; no other group can be found again.
 
         Raises:
             TypeError: the group is not the default one.
@@ -76,7 +76,7 @@ class RankGroup:
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None) -> "RankGroup":
-        """Look at a process group from this process. Does not communicate.
+        """Make one for a process group, as this process sees it. Does not communicate.
 
         Args:
             process_group: None stands for the default group.
@@ -100,31 +100,31 @@ class RankGroup:
         return cls(group, dist.get_rank(group), dist.get_world_size(group), device)
 
     def share_rows(self, rows: Iterable[tuple[int, Tensor]]) -> list[dist.Work]:
-        """Launch the broadcast of each row from its owner, all at the same time.
+        """Start the broadcast of each row from its owner; all run at the same time. All ranks call.
 
-        Measured on gloo, owner broadcasts take a third of the time of an all-gather of the same
-        bytes, and they do not ask for rows of equal length.
+        Measured on gloo, broadcasts by the owners take a third of the time of an all-gather of the same
+        bytes. Nor do they need rows of equal length.
 
         Args:
-            rows: (owner, 1-D tensor) in the same order on every rank; the owner's tensor is read,
-                the others' are written.
+            rows: (owner, 1-D tensor) in the same order on every rank. The broadcast reads the owner's tensor
+                and writes the others.
 
         Returns:
-            One handle a row; none in a group of one.
+            One handle for each row; none in a group of one.
         """
         if self.size == 1:
             return []
         return [self._broadcast(row, owner) for owner, row in rows]
 
     def _broadcast(self, tensor: Tensor, source: int) -> dist.Work:
-        # As bytes, because no backend knows every dtype (gloo no float8, NCCL no int16).
+        # As bytes, because no backend knows every dtype (gloo lacks float8, NCCL lacks int16).
         row = tensor.view(torch.uint8)
         work = dist.broadcast(row, self._global(source), group=self.process_group, async_op=True)
-        assert isinstance(work, dist.Work)  # async_op=True on a member always gives a handle
+        assert isinstance(work, dist.Work)  # async_op=True on a member always returns a handle
         return work
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Give every rank the payloads of all, by rank. Payloads may differ in length."""
+        """Return the payloads of all ranks, by rank. They may differ in length. Two collectives."""
         lengths = [
             int.from_bytes(size, "little")
             for size in self.all_gather_fixed(len(payload).to_bytes(8, "little"))
@@ -133,7 +133,7 @@ class RankGroup:
         return [got[:length] for got, length in zip(self.all_gather_fixed(padded), lengths, strict=True)]
 
     def all_gather_fixed(self, payload: bytes) -> list[bytes]:
-        """Give every rank the payloads of all, which must have equal length; one collective.
+        """Return the payloads of all ranks, which must have equal length. One collective.
 
         Raises:
             RemoteRankError: a rank has ended, or did not come within the group's timeout.
@@ -162,37 +162,37 @@ class RankGroup:
     def exchange(
         self, pieces: Sequence[Tensor], lanes: "Sequence[RankGroup]"
     ) -> tuple[list[dist.Work], list[Tensor]]:
-        """Launch the sending of one piece to each rank, and the receiving of one from each; all ranks call.
+        """Start sending one piece to each rank, and receiving one from each; all ranks call.
 
         Args:
-            pieces: by rank, 1-D, contiguous, of one dtype; what is meant for this rank is not sent. Rank r's
-                piece has the same length on every rank.
-            lanes: groups of the same ranks. On gloo each sender has its own, modulo their number: one group
-                sends in both directions at the same time only at times.
+            pieces: by receiving rank; 1-D, contiguous, of one dtype. The piece for this rank is not sent.
+                Rank r's piece has the same length on every rank.
+            lanes: groups of the same ranks. One gloo group is not reliably full duplex, so on gloo each
+                sender gets its own lane, modulo their number.
 
         Returns:
-            The handles, and by rank what will have come from it when they have ended; this rank's own
-            piece is that given.
+            The handles; the pieces received, by sending rank, complete when the handles have ended. This
+            rank's own piece is the tensor given.
         """
         mine = pieces[self.rank]
-        came = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
+        received = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
         if self.size == 1:
-            return [], came
+            return [], received
         if self.device.type == "cuda":
-            return self._exchange_at_once(pieces, came, lanes[0]), came
+            return self._exchange_at_once(pieces, received, lanes[0]), received
         works: list[dist.Work | None] = []
         for rank in range(self.size):
             if rank != self.rank:
                 there, back = lanes[self.rank % len(lanes)], lanes[rank % len(lanes)]
                 works.append(dist.isend(pieces[rank], self._global(rank), group=there.process_group))
-                works.append(dist.irecv(came[rank], self._global(rank), group=back.process_group))
-        return [work for work in works if work is not None], came
+                works.append(dist.irecv(received[rank], self._global(rank), group=back.process_group))
+        return [work for work in works if work is not None], received
 
     def _exchange_at_once(
-        self, pieces: Sequence[Tensor], came: list[Tensor], lane: "RankGroup"
+        self, pieces: Sequence[Tensor], received: list[Tensor], lane: "RankGroup"
     ) -> list[dist.Work]:
-        work = dist.all_to_all(came, list(pieces), group=lane.process_group, async_op=True)
-        assert isinstance(work, dist.Work)  # async_op=True on a member always gives a handle
+        work = dist.all_to_all(received, list(pieces), group=lane.process_group, async_op=True)
+        assert isinstance(work, dist.Work)  # async_op=True on a member always returns a handle
         return [work]
 
     def send(self, tensor: Tensor, *to: int) -> None:
@@ -204,7 +204,7 @@ class RankGroup:
             work.wait()
 
     def recv(self, tensor: Tensor, source: int) -> None:
-        """Fill a contiguous tensor with what `source` sends."""
+        """Fill a contiguous tensor with what ``source`` sends; returns when it has arrived."""
         staged = tensor if tensor.device == self.device else torch.empty_like(tensor, device=self.device)
         dist.recv(staged, self._global(source), group=self.process_group)
         if staged is not tensor:
@@ -224,7 +224,7 @@ def bytes_to_tensor(payload: bytes) -> Tensor:
 
 
 def tensor_to_bytes(tensor: Tensor) -> bytes:
-    """Copy a 1-D uint8 tensor out."""
+    """Copy a 1-D uint8 tensor into bytes."""
     return tensor.cpu().numpy().tobytes()
 
 

@@ -1,9 +1,9 @@
-"""Nested values with tensors, sent from one rank to another without pickle.
+"""Send nested values with tensors from one rank to another without pickle; checkpoints use the same encoding.
 
-A value is split in two. Its skeleton (containers, plain values, and for each tensor its dtype,
-shape and strides) travels as bytes that ``torch.load(weights_only=True)`` reads, which cannot run
-code. The tensors' memory follows in pieces of bounded size, so that neither side needs a second
-copy of the whole.
+A value has two parts. Its skeleton (containers, plain values, and for each tensor its dtype, shape and
+strides) travels as bytes for ``torch.load(weights_only=True)``, which cannot run code. The tensors' memory
+follows in pieces of bounded size, so neither side needs a second copy of the whole. Only `send_value` and
+`recv_value` communicate.
 """
 
 import io
@@ -23,7 +23,7 @@ from zero_optim.plan.memory import dense_strides
 PIECE_NBYTES = 16 * 2**20
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
-# Of a dict's kinds the first that fits: dict itself fits all.
+# The first class that fits counts: dict fits all.
 _DICTS: dict[str, type[dict[Any, Any]]] = {"ordered": OrderedDict, "counter": Counter, "dict": dict}
 
 Skeleton = list[Any]
@@ -35,7 +35,7 @@ def encode(value: object, where: str) -> tuple[Skeleton, list[Tensor]]:
 
     Args:
         value: dicts, lists, tuples, tensors (dense, sparse, subclasses), arrays, numbers, strings, None,
-            nested at will.
+            nested as deeply as needed.
         where: what the value is, for the message.
 
     Raises:
@@ -84,20 +84,20 @@ def _encode_tensor(tensor: Tensor, where: str, tensors: list[Tensor]) -> Skeleto
 
 
 def _encode_subclass(tensor: Tensor, where: str, tensors: list[Tensor]) -> Skeleton:
-    """Take a tensor subclass apart: by its own rule if it wraps tensors, else into tensor and attributes."""
+    """Split a tensor subclass: by its own rule if it wraps tensors, else into tensor and attributes."""
     name = [type(tensor).__module__, type(tensor).__qualname__]
     if wraps_tensors(tensor):
         attributes, context = flattened(tensor)
-        told = _encode(context, f"the context of {where}", [])
+        rest = _encode(context, f"the context of {where}", [])
         form = [tuple(tensor.shape), tensor.stride()]
-        return ["wrapper", [name, told, form, *(_inner(tensor, a, where, tensors) for a in attributes)]]
+        return ["wrapper", [name, rest, form, *(_inner(tensor, a, where, tensors) for a in attributes)]]
     with torch._C.DisableTorchFunctionSubclass():
         inner = tensor.detach().as_subclass(Tensor)
     return ["subclass", [name, _encode(vars(tensor), where, tensors), _encode(inner, where, tensors)]]
 
 
 def flattened(tensor: Any) -> tuple[list[str], Any]:  # noqa: ANN401 - a class that only has the method in common
-    """Ask a tensor that wraps others for their names, and for what it needs besides."""
+    """Ask a tensor that wraps others for their attribute names, and for its context (its other data)."""
     attributes, context = tensor.__tensor_flatten__()
     return attributes, context
 
@@ -107,7 +107,7 @@ def _inner(tensor: Tensor, attribute: str, where: str, tensors: list[Tensor]) ->
 
 
 def decode(skeleton: Skeleton, tensors: Iterator[Tensor]) -> Nested:  # noqa: PLR0911 - one a kind
-    """Put a value together again from its skeleton and its tensors, in order.
+    """Rebuild a value from its skeleton and its tensors, in order.
 
     Raises:
         TypeError: it holds a tensor subclass whose module has not been imported here.
@@ -148,9 +148,9 @@ def _decode_subclass(kind: str, body: list[Any], tensors: Iterator[Tensor]) -> T
 
 
 def _loaded_subclass(module: str, name: str) -> type[Tensor]:
-    """Find a tensor subclass among what this process has imported: nothing is imported on a file's word.
+    """Find a tensor subclass among what this process has imported. A file never causes an import.
 
-    Attributes are looked up without the module's ``__getattr__``, which may import when it is asked.
+    Attributes are looked up without the module's ``__getattr__``, which may import something.
     """
     found: object = sys.modules.get(module)
     for part in name.split("."):
@@ -164,7 +164,7 @@ def _loaded_subclass(module: str, name: str) -> type[Tensor]:
 
 
 def parts_of(skeleton: Skeleton) -> list[Skeleton]:
-    """List the skeletons inside one, in the order in which their tensors come."""
+    """List the skeletons inside a skeleton, in the order of their tensors."""
     kind, body = skeleton
     if kind in ("plain", "tensor"):
         return []
@@ -176,7 +176,7 @@ def parts_of(skeleton: Skeleton) -> list[Skeleton]:
 
 
 def blank_tensors(skeleton: Skeleton) -> list[Tensor]:
-    """Allocate on the CPU, uninitialised, the tensors that a skeleton speaks of."""
+    """Allocate the tensors that a skeleton describes, on the CPU, uninitialised."""
     kind, body = skeleton
     if kind == "tensor":
         dtype, shape, strides = body
@@ -185,7 +185,7 @@ def blank_tensors(skeleton: Skeleton) -> list[Tensor]:
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """View a dense tensor's memory as 1-D bytes, in the order of its strides; copies if not dense."""
+    """View a tensor's memory as 1-D bytes, in the order of its strides; a copy if it is not dense."""
     dense = dense_strides(tensor)
     held = tensor.detach().resolve_conj().resolve_neg()
     if held.stride() != dense:
@@ -216,7 +216,7 @@ def _replaced(part: Any, old: type, new: Callable[[Any], object]) -> Any:  # noq
 def send_value(group: RankGroup, to: Sequence[int], skeleton: Skeleton, tensors: list[Tensor]) -> None:
     """Send an encoded value to some ranks, which call `recv_value`. Blocks until they have received it.
 
-    Memory: one piece beyond the tensors themselves.
+    Needs memory for one piece beyond the tensors themselves.
     """
     header = bytes_to_tensor(skeleton_to_bytes(skeleton))
     group.send(torch.tensor([header.numel()]), *to)
@@ -224,17 +224,17 @@ def send_value(group: RankGroup, to: Sequence[int], skeleton: Skeleton, tensors:
     memories = [memory_of(tensor) for tensor in tensors]
     for piece in _pieces([memory.numel() for memory in memories]):
         parts = [memories[index][start:stop] for index, start, stop in piece]
-        # Brought to one device first: Adam on CUDA keeps its step counts on the CPU.
+        # All parts to one device first: Adam on CUDA keeps its step counts on the CPU.
         group.send(parts[0] if len(parts) == 1 else torch.cat([part.to(group.device) for part in parts]), *to)
 
 
 def recv_value(group: RankGroup, source: int, advance: Callable[[int], object] = int) -> Nested:
-    """Receive a value into CPU memory. Memory: one piece beyond the result.
+    """Receive a value into CPU memory. Needs memory for one piece beyond the result.
 
     Args:
         group: the ranks.
-        source: who sends.
-        advance: called with the number of bytes that each piece brought.
+        source: the rank that sends.
+        advance: called after each piece with its number of bytes.
     """
     length = torch.zeros(1, dtype=torch.int64)
     group.recv(length, source)
@@ -259,9 +259,9 @@ def _recv_piece(group: RankGroup, source: int, parts: list[Tensor]) -> None:
 
 
 def _pieces(sizes: list[int]) -> Iterator[list[tuple[int, int, int]]]:
-    """Cut a row of memories into pieces of at most `PIECE_NBYTES`: lists of (index, start, stop).
+    """Cut several memories into pieces of at most `PIECE_NBYTES`: lists of (index, start, stop).
 
-    Small memories share a piece; a large one is cut. Both ends derive the same pieces.
+    Small memories share a piece; a large one is cut. Sender and receiver derive the same pieces.
     """
     piece: list[tuple[int, int, int]] = []
     room = PIECE_NBYTES
@@ -293,7 +293,7 @@ def map_tensors(value: Nested, change: Callable[[Tensor], Tensor]) -> Nested:
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """Copy a tensor with its strides, and the attributes of a subclass, out of autograd's sight."""
+    """Copy a tensor with its strides, and the attributes of a subclass, detached from autograd."""
     return _like(tensor, tensor.detach().clone())
 
 
@@ -309,7 +309,7 @@ def _like(tensor: Tensor, copy: Tensor) -> Tensor:
 
 
 def inner_tensors(value: Nested) -> list[Tensor]:
-    """List the tensors with memory of their own in a nested value, those inside other tensors included."""
+    """List the tensors in a nested value that have memory of their own, also those inside other tensors."""
     if isinstance(value, Tensor):
         if wraps_tensors(value):
             attributes, _ = flattened(value)

@@ -1,1 +1,1 @@
-"""What ties the library to PyTorch: its private names, checked at import, and its class of the same name."""
+"""Private names of PyTorch, checked at import, and the relation to PyTorch's class of the same name."""

@@ -1,10 +1,10 @@
-"""What the library needs of PyTorch and has no public name: checked when imported, most of it used from here.
+"""Private names of PyTorch that the library needs: checked at import, and most of them used from here.
 
 Note [Private names]
-    Each package lists those it uses: `NEEDED` here, and in ``zero_optim.checkpoint``, ``zero_optim.ddp`` and
-    ``zero_optim.hooks``. A name that is missing then shows at import, with what to do, and not in the middle
-    of a run. All were there in PyTorch 2.8.0 and in 2.13.0. What is read with a default where it is missing
-    is not listed.
+    Each package lists the private names that it uses: `NEEDED` here, and in ``zero_optim.checkpoint``,
+    ``zero_optim.ddp`` and ``zero_optim.hooks``. So a missing name shows at import, with what to do, and not
+    in the middle of a run. PyTorch 2.8.0 and 2.13.0 have all of them. Names that the library can do without
+    are read with a default, and are not listed.
 """
 
 from collections.abc import Callable, Sequence
@@ -59,9 +59,9 @@ NEEDED: tuple[tuple[object, str], ...] = (
 
 
 def missing_names(needed: Sequence[tuple[object, str]]) -> list[str]:
-    """List which of some (owner, attribute) pairs this PyTorch does not have.
+    """List the attributes, of (owner, attribute) pairs, that this PyTorch does not have.
 
-    A class also has what it declares or its constructor mentions: that may be set on its instances alone.
+    Some attributes exist on instances only. So what a class declares, or its constructor names, counts too.
     """
     return [name for owner, name in needed if not (hasattr(owner, name) or name in _set_by(owner))]
 
@@ -73,10 +73,10 @@ def _set_by(owner: object) -> tuple[str, ...]:
 
 
 def require(needed: Sequence[tuple[object, str]], what: str) -> None:
-    """Refuse to be imported beside a PyTorch that lacks private names we stand on.
+    """Check at import that this PyTorch has the private names that we use.
 
     Raises:
-        ImportError: some are missing; names them, and the versions that have them.
+        ImportError: some are missing; the message names them, and the versions that have them.
     """
     missing = missing_names(needed)
     if missing:
@@ -90,48 +90,48 @@ require(NEEDED, "zero_optim")
 
 
 def wraps_tensors(tensor: Tensor) -> bool:
-    """Tell whether a tensor is made of others, as its class says by ``__tensor_flatten__``."""
+    """Whether a tensor is made of other tensors: its class then defines ``__tensor_flatten__``."""
     return bool(_python_dispatch.is_traceable_wrapper_subclass(tensor))
 
 
 def backward_number() -> int:
-    """Number the backward pass that this thread is inside of, in a hook or in a callback at its end.
+    """Return the number of the backward pass that this thread is in: in a hook, or in a callback at its end.
 
-    -1 outside of any. A pass that another one runs, for reentrant checkpointing, has a number of its own.
+    -1 outside of any pass. If a pass runs another one (reentrant checkpointing), that has its own number.
     """
     return int(torch._C._current_graph_task_id())
 
 
 def in_backward() -> bool:
-    """Whether this thread is inside a backward pass, in a hook or in a callback at its end."""
+    """Whether this thread is in a backward pass: in a hook, or in a callback at its end."""
     return backward_number() != -1
 
 
 def in_outer_backward() -> bool:
-    """Whether, in a callback at the end of a backward pass, another pass is under way that runs this one."""
+    """Whether another backward pass runs this one; call it in a callback at the end of a pass."""
     return torch._C._current_autograd_node() is not None
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Call something when the backward pass under way has computed every gradient.
+    """Call something when the current backward pass has computed every gradient.
 
-    To be called from a hook of that pass, or from such a callback: then it comes after all others
-    queued by then. Runs on the thread that called ``backward()``; on CUDA its stream is in step with
-    the gradients by then. What it raises comes out of ``backward()``.
+    Call this from a hook of that pass, or from such a callback; a new callback runs after those queued
+    before. It runs on the thread that called ``backward()``. On CUDA, that thread's stream then waits for the
+    gradients. What the callback raises, ``backward()`` raises.
     """
     engine: Any = Variable._execution_engine
     engine.queue_callback(callback)
 
 
 def will_run(node: Node) -> bool:
-    """Tell, from a hook of a backward pass, whether that pass accumulates into the leaf of a node."""
+    """Whether the current backward pass accumulates into the leaf of a node; call it in a hook of it."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # torch.autograd.grad was asked for this very leaf, and accumulates nothing
+    except RuntimeError:  # torch.autograd.grad was asked for this leaf, and accumulates nothing
         return False
 
 
-# A PyTorch may be built without RPC. Asking for the agent takes 50 ns, for the context some µs.
+# PyTorch can be built without RPC. Asking for the agent takes 50 ns; asking for the context takes some µs.
 _has_rpc_agent: Any = getattr(
     getattr(torch._C, "_distributed_rpc", None), "_is_current_rpc_agent_set", lambda: False
 )
@@ -149,7 +149,7 @@ def in_distributed_autograd() -> bool:
 
 
 def num_gloo_threads(group: dist.ProcessGroup) -> int:
-    """Tell how many threads gloo communicates with for a group; 0 where that cannot be known."""
+    """Return the number of threads that gloo has for a group; 0 if it cannot be known."""
     if dist.get_backend(group) != "gloo":
         return 0
     backend = group._get_backend(torch.device("cpu"))
@@ -163,7 +163,7 @@ def eager(function: F) -> F:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Tell how long a collective of a group may take; None where that cannot be known."""
+    """Return how long a collective of a group may take; None if it cannot be known."""
     for device in group._device_types:
         backend = group._get_backend(device)
         backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
@@ -174,19 +174,19 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def make_group(ranks: Sequence[int], backend: str, name: str, timeout: timedelta | None) -> dist.ProcessGroup:
-    """Make a process group under a name of one's own; its members call, and they alone.
+    """Make a process group with a given name. Its members call, and no other rank; communicates.
 
-    `torch.distributed.new_group` takes no name, and on members alone it makes one from the number of groups
-    that a process has: see Note [Lanes] in `zero_optim.comm.lanes`.
+    `torch.distributed.new_group` takes no name. If only members call it, it derives the name from the number
+    of groups in the process, which may differ: see Note [Lanes] in `zero_optim.comm.lanes`.
 
     Args:
-        ranks: the members' global ranks, by group rank; this process is one of them.
+        ranks: global ranks of the members, by group rank; this process is one of them.
         backend: such as ``"gloo"``.
         name: the same on every member, never used before.
-        timeout: of its collectives, and for the members to come; None for PyTorch's default.
+        timeout: of its collectives, and of waiting for the members here; None for PyTorch's default.
 
     Raises:
-        RuntimeError: a member did not come in time.
+        RuntimeError: a member did not call in time.
     """
     world: Any = c10d._world
     make: Any = c10d._new_process_group_helper

@@ -1,7 +1,7 @@
-"""``isinstance(optimizer, torch.distributed.optim.ZeroRedundancyOptimizer)`` holds for ours.
+"""Makes ``isinstance(optimizer, torch.distributed.optim.ZeroRedundancyOptimizer)`` true for our class.
 
-Public code asks that before it consolidates. PyTorch's class is abstract in the sense of `abc`, since
-`Joinable` is: so ours can be made known to it as a subclass that inherits nothing.
+Public code asks this before it consolidates. PyTorch's class has the metaclass `abc.ABCMeta`, through
+`Joinable`. So our class can be registered as a subclass of it, and inherits nothing.
 """
 
 import warnings
@@ -9,9 +9,9 @@ from abc import ABCMeta
 
 
 def make_known(kind: type) -> None:
-    """Make a class count as PyTorch's ``ZeroRedundancyOptimizer``, where this PyTorch has one."""
+    """Register a class as a subclass of PyTorch's ``ZeroRedundancyOptimizer``, if this PyTorch has that."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it compiles functions with torch.jit, which is deprecated
+        warnings.simplefilter("ignore")  # the import compiles functions with torch.jit, which is deprecated
         try:
             from torch.distributed.optim import ZeroRedundancyOptimizer
         except ImportError:  # built without distributed optimizers

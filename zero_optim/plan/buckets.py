@@ -1,4 +1,4 @@
-"""Which parameters travel together. Pure arithmetic, no torch; used by the optimizer and by ``ddp``."""
+"""Choose which parameters share a bucket. Pure arithmetic, no torch; the optimizer and ``ddp`` call it."""
 
 from collections.abc import Hashable, Sequence
 
@@ -11,24 +11,24 @@ def assign_buckets(
     *,
     overflow: bool = False,
 ) -> list[list[int]]:
-    """Fill buckets with neighbours of the same key, up to the cap.
+    """Fill buckets with neighbouring parameters of the same key, up to the cap.
 
-    Without an order parameters are taken last registered first, since backward reaches them in about
-    that order: what a bucket holds then becomes ready at about the same time.
+    Without an order, the last registered parameter comes first. The backward pass reaches parameters in about
+    that order, so the gradients of a bucket become ready at about the same time.
 
     Args:
-        keys: what must be equal within a bucket (dtype, device, …), one for each parameter.
+        keys: what must be equal within a bucket (dtype, device, …), one key for each parameter.
         nbytes: size of each parameter in bytes.
-        cap_nbytes: no bucket of several parameters is larger than this many bytes, but for ``overflow``; a
-            parameter above the cap has a bucket to itself. Several caps are for the first, second, … bucket
-            of each key, the last one for all that follow.
-        order: the parameter indices in the order in which they are to be taken.
-        overflow: a bucket is full once it has reached the cap, by however much the last parameter takes it
-            over; PyTorch's reducer fills its buckets so.
+        cap_nbytes: the largest size in bytes of a bucket of several parameters; see also ``overflow``. A
+            parameter above the cap has a bucket of its own. Several caps are for the first, second, … bucket
+            of each key; all later buckets have the last cap.
+        order: parameter indices in the order in which buckets take them.
+        overflow: close a bucket after the parameter that reaches the cap, even if it goes beyond. PyTorch's
+            reducer fills its buckets so.
 
     Returns:
-        Parameter indices of each bucket, in the order taken; buckets in the order in which they were
-        filled up, those left open last.
+        For each bucket the parameter indices, in the order taken. Buckets are in the order in which they
+        became full; those that never did come last.
 
     Raises:
         ValueError: the sequences differ in length, or a cap is below 1.

@@ -1,4 +1,7 @@
-"""What owning a parameter costs a rank, so that ranks are given equal work."""
+"""Cost functions: what the step of a parameter costs its owner. Owners are chosen so that costs are even.
+
+The optimizer calls them when it plans. They read shapes only and do not communicate.
+"""
 
 from collections.abc import Callable
 from typing import Literal
@@ -11,8 +14,8 @@ Cost = Callable[[Tensor], float]
 CostName = Literal["numel", "matmul"]
 
 
-# A step that works element by element is bound by memory: on one core of a CPU it takes, for each
-# element, about the time in which a matrix product does this many floating-point operations.
+# A step that works element by element is bound by memory. On one core of a CPU, one element takes about
+# as long as this many floating-point operations of a matrix product.
 _FLOPS_AN_ELEMENT = 100
 
 
@@ -20,7 +23,7 @@ _NEWTON_SCHULZ_STEPS = 5  # Muon's default
 
 
 def numel_cost(param: Tensor) -> float:
-    """Cost of an element-wise step, in floating-point operations of the same duration."""
+    """Cost of an element-wise step, in floating-point operations that take as long."""
     return _FLOPS_AN_ELEMENT * param.numel()
 
 
@@ -29,7 +32,7 @@ def matmul_cost(param: Tensor) -> float:
 
     For the m x n matrix (m <= n) that the parameter flattens to, an iteration multiplies m x n by
     n x m, m x m by m x m, and m x m by m x n: 4 m^2 n + 2 m^3 operations. Jordan, "Muon: An
-    optimizer for hidden layers in neural networks", 2024. Vectors cost what their elements do.
+    optimizer for hidden layers in neural networks", 2024. A vector costs what `numel_cost` says.
     """
     if param.dim() < 2 or param.numel() == 0:
         return numel_cost(param)

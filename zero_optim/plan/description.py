@@ -1,12 +1,13 @@
-"""What a value is, in words that are equal on every rank exactly if the values are alike.
+"""Describe values as text that ranks can compare: the texts are equal exactly if the values count as equal.
 
 Ranks compare these texts before they begin (`comm.agreement`), and messages show them. Nothing in them
-depends on the process: no address, no hash, no path, no number of a device.
+depends on the process: no address, no hash, no path, no device number. Nothing here communicates.
 
-Plain values, tensors and containers are told by value; classes and functions by name, and by code if they are
-the user's, with what is bound to them (defaults, closures, arguments of a ``functools.partial``). Of other
-objects only the type is told, since nobody knows which of their parts count. What a function finds in global
-variables or asks for when it is called is left out: that is the way to let a value differ between ranks.
+Plain values, tensors and containers are described by value. Classes and functions are described by name. If
+they are the user's, their code counts too, with what is bound to it (defaults, closures, arguments of a
+``functools.partial``). Of other objects only the type counts, since nobody knows which of their parts matter.
+Global variables that a function reads, and what it asks for when it is called, do not count. So a value that
+is meant to differ between ranks belongs there.
 """
 
 import functools
@@ -22,41 +23,41 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_SHOWN_NUMEL = 4  # tensors of at most so many elements are shown, larger ones as a digest of their bytes
-_COMPARED_NBYTES = 2**20  # of a larger one only shape and dtype count: to read it would take long
+_SHOWN_NUMEL = 4  # tensors up to this size are shown; of larger ones, a digest of their bytes
+_COMPARED_NBYTES = 2**20  # of larger tensors only shape and dtype count: reading them would take long
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range)
 
 
 def describe(value: object, *, bound: bool = True) -> str:
-    """Tell what a value is; does not communicate.
+    """Describe a value; does not communicate.
 
     Args:
         value: anything.
-        bound: also tell values bound to functions; False tells only the functions bound to them, such as the
-            one that a wrapper calls.
+        bound: include the values bound to functions. False includes only bound functions, such as the one
+            that a wrapper calls.
 
     Returns:
-        One line. Long values, and code, are told by a digest.
+        One line. Long values and code appear as a digest.
     """
-    return _Describer(bound).tell(value)
+    return _Describer(bound).describe(value)
 
 
 def describe_hook(hook: object, state: object) -> list[str]:
-    """Tell a comm hook by its code, and its state by type and, where that is PyTorch's or ours, by options.
+    """Describe a comm hook by its code, and its state by type. A state of PyTorch's or ours adds its options.
 
-    What other states and hooks hold may well be meant for one rank.
+    What other hooks and states hold may be meant for one rank, so it does not count.
     """
-    kind, told = type(state), []
+    kind, shown = type(state), []
     if kind.__module__.partition(".")[0] in ("torch", "zero_optim"):
         is_ours = isinstance(vars(kind).get("__init__"), FunctionType)  # not that of a process group
         options = inspect.signature(kind).parameters if is_ours else ()
         held = {name: getattr(state, name, None) for name in options}
-        told = [f"{name}={value!r}" for name, value in held.items() if type(value) in _PLAIN]
-    return [f"hook {describe(hook, bound=False)}", f"state {_name(kind)}({', '.join(told)})"]
+        shown = [f"{name}={value!r}" for name, value in held.items() if type(value) in _PLAIN]
+    return [f"hook {describe(hook, bound=False)}", f"state {_name(kind)}({', '.join(shown)})"]
 
 
 class _Describer:
-    """One walk through a value; those under way are known, so that a cycle ends.
+    """One walk through a value. It remembers the values it is inside of, so that a cycle ends.
 
     Args:
         bound: see `describe`.
@@ -64,23 +65,23 @@ class _Describer:
 
     def __init__(self, bound: bool) -> None:
         self._bound = bound
-        self._under_way: list[object] = []
+        self._open: list[object] = []
 
-    def tell(self, value: object) -> str:
-        """Tell what a value is."""
+    def describe(self, value: object) -> str:
+        """Describe a value in one line."""
         if isinstance(value, Enum):
             return f"{_name(type(value))}.{value.name}"
         if type(value) in _PLAIN:
             return repr(value)
-        if any(value is other for other in self._under_way):
+        if any(value is other for other in self._open):
             return f"the same {_name(type(value))} again"
-        self._under_way.append(value)
+        self._open.append(value)
         try:
-            return self._tell_object(value)
+            return self._object(value)
         finally:
-            self._under_way.pop()
+            self._open.pop()
 
-    def _tell_object(self, value: Any) -> str:  # noqa: ANN401, PLR0911 - one line a kind
+    def _object(self, value: Any) -> str:  # noqa: ANN401, PLR0911 - one line a kind
         if isinstance(value, Tensor):
             return _tensor(value)
         if isinstance(value, torch.device):
@@ -105,23 +106,23 @@ class _Describer:
     def _container(self, value: Any) -> str:  # noqa: ANN401 - any kind of container
         kind = "" if type(value) in (dict, list, tuple) else _name(type(value))
         if isinstance(value, Mapping):
-            pairs = sorted(f"{self.tell(key)}: {self.tell(item)}" for key, item in value.items())
+            pairs = sorted(f"{self.describe(key)}: {self.describe(item)}" for key, item in value.items())
             return f"{kind}{{{', '.join(pairs)}}}"
         if isinstance(value, set | frozenset):
-            return f"{kind}{{{', '.join(sorted(map(self.tell, value)))}}}"
-        inside = ", ".join(map(self.tell, value))
+            return f"{kind}{{{', '.join(sorted(map(self.describe, value)))}}}"
+        inside = ", ".join(map(self.describe, value))
         return f"{kind}[{inside}]" if isinstance(value, list) else f"{kind}({inside})"
 
-    # ------------------------------------------------------------------ what carries code
+    # ------------------------------------------------------------------ functions and classes
 
     def _partial(self, value: "functools.partial[Any]") -> str:
         given = [*map(self._bound_value, value.args)]
         given += [f"{key}={self._bound_value(item)}" for key, item in sorted(value.keywords.items())]
-        return f"partial({', '.join([self.tell(value.func), *filter(None, given)])})"
+        return f"partial({', '.join([self.describe(value.func), *filter(None, given)])})"
 
     def _bound_value(self, value: object) -> str:
-        """Tell a value that is bound to a function."""
-        return self.tell(value) if self._bound or callable(value) else ""
+        """Describe a value that is bound to a function; empty if bound values do not count."""
+        return self.describe(value) if self._bound or callable(value) else ""
 
     def _function(self, function: Any) -> str:  # noqa: ANN401 - kinds of functions have no common type
         function = _unwrapped(function)
@@ -138,7 +139,7 @@ class _Describer:
         for key, value in sorted((function.__kwdefaults__ or {}).items()):
             yield f"{key}={self._bound_value(value)}"
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            if name == "__class__":  # of a method that calls super(): the class it stands in
+            if name == "__class__":  # of a method that calls super(): the class that defines it
                 continue
             try:
                 yield f"{name} is {self._bound_value(cell.cell_contents)}"
@@ -146,9 +147,9 @@ class _Describer:
                 yield f"{name} is nothing yet"
 
     def _code_of_class(self, given: type) -> str:
-        """Give a digest of the methods of a class and of its bases, but for those of PyTorch and Python.
+        """Return a digest of the methods of a class and its bases, except those of PyTorch and Python.
 
-        Other entries do not count: flags and counters there are often records of this process.
+        Other attributes do not count: flags and counters there often belong to this process.
         """
         parts: list[str] = []
         for cls in given.__mro__:
@@ -166,7 +167,7 @@ class _Describer:
             parts = (entry.fget, entry.fset, entry.fdel)
         else:
             parts = (entry.__func__ if isinstance(entry, staticmethod | classmethod) else entry, None, None)
-        return [self.tell(part) for part in parts if isinstance(part, FunctionType)]
+        return [self.describe(part) for part in parts if isinstance(part, FunctionType)]
 
     def _instance(self, value: object) -> str:
         kind = f"{_name(type(value))} {getattr(value, '__qualname__', '')}".rstrip()
@@ -175,14 +176,14 @@ class _Describer:
             held = {field.name: getattr(value, field.name, None) for field in fields(value)}
         elif callable(value) and not isinstance(value, torch.nn.Module):
             held = {key: item for key, item in getattr(value, "__dict__", {}).items() if type(item) in _PLAIN}
-            kind = self.tell(type(value))
+            kind = self.describe(type(value))
         if not held or not self._bound:
             return f"a {kind}"
-        return f"{kind}({', '.join(f'{key}={self.tell(item)}' for key, item in sorted(held.items()))})"
+        return f"{kind}({', '.join(f'{key}={self.describe(item)}' for key, item in sorted(held.items()))})"
 
 
 def _unwrapped(function: Any) -> Any:  # noqa: ANN401 - kinds of functions have no common type
-    """Take PyTorch's own wrappers off: a class's ``step`` has one as soon as one of it was built."""
+    """Remove PyTorch's own wrappers: it wraps the ``step`` of a class when the first object is made."""
     while hasattr(function, "__wrapped__") and _is_library(
         getattr(function, "__globals__", {}).get("__name__")
     ):
@@ -191,7 +192,7 @@ def _unwrapped(function: Any) -> Any:  # noqa: ANN401 - kinds of functions have 
 
 
 def _parts_of_code(code: CodeType) -> Iterable[str]:
-    """Tell what a function does, without where it stands."""
+    """List what a function does, without its place in a file."""
     yield code.co_code.hex()
     yield repr((code.co_names, code.co_varnames, code.co_freevars, code.co_argcount, code.co_flags))
     for constant in code.co_consts:
@@ -199,7 +200,7 @@ def _parts_of_code(code: CodeType) -> Iterable[str]:
 
 
 def _constant(value: object) -> str:
-    """Tell a constant in code; the order of a frozenset differs between processes."""
+    """Describe a constant in code. A frozenset is sorted, as its order differs between processes."""
     if isinstance(value, CodeType):
         return f"{value.co_name} {_digest(_parts_of_code(value))}"
     if isinstance(value, frozenset):
@@ -210,18 +211,18 @@ def _constant(value: object) -> str:
 
 
 def _is_library(module: object) -> bool:
-    """Whether a module is PyTorch's or Python's own, which every rank has alike."""
+    """Whether a module is PyTorch's or Python's own, which is the same on every rank."""
     top = str(module).partition(".")[0]
     return top in ("torch", "builtins", "abc", "typing", "functools", "collections", "None")
 
 
 def _name(value: Any) -> str:  # noqa: ANN401 - a class or function
-    """Name a class or function, without its module: a script's has other names in other processes."""
+    """Name a class or function, without its module: a script's module has other names in other processes."""
     return str(getattr(value, "__qualname__", None) or type(value).__qualname__)
 
 
 def _tensor(value: Tensor) -> str:
-    """Tell a tensor: dtype, shape, and its elements, unless it is trained and they change."""
+    """Describe a tensor: dtype, shape and, unless it is trained and changes, its elements."""
     what = f"{value.dtype}, shape {tuple(value.shape)} on {value.device.type}"
     if value.requires_grad or type(value) is not Tensor or value.layout != torch.strided:
         return f"{_name(type(value))}({what})"

@@ -1,4 +1,7 @@
-"""Parameter groups, as ``torch.optim`` has them: their parameters, their options, and names for messages."""
+"""Read parameter groups, as ``torch.optim`` has them: parameters, options, and names for messages.
+
+Most rooms use it. It changes no group and does not communicate.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +23,7 @@ def params_of(groups: Sequence[ParamGroup]) -> list[Tensor]:
 
 
 def member_ids(groups: Sequence[ParamGroup]) -> list[list[int]]:
-    """Tell the groups' members by identity: much faster to compare than tensors are to look up."""
+    """List the ids of each group's parameters. Comparing ids is much faster than looking tensors up."""
     return [list(map(id, group["params"])) for group in groups]
 
 
@@ -30,7 +33,7 @@ def options_of(group: ParamGroup) -> ParamGroup:
 
 
 def param_names(groups: Sequence[ParamGroup]) -> list[str]:
-    """Name every parameter for messages: its own name where given, else group and place."""
+    """Name every parameter for messages: by its own name if it has one, else by group and place."""
     names: list[str] = []
     for number, group in enumerate(groups):
         given = group.get("param_names")

@@ -1,12 +1,12 @@
-"""Where each run of elements of each parameter lies in a bucket's flat tensor. Pure, no torch.
+"""Where each parameter lies in a bucket's flat tensor. Pure arithmetic, no torch; called to plan buckets.
 
 A bucket of three parameters on two ranks, parameter 1 owned by rank 0, the others by rank 1::
 
     flat    | 1 1 1 1 . | 0 0 2 2 2 2 |      "." is padding that aligns the next extent
     rows    '---rank 0--'----rank 1---'
 
-Rows lie in rank order; a rank that owns nothing of the bucket has no row, so that the size of a
-layout does not grow with the number of ranks.
+Rows are in rank order. A rank that owns nothing in the bucket has no row, so the size of a layout does not
+grow with the number of ranks.
 """
 
 from collections.abc import Collection, Sequence
@@ -18,7 +18,7 @@ from typing import NamedTuple
 class Extent(NamedTuple):
     """Elements ``[start, stop)`` of parameter ``param``, at ``offset`` of the flat tensor.
 
-    ``param`` counts within the bucket. All numbers are in elements.
+    ``param`` is an index within the bucket. All other numbers are in elements.
     """
 
     param: int
@@ -43,10 +43,10 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The rows of one bucket, proved when made.
+    """The rows of one bucket, checked when the object is made.
 
-    A layout that exists tiles every parameter exactly once, keeps its extents apart and inside
-    their row, and has its rows end to end in rank order.
+    The extents hold every element of every parameter exactly once. They do not overlap, and each lies
+    inside its row. The rows follow each other without gaps, in rank order.
 
     Args:
         numels: elements of each parameter of the bucket.
@@ -60,13 +60,13 @@ class Layout:
     rows: tuple[Row, ...]
 
     def __post_init__(self) -> None:
-        """Prove what the class promises."""
+        """Check what the class promises."""
         self._prove_rows()
         self._prove_tiling()
 
     @property
     def numel(self) -> int:
-        """Elements of the flat tensor, padding included."""
+        """Elements of the flat tensor, including padding."""
         return self.rows[-1].stop if self.rows else 0
 
     def _prove_rows(self) -> None:
@@ -111,7 +111,7 @@ def _prove_extents(row: Row) -> None:
 
 
 def whole(numels: Sequence[int], owners: Sequence[int], alignment: int = 1) -> Layout:
-    """Lay a bucket out without cutting a parameter: right for every optimizer.
+    """Lay out a bucket without cutting any parameter, which is right for every optimizer.
 
     Within a row the parameters keep their order.
 
@@ -139,7 +139,7 @@ def whole(numels: Sequence[int], owners: Sequence[int], alignment: int = 1) -> L
 
 
 class Span(NamedTuple):
-    """Elements ``[start, stop)`` of the flat tensor that ``owner`` owns: a part of its row."""
+    """Elements ``[start, stop)`` of the flat tensor, all in the row of ``owner``."""
 
     owner: int
     start: int
@@ -147,14 +147,14 @@ class Span(NamedTuple):
 
 
 def spans(layout: Layout, chosen: Collection[int]) -> list[Span]:
-    """Find the fewest stretches of the flat tensor that hold some parameters and no others.
+    """Find the fewest spans of the flat tensor that hold some parameters and no others.
 
     Args:
         layout: of the bucket.
-        chosen: parameters, counted within the bucket.
+        chosen: indices of the parameters within the bucket.
 
     Returns:
-        By rank and place. Padding between two extents of a run is part of it.
+        The spans, by rank and place. Padding between two extents of a span is part of it.
     """
     found: list[Span] = []
     for row in layout.rows:

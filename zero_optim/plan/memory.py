@@ -1,4 +1,4 @@
-"""How parameters lie in memory, and which of them cannot be placed in a bucket."""
+"""How parameters lie in memory, and which of them cannot be placed in a bucket. Does not communicate."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -12,13 +12,13 @@ from zero_optim.plan.groups import ParamGroup, param_names, params_of
 
 
 def dense_strides(param: Tensor) -> tuple[int, ...]:
-    """Strides under which the elements fill ``numel`` places: the parameter's own if it is dense."""
-    # The first answer is the second's for every contiguous tensor, at a fifth of the time.
+    """Strides under which the elements have no gaps between them: the parameter's own if it is dense."""
+    # For a contiguous tensor both give the same; the first takes a fifth of the time.
     return param.stride() if param.is_contiguous() else torch.empty_like(param, device="meta").stride()
 
 
 def consecutive_views(flat: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
-    """View parameters' places in a 1-D tensor that holds them one behind the other, with their strides."""
+    """View each parameter's place in a 1-D tensor that holds them one after the other, with its strides."""
     views, start = [], flat.storage_offset()
     for param in params:
         views.append(flat.as_strided(param.shape, dense_strides(param), start))
@@ -30,11 +30,11 @@ def check_shardable(groups: Sequence[ParamGroup]) -> None:
     """Refuse parameters that cannot be placed in a bucket.
 
     Args:
-        groups: every parameter group of the optimizer, those planned before included.
+        groups: every parameter group of the optimizer, including those planned before.
 
     Raises:
-        TypeError: a parameter without storage of its own (lazy, meta, DTensor).
-        ValueError: a sparse parameter; two that share memory, or one that overlaps itself.
+        TypeError: a parameter has no storage of its own (lazy, meta, DTensor).
+        ValueError: a parameter is sparse, overlaps itself, or shares memory with another one.
     """
     params = params_of(groups)
     if any(map(is_lazy, params)):
@@ -63,16 +63,16 @@ def _is_wrapper(param: Tensor) -> bool:
 
 
 def _check_memory(params: Sequence[Tensor], names: Sequence[str]) -> None:
-    """Refuse parameters that reach into each other's memory: sharding would tear them apart."""
-    spans: list[tuple[int, int, int]] = []  # (first byte, byte behind the last, index)
+    """Refuse parameters that share memory: in buckets they would become separate."""
+    ranges: list[tuple[int, int, int]] = []  # (first byte, byte after the last, index)
     for index, param in enumerate(params):
         if param.numel() == 0:
             continue
         reach = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True)) + 1
         if reach < param.numel():
             raise ValueError(f"{names[index]} uses one place in memory for several elements: clone it first")
-        spans.append((param.data_ptr(), param.data_ptr() + reach * param.element_size(), index))
-    for (_, end, before), (start, _, after) in pairwise(sorted(spans)):
+        ranges.append((param.data_ptr(), param.data_ptr() + reach * param.element_size(), index))
+    for (_, end, before), (start, _, after) in pairwise(sorted(ranges)):
         if start < end:
             raise ValueError(
                 f"{names[before]} and {names[after]} share memory. To tie weights, use one Parameter in both "

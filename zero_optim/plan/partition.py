@@ -1,7 +1,7 @@
-"""Greedy size-balanced assignment: costs in, owners out. Pure arithmetic, no torch.
+"""Greedy balanced assignment: costs in, owners out. Pure arithmetic, no torch.
 
-Every rank runs this on the same costs and must come to the same owners without a word exchanged,
-so nothing here depends on hashing, on floating-point order or on the rank that runs it.
+Every rank computes this from the same costs and must get the same owners without communication. So nothing
+here depends on hashing, on floating-point order or on the rank.
 """
 
 import heapq
@@ -13,16 +13,16 @@ def assign_owners(
 ) -> list[list[int]]:
     """Choose an owner for every item, so that the ranks' total costs are nearly equal.
 
-    Groups are assigned one after the other, each going on from the loads its predecessors left:
-    a group added later therefore moves no owner chosen before. Within a group the costliest item
-    goes first, to the least loaded rank (the longest-processing-time rule of Graham, "Bounds on
-    multiprocessing timing anomalies", 1969: the fullest rank holds at most 4/3 of the best possible
-    for one group). Equal costs go by index, equal loads by rank.
+    Groups are assigned one after the other. Each starts from the loads that the groups before it left, so
+    a group added later changes no owner chosen before. Within a group the costliest item goes first, to
+    the least loaded rank. This is the longest-processing-time rule of Graham, "Bounds on multiprocessing
+    timing anomalies", 1969: for one group the fullest rank holds at most 4/3 of the best possible. Ties
+    between costs go to the lower index, ties between loads to the lower rank.
 
     Args:
-        groups: one sequence of costs a group; a cost is a finite number >= 0 in any unit.
-        num_ranks: how many ranks there are to own items, >= 1.
-        loads: what each rank carries already, in the unit of the costs; all zero if None.
+        groups: one sequence of costs for each group; a cost is a finite number >= 0 in any unit.
+        num_ranks: number of ranks that can own items, >= 1.
+        loads: what each rank owns already, in the unit of the costs; all zero if None.
 
     Returns:
         For each group the owner of each item, in the order given.
@@ -42,7 +42,7 @@ def assign_owners(
 
 
 def _assign_group(costs: Sequence[float], heap: list[tuple[float, int]]) -> list[int]:
-    """Assign one group; ``heap`` of (load, rank) is brought up to date in place."""
+    """Assign one group, and update ``heap``, of (load, rank), in place."""
     for index, cost in enumerate(costs):
         if not 0 <= cost < float("inf"):
             raise ValueError(f"expected finite costs of at least 0, got {cost} for item {index}")
@@ -56,7 +56,7 @@ def _assign_group(costs: Sequence[float], heap: list[tuple[float, int]]) -> list
 
 
 def rank_loads(costs: Iterable[float], owners: Iterable[int], num_ranks: int) -> list[float]:
-    """Add up what each rank carries; the inverse view of an assignment.
+    """Add up the costs that each rank owns.
 
     Raises:
         ValueError: ``costs`` and ``owners`` differ in length.

@@ -1,7 +1,7 @@
 """The plan of a set of parameter groups: owners and buckets, decided before the first step.
 
-A plan is a pure function of what every rank sees alike (shapes, dtypes, strides, groups), so ranks
-compute it apart and then compare `describe_params`.
+A plan is a pure function of what is equal on every rank (shapes, dtypes, strides, groups). So each rank
+computes it alone, without communication. `shard.sharding` does that, and compares `describe_params`.
 """
 
 from collections.abc import Hashable, Sequence
@@ -17,17 +17,17 @@ from zero_optim.plan.layout import Layout, whole
 from zero_optim.plan.memory import dense_strides
 from zero_optim.plan.partition import assign_owners
 
-# Extents start where a fresh CPU tensor would, so that kernels that look at alignment (MKL's matrix
-# product does) give the bits they give without sharding.
+# New CPU tensors start at such addresses, and so do extents. Some kernels look at the alignment (MKL's matrix
+# product does): with the same alignment they give the same bits as without sharding.
 ALIGNMENT_NBYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """Parameters that travel together, and where each lies.
+    """The parameters of one bucket, and where each lies.
 
     Args:
-        params: indices of the parameters in the plan; the layout counts in this order.
+        params: indices of the parameters in the plan; the layout numbers them in this order.
         layout: rows and extents of the bucket.
     """
 
@@ -37,12 +37,12 @@ class BucketPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Owner of every parameter, and the buckets, whose order is the order of issue.
+    """Owner of every parameter, and the buckets in the order in which they are gathered.
 
     Args:
         costs: what owning each parameter costs.
         owners: group rank that owns each parameter.
-        buckets: every parameter lies in exactly one.
+        buckets: every parameter is in exactly one.
     """
 
     costs: tuple[float, ...]
@@ -50,7 +50,7 @@ class Plan:
     buckets: tuple[BucketPlan, ...]
 
     def __post_init__(self) -> None:
-        """Prove that the buckets hold every parameter once."""
+        """Check that the buckets hold every parameter once."""
         assert sorted(chain.from_iterable(b.params for b in self.buckets)) == list(range(len(self.owners)))
 
 
@@ -65,10 +65,10 @@ def make_plan(
 
     Args:
         groups: parameters of each group.
-        costs: what owning each costs, in the unit of the loads.
+        costs: what owning each parameter costs, in the unit of the loads.
         num_ranks: size of the process group.
         cap_nbytes: capacity of a bucket in bytes.
-        loads: costs the ranks carry already.
+        loads: total cost of what each rank owns already; all zero if None.
     """
     params = list(chain.from_iterable(groups))
     by_group = assign_owners(costs, num_ranks, loads)
@@ -89,16 +89,16 @@ def _lay_out(bucket: list[int], params: Sequence[Tensor], owners: Sequence[int])
 
 
 def _travel_keys(params: Sequence[Tensor]) -> list[Hashable]:
-    """Tell parameters apart that cannot, or should not, share a bucket.
+    """Give each parameter a key; only parameters with equal keys may share a bucket.
 
-    Parameters frozen from the start have buckets of their own, since those need no gather.
+    Parameters that are frozen when planned have buckets of their own, since those need no gather.
     """
     slots = _device_slots(params)
     return [(p.dtype, slots[p.device], p.requires_grad) for p in params]
 
 
 def _device_slots(params: Sequence[Tensor]) -> dict[torch.device, int]:
-    """Number the devices by first use: cuda:0 here and cuda:1 on the next rank are the same slot."""
+    """Number the devices by first use: cuda:0 on one rank and cuda:1 on the next are the same slot."""
     slots: dict[torch.device, int] = {}
     for param in params:
         slots.setdefault(param.device, len(slots))
@@ -106,7 +106,7 @@ def _device_slots(params: Sequence[Tensor]) -> dict[torch.device, int]:
 
 
 def describe_params(groups: Sequence[ParamGroup], plan: Plan) -> list[str]:
-    """Describe each parameter by all that must be equal on every rank."""
+    """Describe each parameter by everything that must be equal on all ranks."""
     params = params_of(groups)
     slots = _device_slots(params)
     return [

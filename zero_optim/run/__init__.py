@@ -1,1 +1,1 @@
-"""Around the training: starting ranks, one process session a launch, progress on a terminal."""
+"""Around the training: launching ranks, sending them a call, progress on a terminal."""

@@ -1,4 +1,7 @@
-"""What a process that is a rank settles with its host before any work: its end, its network, its cores."""
+"""What a rank arranges with its host before any work: when it ends, its network interface, its cores.
+
+The functions that run on each rank call these: `run.launch`, ``demo`` and the tests. Nothing communicates.
+"""
 
 import ctypes
 import os
@@ -13,19 +16,19 @@ _POLL = 1.0  # seconds
 
 
 def end_with_parent(parent: int) -> None:
-    """Have this process killed as soon as its parent is gone; called once, before any work.
+    """Kill this process as soon as its parent is gone; called once, before any work.
 
     Args:
-        parent: process id of the starter. If it has gone by now, this process ends at once.
+        parent: process id of the parent. If it is gone already, this process ends at once.
     """
     if not _ask_kernel():
         threading.Thread(target=watch, args=(parent,), daemon=True, name="parent watch").start()
-    if os.getppid() != parent:  # it went before the kernel was asked
+    if os.getppid() != parent:  # it ended before the kernel was asked
         os._exit(1)
 
 
 def _ask_kernel() -> bool:
-    """Arrange it with Linux, which acts at once, and even while this process hangs in C++."""
+    """Ask Linux to do it, which acts at once, even while this process hangs in C++; False if it cannot."""
     if not sys.platform.startswith("linux"):
         return False
     try:
@@ -35,17 +38,17 @@ def _ask_kernel() -> bool:
 
 
 def watch(parent: int) -> None:
-    """Look for the parent now and then, where the kernel does not help; never returns while it lives."""
+    """Check for the parent once a second, if the kernel does not help. Does not return."""
     while os.getppid() == parent:
         time.sleep(_POLL)
     os._exit(1)
 
 
 def use_loopback() -> None:
-    """Have process groups made from now on talk over the loopback interface: for ranks of one host.
+    """Make later process groups use the loopback interface; for jobs on one host.
 
-    gloo listens where the host's name leads otherwise, where others may reach it. NCCL listens too, until its
-    ranks have found each other; an interface that the user has named for it stays.
+    Otherwise gloo listens on the address of the host's name, which other machines may reach. NCCL listens
+    too, until its ranks have found each other; an interface that the user chose for NCCL stays.
     """
     name = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     os.environ["GLOO_SOCKET_IFNAME"] = name
@@ -53,7 +56,7 @@ def use_loopback() -> None:
 
 
 def num_cores() -> int:
-    """Count the cores this process may use."""
+    """Count the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,21 +1,22 @@
 """Run a function on several ranks of this host, from a script, a notebook or a test.
 
 Note [Processes]
-    `torch.multiprocessing.start_processes` starts them. The elastic launcher brings rendezvous and restarts,
-    which one host and one call do not need, and takes over the signal handlers of the process that calls it,
-    which a notebook has its own use for. They are spawned, not forked: a fork inherits locks and thread pools
-    without the threads, so that it hangs at its first parallel loop, and cannot use CUDA.
+    `torch.multiprocessing.start_processes` starts them. The elastic launcher is not used. It offers
+    rendezvous and restarts, which one call on one host does not need. It also takes over the signal handlers
+    of the calling process, which a notebook needs itself. Processes are spawned, not forked. A fork inherits
+    locks and thread pools without the threads, so it hangs at its first parallel loop, and it cannot use
+    CUDA.
 
-Note [Which failure is told]
-    When a rank fails, its peers lose their connections and fail as well, and may be first to end. So each
-    rank notes the time of its exception before it lets go of anything, and the earliest is the cause. A rank
-    that was killed could note nothing, and comes before those. An exception that only repeats what another
-    rank has said comes last.
+Note [Which failure is reported]
+    When a rank fails, the others lose their connections and fail as well, and may end first. So each rank
+    writes down the time of its exception before it closes anything; the earliest one is the cause. A killed
+    rank could write nothing, and comes before those. An exception that only repeats what another rank has
+    said comes last.
 
 Note [No process left]
-    Ranks are killed, not asked, before `launch` returns or raises. Should the caller itself be killed, the
-    kernel kills them. Ctrl-C reaches the caller alone: it is held back while processes start, and each rank
-    is in a session of its own.
+    Before `launch` returns or raises, it kills the ranks without asking them. If the caller itself is killed,
+    the kernel kills the ranks. Ctrl-C reaches the caller alone: it is blocked while processes start, and each
+    rank is in its own session.
 """
 
 import faulthandler
@@ -42,11 +43,11 @@ from torch.multiprocessing.spawn import start_processes
 
 from zero_optim.errors import LaunchTimeoutError, RankFailedError, RemoteRankError
 from zero_optim.run.host import end_with_parent, num_cores, use_loopback
-from zero_optim.run.session import pack, pickler, unpack
+from zero_optim.run.session import decode_call, encode_call, pickler
 
 T = TypeVar("T")
 
-_GRACE = 0.5  # seconds that the others have to fail too, once a rank has
+_GRACE = 0.5  # seconds in which the other ranks may fail too, once one has failed
 
 
 def launch(
@@ -57,36 +58,36 @@ def launch(
     threads: int | None = None,
     timeout: float | None = None,
 ) -> list[T]:
-    """Run ``fn(*args)`` on ``nproc`` ranks of this host, and give back what each returned.
+    """Run ``fn(*args)`` on ``nproc`` ranks of this host, and return what each rank returned.
 
-    Each rank is a new process in an initialised default process group on the loopback interface. See Notes
-    [Processes], [Which failure is told] and [No process left].
+    Each rank is a new process with an initialised default process group on the loopback interface. See Notes
+    [Processes], [Which failure is reported] and [No process left].
 
-    A function of a notebook cell or a prompt is sent as code, with the global names it uses as they are now,
-    by cloudpickle, which has to be installed for that; so are lambdas and nested functions. A script needs
-    ``if __name__ == "__main__":`` around the code that calls this, since the ranks import it.
+    Functions from a notebook cell or a prompt, lambdas and nested functions are sent as code, with the
+    current values of the global names that they use. That needs cloudpickle to be installed. A script needs
+    ``if __name__ == "__main__":`` around the code that calls this, since the ranks import the script.
 
     Args:
         fn: called on each rank. ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE`` are set as
             torchrun sets them.
-        nproc: how many ranks, from 1.
-        *args: the same for every rank; pickled, so each rank has its own copy, tensors too.
-        backend: of the process group; with "nccl" rank r computes on GPU r.
-        threads: of PyTorch on each rank; None shares the cores out.
-        timeout: seconds for all of it, a few of which go into starting; None waits for ever.
+        nproc: number of ranks, at least 1.
+        *args: the same for every rank; pickled, so each rank has its own copy, also of tensors.
+        backend: of the process group; with "nccl" rank r uses GPU r.
+        threads: PyTorch's threads on each rank; None divides the cores between the ranks.
+        timeout: seconds for the whole call, including some seconds to start; None has no limit.
 
     Returns:
         What ``fn`` returned, by rank; anything that can be pickled.
 
     Raises:
         TypeError: an argument of the wrong kind, or one that cannot be sent to another process.
-        ValueError: an argument out of bounds, or a backend that this PyTorch or this host lacks.
+        ValueError: an argument out of range, or a backend that this PyTorch or this host lacks.
         RankFailedError: ``fn`` raised, or a rank was killed or ended by itself.
-        LaunchTimeoutError: ``timeout`` was over.
-        RuntimeError: the call is not behind ``if __name__ == "__main__":``.
+        LaunchTimeoutError: the ranks took longer than ``timeout``.
+        RuntimeError: the call is not under ``if __name__ == "__main__":``.
     """
     _check(fn, nproc, backend, threads, timeout)
-    call = pack(fn, args)
+    call = encode_call(fn, args)
     deadline = None if timeout is None else time.monotonic() + timeout
     with tempfile.TemporaryDirectory(prefix="zero_optim-") as folder:
         job = _Job(folder, nproc, backend, threads or max(1, num_cores() // nproc), os.getpid())
@@ -95,10 +96,10 @@ def launch(
             _wait(processes, deadline)
             failures = job.failures(processes)
             if failures:
-                raise RankFailedError(_told(failures, nproc), failures[0].rank)
+                raise RankFailedError(_failures_text(failures, nproc), failures[0].rank)
             late = [rank for rank, process in enumerate(processes) if process.exitcode is None]
             if late:
-                raise LaunchTimeoutError(_where(job, processes, late, timeout))
+                raise LaunchTimeoutError(_stacks_text(job, processes, late, timeout))
         return job.values()
 
 
@@ -133,7 +134,7 @@ class _Failure:
     """How a rank failed.
 
     Attributes:
-        rank: which.
+        rank: the rank.
         order: sorts causes before consequences.
         text: the traceback, or what is known without one.
         line: the kind of exception, or the same as ``text``.
@@ -147,13 +148,13 @@ class _Failure:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What the caller and the ranks know in common.
+    """What both the caller and the ranks know.
 
     Attributes:
         folder: where they leave files for each other.
-        nproc: how many ranks.
+        nproc: number of ranks.
         backend: of their process group.
-        threads: of each rank.
+        threads: PyTorch's threads on each rank.
         parent: process id of the caller.
     """
 
@@ -196,24 +197,24 @@ class _Job:
 
 @contextmanager
 def _started(job: _Job) -> Iterator[list[BaseProcess]]:
-    """Start the ranks, and leave none of them, however the body ends."""
+    """Start the ranks, and end all of them, however the body ends."""
     processes: list[BaseProcess] = []
     try:
-        # Starting a process starts this one first, which would let SIGINT through again for the ranks.
+        # Starting a process starts the resource tracker first, which would unblock SIGINT for the ranks.
         resource_tracker.ensure_running()
         held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             context: Any = start_processes(_enter, (job,), job.nproc, join=False)  # type: ignore[no-untyped-call]
             processes += context.processes
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, held)  # a Ctrl-C that came meanwhile is answered here
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)  # a Ctrl-C that came meanwhile acts here
         yield processes
     finally:
         _end(processes)
 
 
 def _wait(processes: Sequence[BaseProcess], deadline: float | None) -> None:
-    """Wait until all have ended, one has failed and the others had time to, or the deadline."""
+    """Wait until all have ended, or until the deadline. Once one has failed, wait only `_GRACE` longer."""
     failed = False
     while running := [process.sentinel for process in processes if process.exitcode is None]:
         if not failed and any(process.exitcode for process in processes):
@@ -227,7 +228,7 @@ def _wait(processes: Sequence[BaseProcess], deadline: float | None) -> None:
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:
-    """Kill what still runs, with what it has started itself, and wait for its end."""
+    """Kill the ranks that still run, with the processes that they started, and wait for their end."""
     for process in processes:
         if process.exitcode is None and process.pid is not None:
             with suppress(ProcessLookupError):  # not in a session of its own yet
@@ -238,8 +239,8 @@ def _end(processes: Sequence[BaseProcess]) -> None:
         process.close()
 
 
-def _told(failures: Sequence[_Failure], nproc: int) -> str:
-    """Tell the first failure in full, and the others in a line."""
+def _failures_text(failures: Sequence[_Failure], nproc: int) -> str:
+    """Describe the first failure in full, and the others in one line."""
     first, *others = failures
     text = f" failed:\n\n{first.text}" if "\n" in first.text else f" {first.text}"
     lines = [f"rank {first.rank} of {nproc}{text}"]
@@ -250,8 +251,10 @@ def _told(failures: Sequence[_Failure], nproc: int) -> str:
     return "".join(lines)
 
 
-def _where(job: _Job, processes: Sequence[BaseProcess], late: Sequence[int], timeout: float | None) -> str:
-    """Ask ranks that are late for their stacks, which they give from anywhere, C++ included."""
+def _stacks_text(
+    job: _Job, processes: Sequence[BaseProcess], late: Sequence[int], timeout: float | None
+) -> str:
+    """Ask late ranks for their stacks. They can answer from anywhere, also from C++."""
     for rank in late:
         pid = processes[rank].pid
         if pid is not None and job.path("begun", rank).exists():
@@ -276,7 +279,7 @@ def _signal(number: int) -> str:
 
 
 def _enter(rank: int, job: _Job) -> None:
-    """Be a rank: call the function in a process group, and leave a file that says how it went."""
+    """Run as a rank: call the function in a process group, and write a file that says how it ended."""
     end_with_parent(job.parent)
     os.setsid()
     signal.signal(signal.SIGINT, lambda *_: None)  # not SIG_IGN, which processes started here would inherit
@@ -286,11 +289,11 @@ def _enter(rank: int, job: _Job) -> None:
     job.path("begun", rank).touch()
     try:
         _run(rank, job)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the caller tells
-        _note(error, rank, job)
+    except BaseException as error:  # noqa: BLE001 - the caller raises for all of them
+        _write_failure(error, rank, job)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)  # nothing of the process group is taken down, which may take for ever
+        os._exit(1)  # without destroying the process group, which may take for ever
 
 
 def _run(rank: int, job: _Job) -> None:
@@ -305,23 +308,23 @@ def _run(rank: int, job: _Job) -> None:
     store = dist.FileStore(str(job.path("store")), job.nproc)  # type: ignore[attr-defined]
     dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.nproc, **device)
     _wait_for_connections(store, job.nproc)
-    fn, args = unpack(job.path("call").read_bytes())
+    fn, args = decode_call(job.path("call").read_bytes())
     value = fn(*args)
-    # Pickle, but tensors that share memory are written once; classes of a notebook come back as they went.
+    # Like pickle, but tensors that share memory are written once, and classes of a notebook can be returned.
     torch.save(value, job.path("value", rank), pickle_module=pickler())
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _wait_for_connections(store: dist.Store, nproc: int) -> None:  # type: ignore[name-defined]
-    """Wait until every rank has connected: one that ends at once hangs up on those still at it."""
+    """Wait until every rank has connected: one that ends at once would break connections in the making."""
     if store.add("connected", 1) == nproc:
         store.set("all connected", "")
     store.wait(["all connected"])
 
 
-def _note(error: BaseException, rank: int, job: _Job) -> None:
-    """Leave word of an exception, in one step, without the frames of this file."""
+def _write_failure(error: BaseException, rank: int, job: _Job) -> None:
+    """Write a file about an exception, in one step, without the frames of this file."""
     now = time.monotonic_ns()  # one clock for all processes of a host
     own = error.__traceback__
     while own is not None and own.tb_frame.f_code.co_filename == __file__ and own.tb_next is not None:

@@ -1,4 +1,4 @@
-"""A bar for what takes more than a second, on a terminal, where tqdm is installed."""
+"""A progress bar for work that takes more than a second: on a terminal, if tqdm is installed."""
 
 import importlib.util
 import sys
@@ -10,15 +10,15 @@ _PATIENCE = 1.0  # seconds without a bar
 
 @contextmanager
 def progress(what: str, total: int, *, shown: bool = True) -> Iterator[Callable[[int], object]]:
-    """Count bytes, and draw a bar on standard error once a second has gone by; without tqdm only count.
+    """Count bytes, and draw a bar on standard error after the first second; without tqdm draw nothing.
 
     Args:
-        what: one word or two, such as "consolidating".
-        total: bytes in all, as far as is known.
+        what: one or two words, such as "consolidating".
+        total: bytes in all, as far as known.
         shown: False never draws.
 
     Yields:
-        A function to call with the number of bytes that were done since its last call.
+        A function to call with the number of bytes done since its last call.
     """
     if not (shown and sys.stderr.isatty()) or importlib.util.find_spec("tqdm") is None:
         yield int

@@ -1,8 +1,8 @@
-"""Calls sent to new processes, also those of functions that no import finds.
+"""Send a call to new processes, also of a function that cannot be imported; `launch` uses it.
 
-Pickle sends functions as names to import. A new process imports modules and a script's main module, but not
-what was typed into a notebook or a prompt, and no import finds lambdas and nested functions. cloudpickle, an
-extra, sends these as code.
+Pickle sends a function as a name to import. A new process can import modules and a script's main module. It
+cannot import lambdas, nested functions, or what was typed into a notebook or at a prompt. cloudpickle, an
+optional package, sends these as code.
 """
 
 import importlib.util
@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 
-def pack(function: Callable[..., object], args: tuple[object, ...]) -> bytes:
-    """Encode a call; `launch` does, for all ranks at once.
+def encode_call(function: Callable[..., object], args: tuple[object, ...]) -> bytes:
+    """Encode a call, once for all ranks.
 
     Raises:
         TypeError: the function, an argument, or something that the function uses cannot be sent.
@@ -39,31 +39,31 @@ def _by_value(function: Callable[..., object], args: tuple[object, ...]) -> byte
 
 
 def _typed_sources() -> dict[str, tuple[object, ...]]:
-    """Give the source lines of what was typed here, for tracebacks of the ranks: no file has them."""
+    """Return the source lines of what was typed here, which no file has, for tracebacks on the ranks."""
     return {name: entry for name, entry in linecache.cache.items() if len(entry) > 1 and entry[1] is None}
 
 
 def _needs_code(function: Callable[..., object]) -> bool:
-    """Whether a function lives where no import of a new process finds it."""
+    """Whether a new process cannot import a function."""
     name, module = getattr(function, "__qualname__", ""), getattr(function, "__module__", None)
     return "<locals>" in name or "<lambda>" in name or (module == "__main__" and not can_import_main())
 
 
-def unpack(call: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Decode what `pack` made, on a rank."""
+def decode_call(call: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Decode what `encode_call` returned, on a rank."""
     function, args, sources = pickle.loads(call)
     linecache.cache.update(sources)
     return function, args
 
 
 def pickler() -> Any:  # noqa: ANN401 - a module
-    """Give the module to pickle what a rank returns: cloudpickle if it is there."""
+    """Return the module that pickles what a rank returns: cloudpickle if it is installed."""
     return importlib.import_module(
         "pickle" if importlib.util.find_spec("cloudpickle") is None else "cloudpickle"
     )
 
 
 def can_import_main() -> bool:
-    """Whether a new process can import the main module: not that of a notebook or a prompt."""
+    """Whether a new process can import the main module. It cannot in a notebook or at a prompt."""
     main = sys.modules["__main__"]
     return getattr(main, "__spec__", None) is not None or hasattr(main, "__file__")

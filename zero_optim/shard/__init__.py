@@ -1,1 +1,1 @@
-"""The plan carried out: parameters in buckets, and the gathers that bring them to every rank."""
+"""What the plan leads to: parameters in buckets, and the gathers that bring them to every rank."""

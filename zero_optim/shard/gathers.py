@@ -1,4 +1,7 @@
-"""Bring every bucket's rows from their owners to all ranks."""
+"""Gathers: the owners broadcast their rows of each bucket to all ranks.
+
+All functions that take a group or lanes communicate, and all ranks call them in the same order of buckets.
+"""
 
 import threading
 from collections import deque
@@ -10,15 +13,15 @@ from zero_optim.comm.collectives import Pending, RankGroup
 from zero_optim.plan.layout import Span
 from zero_optim.shard.storage import ParamBucket, rows_of
 
-# Enough to keep the wire busy; each one under way holds a flat tensor where parameters are no views.
+# Enough to keep the network busy. Each gather under way has a flat tensor, unless parameters are views of it.
 NUM_UNDER_WAY = 4
 
 
 class UnderWay:
-    """Gathers that were launched and may not have ended, each with the parameters that it brings.
+    """Gathers that were started and may not have ended, each with the parameters that it brings.
 
-    Two threads may use it at the same time: one launches steps of the backward pass, while in that
-    pass a forward pass is run again (checkpointing) and waits for what it needs.
+    Two threads may use it at the same time. One steps buckets during the backward pass and starts their
+    gathers. Meanwhile that pass may run a forward pass again (checkpointing), which waits for parameters.
     """
 
     def __init__(self) -> None:
@@ -27,14 +30,14 @@ class UnderWay:
         self._lock = threading.Lock()
 
     def __reduce__(self) -> "tuple[type[UnderWay], tuple[()]]":
-        """Copy and pickle without what is under way, which lands in the parameters it was launched for."""
+        """Copy and pickle without the gathers: they write to the parameters that they were started for."""
         return UnderWay, ()
 
     def __bool__(self) -> bool:
         return bool(self._gathers)
 
     def add(self, params: Iterable[Tensor], pending: Pending) -> None:
-        """Keep a gather."""
+        """Add a gather that was started."""
         with self._lock:
             self._gathers.append(pending)
             for param in params:
@@ -50,7 +53,7 @@ class UnderWay:
                 self._gathers.clear()
 
     def wait(self) -> None:
-        """Wait for all, in the order in which they were launched."""
+        """Wait for all gathers, in the order in which they were started."""
         with self._lock:
             while self._gathers:
                 self._gathers.popleft().wait()
@@ -58,13 +61,13 @@ class UnderWay:
 
 
 def start_gather(group: RankGroup, bucket: ParamBucket) -> Pending:
-    """Launch the gather of one bucket; all ranks call, in the same order of buckets.
+    """Start the gather of one bucket; all ranks call, in the same order of buckets.
 
-    One collective for each owner that holds a part of the bucket.
+    One broadcast for each owner that has a row in the bucket.
 
     Returns:
-        The gather under way. Parameters of other owners have their new values after ``wait()``;
-        until then nobody may write to any parameter of the bucket.
+        The gather. Parameters of other owners have their new values after ``wait()``. Until then nothing may
+        write to any parameter of the bucket.
     """
     flat = bucket.fill()
     works = group.share_rows(rows_of(flat, bucket.layout))
@@ -74,31 +77,34 @@ def start_gather(group: RankGroup, bucket: ParamBucket) -> Pending:
 def start_gather_of_part(
     lanes: Sequence[RankGroup], bucket: ParamBucket, chosen: Collection[int], spans: Sequence[Span]
 ) -> Pending:
-    """Launch the gather of some parameters of a bucket; all ranks call, in the same order.
+    """Start the gather of some parameters of a bucket; all ranks call, in the same order.
 
     Args:
-        lanes: groups of the same ranks. Owner r sends on lane r modulo their number: what different owners
-            send is then under way at the same time in both directions, where one group may take turns.
-        bucket: whose parameters.
-        chosen: which of them, counted within the bucket.
+        lanes: groups of the same ranks. Owner r sends on lane r modulo their number: one gloo group is not
+            reliably full duplex, several are.
+        bucket: the bucket.
+        chosen: indices of the parameters within the bucket.
         spans: where they lie.
     """
     flat = bucket.fill(chosen)
     works = []
     for number, lane in enumerate(lanes):
-        mine = [(run.owner, flat[run.start : run.stop]) for run in spans if run.owner % len(lanes) == number]
-        works += lane.share_rows(mine)
+        mine = [span for span in spans if span.owner % len(lanes) == number]
+        works += lane.share_rows([(span.owner, flat[span.start : span.stop]) for span in mine])
     return Pending(works, [flat], lambda: bucket.settle(flat, chosen))
 
 
 def start_gathers(group: RankGroup, buckets: Sequence[ParamBucket], under_way: UnderWay) -> None:
-    """Launch the gathers of buckets, and wait for none; all ranks call."""
+    """Start the gathers of buckets, and wait for none; all ranks call."""
     for bucket in buckets:
         under_way.add(bucket.params, start_gather(group, bucket))
 
 
 def gather_buckets(group: RankGroup, buckets: Sequence[ParamBucket]) -> None:
-    """Gather buckets, some at a time, and wait; all ranks call. Nothing to do in a group of one."""
+    """Gather buckets, `NUM_UNDER_WAY` at a time, and wait for all; all ranks call.
+
+    In a group of one it does not communicate.
+    """
     under_way: deque[Pending] = deque()
     for bucket in buckets:
         if len(under_way) == NUM_UNDER_WAY:

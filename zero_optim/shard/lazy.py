@@ -1,4 +1,7 @@
-"""Gathers that are waited for by the forward pass: module by module, as each needs its parameters."""
+"""Lazy gathers: in the forward pass each module waits for its own parameters, just before it needs them.
+
+``optimizer.gather_lazily`` makes them. Nothing here starts a collective; it only waits.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
@@ -14,17 +17,17 @@ if TYPE_CHECKING:
 
 
 class LazyGather:
-    """Has the modules of a model wait for the gathers of their own parameters.
+    """Makes the modules of a model wait for the gathers of their own parameters.
 
-    Some modules read the parameters of others that they never call, as ``nn.MultiheadAttention`` does with
-    its output projection. So the first forward pass of the model waits for everything, and shows which
-    modules are called; parameters of one that is not are waited for by the nearest module above it that is.
-    Without gradients everything is waited for: that is when PyTorch's Transformer layers compute past their
-    modules, and it is not where time is lost.
+    Some modules read the parameters of a child that they never call, as ``nn.MultiheadAttention`` does with
+    its output projection. So the first forward pass waits for everything, and shows which modules are called.
+    If a module is not called, the nearest module above it that is called waits for its parameters. With
+    gradients disabled, the pass waits for everything: PyTorch's Transformer layers then skip calls of their
+    modules, and such passes are not where time is lost.
 
     Args:
         model: its modules get hooks.
-        sharding: whose gathers are left under way. Those of parameters that the model does not have are not.
+        sharding: steps leave its gathers under way, except those of parameters that the model does not have.
     """
 
     def __init__(self, model: nn.Module, sharding: Sharding) -> None:
@@ -42,7 +45,7 @@ class LazyGather:
         sharding.readers.append(self._params)
 
     def remove(self) -> None:
-        """Wait for what is under way, take the hooks off, and let every step wait for its gathers again."""
+        """Wait for the gathers under way, and remove the hooks. Then steps wait for their gathers again."""
         self._under_way.wait()
         if self._handles:
             self._sharding.readers.remove(self._params)
@@ -61,11 +64,11 @@ class LazyGather:
                 self._under_way.wait_for(self._needed_by(module, self._needs))
 
         hook = eager(wait)
-        vars(hook)["wait_for_all"] = self._before_reading  # for readers who come before the modules' turn
+        vars(hook)["wait_for_all"] = self._before_reading  # for code that reads parameters before the modules
         return hook
 
     def _needed_by(self, module: nn.Module, needs: dict[nn.Module, list[Tensor]]) -> Iterable[Tensor]:
-        # One that was not called in the first forward pass may call and read whatever lies below it.
+        # A module that was not called in the first forward pass may read anything below it.
         return needs[module] if module in needs else module.parameters()
 
     def _before_reading(self, *_: object) -> None:
@@ -77,7 +80,7 @@ class LazyGather:
             self._assign(self._root, self._root, self._needs)
 
     def _assign(self, module: nn.Module, caller: nn.Module, needs: dict[nn.Module, list[Tensor]]) -> None:
-        """Note who waits for the parameters of a module and of those below it."""
+        """Note which module waits for the parameters of a module and of those below it."""
         caller = module if module in self._called else caller
         needs[caller].extend(module.parameters(recurse=False))
         for child in module.children():

@@ -1,4 +1,7 @@
-"""Who owns which parameter and in which bucket it travels: the plans so far, carried out."""
+"""Who owns each parameter and which bucket it is in, as the plans so far say.
+
+The optimizer calls. `Sharding.plan`, `gather` and `gather_all` communicate; all ranks call them.
+"""
 
 import math
 import sys
@@ -19,12 +22,12 @@ from zero_optim.plan.plan import Plan, describe_params, make_plan
 from zero_optim.shard.gathers import UnderWay, gather_buckets, start_gathers
 from zero_optim.shard.storage import ParamBucket, is_active, make_bucket
 
-_MEANT = (
+_DIFFERS_ON_PURPOSE = (
     "If that is meant to differ, do not pass it: give a function as optimizer_class that finds it out when "
     "called, such as `def build(params, **options): return MyClass(params, rank=dist.get_rank(), **options)`"
 )
 # What to do about a difference in options, by the first word of the item that differs.
-_HINTS = {"optimizer": _MEANT, "group": _MEANT}
+_HINTS = {"optimizer": _DIFFERS_ON_PURPOSE, "group": _DIFFERS_ON_PURPOSE}
 
 
 class Sharding:
@@ -32,15 +35,16 @@ class Sharding:
 
     Args:
         group: the ranks to shard over.
-        as_views: whether parameters are moved into their bucket, see `make_bucket`.
+        as_views: whether to move parameters into their bucket, see `make_bucket`.
         cap_mb: capacity of a bucket in MiB, infinity for no limit.
 
     Attributes:
         owners: group rank that owns each parameter.
         loads: the cost of what each rank owns.
-        buckets: in the order of issue, the same on every rank.
-        under_way: gathers that nobody has waited for yet.
-        readers: sets of parameters whose gathers a step leaves under way, because whoever reads them waits.
+        buckets: in the order in which they are gathered, the same on every rank.
+        under_way: gathers that nothing has waited for yet.
+        readers: sets of parameters. A step leaves their gathers under way, because the code that reads them
+            waits.
     """
 
     def __init__(self, group: RankGroup, as_views: bool, cap_mb: float) -> None:
@@ -54,28 +58,28 @@ class Sharding:
         self._as_views = as_views
         self._cap_nbytes = _nbytes(cap_mb)
         self._active: list[bool] = []
-        self._checked: list[list[int]] = []  # the groups' members when they were last found to be owned
+        self._checked: list[list[int]] = []  # the groups' members when all had an owner at the last check
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickle without the readers, who wait for the gathers of this one."""
+        """Copy and pickle without the readers, which wait for the gathers of this object."""
         return {**self.__dict__, "readers": []}
 
     def plan(
         self, groups: Sequence[ParamGroup], costs: Sequence[Cost], before: int, about: Sequence[str]
     ) -> Plan:
-        """Plan groups and make sure that all ranks planned the same; all ranks call.
+        """Plan groups, and check that all ranks have the same plan; all ranks call.
 
-        Nothing is carried out: `add` does that.
+        This changes nothing; `add` does.
 
         Args:
             groups: all public groups.
             costs: the cost function of each group to plan.
-            before: how many groups have been planned already.
+            before: number of groups that have been planned already.
             about: further descriptions to agree on.
 
         Raises:
-            ValueError: on every rank, for parameters that cannot be sharded; or TypeError.
-            RankMismatchError: ranks were given different things.
+            ValueError: on every rank, a parameter cannot be sharded; or TypeError.
+            RankMismatchError: on every rank, the ranks were given different things.
         """
         new = groups[before:]
         with failing_together(self._group):
@@ -93,7 +97,7 @@ class Sharding:
         return [param for param, owner in zip(params, plan.owners, strict=True) if owner == self._group.rank]
 
     def add(self, params: Sequence[Tensor], plan: Plan) -> None:
-        """Carry a plan out: note the owners and make the buckets. Does not communicate."""
+        """Note the owners of a plan, and make its buckets. Does not communicate."""
         self.owners.update(zip(params, plan.owners, strict=True))
         more = rank_loads(plan.costs, plan.owners, self._group.size)
         self.loads = [load + extra for load, extra in zip(self.loads, more, strict=True)]
@@ -106,10 +110,10 @@ class Sharding:
 
     @eager
     def refresh(self, groups: Sequence[ParamGroup]) -> None:
-        """Look at every parameter before a step; see `ParamBucket.refresh`.
+        """Wait for gathers, then check every parameter before a step; see `ParamBucket.refresh`.
 
         Raises:
-            ValueError: a parameter was put into a group by hand.
+            ValueError: the user put a parameter into a group without ``add_param_group()``.
         """
         self.under_way.wait()
         places = member_ids(groups)
@@ -127,14 +131,14 @@ class Sharding:
 
     @eager
     def gather(self, groups: Sequence[ParamGroup], *, frozen_too: bool = False) -> None:
-        """Bring all parameters up to date on all ranks; all ranks call.
+        """Gather the parameters, so that all ranks have the new values; all ranks call.
 
-        Buckets in which nothing has ever trained are left out. When something in them begins to, the
-        ranks make sure that it does on all of them.
+        Buckets in which no parameter has ever trained are left out. When one of them begins to train, the
+        ranks check that it does on all of them.
 
         Args:
             groups: all public groups.
-            frozen_too: leave no bucket out: the step may have changed what does not train.
+            frozen_too: leave out no bucket, as the step may have changed frozen parameters.
         """
         active = self.active()
         if active != self._active:
@@ -143,15 +147,15 @@ class Sharding:
             items = [f"{name} {state}" for name, state in zip(param_names(groups), states, strict=True)]
             agree(self._group, items, "which parameters are frozen")
             self._active = active
-        moving = [bucket for bucket, moves in zip(self.buckets, active, strict=True) if moves or frozen_too]
+        gathered = [bucket for bucket, on in zip(self.buckets, active, strict=True) if on or frozen_too]
         if self.readers:
-            start_gathers(self._group, moving, self.under_way)
+            start_gathers(self._group, gathered, self.under_way)
             self.end_step()
         else:
-            gather_buckets(self._group, moving)
+            gather_buckets(self._group, gathered)
 
     def end_step(self) -> None:
-        """Wait for the gathers under way, but for those that a reader will wait for."""
+        """Wait for the gathers under way, except those that a reader waits for."""
         if self.readers:
             read = frozenset[Tensor]().union(*self.readers)
             self.under_way.wait_for(param for param in self.owners if param not in read)
@@ -159,13 +163,13 @@ class Sharding:
             self.under_way.wait()
 
     def active(self) -> list[bool]:
-        """Tell for each bucket whether something in it trains, or has done so."""
+        """Return for each bucket whether a parameter in it trains, or did at an earlier gather."""
         return [was or is_active(bucket) for bucket, was in zip(self.buckets, self._active, strict=True)]
 
     def spans_of(
         self, params: Sequence[Tensor]
     ) -> tuple[tuple[ParamBucket, frozenset[int], tuple[Span, ...]], ...]:
-        """Find where some parameters lie: by bucket, their indices within it, and the stretches they fill."""
+        """Find where some parameters lie: by bucket, their indices in it, and the spans that they fill."""
         by_bucket: dict[int, set[int]] = {}
         for param in params:
             number, index = self._places[param]
@@ -178,12 +182,12 @@ class Sharding:
 
     @eager
     def gather_all(self) -> None:
-        """Bring all parameters up to date, frozen ones too; all ranks call."""
+        """Gather all parameters, also frozen ones; all ranks call."""
         gather_buckets(self._group, self.buckets)
 
 
 def _nbytes(cap_mb: float) -> int:
-    """Turn a capacity in MiB into bytes.
+    """Convert a capacity in MiB to bytes.
 
     Raises:
         ValueError: it is not a number above 0.

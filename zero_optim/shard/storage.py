@@ -1,27 +1,27 @@
-"""A bucket's flat tensor and what connects it with the parameters.
+"""A bucket's flat tensor, and how it is connected with the parameters. Nothing here communicates.
 
-Two kinds with one interface. `ViewBucket` keeps the parameters inside its flat tensor for good, so
-that a gather lands in them without a copy; `PackedBucket` leaves ``param.data`` where the user put
-it and copies through a flat tensor that lives for one gather. In both, `fill` gives a flat tensor
-whose own row is up to date, and `settle` brings what the others' rows received into the parameters.
-`make_bucket` chooses between them.
+There are two kinds with one interface; `make_bucket` chooses. `ViewBucket` keeps the parameters inside its
+flat tensor, so a gather writes to them without a copy. `CopyBucket` leaves ``param.data`` where the user put
+it, and copies through a flat tensor that lives for one gather. A gather calls `fill` first: it returns a flat
+tensor in which this rank's row is up to date. At the end it calls `settle`, which moves what the other rows
+received into the parameters.
 
 Note [A storage for each parameter]
-    Savers such as safetensors' and accelerate's take parameters with one storage for tied, and keep one
-    of them; ``torch.save(param)`` writes the whole storage. So no two parameters of a bucket share one. What
-    a DLPack capsule of a slice of the flat tensor is turned into has a storage of its own, just as long as
-    the slice, and keeps the flat tensor's memory alive for as long as it lives itself. The slice is
-    taken as bytes, since DLPack does not know every dtype, and the storage is given the dtype afterwards.
-    Autograd cannot see that a gather into the flat tensor changes a parameter, so `settle` tells it.
+    Savers such as those of safetensors and accelerate treat parameters with one storage as tied, and keep one
+    of them. ``torch.save(param)`` writes the whole storage. So each parameter of a bucket has its own. It
+    comes from DLPack: a capsule of a slice of the flat tensor becomes a tensor with its own storage, exactly
+    as long as the slice. This tensor keeps the flat tensor's memory alive. The slice has the dtype bytes,
+    since DLPack does not know every dtype; the tensor gets its dtype afterwards. Autograd cannot see that a
+    gather into the flat tensor changes a parameter, so `settle` tells it.
 
-    Such a storage cannot be resized, which would reach into the neighbour's memory. It can be moved to
-    shared memory (``share_memory_``, or being sent to another process): PyTorch puts other memory into
-    the same storage then. Such a parameter stays there, and gathers copy.
+    Such a storage cannot be resized: it would reach into the next parameter's memory. It can move to shared
+    memory (by ``share_memory_``, or when it is sent to another process): then PyTorch puts other memory into
+    the same storage. Such a parameter stays there, and gathers copy it.
 
     On CUDA the memory belongs to the flat tensor's block of the caching allocator. ``param.record_stream``
-    does nothing, as for every tensor whose memory that allocator did not give out itself; the block is reused
-    when the last parameter of the bucket has gone. Streams need no care here: the capsule is made and used up
-    at once, and nothing is read.
+    does nothing, as for every tensor whose memory does not come from that allocator directly. The block is
+    reused when the last parameter of the bucket is gone. Streams need no care here: the capsule is made and
+    used at once, and nothing is read.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -37,13 +37,13 @@ from zero_optim.plan.memory import dense_strides
 
 
 class ParamBucket(Protocol):
-    """Parameters that travel together."""
+    """The parameters of one bucket, and their flat tensor."""
 
     params: list[Tensor]
     layout: Layout
 
     def refresh(self) -> None:
-        """Look at the parameters before a step; what the user did to them is taken over or refused.
+        """Check the parameters before a step: take over what the user did to them, or refuse it.
 
         Raises:
             RuntimeError: a parameter has another dtype, device or shape than when the bucket was made.
@@ -51,30 +51,30 @@ class ParamBucket(Protocol):
         ...
 
     def fill(self, chosen: Collection[int] | None = None) -> Tensor:
-        """Give the flat tensor, 1-D, with this rank's row holding the present values.
+        """Return the flat tensor, 1-D, with the current values in this rank's row.
 
         Args:
-            chosen: the parameters that matter, counted within the bucket; None for all.
+            chosen: indices within the bucket of the parameters that matter; None for all.
         """
         ...
 
     def settle(self, flat: Tensor, chosen: Collection[int] | None = None) -> None:
-        """Make the parameters, or some, hold what ``flat`` now holds in the other ranks' rows."""
+        """Give the parameters of other owners the values in ``flat``; ``chosen`` as in `fill`."""
         ...
 
 
 def rows_of(flat: Tensor, layout: Layout) -> list[tuple[int, Tensor]]:
-    """Cut a flat tensor into (owner, 1-D view) by rank; empty rows are left out."""
+    """Split a flat tensor into (owner, 1-D view), by rank, without empty rows."""
     return [(row.owner, flat[row.start : row.stop]) for row in layout.rows if row.stop > row.start]
 
 
 def is_active(bucket: ParamBucket) -> bool:
-    """Whether a step may change the bucket: something in it trains or holds a gradient."""
+    """Whether a step may change the bucket: a parameter in it trains or has a gradient."""
     return any(p.requires_grad or p.grad is not None for p in bucket.params)
 
 
 class Form(NamedTuple):
-    """What a parameter was like when it was planned, the same on every rank whatever happens to it."""
+    """The form of a parameter when it was planned: the same on every rank, whatever happens to it later."""
 
     dtype: torch.dtype
     device: torch.device
@@ -83,15 +83,15 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, param: Tensor) -> "Form":
-        """Take it from a parameter."""
+        """Read the form of a parameter."""
         return cls(param.dtype, param.device, param.shape, dense_strides(param))
 
     def fits(self, param: Tensor) -> bool:
-        """Whether a parameter can still be copied to its place; its strides may be others by now."""
+        """Whether a parameter can still be copied to its place; its strides may differ by now."""
         return (self.dtype, self.device, self.size) == (param.dtype, param.device, param.shape)
 
     def check(self, param: Tensor) -> None:
-        """Refuse a parameter that does not fit any more."""
+        """Refuse a parameter that no longer fits."""
         if not self.fits(param):
             raise RuntimeError(
                 f"a parameter became {param.dtype} {tuple(param.shape)} on {param.device}; when the "
@@ -107,14 +107,14 @@ def _views(flat: Tensor, forms: Sequence[Form], layout: Layout) -> list[Tensor]:
 
 
 def _with_own_storages(flat: Tensor, forms: Sequence[Form], layout: Layout) -> list[Tensor]:
-    """Like `_views`, but each with a storage of its own. See Note [A storage for each parameter]."""
+    """Like `_views`, but each view has its own storage. See Note [A storage for each parameter]."""
     octets, size = flat.view(torch.uint8), flat.element_size()
     starts = [extent.offset * size for extent in sorted(e for row in layout.rows for e in row.extents)]
     return [_over(octets[start:], form) for form, start in zip(forms, starts, strict=True)]
 
 
 def _over(octets: Tensor, form: Form) -> Tensor:
-    """Give a tensor of some form over the first of some bytes, with a storage that ends where it does."""
+    """Make a tensor of some form over the first of some bytes. Its storage ends where the tensor does."""
     empty = torch.empty(0, dtype=form.dtype, device=form.device)
     nbytes = form.size.numel() * empty.element_size()
     if nbytes == 0:
@@ -124,10 +124,10 @@ def _over(octets: Tensor, form: Form) -> Tensor:
 
 
 def _can_be_views(params: Sequence[Tensor]) -> bool:
-    """Whether parameters may be moved into a flat tensor, and each be given its own storage there."""
+    """Whether parameters may move into a flat tensor, and each can have its own storage there."""
     device = params[0].device
     if device.type == "cpu" and any(param.is_shared() for param in params):  # type: ignore[no-untyped-call]
-        return False  # other processes look at where they are
+        return False  # other processes use them where they are
     try:
         byte = torch.zeros(1, dtype=torch.uint8, device=device)
         return _over(byte, Form.of(byte)).data_ptr() == byte.data_ptr()
@@ -142,12 +142,12 @@ def make_bucket(params: list[Tensor], layout: Layout, rank: int, *, as_views: bo
         params: the parameters.
         layout: where each lies.
         rank: this group rank.
-        as_views: move the parameters into a flat tensor, where that can be: it cannot for parameters in
-            shared memory, nor on a device without DLPack. Ranks may differ in that: all send the same.
+        as_views: move the parameters into a flat tensor if possible. It is not possible for parameters in
+            shared memory, nor on a device without DLPack. Ranks may differ in this: both kinds send the same.
     """
     if as_views and _can_be_views(params):
         return ViewBucket(params, layout, rank)
-    return PackedBucket(params, layout, rank)
+    return CopyBucket(params, layout, rank)
 
 
 def _members(layout: Layout, rank: int) -> tuple[list[int], list[int]]:
@@ -162,44 +162,44 @@ def _picked(indices: list[int], chosen: Collection[int] | None) -> list[int]:
 
 
 class ViewBucket:
-    """A bucket whose parameters lie in one flat tensor, each with a storage of its own there.
+    """A bucket whose parameters lie in one flat tensor, each with its own storage there.
 
     Args:
-        params: the parameters; their ``data`` is replaced by tensors in that place with the same values,
-            shape and strides (dense strides where a parameter had gaps).
+        params: the parameters. Tensors in the flat tensor replace their ``data``, with the same values, shape
+            and strides (dense strides if a parameter had gaps).
         layout: where each lies.
         rank: this group rank.
     """
 
     def __init__(self, params: list[Tensor], layout: Layout, rank: int) -> None:
-        """Move the parameters in. The storage they had is let go."""
+        """Move the parameters in. Their old storages are released."""
         self.params = params
         self.layout = layout
         self._forms = list(map(Form.of, params))
-        # Padding is zeroed because it travels: no stray NaN should show up in a debugger.
+        # Padding is sent too, so it is zero: no NaN from old memory should show in a debugger.
         self._flat = torch.zeros(layout.numel, dtype=params[0].dtype, device=params[0].device)
         self._views = _with_own_storages(self._flat, self._forms, layout)
         self._rank = rank
         self._others = _members(layout, rank)[1]
         self._addresses = [view.data_ptr() for view in self._views]
-        self._apart: set[int] = set()  # those in shared memory, which gathers copy
+        self._shared: set[int] = set()  # parameters in shared memory, which gathers copy
         for index in range(len(params)):
             self._take_in(index)
 
     def __reduce__(self) -> tuple[Callable[..., ParamBucket], tuple[list[Tensor], Layout, int]]:
-        """Copy and pickle by building anew around the copied parameters."""
+        """Copy and pickle by making a new bucket from the copied parameters."""
         return partial(make_bucket, as_views=True), (self.params, self.layout, self._rank)
 
     def refresh(self) -> None:
-        """See `ParamBucket`. Parameters whose ``data`` was replaced are moved in again."""
+        """See `ParamBucket`. Parameters whose ``data`` was replaced move in again."""
         for index in self._moved_out():
             self._forms[index].check(self.params[index])
             self._take_in(index)
 
     def fill(self, chosen: Collection[int] | None = None) -> Tensor:
-        """See `ParamBucket`. The row is the parameters, unless the step has replaced their ``data``.
+        """See `ParamBucket`. Only parameters whose ``data`` the step has replaced are copied.
 
-        Raises nothing, as the other ranks wait: what does not fit is left to the next `refresh`.
+        Raises nothing, since the other ranks wait. A parameter that does not fit is left to `refresh`.
         """
         for index in self._moved_out(chosen):
             if self._forms[index].fits(self.params[index]):
@@ -207,12 +207,12 @@ class ViewBucket:
         return self._flat
 
     def settle(self, flat: Tensor, chosen: Collection[int] | None = None) -> None:
-        """See `ParamBucket`. The values are there already; autograd is told that they changed."""
+        """See `ParamBucket`. The values are there already; this tells autograd that they changed."""
         assert flat is self._flat
         others = _picked(self._others, chosen)
         torch.autograd.graph.increment_version([self.params[index] for index in others])
-        if self._apart:
-            self._copy_out([index for index in others if index in self._apart])
+        if self._shared:
+            self._copy_out([index for index in others if index in self._shared])
 
     @torch.no_grad()
     def _copy_out(self, indices: list[int]) -> None:
@@ -223,24 +223,24 @@ class ViewBucket:
                 self.params[index].copy_(places[index])
 
     def _moved_out(self, chosen: Collection[int] | None = None) -> list[int]:
-        """Find the parameters that do not lie in the bucket any more."""
+        """Find the parameters that are no longer in the bucket."""
         indices = range(len(self.params)) if chosen is None else chosen
         return [index for index in indices if self.params[index].data_ptr() != self._addresses[index]]
 
     @torch.no_grad()
     def _take_in(self, index: int) -> None:
-        """Copy a parameter's values into its place and, unless it is shared, put it there."""
+        """Copy a parameter's values to its place and, unless it is in shared memory, move it there."""
         param, view = self.params[index], self._views[index]
-        if view.data_ptr() != self._addresses[index]:  # its storage was given other memory
-            self._apart.add(index)
+        if view.data_ptr() != self._addresses[index]:  # PyTorch has put other memory into its storage
+            self._shared.add(index)
             _views(self._flat, self._forms, self.layout)[index].copy_(param)
             return
         view.copy_(param)
         param.data = view
 
 
-class PackedBucket:
-    """A bucket whose parameters stay where they are; each gather packs and unpacks.
+class CopyBucket:
+    """A bucket whose parameters stay where they are; each gather copies them.
 
     Args:
         params: the parameters.
@@ -249,7 +249,7 @@ class PackedBucket:
     """
 
     def __init__(self, params: list[Tensor], layout: Layout, rank: int) -> None:
-        """Take note of who owns what; nothing is allocated."""
+        """Note who owns which parameter. Allocates nothing."""
         self.params = params
         self.layout = layout
         self._own, self._others = _members(layout, rank)
