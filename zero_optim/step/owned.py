@@ -93,7 +93,7 @@ class OwnedState:
             for param, grad in held.items():
                 param.grad = grad
 
-    def add_group(self, group: ParamGroup, recipe: OptimizerSpec | None, owned: Sequence[Tensor]) -> None:
+    def add_group(self, group: ParamGroup, spec: OptimizerSpec | None, owned: Sequence[Tensor]) -> None:
         """Add a group's owned part, on all ranks or none; all ranks call.
 
         Raises:
@@ -102,7 +102,7 @@ class OwnedState:
         before = self.local.num_groups
         try:
             with failing_together(self._group):
-                self.local.add_group(group, recipe, {param: self.leaves.leaf(param) for param in owned})
+                self.local.add_group(group, spec, {param: self.leaves.leaf(param) for param in owned})
         except Exception:
             self.local.drop_groups(before)
             self.leaves.drop(owned)
