@@ -82,9 +82,9 @@ class BuiltOptimizer:
         if _leaf_ids(self.optimizer.param_groups[first:]) != given:
             raise ValueError(
                 f"expected {self.spec.name} to step the parameters that it is given, but it built groups "
-                "over other tensors (copies in fp32, perhaps) or in another order of groups: sharded it would "
-                "train another way. Use a class that keeps no copies, with master_dtype=torch.float32 for "
-                "masters, or use it without sharding"
+                "over other tensors (copies in fp32, perhaps) or in another order of groups: sharded it "
+                "would train another way. Use a class that keeps no copies, with master_dtype=torch.float32 "
+                "for masters, or use it without sharding"
             )
 
     def check_parts(self) -> None:
@@ -142,8 +142,8 @@ class BuiltOptimizer:
             {"params": [place[leaf] for leaf in group["params"]], **options_of(groups[number])}
             for number, group in zip(self.numbers, own_groups, strict=True)
         ]
-        own = {key: value for key, value in state.items() if key in place or not isinstance(key, Tensor)}
-        packed = {place.get(key, key): value for key, value in own.items()}
+        keys = [key for key in state if key in place or not isinstance(key, Tensor)]
+        packed = {place.get(key, key): state[key] for key in keys}
         self.optimizer.load_state_dict({"state": packed, "param_groups": packed_groups})
         if exact:
             held: dict[Any, Any] = self.optimizer.state
