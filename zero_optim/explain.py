@@ -109,23 +109,23 @@ def explain(
         owned: these parameters.
         state_nbytes: the state that this rank holds, in bytes.
     """
-    ranks = _rank_holdings(group, owned, state_nbytes, sharding.loads[group.rank])
+    ranks = holdings(group, owned, state_nbytes, sharding.loads[group.rank])
     active = [moves or local.moves_frozen for moves in sharding.active()]
-    buckets = _bucket_holdings(sharding.buckets, active)
-    return Explanation(ranks, buckets, tuple(_traits_line(name, traits) for name, traits in local.traits()))
+    buckets = bucket_holdings(sharding.buckets, active)
+    return Explanation(ranks, buckets, tuple(map(describe_traits, local.traits())))
 
 
-def _rank_holdings(
+def holdings(
     group: RankGroup, owned: Sequence[Tensor], state_nbytes: int, cost: float
 ) -> tuple[RankHolding, ...]:
-    """Gather what each rank holds; all ranks call."""
+    """Gather what each rank holds; all ranks call; two small collectives."""
     nbytes = sum(param.numel() * param.element_size() for param in owned)
     mine = RankHolding(group.rank, len(owned), sum(p.numel() for p in owned), nbytes, state_nbytes, cost)
     payloads = group.all_gather_bytes(json.dumps(asdict(mine)).encode())
     return tuple(RankHolding(**json.loads(payload)) for payload in payloads)
 
 
-def _bucket_holdings(buckets: Sequence[ParamBucket], active: Sequence[bool]) -> tuple[BucketHolding, ...]:
+def bucket_holdings(buckets: Sequence[ParamBucket], active: Sequence[bool]) -> tuple[BucketHolding, ...]:
     """Describe buckets from this rank alone."""
     described = []
     for bucket, is_gathered in zip(buckets, active, strict=True):
@@ -137,8 +137,9 @@ def _bucket_holdings(buckets: Sequence[ParamBucket], active: Sequence[bool]) -> 
     return tuple(described)
 
 
-def _traits_line(name: str, traits: Traits | None) -> str:
+def describe_traits(found: tuple[str, Traits | None]) -> str:
     """Put into a line what was found of a class."""
+    name, traits = found
     if traits is None:
         return f"{name}: not tried (assume_separable=True)"
     answers = {
