@@ -8,7 +8,7 @@ from overlap import Bag, Grads, Setting, assert_same_run, grads_of
 from pool import Ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.hooks import zero_step
-from zero_optim.probe.traits import probe
+from zero_optim.probe.probe import probe
 
 REFUSED_IN_PARTS = {"torch_optimizer.Lookahead", "torch_optimizer.MADGRAD"}  # they count their steps
 SOME = tuple(

@@ -20,8 +20,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from training import needs_muon
+from zero_optim.probe.probe import probe
 from zero_optim.probe.shaped import ShapedKeys
-from zero_optim.probe.traits import Traits, probe, refusal
+from zero_optim.probe.traits import Traits, refusal
 
 # ------------------------------------------------------------------ classes of our own
 

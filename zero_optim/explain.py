@@ -113,13 +113,13 @@ def explain(
         owned: these parameters.
         state_nbytes: the state that this rank holds, in bytes.
     """
-    ranks = _rank_holdings(group, owned, state_nbytes, sharding.loads[group.rank])
+    ranks = holdings(group, owned, state_nbytes, sharding.loads[group.rank])
     active = [moves or local.moves_frozen for moves in sharding.active()]
-    buckets = _bucket_holdings(sharding.buckets, active)
-    return Explanation(ranks, buckets, tuple(_traits_line(name, traits) for name, traits in local.traits()))
+    buckets = bucket_holdings(sharding.buckets, active)
+    return Explanation(ranks, buckets, tuple(map(describe_traits, local.traits())))
 
 
-def _rank_holdings(
+def holdings(
     group: RankGroup, owned: Sequence[Tensor], state_nbytes: int, cost: float
 ) -> tuple[RankHolding, ...]:
     """Exchange what each rank holds. All ranks call; two small collectives."""
@@ -129,7 +129,7 @@ def _rank_holdings(
     return tuple(RankHolding(**json.loads(payload)) for payload in payloads)
 
 
-def _bucket_holdings(buckets: Sequence[ParamBucket], active: Sequence[bool]) -> tuple[BucketHolding, ...]:
+def bucket_holdings(buckets: Sequence[ParamBucket], active: Sequence[bool]) -> tuple[BucketHolding, ...]:
     """Describe the buckets; does not communicate."""
     described = []
     for bucket, is_gathered in zip(buckets, active, strict=True):
@@ -141,8 +141,9 @@ def _bucket_holdings(buckets: Sequence[ParamBucket], active: Sequence[bool]) -> 
     return tuple(described)
 
 
-def _traits_line(name: str, traits: Traits | None) -> str:
+def describe_traits(found: tuple[str, Traits | None]) -> str:
     """Describe in one line what trials of a class found."""
+    name, traits = found
     if traits is None:
         return f"{name}: not tried (assume_separable=True)"
     answers = {

@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from zero_optim.demo.config import OptionValue
-from zero_optim.probe.traits import probe
+from zero_optim.probe.probe import probe
 
 Options = tuple[tuple[str, OptionValue], ...]
 

@@ -17,7 +17,7 @@ from zero_optim.demo.metrics import METRICS
 from zero_optim.demo.model import GPT
 from zero_optim.demo.saved import Saved
 from zero_optim.hooks import make_hook, parse_hook_options
-from zero_optim.probe.traits import probe
+from zero_optim.probe.probe import probe
 
 _EXTRAS = ("matplotlib", "rich")
 _FIXED = ("optimizer", "options", "context", "layers", "width", "heads")  # what a checkpoint decides

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero_optim.probe.subject import frozen
+from zero_optim.probe.subject import to_hashable
 
 
 def same(a: object, b: object) -> bool:
@@ -28,7 +28,7 @@ def same(a: object, b: object) -> bool:
 
 def same_tensors(a: Tensor, b: Tensor) -> bool:
     """Compare tensors bit for bit: values, dtype, shape."""
-    return frozen(a.to_dense() if a.is_sparse else a) == frozen(b.to_dense() if b.is_sparse else b)
+    return to_hashable(a.to_dense() if a.is_sparse else a) == to_hashable(b.to_dense() if b.is_sparse else b)
 
 
 def same_pieces(whole: object, pieces: Sequence[Any], shape: torch.Size) -> bool:

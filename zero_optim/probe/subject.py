@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-Group: TypeAlias = dict[str, Any]
+from zero_optim.plan.groups import ParamGroup
+
 Builder: TypeAlias = Callable[..., Optimizer]
 
 # Options that choose an implementation of the same algorithm. Some need an accelerator.
@@ -28,30 +29,30 @@ class Held:
         return self.value
 
 
-def frozen(value: object) -> object:
-    """Turn an option into a hashable value that no one can change; see `thawed`."""
+def to_hashable(value: object) -> object:
+    """Turn an option into a hashable value that no one can change; see `from_hashable`."""
     if value is None or isinstance(value, bool | int | float | complex | str | torch.dtype | torch.device):
         return type(value), value
     if type(value) in (list, tuple):
-        return type(value), tuple(frozen(item) for item in value)  # type: ignore[attr-defined]
+        return type(value), tuple(to_hashable(item) for item in value)  # type: ignore[attr-defined]
     if type(value) is dict:
-        return dict, tuple((key, frozen(item)) for key, item in value.items())
+        return dict, tuple((key, to_hashable(item)) for key, item in value.items())
     if isinstance(value, Tensor) and not value.is_sparse:
         on_cpu = value.detach().cpu()
         return Tensor, on_cpu.dtype, tuple(on_cpu.shape), bits(on_cpu)
     return Held(value)
 
 
-def thawed(value: Any) -> Any:  # noqa: ANN401 - whatever it was
-    """Give a fresh copy of a frozen option: a trial may change its own."""
+def from_hashable(value: Any) -> Any:  # noqa: ANN401 - whatever it was
+    """Give a fresh copy of such an option: a trial may change its own."""
     if isinstance(value, Held):
         return value.value
     if value[0] is Tensor:
         _, dtype, shape, held = value
         return torch.frombuffer(bytearray(held), dtype=dtype).reshape(shape) if held else torch.empty(shape)
     if value[0] in (list, tuple):
-        return value[0](thawed(item) for item in value[1])
-    return {key: thawed(item) for key, item in value[1]} if value[0] is dict else value[1]
+        return value[0](from_hashable(item) for item in value[1])
+    return {key: from_hashable(item) for key, item in value[1]} if value[0] is dict else value[1]
 
 
 def bits(tensor: Tensor) -> bytes:
@@ -77,33 +78,33 @@ class OptimizerUnderTest:
     def of(
         cls, build: Builder, options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
     ) -> "OptimizerUnderTest":
-        """Freeze options; those bound by functools.partial count as options too."""
+        """Make options hashable; those bound by functools.partial count as options too."""
         function = getattr(build, "func", None)
         if callable(function) and not getattr(build, "args", True):
             return cls.of(function, {**build.keywords, **options}, groups)  # type: ignore[attr-defined]
-        exact = {frozen(_awake(group)): None for group in groups}
+        exact = {to_hashable(_awake(group)): None for group in groups}
         if len(exact) <= _NUM_EXACT_GROUPS:
-            return cls(_reference(build), frozen(_awake(options)), tuple(exact))
-        distinct = {_kind_of(group): frozen(_awake(group)) for group in reversed(groups)}
-        return cls(_reference(build), frozen(_awake(options)), tuple(reversed(distinct.values())))
+            return cls(_reference(build), to_hashable(_awake(options)), tuple(exact))
+        distinct = {_kind_of(group): to_hashable(_awake(group)) for group in reversed(groups)}
+        return cls(_reference(build), to_hashable(_awake(options)), tuple(reversed(distinct.values())))
 
     def build(self, params: Sequence[Sequence[Tensor]]) -> Optimizer:
         """Build the optimizer; a group stays even if it has no parameter, as on a rank that owns none."""
-        own = [thawed(group) for group in self.groups] or [{}]
-        groups = [{**own[index % len(own)], "params": list(part)} for index, part in enumerate(params)]
-        optimizer: Optimizer = self.reference()(groups, **thawed(self.options))
+        own = [from_hashable(group) for group in self.groups] or [{}]
+        groups = [{**own[index % len(own)], "params": list(members)} for index, members in enumerate(params)]
+        optimizer: Optimizer = self.reference()(groups, **from_hashable(self.options))
         switch_mode(optimizer, "train")
         return optimizer
 
     def without_switches(self) -> "OptimizerUnderTest":
         """The same with implementation switches off: a CPU may lack what they choose."""
-        options, *groups = (
-            frozen(
-                {key: False if key in _SWITCHES and value else value for key, value in thawed(part).items()}
-            )
-            for part in (self.options, *self.groups)
-        )
+        options, *groups = (_without_switches(held) for held in (self.options, *self.groups))
         return replace(self, options=options, groups=tuple(groups))
+
+
+def _without_switches(held: object) -> object:
+    options = from_hashable(held)
+    return to_hashable({key: False if key in _SWITCHES and options[key] else options[key] for key in options})
 
 
 def _reference(build: Builder) -> Callable[[], Any]:
@@ -113,7 +114,7 @@ def _reference(build: Builder) -> Callable[[], Any]:
         return Held(build)
 
 
-def _awake(options: Mapping[str, Any]) -> Group:
+def _awake(options: Mapping[str, Any]) -> ParamGroup:
     """Leave out the parameters, and replace a rate of zero (a warm-up's start): it would hide everything."""
     kept = {key: value for key, value in options.items() if key not in ("params", "param_names")}
     rate = kept.get("lr")

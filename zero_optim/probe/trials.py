@@ -1,4 +1,4 @@
-"""Trial runs of a user's optimizer class on a few small tensors, for `traits` to compare.
+"""Trial runs of a user's optimizer class on a few small tensors, for `probe` to compare.
 
 A first run steps all parameters together and records the gradients it was given. Other runs get
 the same gradients, but step the parameters one by one, in parts, or cut in pieces; they are
@@ -109,8 +109,8 @@ def _orthogonal(rows: Tensor, weights: Tensor) -> Tensor:
     """Take out of each row its part along the weights; a vector is one row."""
     flat = rows.flatten(1) if rows.dim() > 1 else rows.reshape(1, -1)
     along = weights.detach().to(flat.dtype).reshape(flat.shape)
-    share = (flat * along).sum(1, keepdim=True) / (along * along).sum(1, keepdim=True).clamp(min=1e-30)
-    return flat - share * along
+    factor = (flat * along).sum(1, keepdim=True) / (along * along).sum(1, keepdim=True).clamp(min=1e-30)
+    return flat - factor * along
 
 
 # ---------------------------------------------------------------------- one run

@@ -1,9 +1,9 @@
-"""State dicts of a sharded optimizer: consolidated, loaded, or one rank's part of the state alone.
+"""State dicts of a sharded optimizer: consolidated, loaded, or what one rank owns of the state alone.
 
 Note [Whole state]
     Before any step every rank can say what the whole state is: what the class's constructor makes,
     the same everywhere. Frameworks ask for a state dict then. After a step or a load each rank
-    knows its own part; the whole is a snapshot that `consolidate_state_dict` brings to one rank,
+    knows what it owns; the whole is a snapshot that `consolidate_state_dict` brings to one rank,
     and it counts only until the next step, load or added group.
 """
 
@@ -26,7 +26,7 @@ from zero_optim.state.whole import (
     check_targets,
     consolidate,
     deal_out,
-    own_part,
+    pick_owned,
 )
 
 
@@ -97,7 +97,7 @@ class ShardedStateDicts(ShardedOptimizer):
         """Take over a whole state; all ranks call.
 
         Takes dicts of ``torch.optim``, of PyTorch's ``ZeroRedundancyOptimizer`` and of this class.
-        Each rank copies the part it owns; the caller's dict and its tensors are left as they are.
+        Each rank copies what it owns; the caller's dict and its tensors are left as they are.
 
         Args:
             state_dict: the same dict on every rank; with ``src`` on that rank, and None on the others.
@@ -113,7 +113,7 @@ class ShardedStateDicts(ShardedOptimizer):
         """
         agree(self._group, [f"src={describe(src)}"], "the source of load_state_dict")
         params = self._params()
-        part: dict[Any, Any] = {}
+        owned: dict[Any, Any] = {}
         saved: list[ParamGroup] = []
         with failing_together(self._group):
             self._owned.local.check_dicts()
@@ -123,15 +123,15 @@ class ShardedStateDicts(ShardedOptimizer):
             if src is None:
                 assert state_dict is not None  # check_source
                 saved = state_dict["param_groups"]
-                part = own_part(state_dict, params, self.owned_parameters())
+                owned = pick_owned(state_dict, params, self.owned_parameters())
         if src is not None:
             owners = [self._sharding.owners[param] for param in params]
-            part, saved = deal_out(self._group, src, state_dict, params, owners)
+            owned, saved = deal_out(self._group, src, state_dict, params, owners)
         with failing_together(self._group):
             groups = self._with_options(saved)
             described = describe_options(groups)
         agree(self._group, described, "the options of the state dict")
-        self._take_over(part, groups, exact=False)
+        self._take_over(owned, groups, exact=False)
         for done_hook in self._optimizer_load_state_dict_post_hooks.values():
             done_hook(self)
 
@@ -146,16 +146,16 @@ class ShardedStateDicts(ShardedOptimizer):
         )
         return state_dict
 
-    # ------------------------------------------------------------------ a rank's own
+    # ------------------------------------------------------------------ what a rank owns
 
     def owned_state(self) -> dict[Any, Any]:
-        """Give this rank's part of the state, by parameter, and global entries; does not communicate."""
+        """Give the state that this rank owns, by parameter, and global entries; does not communicate."""
         # Whoever looked at opt.state[p] has left an empty entry there, also for what others own.
         others = set(self._params()).difference(self.owned_parameters())
         return {key: value for key, value in self.state.items() if key not in others}
 
     def load_owned_state(self, state: Mapping[Any, Any], options: Sequence[Mapping[str, Any]]) -> None:
-        """Take over this rank's part of a state, as `owned_state` gave it; all ranks call.
+        """Take over the state that this rank owns, as `owned_state` gave it; all ranks call.
 
         Unlike `load_state_dict`, which casts state to the parameters' dtype as ``torch.optim`` does,
         every tensor keeps its dtype.
@@ -173,10 +173,10 @@ class ShardedStateDicts(ShardedOptimizer):
             groups = self._with_options(options)
         self._take_over(state, groups, exact=True)
 
-    def _take_over(self, part: Mapping[Any, Any], groups: list[ParamGroup], *, exact: bool) -> None:
+    def _take_over(self, owned: Mapping[Any, Any], groups: list[ParamGroup], *, exact: bool) -> None:
         self.check_weights()
         self.wait_for_gathers()  # they read the parameters, which masters are written to
-        self._owned.load(part, groups, exact=exact)
+        self._owned.load(owned, groups, exact=exact)
         self.param_groups = groups
         self._show_state()
         self._snapshot.changed()

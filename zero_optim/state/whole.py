@@ -74,18 +74,18 @@ def check_targets(to: object, num_ranks: int) -> list[int]:
     """
     if to is None:
         return list(range(num_ranks))
-    named: list[Any] = list(to) if isinstance(to, list | tuple | set | frozenset | range) else [to]
-    wrong = [rank for rank in named if type(rank) is not int or rank not in range(num_ranks)]
-    if wrong or not named:
+    asked: list[Any] = list(to) if isinstance(to, list | tuple | set | frozenset | range) else [to]
+    wrong = [rank for rank in asked if type(rank) is not int or rank not in range(num_ranks)]
+    if wrong or not asked:
         raise ValueError(
             f"expected to be a group rank from 0 to {num_ranks - 1} (or a list of them, or None for all), "
             f"got {to!r}"
         )
-    return sorted(set(named))
+    return sorted(set(asked))
 
 
 def consolidate(
-    group: RankGroup, to: Sequence[int], local_state: Mapping[Any, Any], params: Sequence[Tensor]
+    group: RankGroup, to: Sequence[int], owned: Mapping[Any, Any], params: Sequence[Tensor]
 ) -> WholeState | None:
     """Bring the whole state to some ranks; all ranks call.
 
@@ -96,7 +96,7 @@ def consolidate(
     Args:
         group: the ranks that own the state.
         to: group ranks that receive, rising.
-        local_state: this rank's part, leaf -> state.
+        owned: the state that this rank owns, parameter -> entries, and global entries.
         params: all parameters in the order of their groups.
 
     Returns:
@@ -106,7 +106,7 @@ def consolidate(
         TypeError: on every rank, when some state cannot be sent without pickle.
     """
     with failing_together(group):
-        mine = by_index(local_state, params)
+        mine = by_index(owned, params)
         skeleton, tensors = encode(mine, "optimizer state")
     merged: WholeState = {}
     # Every rank owns about as much, so this rank's bytes tell how many are to come.
@@ -118,8 +118,8 @@ def consolidate(
             if group.rank not in to:
                 continue
             here = owner == group.rank
-            part = map_tensors(mine, copied_to_cpu) if here else recv_value(group, owner, advance)
-            for key, value in part.items():
+            owners = map_tensors(mine, copied_to_cpu) if here else recv_value(group, owner, advance)
+            for key, value in owners.items():
                 merged.setdefault(key, value)  # global entries: every rank has one, the first counts
     return in_order(merged) if group.rank in to else None
 
@@ -193,23 +193,23 @@ def saved_keys(state_dict: Mapping[str, Any]) -> list[Any]:
     return [key for group in state_dict["param_groups"] for key in group["params"]]
 
 
-def own_part(
-    state_dict: Mapping[str, Any], params: Sequence[Tensor], leaves: Sequence[Tensor]
+def pick_owned(
+    state_dict: Mapping[str, Any], params: Sequence[Tensor], owned: Sequence[Tensor]
 ) -> dict[Any, Any]:
-    """Copy out of a whole state dict what this rank needs: its leaves' state and global entries.
+    """Copy out of a whole state dict what this rank needs: the state of what it owns, and global entries.
 
     The caller's tensors are neither kept nor changed.
     """
     keys = saved_keys(state_dict)
-    owner_of = dict(zip(keys, params, strict=True))
-    mine = set(leaves)
-    part: dict[Any, Any] = {}
+    param_of = dict(zip(keys, params, strict=True))
+    is_owned = set(owned)
+    picked: dict[Any, Any] = {}
     for key, value in state_dict["state"].items():
-        if key not in owner_of:
-            part[key] = map_tensors(value, copied)
-        elif owner_of[key] in mine:
-            part[owner_of[key]] = map_tensors(value, copied)
-    return part
+        if key not in param_of:
+            picked[key] = map_tensors(value, copied)
+        elif param_of[key] in is_owned:
+            picked[param_of[key]] = map_tensors(value, copied)
+    return picked
 
 
 def check_source(state_dict: object, src: int | None, group: RankGroup) -> None:
@@ -233,7 +233,7 @@ def deal_out(
     params: Sequence[Tensor],
     owners: list[int],
 ) -> tuple[dict[Any, Any], list[ParamGroup]]:
-    """Send each rank its part of a whole state dict that one rank holds; all ranks call.
+    """Send each rank what it owns of a whole state dict that one rank holds; all ranks call.
 
     A rank receives what it owns and no more; the caller's tensors are neither kept nor changed.
 
@@ -262,17 +262,17 @@ def deal_out(
         for rank in set(range(group.size)) - {src}:
             send_value(group, [rank], *messages[rank])
         told = map_tensors(_message(state_dict, owners, src), copied_to_cpu)
-    own = {params[index]: value for index, value in told["own"].items()}
-    return {**own, **told["everywhere"]}, told["groups"]
+    owned = {params[index]: value for index, value in told["owned"].items()}
+    return {**owned, **told["everywhere"]}, told["groups"]
 
 
 def _message(state_dict: Mapping[str, Any], owners: list[int], rank: int) -> dict[str, Any]:
     """Pick what a rank needs of a whole state dict: by index what it owns, and what all need."""
     state, keys = state_dict["state"], saved_keys(state_dict)
-    own = {i: state[key] for i, key in enumerate(keys) if owners[i] == rank and key in state}
+    owned = {i: state[key] for i, key in enumerate(keys) if owners[i] == rank and key in state}
     known = set(keys)
     return {
-        "own": own,
+        "owned": owned,
         "everywhere": {key: value for key, value in state.items() if key not in known},
         "groups": [{k: v for k, v in group.items() if k != "params"} for group in state_dict["param_groups"]],
     }

@@ -1,6 +1,6 @@
 """What a rank keeps beside its parameters: master copies to step, and averages to evaluate.
 
-Both are made for owned parameters only, so a rank holds its share of them, and both travel in state
+Both are made for owned parameters only, so a rank holds few of them, and both travel in state
 dicts as entries of the parameter's state, "master" and "ema".
 """
 

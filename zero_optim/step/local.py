@@ -20,20 +20,9 @@ from torch.optim import Optimizer
 
 from zero_optim.plan.groups import PARAM_KEYS, ParamGroup, member_ids, options_of, params_of
 from zero_optim.probe.shaped import ShapedKeys
-from zero_optim.probe.traits import Traits, probe, refusal
+from zero_optim.probe.traits import Traits
+from zero_optim.step.built import BuiltOptimizer
 from zero_optim.step.spec import OptimizerSpec
-
-
-@dataclass(slots=True)
-class _Part:
-    """One optimizer and the public groups it steps, by index; its own groups are in that order."""
-
-    recipe: OptimizerSpec
-    optimizer: Optimizer
-    groups: list[int]
-    shaped: ShapedKeys
-    given: list[ParamGroup]  # options of each group before the class filled in its own
-    traits: Traits | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +30,7 @@ class OptimizerView:
     """Several optimizers as one, to be read.
 
     Args:
-        optimizers: those that step this rank's part.
+        optimizers: those that step this rank's leaves.
         param_groups: the groups of all of them, in the order in which the user gave them.
     """
 
@@ -61,12 +50,12 @@ class LocalOptimizer:
         default: what steps the groups that name no class of their own.
         groups: the public groups; options the classes fill in are added to them. A group keeps its
             place even where this rank owns none of it.
-        recipes: for each public group its own recipe, or None.
+        specs: for each public group the spec of its own optimizer, or None.
         owned: this rank's parameters, each with the leaf that is stepped for it.
         assume_separable: take classes without trying what sharding does to them.
 
     Raises:
-        TypeError: a recipe does not build a ``torch.optim.Optimizer``.
+        TypeError: a spec does not build a ``torch.optim.Optimizer``.
         ValueError: sharding would change what a class does.
     """
 
@@ -74,7 +63,7 @@ class LocalOptimizer:
         self,
         default: OptimizerSpec,
         groups: list[ParamGroup],
-        recipes: list[OptimizerSpec | None],
+        specs: list[OptimizerSpec | None],
         owned: Mapping[Tensor, Tensor],
         assume_separable: bool,
     ) -> None:
@@ -83,39 +72,18 @@ class LocalOptimizer:
         self._leaf_of = dict(owned)
         self._steps_parts = False
         self._members: list[list[int]] = []  # the public groups' members that the local ones follow
-        self._parts: list[_Part] = []
-        for number, (group, recipe) in enumerate(zip(groups, recipes, strict=True)):
-            if recipe is not None:
-                self._add_part(recipe, [number], [_owned_part(group, owned)])
-        shared = [number for number, recipe in enumerate(recipes) if recipe is None]
+        self._built: list[BuiltOptimizer] = []
+        for number, (group, spec) in enumerate(zip(groups, specs, strict=True)):
+            if spec is not None:
+                self._build(spec, [number], [_owned_group(group, owned)])
+        shared = [number for number, spec in enumerate(specs) if spec is None]
         if shared:
-            self._add_part(default, shared, [_owned_part(groups[number], owned) for number in shared])
+            self._build(default, shared, [_owned_group(groups[number], owned) for number in shared])
         self._fill_in(groups)
 
-    def _add_part(self, recipe: OptimizerSpec, numbers: list[int], owned_parts: list[ParamGroup]) -> None:
-        shaped = ShapedKeys(recipe.optimizer_class, dict(recipe.arguments))
-        given = [options_of(group) for group in owned_parts]  # as given: the class will fill in its own
-        leaves = _leaf_ids(owned_parts)  # taken now: the class may change the dicts it is given
-        optimizer = recipe.build(
-            owned_parts
-        )  # before anything is tried, so that wrong options are told first
-        _check_followed(recipe, optimizer, leaves)
-        self._parts.append(_Part(recipe, optimizer, numbers, shaped, given, self._tried(recipe, given)))
-
-    def _tried(self, recipe: OptimizerSpec, groups: list[ParamGroup]) -> Traits | None:
-        """Find out what a class tolerates, and refuse it if sharding would change it.
-
-        Raises:
-            ValueError: it would, and nobody said that they know better.
-        """
-        if self._assume_separable:
-            return None
-        traits = probe(recipe.optimizer_class, recipe.arguments, groups)
-        if not traits.separable:
-            raise ValueError(refusal(recipe.optimizer_class, traits))
-        if self._steps_parts:
-            recipe.check_parts(traits)
-        return traits
+    def _build(self, spec: OptimizerSpec, numbers: list[int], groups: list[ParamGroup]) -> None:
+        is_tried, steps_parts = not self._assume_separable, self._steps_parts
+        self._built.append(BuiltOptimizer(spec, numbers, groups, is_tried=is_tried, steps_parts=steps_parts))
 
     def check_parts(self) -> None:
         """Refuse classes whose step cannot be taken some parameters at a time, from now on.
@@ -123,44 +91,44 @@ class LocalOptimizer:
         Raises:
             ValueError: there is one; says why.
         """
-        for part in self._parts:
-            part.recipe.check_parts(part.traits)
+        for built in self._built:
+            built.check_parts()
         self._steps_parts = True
 
     def traits(self) -> list[tuple[str, Traits | None]]:
         """List what was found of each class; None where it was not tried."""
-        return [(part.recipe.name, part.traits) for part in self._parts]
+        return [(built.spec.name, built.traits) for built in self._built]
 
     @property
     def defaults(self) -> dict[str, Any]:
         """The defaults of the shared optimizer, or of the first one if no group is its."""
-        first = self._shared_part() or self._parts[0]
+        first = self._shared() or self._built[0]
         return first.optimizer.defaults
 
     @property
     def num_groups(self) -> int:
         """How many groups are stepped."""
-        return sum(len(part.groups) for part in self._parts)
+        return sum(len(built.numbers) for built in self._built)
 
     @property
     def spares_gradients(self) -> bool:
         """Whether steps surely leave gradients as they are; some outside PyTorch add weight decay to them."""
-        return all(type(part.optimizer).__module__.startswith("torch.optim.") for part in self._parts)
+        return all(type(built.optimizer).__module__.startswith("torch.optim.") for built in self._built)
 
     def shown(self) -> Optimizer | OptimizerView:
         """Give the optimizer for users to look at, or a view if there are several."""
-        optimizers = tuple(part.optimizer for part in self._parts)
+        optimizers = tuple(built.optimizer for built in self._built)
         return optimizers[0] if len(optimizers) == 1 else OptimizerView(optimizers, self._groups())
 
     @property
     def moves_frozen(self) -> bool:
         """Whether a class, tried, changed parameters that never had a gradient; the same on every rank."""
-        return any(part.traits is not None and part.traits.moves_frozen for part in self._parts)
+        return any(built.traits is not None and built.traits.moves_frozen for built in self._built)
 
     @property
     def states(self) -> list[Mapping[Any, Any]]:
         """The state of each optimizer: leaf -> entries, and global entries if any."""
-        return [part.optimizer.state for part in self._parts]
+        return [built.optimizer.state for built in self._built]
 
     def step(
         self, groups: list[ParamGroup], closure: Callable[[], float] | None, **kwargs: object
@@ -170,7 +138,7 @@ class LocalOptimizer:
         Returns:
             What the class's ``step`` returns, None unless there is a closure.
         """
-        if closure is not None and len(self._parts) > 1:  # once, for all of them
+        if closure is not None and len(self._built) > 1:  # once, for all of them
             with torch.enable_grad():
                 loss = closure()
             self.call(groups, self.find("step"), **kwargs)
@@ -181,7 +149,7 @@ class LocalOptimizer:
 
     def find(self, name: str) -> list[Any]:
         """Look a public attribute up on each optimizer that has it."""
-        return [getattr(part.optimizer, name) for part in self._parts if hasattr(part.optimizer, name)]
+        return [getattr(built.optimizer, name) for built in self._built if hasattr(built.optimizer, name)]
 
     def call(
         self, groups: list[ParamGroup], methods: list[Callable[..., Any]], *args: object, **kwargs: object
@@ -199,8 +167,8 @@ class LocalOptimizer:
         """Step some of the leaves, as `trials.step_in_parts` does, under the options of the public groups."""
         chosen = {id(leaf) for leaf in leaves}
         with self._under_options_of(groups):
-            for part in self._parts:
-                _step_chosen(part.optimizer, chosen)
+            for built in self._built:
+                built.step_some(chosen)
 
     @contextmanager
     def _under_options_of(self, groups: list[ParamGroup]) -> Iterator[None]:
@@ -221,37 +189,24 @@ class LocalOptimizer:
             self._members = members
 
     def add_group(
-        self, group: ParamGroup, recipe: OptimizerSpec | None, owned: Mapping[Tensor, Tensor]
+        self, group: ParamGroup, spec: OptimizerSpec | None, owned: Mapping[Tensor, Tensor]
     ) -> None:
-        """Add the owned part of a public group, and what the class fills in to the public one."""
-        number, part = self.num_groups, self._shared_part()
+        """Add what this rank owns of a public group, and what the class fills in to the public one."""
+        number, shared = self.num_groups, self._shared()
         self._leaf_of.update(owned)
-        if recipe is not None or part is None:
-            self._add_part(recipe or self._default, [number], [_owned_part(group, owned)])
+        if spec is not None or shared is None:
+            self._build(spec or self._default, [number], [_owned_group(group, owned)])
         else:
-            given = options_of(group)
-            owned_part = _owned_part(group, owned)
-            leaves = _leaf_ids([owned_part])
-            part.optimizer.add_param_group(owned_part)
-            part.groups.append(number)
-            part.given.append(given)
-            _check_followed(part.recipe, part.optimizer, leaves, first=len(part.groups) - 1)
-            part.traits = self._tried(part.recipe, part.given)
+            shared.add_group(number, _owned_group(group, owned), steps_parts=self._steps_parts)
         for key, value in self._groups()[number].items():
             if key not in PARAM_KEYS:
                 group.setdefault(key, value)
 
     def drop_groups(self, count: int) -> None:
         """Keep only the first ``count`` groups: another rank could not add the rest."""
-        for part in self._parts:
-            part.groups = [number for number in part.groups if number < count]
-            del part.optimizer.param_groups[len(part.groups) :]
-            del part.given[len(part.groups) :]
-            leaves = {leaf for group in part.optimizer.param_groups for leaf in group["params"]}
-            state: dict[Any, Any] = part.optimizer.state
-            for key in [key for key in state if isinstance(key, Tensor) and key not in leaves]:
-                del state[key]
-        self._parts = [part for part in self._parts if part.groups]
+        for built in self._built:
+            built.drop_groups(count)
+        self._built = [built for built in self._built if built.numbers]
         kept = {leaf for group in self._groups() for leaf in group["params"]}
         self._leaf_of = {param: leaf for param, leaf in self._leaf_of.items() if leaf in kept}
 
@@ -265,18 +220,8 @@ class LocalOptimizer:
                 global entries.
             exact: keep the dtypes of the state, where the class would cast it to its parameters'.
         """
-        for part in self._parts:
-            locals_ = part.optimizer.param_groups
-            number = {leaf: n for n, leaf in enumerate(params_of(locals_))}
-            packed_groups = [
-                {"params": [number[leaf] for leaf in local["params"]], **options_of(groups[index])}
-                for index, local in zip(part.groups, locals_, strict=True)
-            ]
-            packed = {number.get(key, key): value for key, value in state.items() if _concerns(key, number)}
-            part.optimizer.load_state_dict({"state": packed, "param_groups": packed_groups})
-            if exact:
-                held: dict[Any, Any] = part.optimizer.state
-                held.update({key: _as_saved(held[key], state[key]) for key in held if key in state})
+        for built in self._built:
+            built.load(groups, state, exact=exact)
         self._fill_in(groups)
 
     def check_dicts(self) -> None:
@@ -285,29 +230,25 @@ class LocalOptimizer:
         Raises:
             TypeError: a class, such as a wrapper around another optimizer, has a ``state_dict`` of its own.
         """
-        for part in self._parts:
-            if type(part.optimizer).state_dict is not Optimizer.state_dict:
-                raise TypeError(
-                    f"{part.recipe.name} has a state_dict() of its own, so what it keeps outside its `state` "
-                    "would be lost: it can be trained sharded, but neither consolidated nor loaded"
-                )
+        for built in self._built:
+            built.check_dict()
 
     def save(self) -> list[tuple[dict[Any, Any], list[ParamGroup]]]:
         """Take note of what `load` replaces, for `restore`; copies no tensor."""
         return [
-            (part.optimizer.state, [dict(group) for group in part.optimizer.param_groups])
-            for part in self._parts
+            (built.optimizer.state, [dict(group) for group in built.optimizer.param_groups])
+            for built in self._built
         ]
 
     def restore(self, saved: list[tuple[dict[Any, Any], list[ParamGroup]]]) -> None:
         """Undo a `load` that failed here or on another rank."""
-        for part, (state, groups) in zip(self._parts, saved, strict=True):
-            part.optimizer.state = state  # type: ignore[assignment]
-            part.optimizer.param_groups = groups
+        for built, (state, groups) in zip(self._built, saved, strict=True):
+            built.optimizer.state = state  # type: ignore[assignment]
+            built.optimizer.param_groups = groups
 
     def replace_state(self, state: dict[Any, Any]) -> None:
         """Take over a dict that the user put in the place of the only optimizer's state."""
-        self._parts[0].optimizer.state = state  # type: ignore[assignment]
+        self._built[0].optimizer.state = state  # type: ignore[assignment]
 
     def initial_state(self, groups: list[ParamGroup]) -> dict[Any, Any]:
         """Give the state optimizers over all of ``groups`` have before their first step.
@@ -316,23 +257,25 @@ class LocalOptimizer:
         """
         everything = {param: param for param in params_of(groups)}
         state: dict[Any, Any] = {}
-        for part in self._parts:
-            state.update(part.recipe.build([_owned_part(groups[n], everything) for n in part.groups]).state)
+        for built in self._built:
+            of_all = [_owned_group(groups[number], everything) for number in built.numbers]
+            state.update(built.spec.build(of_all).state)
         return state
 
     def shaped_keys(self, group: int) -> ShapedKeys:
         """Tell which state entries of a public group's class have their parameter's shape."""
-        return next(part.shaped for part in self._parts if group in part.groups)
+        return next(built.shaped for built in self._built if group in built.numbers)
 
-    def _shared_part(self) -> _Part | None:
-        return next((part for part in self._parts if part.recipe is self._default), None)
+    def _shared(self) -> BuiltOptimizer | None:
+        """The optimizer of the groups that name no class of their own."""
+        return next((built for built in self._built if built.spec is self._default), None)
 
     def _groups(self) -> list[ParamGroup]:
         """The local groups in the order of the public ones."""
         numbered = [
             (number, group)
-            for part in self._parts
-            for number, group in zip(part.groups, part.optimizer.param_groups, strict=True)
+            for built in self._built
+            for number, group in zip(built.numbers, built.optimizer.param_groups, strict=True)
         ]
         return [group for _, group in sorted(numbered, key=lambda pair: pair[0])]
 
@@ -344,66 +287,7 @@ class LocalOptimizer:
                     public.setdefault(key, value)
 
 
-def _as_saved(loaded: Any, saved: Any, name: object = None) -> Any:  # noqa: ANN401 - whatever the class keeps
-    """Undo what loading did to dtypes and containers; the devices stay, and so does a step count."""
-    if name == "step" or isinstance(loaded, Tensor) != isinstance(saved, Tensor):
-        return loaded
-    if isinstance(saved, Tensor):
-        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
-    if isinstance(saved, dict) and isinstance(loaded, dict):
-        for key in saved.keys() & loaded.keys():
-            saved[key] = _as_saved(loaded[key], saved[key], key)
-        return saved
-    if isinstance(saved, list | tuple) and len(saved) == len(loaded):
-        return type(saved)(_as_saved(*pair) for pair in zip(loaded, saved, strict=True))
-    return loaded
-
-
-def _step_chosen(optimizer: Optimizer, chosen: Collection[int]) -> None:
-    """Step only the leaves with some ids, the others out of their groups for as long as it takes."""
-    members = [group["params"] for group in optimizer.param_groups]
-    parts = [[leaf for leaf in leaves if id(leaf) in chosen] for leaves in members]
-    if not any(parts):
-        return
-    try:
-        for group, part in zip(optimizer.param_groups, parts, strict=True):
-            group["params"] = part
-        optimizer.step()
-    finally:
-        for group, leaves in zip(optimizer.param_groups, members, strict=True):
-            group["params"] = leaves
-
-
-def _leaf_ids(groups: list[ParamGroup]) -> list[set[int]]:
-    return [{id(leaf) for leaf in group["params"]} for group in groups]
-
-
-def _check_followed(spec: OptimizerSpec, optimizer: Optimizer, given: list[set[int]], first: int = 0) -> None:
-    """Refuse a class whose groups hold other tensors than it was given: ours would take their place.
-
-    Args:
-        spec: what built the optimizer.
-        optimizer: from its group ``first`` on, it was given some groups.
-        given: the leaves of each of these, by identity.
-        first: how many groups it had before.
-
-    Raises:
-        ValueError: it made groups of its own.
-    """
-    if _leaf_ids(optimizer.param_groups[first:]) != given:
-        raise ValueError(
-            f"expected {spec.name} to step the parameters that it is given, but it built groups over other "
-            "tensors (copies in fp32, perhaps) or in another order of groups: sharded it would train another "
-            "way. Use a class that keeps no copies, with master_dtype=torch.float32 for masters, or use it "
-            "without sharding"
-        )
-
-
-def _concerns(key: object, leaves: Mapping[Tensor, int]) -> bool:
-    return key in leaves if isinstance(key, Tensor) else True
-
-
-def _owned_part(group: ParamGroup, owned: Mapping[Tensor, Tensor]) -> ParamGroup:
+def _owned_group(group: ParamGroup, owned: Mapping[Tensor, Tensor]) -> ParamGroup:
     return {"params": [owned[p] for p in group["params"] if p in owned], **options_of(group)}
 
 

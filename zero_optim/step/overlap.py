@@ -1,7 +1,7 @@
 """The overlapped step: a step that is taken while the backward pass still runs, some parameters at a time.
 
 Note [Overlap is no mode]
-    Whoever has a bucket's reduced gradients, a comm hook as a rule, steps that bucket at once and launches
+    Whoever has a bucket's reduced gradients, a comm hook as a rule, steps that bucket at once and starts
     its gather; ``step()`` finishes what has not been stepped. Owners never change, so it does not
     matter how often DDP makes its buckets anew, and the first step is as good as any.
 
@@ -120,7 +120,7 @@ class OverlappedStep:
 
 
 class Overlap:
-    """Steps parts of a sharded optimizer and launches their gathers.
+    """Steps a sharded optimizer part by part, and starts the gather of each part.
 
     All ranks construct it, which takes process groups for its gathers, and call its methods in the
     same order with the same parameters. One thread at a time.
@@ -128,7 +128,7 @@ class Overlap:
     Args:
         group: the ranks.
         sharding: who owns what.
-        owned: what steps this rank's part.
+        owned: what steps the parameters that this rank owns.
 
     Attributes:
         group: the ranks.
@@ -175,7 +175,7 @@ class Overlap:
         self._announced.append(done)
 
     def wait_for_steps(self) -> None:
-        """Wait until all parts announced were stepped and their gathers launched."""
+        """Wait until all parts announced were stepped and their gathers started."""
         announced, self._announced = self._announced, []
         for done in announced:
             done.wait()
@@ -222,7 +222,7 @@ class Overlap:
         )
 
     def step(self, groups: list[ParamGroup], part: StepPart, gradients: Sequence[Tensor | None]) -> None:
-        """Step a part, and launch its gather; all ranks call.
+        """Step a part, and start its gather; all ranks call.
 
         Args:
             groups: the public groups, for their options.

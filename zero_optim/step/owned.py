@@ -1,4 +1,4 @@
-"""One rank's share: the parameters it owns, what steps them, and what is kept beside them."""
+"""What one rank owns: the parameters, what steps them, and what is kept beside them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -93,8 +93,8 @@ class OwnedState:
             for param, grad in held.items():
                 param.grad = grad
 
-    def add_group(self, group: ParamGroup, recipe: OptimizerSpec | None, owned: Sequence[Tensor]) -> None:
-        """Add a group's owned part, on all ranks or none; all ranks call.
+    def add_group(self, group: ParamGroup, spec: OptimizerSpec | None, owned: Sequence[Tensor]) -> None:
+        """Add what this rank owns of a group, on all ranks or none; all ranks call.
 
         Raises:
             Exception: what the class raises on any rank.
@@ -102,7 +102,7 @@ class OwnedState:
         before = self.local.num_groups
         try:
             with failing_together(self._group):
-                self.local.add_group(group, recipe, {param: self.leaves.leaf(param) for param in owned})
+                self.local.add_group(group, spec, {param: self.leaves.leaf(param) for param in owned})
         except Exception:
             self.local.drop_groups(before)
             self.leaves.drop(owned)
@@ -122,11 +122,11 @@ class OwnedState:
 
         return undo
 
-    def load(self, part: Mapping[Any, Any], groups: list[ParamGroup], *, exact: bool) -> None:
-        """Take over this rank's part of a whole state, on all ranks or none; all ranks call.
+    def load(self, owned: Mapping[Any, Any], groups: list[ParamGroup], *, exact: bool) -> None:
+        """Take over what this rank owns of a whole state, on all ranks or none; all ranks call.
 
         Args:
-            part: parameter -> entries, copied already; global entries under keys of their own.
+            owned: parameter -> entries, copied already; global entries under keys of their own.
             groups: public groups with the options to go on with.
             exact: keep the dtypes of the state, see `LocalOptimizer.load`.
 
@@ -134,14 +134,14 @@ class OwnedState:
             StateMismatchError: on every rank, masters or averages do not fit their parameters on any.
             Exception: likewise, what the class raises on any. Nothing has been changed after either.
         """
-        entries = {param: value for param, value in part.items() if isinstance(value, dict)}
+        entries = {param: value for param, value in owned.items() if isinstance(value, dict)}
         of_leaves: dict[Any, Any] = {}
-        for key, value in part.items():
-            own = value
+        for key, value in owned.items():
+            of_leaf = value
             if key in entries:
-                own = {name: entry for name, entry in value.items() if name not in (MASTER, EMA)}
-            if own != {}:
-                of_leaves[self.leaves.masters.get(key, key)] = own
+                of_leaf = {name: entry for name, entry in value.items() if name not in (MASTER, EMA)}
+            if of_leaf != {}:
+                of_leaves[self.leaves.masters.get(key, key)] = of_leaf
         before = self.local.save()
         try:
             with failing_together(self._group):

@@ -1,0 +1,160 @@
+"""Find out what an optimizer class tolerates, by trying it.
+
+Sharding must not change the algorithm, and only the class itself knows what it does; so `probe`
+runs it on small tensors, in `trials`, and compares bits. An answer that allows rests on runs that
+agreed; whatever could not be tried, or never moved a parameter, is not allowed.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from zero_optim.probe.acceptance import first_accepted
+from zero_optim.probe.comparison import difference, state_difference
+from zero_optim.probe.subject import OptimizerUnderTest
+from zero_optim.probe.traits import Traits
+from zero_optim.probe.trials import Feed, TrialRecord, isolated, record, start, step_in_parts, step_whole
+
+# Factored or quantized state often begins at some size: 128 rows, or 4096 elements.
+_LARGE = ((130, 130),)
+
+
+def probe(
+    optimizer_class: Callable[..., Optimizer],
+    options: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]] = (),
+) -> Traits:
+    """Find out by trying what a class with some options tolerates.
+
+    Takes some 10 to 40 ms, and nothing the second time; does not communicate, draws no random
+    number and leaves nothing behind. Ranks with equal arguments get equal answers.
+
+    Args:
+        optimizer_class: as given to `ZeroRedundancyOptimizer`; anything that builds an optimizer
+            from groups and keyword arguments.
+        options: its keyword arguments. Tensors are tried as copies on the CPU; ``lr=0`` as a small
+            rate; ``capturable``, ``fused`` and ``differentiable``, which choose an implementation
+            of the same algorithm, are switched off if the CPU has none.
+        groups: the options of each parameter group, if groups have some of their own.
+    """
+    subject = OptimizerUnderTest.of(optimizer_class, options, groups)
+    try:
+        hash(subject)
+    except TypeError:  # some option cannot be copied: it may change, so nothing is remembered
+        return _try(subject)
+    return _remembered(subject)
+
+
+@lru_cache(maxsize=256)
+def _remembered(subject: OptimizerUnderTest) -> Traits:
+    """Keys hold the class weakly and options as values, so nothing of the user's is kept alive."""
+    return _try(subject)
+
+
+def _try(subject: OptimizerUnderTest) -> Traits:
+    with isolated():
+        found = first_accepted(subject)
+        if isinstance(found, str):
+            return Traits(untried=found)
+        subject, made = found
+        if not made.moved:
+            return Traits(untried=f"no parameter moved in {made.feed.num_steps} steps")
+        coupling = _why_coupled(subject, made)
+        if coupling is not None:
+            return Traits(coupling, coupling, coupling)
+        moves_frozen = _moves_frozen(subject, made)
+        counting = _WITHOUT_GRADIENT if moves_frozen else _why_counting(subject, made)
+        return Traits(None, counting, _why_shape_used(subject, made), moves_frozen=moves_frozen)
+
+
+# ---------------------------------------------------------------------- the comparisons
+
+
+def _why_coupled(subject: OptimizerUnderTest, made: TrialRecord) -> str | None:
+    """Step each parameter by an optimizer of its own, and none at all by another."""
+    if made.drew:
+        return "it draws random numbers, and each rank would draw others"
+    for indices in (*([index] for index in made.starts), []):
+        values = {index: made.starts[index] for index in indices}
+        how = "stepped alone" if indices else "stepped without parameters"
+        reason = difference(subject, made, how, partial(start, subject, made.feed, values))
+        if reason is not None:
+            repeats = record(subject, made.feed).values == made.values
+            return reason if repeats else "two equal runs of it give different results"
+    return _why_coupled_otherwise(subject, made)
+
+
+def _why_coupled_otherwise(subject: OptimizerUnderTest, made: TrialRecord) -> str | None:
+    """Try again where something may have been hidden: by NaN, or by single precision."""
+    tamer = [] if made.finite or made.feed.huge == 1 else [replace(made.feed, huge=1.0)]
+    half = [] if made.feed.dtype != torch.float32 else [replace(made.feed, dtype=torch.bfloat16, num_steps=2)]
+    for feed in (*tamer, *half):
+        again = _recorded(subject, feed)
+        reason = None if again is None else _why_coupled(subject, again)
+        if again is not None and reason is not None and not _holds_leftovers(subject, again):
+            return reason
+    return None
+
+
+def _holds_leftovers(subject: OptimizerUnderTest, made: TrialRecord) -> bool:
+    """Whether equal runs give equal parameters and unequal state: parts of it were never written to.
+
+    The momentum of PyTorch's fused SGD in bfloat16 on the CPU is of that kind.
+    """
+    repeated = record(subject, made.feed)
+    return repeated.values == made.values and state_difference(made, repeated.run) is not None
+
+
+def _why_counting(subject: OptimizerUnderTest, made: TrialRecord) -> str | None:
+    """Step one optimizer bucket by bucket."""
+    begin = partial(start, subject, made.feed, made.starts)
+    return difference(subject, made, "stepped in parts", begin, step_in_parts)
+
+
+def _why_shape_used(subject: OptimizerUnderTest, made: TrialRecord) -> str | None:
+    """Cut every parameter in pieces; if that makes no difference, a larger one too."""
+    if made.feed.sparse:
+        return "it takes sparse gradients, which are not cut"
+    feed = replace(made.feed, shapes=_LARGE, num_groups=1, num_in_group=1, num_steps=1, gaps=False)
+    large = _recorded(subject, feed.with_groups(subject))
+    for whole in (made, large):
+        if whole is None:
+            continue
+        reason = difference(
+            subject, whole, "cut in pieces", partial(start, subject, whole.feed, whole.starts, cut=True)
+        )
+        if reason is not None:
+            return reason
+    return None
+
+
+_WITHOUT_GRADIENT = "it changes parameters that have no gradient, and these are not stepped then"
+
+
+def _moves_frozen(subject: OptimizerUnderTest, made: TrialRecord) -> bool:
+    """Step with every second parameter frozen, then with the others: does one that is frozen change?"""
+    for kind in (0, 1):
+        try:
+            run = start(subject, made.feed, made.starts)
+            still = [index for index in run.leaves if index % 4 // 2 == kind]  # some of each group
+            for index in still:
+                run.leaves[index][0].requires_grad_(False)
+            before = [run.bits(index) for index in still]
+            for step, gradients in enumerate(made.gradients):
+                step_whole(run, step, {**gradients, **dict.fromkeys(still)})
+        except Exception:  # noqa: BLE001 - a class that needs every gradient says so in a step too
+            continue
+        if [run.bits(index) for index in still] != before:
+            return True
+    return False
+
+
+def _recorded(subject: OptimizerUnderTest, feed: Feed) -> TrialRecord | None:
+    try:
+        return record(subject, feed)
+    except Exception:  # noqa: BLE001 - a class that knows no bfloat16, say, is none the worse
+        return None
