@@ -155,7 +155,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 bucket_caps_nbytes=self._caps(),
                 limits_first_buckets=bool(getattr(self, "bucket_bytes_cap_list", ())),
                 find_unused_parameters=self.find_unused_parameters,
-                static_graph=static_graph and self.static_graph,  # when a copy is made whole
+                static_graph=static_graph,
                 gradient_as_bucket_view=self.gradient_as_bucket_view,
                 skip_all_reduce_unused_params=getattr(self, "skip_all_reduce_unused_params", False),
                 batched_grad_copy=getattr(self, "batched_grad_copy", False),

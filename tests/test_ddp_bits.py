@@ -24,6 +24,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "views": {"bucket_cap_mb": CAP_MB, "gradient_as_bucket_view": True},
     "static graph": {"bucket_cap_mb": CAP_MB, "static_graph": True},
     "static graph, views": {"static_graph": True, "gradient_as_bucket_view": True},
+    "static graph, find unused": {
+        "bucket_cap_mb": CAP_MB,
+        "static_graph": True,
+        "find_unused_parameters": True,
+    },
     "find unused": {"find_unused_parameters": True},
     "find unused, small buckets": {"bucket_cap_mb": CAP_MB, "find_unused_parameters": True},
     "list of capacities": {"bucket_cap_mb_list": [CAP_MB, 2 * CAP_MB]},
@@ -86,6 +91,7 @@ def check_options(members: int) -> None:
             assert [bucket.indices for bucket in own.wiring.buckets] == places(pair.theirs), name
 
 
+@pytest.mark.filterwarnings("ignore:You passed find_unused_parameters=true:UserWarning")  # PyTorch's advice
 @pytest.mark.parametrize("members", [3, 4])
 def test_every_option_gives_the_bits_of_pytorchs_wrapper_in_every_pass(ranks4: Ranks, members: int) -> None:
     ranks4.run(check_options, members)
