@@ -447,6 +447,7 @@ def check_schedules() -> None:
         check_schedule(name, torch.optim.AdamW, {"lr": 0.1})
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # SequentialLR of PyTorch 2.8
 def test_every_schedule_gives_the_rates_and_bits_it_gives_without_sharding(ranks2: Ranks) -> None:
     ranks2.run(check_schedules)
 

@@ -129,6 +129,7 @@ def check_scheduler(name: str) -> None:
     assert schedules[0].get_last_lr() == schedules[1].get_last_lr()
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # SequentialLR of PyTorch 2.8
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_learning_rate_schedules_act_as_on_the_plain_optimizer(ranks2: Ranks, name: str) -> None:
     ranks2.run(check_scheduler, name)
