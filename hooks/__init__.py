@@ -1,14 +1,15 @@
-"""Communication hooks: what is done with a bucket of gradients between the backward pass and the optimizer.
+"""Communication hooks: they reduce a bucket of gradients between the backward pass and the optimizer.
 
-One family of hooks a file: all-reduce, 16-bit compression, quantization, PowerSGD, top-k, post-local SGD, and
-hooks to debug with. Every hook has PyTorch's signature, ``hook(state, bucket) -> Future[Tensor]``, so ours
-run on PyTorch's ``DistributedDataParallel`` as well as on ``zero_optim.ddp``. `make_hook` finds them by name.
+Each file has one family of hooks: all-reduce, 16-bit compression, quantization, PowerSGD, top-k, post-local
+SGD, and hooks for debugging. Every hook has PyTorch's signature, ``hook(state, bucket) -> Future[Tensor]``.
+So ours run on PyTorch's ``DistributedDataParallel`` and on ``zero_optim.ddp``. `make_hook` finds them by
+name.
 
-The folder lies at the top of the repository, but the package is ``zero_optim.hooks`` wherever it is imported.
+The folder is at the top of the repository, but the package is always imported as ``zero_optim.hooks``.
 """
 
-# From a bare checkout Python would also find this folder as a package `hooks`, and every class in it would
-# then exist twice: isinstance checks between the two copies fail in ways that are hard to read.
+# From a checkout Python would also find this folder as a package `hooks`. Then every class in it would exist
+# twice, and isinstance checks between the two copies would fail in ways that are hard to understand.
 if __name__ != "zero_optim.hooks":
     raise ImportError(f"import this package as 'zero_optim.hooks', not as {__name__!r}", name=__name__)
 

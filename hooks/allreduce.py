@@ -1,4 +1,4 @@
-"""The plain mean over all ranks."""
+"""Hooks that average gradients over all ranks, uncompressed."""
 
 import torch
 import torch.distributed as dist
@@ -10,26 +10,26 @@ from zero_optim.hooks.exchange import group_of, start_average, start_sum
 def allreduce_hook(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket over all ranks, in its own dtype and in place. All ranks of the group call.
 
-    One all-reduce of the bucket; sparse gradients too. The same arithmetic as PyTorch's hook of this name:
-    every rank divides by the number of ranks, then all are summed.
+    One all-reduce of the bucket, also for sparse gradients. The arithmetic is that of PyTorch's hook of this
+    name: every rank divides by the number of ranks, then the sum is taken.
 
     Args:
         state: the process group; None stands for the default one.
-        bucket: the gradients, any dtype the backend can sum.
+        bucket: the gradients, of any dtype that the backend can sum.
     """
     return start_average(group_of(state), bucket.buffer())
 
 
 def mean_hook(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket with the bits that DDP gives without a hook. All ranks of the group call.
+    """Average a bucket with the same bits as DDP without a hook. All ranks of the group call.
 
-    DDP multiplies by the inverse of the number of ranks where it copies a gradient into its bucket. On three
-    ranks that rounds otherwise than a division, which is what `allreduce_hook` does. Gradients that are
-    views of their bucket already are divided by DDP, and multiplied here: a hook cannot tell.
+    When DDP copies a gradient into its bucket, it multiplies by the inverse of the number of ranks. On three
+    ranks that rounds differently from the division of `allreduce_hook`. DDP divides gradients that are views
+    of their bucket, but this hook always multiplies: it cannot see the difference.
 
     Args:
         state: the process group; None stands for the default one.
-        bucket: the gradients, any dtype the backend can sum.
+        bucket: the gradients, of any dtype that the backend can sum.
     """
     group, buffer = group_of(state), bucket.buffer()
     if buffer.is_sparse:

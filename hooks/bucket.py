@@ -1,7 +1,7 @@
-"""What a hook knows of a bucket: the public methods of ``torch.distributed.GradBucket``, and no more.
+"""What a hook may use of a bucket: the public methods of ``torch.distributed.GradBucket``, and no more.
 
-PyTorch's DDP looks at a hook's annotations and wants its own class there. To type checkers the name stands
-for anything with these methods, such as the buckets of ``zero_optim.ddp``.
+PyTorch's DDP checks a hook's annotations, which must name its own class. For type checkers the name stands
+for any class with these methods, such as the buckets of ``zero_optim.ddp``. Nothing here communicates.
 """
 
 from collections.abc import Callable
@@ -13,16 +13,16 @@ from torch import Tensor
 if TYPE_CHECKING:
 
     class GradBucket(Protocol):
-        """Gradients that travel together."""
+        """Gradients that are reduced together."""
 
         def index(self) -> int:
             """Place in the order of reduction, the same on every rank."""
 
         def buffer(self) -> Tensor:
-            """All gradients in one 1-D tensor, not yet divided; a sparse gradient as it is."""
+            """All gradients in one 1-D tensor, not yet divided; or one sparse gradient as it is."""
 
         def set_buffer(self, tensor: Tensor) -> None:
-            """Put another tensor of as many elements in its place."""
+            """Replace the buffer by another tensor with as many elements."""
 
         def gradients(self) -> list[Tensor]:
             """Views of the buffer with the parameters' shapes."""
@@ -43,10 +43,10 @@ __all__ = ["GradBucket", "Hook", "TensorFuture", "dense_buffer", "name_of"]
 
 
 def dense_buffer(bucket: GradBucket, name: str) -> Tensor:
-    """Give the bucket's flat tensor, 1-D.
+    """Return the bucket's flat tensor, 1-D.
 
     Args:
-        bucket: what the hook was given.
+        bucket: the hook's argument.
         name: the hook's name, for the message.
 
     Raises:
@@ -63,5 +63,5 @@ def dense_buffer(bucket: GradBucket, name: str) -> Tensor:
 
 
 def name_of(hook: Hook) -> str:
-    """Name a hook, be it a function or an object that is called."""
+    """Return the name of a hook, which is a function or a callable object."""
     return getattr(hook, "__name__", type(hook).__name__)

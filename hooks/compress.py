@@ -1,8 +1,8 @@
-"""Gradients in 16 bits on the wire.
+"""Hooks that send gradients in 16 bits.
 
-Sums and means in float16 and bfloat16, as in Micikevicius et al., *Mixed Precision Training*, ICLR 2018
+They sum in float16 or bfloat16, as in Micikevicius et al., *Mixed Precision Training*, ICLR 2018
 (arXiv:1710.03740), and Kalamkar et al., *A Study of BFLOAT16 for Deep Learning Training* (arXiv:1905.12322).
-float16 has 10 bits of mantissa and overflows above 65504; bfloat16 has 7 and float32's range.
+float16 has 10 bits of mantissa and overflows above 65504; bfloat16 has 7 bits and the range of float32.
 """
 
 import torch
@@ -26,9 +26,8 @@ def fp16_compress_hook(
     return _average_as(torch.float16, state, bucket, "fp16_compress_hook")
 
 
-# PyTorch's DDP looks at the name of the function, and refuses `bf16_compress_hook` without CUDA and NCCL,
-# which were the only ones to sum bfloat16 once. gloo does so now: hence the name written out, and the usual
-# one beside it.
+# PyTorch's DDP checks the name of the function, and refuses `bf16_compress_hook` without CUDA and NCCL: once
+# only NCCL could sum bfloat16. Now gloo can too. So this function has another name, and the usual one below.
 def bfloat16_compress_hook(
     state: dist.ProcessGroup | None, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
@@ -47,19 +46,19 @@ bf16_compress_hook = bfloat16_compress_hook
 
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:
-    """Make a hook work on float16 copies of the buckets; its result is cast back into the bucket.
+    """Wrap a hook so that it works on float16 copies of the buckets; the result is cast back.
 
     Args:
-        hook: any hook; it finds the copy in ``bucket.buffer()``.
+        hook: any hook; its ``bucket.buffer()`` is the copy.
     """
     return _wrapped(hook, torch.float16, "fp16")
 
 
 def bf16_compress_wrapper(hook: Hook) -> Hook:
-    """Make a hook work on bfloat16 copies of the buckets; its result is cast back into the bucket.
+    """Wrap a hook so that it works on bfloat16 copies of the buckets; the result is cast back.
 
     Args:
-        hook: any hook; it finds the copy in ``bucket.buffer()``.
+        hook: any hook; its ``bucket.buffer()`` is the copy.
     """
     return _wrapped(hook, torch.bfloat16, "bfloat16")
 
@@ -85,11 +84,11 @@ def _wrapped(hook: Hook, dtype: torch.dtype, dtype_name: str) -> Hook:
 
         def restore(landed: TensorFuture) -> torch.Tensor:
             in_use_here(buffer)
-            bucket.set_buffer(buffer)  # for hooks around this one, which know nothing of the copy
+            bucket.set_buffer(buffer)  # for hooks around this one, which must not see the copy
             return buffer.copy_(landed.value())
 
         return hook(state, bucket).then(restore)
 
-    # DDP logs these names, and checks one of them as above.
+    # DDP logs this name, and checks it as said above.
     compressed.__name__ = compressed.__qualname__ = name
     return compressed

@@ -1,4 +1,4 @@
-"""Hooks to look at what DDP does: one that does nothing, and one that reports on another."""
+"""Hooks to observe what DDP does: one that does nothing, and one that logs what another hook does."""
 
 import logging
 import time
@@ -17,8 +17,8 @@ logger = logging.getLogger("zero_optim.hooks")
 def noop_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Leave every rank its own gradients; does not communicate.
 
-    To measure what a run would take if communication cost nothing. The replicas drift apart, as nothing keeps
-    them together.
+    It measures how long training would take if communication cost nothing. The replicas drift apart, as
+    nothing keeps them equal.
 
     Args:
         state: ignored.
@@ -40,8 +40,8 @@ class BucketRecord:
         nbytes: its size in bytes, before any compression.
         dtype: of its elements.
         device: where it lies.
-        seconds: from the call of the hook until its result was there. On CUDA until the work was queued: to
-            see how long the GPU takes, use a profiler.
+        seconds: from the call of the hook until its result was ready. On CUDA until the work was queued: a
+            profiler shows how long the GPU takes.
     """
 
     iteration: int
@@ -76,9 +76,9 @@ class LoggingState:
     """State of a hook made by `logging_hook`.
 
     Args:
-        state: what the hook inside is given.
-        report: called with a `BucketRecord` for each bucket when its result is there, on whatever thread that
-            happens; it should be quick and must not raise.
+        state: the state of the hook inside.
+        report: called with a `BucketRecord` for each bucket when its result is ready, on any thread. It
+            should be quick and must not raise.
 
     Attributes:
         iteration: number of iterations whose last bucket has come.
@@ -90,22 +90,22 @@ class LoggingState:
 
 
 def logging_hook(hook: Hook) -> Hook:
-    """Make a hook that runs another one and reports each bucket; its state is a `LoggingState`.
+    """Wrap a hook so that each bucket is logged; the state of the new hook is a `LoggingState`.
 
-    Communicates as the hook inside does, and changes nothing.
+    It communicates as the hook inside does, and changes nothing.
 
     Args:
-        hook: the hook to watch.
+        hook: the hook inside.
     """
 
     def logged(state: LoggingState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         started, iteration = time.perf_counter(), state.iteration
         state.iteration += bucket.is_last()
-        tell, buffer, num_parameters = state.report, bucket.buffer(), len(bucket.parameters())
+        report, buffer, num_parameters = state.report, bucket.buffer(), len(bucket.parameters())
         index, is_last = bucket.index(), bucket.is_last()
 
         # It must not hold the state, which holds groups: Note [Callbacks own no process group].
-        def report(landed: TensorFuture) -> torch.Tensor:
+        def log(landed: TensorFuture) -> torch.Tensor:
             result = landed.value()
             record = BucketRecord(
                 iteration=iteration,
@@ -118,10 +118,10 @@ def logging_hook(hook: Hook) -> Hook:
                 device=buffer.device,
                 seconds=time.perf_counter() - started,
             )
-            tell(record)
+            report(record)
             return result
 
-        return hook(state.state, bucket).then(report)
+        return hook(state.state, bucket).then(log)
 
     logged.__name__ = logged.__qualname__ = f"logging_{name_of(hook)}"
     return logged

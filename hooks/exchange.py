@@ -1,4 +1,7 @@
-"""What all hooks share: launching collectives, and futures for what they give. All of it is asynchronous."""
+"""What all hooks share: functions that start collectives, and futures of their results. Nothing here waits.
+
+All ranks of the group call each ``start_`` function, in the same order.
+"""
 
 from typing import Any
 
@@ -10,7 +13,7 @@ from zero_optim.hooks.bucket import TensorFuture
 
 
 def group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Give the group itself, the default one for None.
+    """Return the group itself, or the default group for None.
 
     Raises:
         ValueError: torch.distributed is not initialised.
@@ -24,24 +27,24 @@ def group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def start_sum(group: dist.ProcessGroup, tensor: Tensor) -> TensorFuture:
-    """Launch the sum of a tensor over all ranks of the group, in place; the future gives the tensor."""
+    """Start the sum of a tensor over all ranks of the group, in place; the future's value is the tensor."""
     return _future(dist.all_reduce(tensor, group=group, async_op=True)).then(_first)
 
 
 def start_average(group: dist.ProcessGroup, tensor: Tensor) -> TensorFuture:
-    """Launch the mean of a tensor over all ranks of the group, in place; the future gives the tensor.
+    """Start the mean of a tensor over all ranks of the group, in place; the future's value is the tensor.
 
-    It is divided before it is summed, so that a sum in 16 bits does not overflow where the mean does not.
+    Each rank divides before the sum. So a sum in 16 bits does not overflow if the mean does not.
     """
     return start_sum(group, tensor.div_(group.size()))
 
 
 def start_all_gather(group: dist.ProcessGroup, row: Tensor) -> TensorFuture:
-    """Launch the gathering of one row from every rank; the future gives them as a matrix, by group rank.
+    """Start gathering one row from every rank; the future's value is a matrix with the rows by group rank.
 
     Args:
-        group: whose ranks.
-        row: 1-D, of the same length and dtype on every rank; left alone until the future is done.
+        group: the ranks.
+        row: 1-D, of the same length and dtype on every rank. Do not change it until the future is done.
     """
     rows = row.new_empty(group.size(), row.numel())
     future = _future(dist.all_gather(list(rows.unbind(0)), row, group=group, async_op=True))
@@ -60,21 +63,21 @@ def future_on(device: torch.device) -> TensorFuture:
 
 
 def landed(tensor: Tensor) -> TensorFuture:
-    """Give a future that is done already."""
+    """Make a future that is done already."""
     future = future_on(tensor.device)
     future.set_result(tensor)
     return future
 
 
 def in_use_here(*tensors: Tensor) -> None:
-    """Tell CUDA's allocator that callbacks, which run on streams of their own, use these tensors."""
+    """Tell CUDA's allocator that the current stream uses these tensors. Callbacks have their own streams."""
     for tensor in tensors:
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def _future(work: dist.Work | None) -> torch.futures.Future[Any]:
-    assert work is not None  # async_op=True on a member of the group always gives a handle
+    assert work is not None  # async_op=True on a member of the group always returns a handle
     future: torch.futures.Future[Any] = work.get_future()
     return future
 

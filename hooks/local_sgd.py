@@ -1,8 +1,8 @@
-"""Post-local SGD: gradients averaged by all ranks at first, parameters averaged now and then afterwards.
+"""Post-local SGD: at first all ranks average gradients; later they average parameters every few steps.
 
-Lin, Stich, Patel and Jaggi, *Don't Use Large Mini-Batches, Use Local SGD*, ICLR 2020 (arXiv:1808.07217). Two
-parts: the hook stops averaging gradients over all ranks after some iterations, and from then on the averager,
-called after each step of the optimizer, averages the parameters every few steps.
+Lin, Stich, Patel and Jaggi, *Don't Use Large Mini-Batches, Use Local SGD*, ICLR 2020 (arXiv:1808.07217).
+There are two parts. After some iterations the hook stops averaging gradients over all ranks. From then on the
+averager, which the user calls after each step of the optimizer, averages the parameters every few steps.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,17 +21,17 @@ from zero_optim.hooks.exchange import group_of, landed, start_average
 
 @dataclass(slots=True, eq=False)
 class PostLocalSGDState:
-    """Options of `post_localSGD_hook`; one a model, on every rank. Making it does not communicate.
+    """Options of `post_localSGD_hook`; one object for each model and rank. Making it does not communicate.
 
     Args:
         process_group: the ranks that average at first; None stands for the default group.
-        subgroup: the ranks that go on averaging gradients afterwards, usually those of one machine:
+        subgroup: the ranks that average gradients later, usually those of one machine:
             ``torch.distributed.new_subgroups(group_size)`` makes such groups.
-        start_localSGD_iter: iterations averaged over all ranks, from 0 on.
-        post_local_gradient_allreduce: whether the subgroup goes on averaging gradients at all.
+        start_localSGD_iter: number of iterations that are averaged over all ranks, 0 or more.
+        post_local_gradient_allreduce: whether the subgroup averages gradients later at all.
 
     Attributes:
-        iteration: number of iterations whose last bucket has come.
+        iteration: number of iterations whose last bucket the hook has seen.
 
     Raises:
         ValueError: an option out of range, or no subgroup to average in.
@@ -55,23 +55,23 @@ class PostLocalSGDState:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what a checkpoint needs, the number of iterations. Does not communicate."""
+        """Return what a checkpoint needs: the number of iterations. Does not communicate."""
         return {"iteration": self.iteration}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave. Does not communicate."""
+        """Load what `state_dict` returned. Does not communicate."""
         self.iteration = state_dict["iteration"]
 
 
 def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket over all ranks until local SGD starts, then in the subgroup or not at all.
 
-    One all-reduce at most. All ranks of the group call. From the start on, a `PeriodicModelAverager` has to
-    average the parameters, or the replicas drift apart for good.
+    At most one all-reduce. All ranks of the group call. Once local SGD has started, a `PeriodicModelAverager`
+    has to average the parameters, or the replicas drift apart for good.
 
     Args:
         state: options.
-        bucket: the gradients, any dtype the backend can sum.
+        bucket: the gradients, of any dtype that the backend can sum.
     """
     iteration, state.iteration = state.iteration, state.iteration + bucket.is_last()
     if iteration < state.start_localSGD_iter:
@@ -84,10 +84,10 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> torch.fu
 class PeriodicModelAverager(averagers.PeriodicModelAverager):
     """PyTorch's averager with another way of averaging: call it after each step of the optimizer.
 
-    Constructor, schedule and ``step`` are PyTorch's, so that its ``PostLocalSGDOptimizer`` takes this one as
-    well. But PyTorch's gives parameters new memory, which undoes views that others hold, such as the buckets
-    of `ZeroRedundancyOptimizer`; and leaves out parameters that have no gradient on this rank, which other
-    ranks may average. This one averages in place, all parameters that it is given, each dtype on its own.
+    Constructor, schedule and ``step`` are PyTorch's, so its ``PostLocalSGDOptimizer`` accepts this class.
+    PyTorch's averager gives parameters new memory. That breaks views, such as those into the buckets of
+    `ZeroRedundancyOptimizer`. It also leaves out parameters without a gradient on this rank, which other
+    ranks may average. This one averages all given parameters in place, each dtype separately.
 
     Args:
         period: steps from one averaging to the next.
@@ -97,9 +97,9 @@ class PeriodicModelAverager(averagers.PeriodicModelAverager):
 
     @torch.no_grad()
     def average_parameters(self, params: Iterable[Tensor] | Iterable[dict[str, Any]]) -> None:
-        """Count a step, and average if it is time to. All ranks call, with the same parameters.
+        """Count a step, and average if the schedule says so. All ranks call, with the same parameters.
 
-        One all-reduce for each dtype and device, waited for.
+        Makes one all-reduce for each dtype and device, and waits for it.
 
         Args:
             params: parameters, or the groups of an optimizer.
@@ -115,16 +115,16 @@ class PeriodicModelAverager(averagers.PeriodicModelAverager):
         self.step += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what a checkpoint needs, the number of steps. Does not communicate."""
+        """Return what a checkpoint needs: the number of steps. Does not communicate."""
         return {"step": self.step}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave. Does not communicate."""
+        """Load what `state_dict` returned. Does not communicate."""
         self.step = state_dict["step"]
 
 
 def _by_kind(params: Iterable[Tensor] | Iterable[dict[str, Any]]) -> list[list[Tensor]]:
-    """Sort parameters by dtype and device, in the order in which they are met."""
+    """Group parameters by dtype and device, in the given order."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for item in params:
         for param in item["params"] if isinstance(item, dict) else [item]:

@@ -1,4 +1,4 @@
-"""One bucket's way through PowerSGD in one iteration; `zero_optim.hooks.power_sgd` has the algorithm."""
+"""PowerSGD for one bucket in one iteration; `zero_optim.hooks.power_sgd` has the algorithm, and calls."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ class Block:
     """A matrix in a bucket that is compressed.
 
     Args:
-        key: what its Q is remembered by: the numbers of its parameters.
+        key: the numbers of its parameters; its Q is remembered under this key.
         offset: its first element in the bucket.
         rows: of the matrix, and of P.
         columns: of the matrix; rows of Q.
@@ -43,13 +43,13 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """What becomes of a bucket's parts.
+    """Which parts of a bucket are compressed, and which are not.
 
     Args:
-        blocks: the matrices to compress, in families of one shape: their Ps and Qs are orthonormalized
-            together.
-        rest: offset and length of each part that is sent as it is.
-        numel: length of the flat tensor they are parts of, at least that of the bucket.
+        blocks: the matrices to compress, in families of one shape. The Ps of a family are orthonormalized
+            together, and so are its Qs.
+        rest: offset and length of each part that is sent uncompressed.
+        numel: length of the flat tensor that they are parts of, at least that of the bucket.
     """
 
     blocks: list[list[Block]]
@@ -58,7 +58,7 @@ class Split:
 
     @property
     def numel_rest(self) -> int:
-        """Elements sent as they are."""
+        """Elements sent uncompressed."""
         return sum(numel for _, numel in self.rest)
 
     @property
@@ -81,14 +81,15 @@ class Split:
 class Round:
     """Compresses, averages and restores one bucket once.
 
-    Whatever outlives a callback is allocated in `run`: on CUDA a callback has a stream of its own, and what
-    is allocated there belongs to it.
+    What lives longer than a callback is allocated in `run`: on CUDA each callback has its own stream, and
+    what is allocated there belongs to that stream.
 
     Args:
         buffer: the bucket, 1-D; receives the result.
         split: what to compress.
         errors: of the bucket, ``split.numel`` elements; None without error feedback.
-        queries: the Qs to start from, by key, replaced when the bucket is done; None starts from random ones.
+        queries: the Qs to start from, by key. New Qs replace them when the bucket is done. None starts from
+            random Qs.
         seed: for random Qs; the same on all ranks, another one in every iteration.
         epsilon: see `orthonormal`.
     """
@@ -105,28 +106,30 @@ class Round:
     ps: list[Tensor] = field(default_factory=list, init=False)  # (family, rows, rank) each
 
     def run(self, group: dist.ProcessGroup, later: LaterStage) -> torch.futures.Future[torch.Tensor]:
-        """Launch the first all-reduce; the rest follows from callbacks.
+        """Start the first all-reduce; callbacks do the rest. All ranks of the group call.
+
+        This object keeps neither argument, see Note [Callbacks own no process group].
 
         Args:
-            group: for the first all-reduce. Neither is kept, see Note [Callbacks own no process group].
-            later: for the second.
+            group: for the first all-reduce.
+            later: for the second all-reduce.
         """
         self.flat = self._gradient()
         self.sent_p = self.buffer.new_empty(self.split.numel_rest + self.split.numel_p)
         self.sent_q = self.buffer.new_empty(self.split.numel_q)
-        self._pack_rest()
+        self._copy_rest_in()
         for family, p in zip(self.split.blocks, self._families(self._p_area()), strict=True):
             q = orthonormal(self._starting_q(family), self.epsilon)
             for block, block_p, block_q in zip(family, p, q, strict=True):
                 block_p.copy_(block.of(self.flat) @ block_q)
         first = start_average(group, self.sent_p)
         if not self.split.blocks:
-            return first.then(self._unpack_rest)
+            return first.then(self._copy_rest_out)
         device = self.buffer.device
-        return later.follow(first, device, self._compute_q, self._launch_q, self._restore)
+        return later.follow(first, device, self._compute_q, self._start_q, self._restore)
 
     def _gradient(self) -> Tensor:
-        """Give M: the gradient plus the errors, in the dtype to compute in."""
+        """Return M: the gradient plus the errors, in the dtype to compute in."""
         numel = self.buffer.numel()
         if self.errors is not None:
             self.errors[:numel].add_(self.buffer)
@@ -154,13 +157,13 @@ class Round:
             block.columns, block.rank, generator=generator, device=self.flat.device, dtype=self.flat.dtype
         )
 
-    def _pack_rest(self) -> None:
+    def _copy_rest_in(self) -> None:
         if self.split.rest:
             parts = [self.flat.narrow(0, offset, numel) for offset, numel in self.split.rest]
             torch.cat(parts, out=self.sent_p[: self.split.numel_rest])
 
-    def _unpack_rest(self, first: TensorFuture) -> Tensor:
-        """Put what was sent as it is back in place, averaged; nothing of it was left out."""
+    def _copy_rest_out(self, first: TensorFuture) -> Tensor:
+        """Copy the averages of the uncompressed parts back to their places. They have no errors."""
         first.value()  # raises what the collective raised
         in_use_here(self.buffer, self.flat, self.sent_p, self.sent_q)
         start = 0
@@ -172,8 +175,8 @@ class Round:
         return self.buffer
 
     def _compute_q(self, first: TensorFuture) -> None:
-        """Compute the Qs of this rank, ready to be averaged, and what they leave out."""
-        self._unpack_rest(first)
+        """Compute the Qs of this rank, which are then averaged, and the errors that they leave."""
+        self._copy_rest_out(first)
         for p in self._families(self._p_area()):
             self.ps.append(orthonormal(p.to(self.flat.dtype), self.epsilon))
         for block, block_p, block_q in self._products():
@@ -185,23 +188,23 @@ class Round:
             forget_non_finite(self.errors)
             self.errors[self.buffer.numel() :].zero_()  # padding has no gradient to correct
 
-    def _launch_q(self, group: dist.ProcessGroup) -> TensorFuture:
+    def _start_q(self, group: dist.ProcessGroup) -> TensorFuture:
         return start_average(group, self.sent_q)
 
     def _restore(self, second: TensorFuture) -> Tensor:
-        """Multiply out into the bucket, and remember the Qs."""
+        """Write the products of Ps and Qs to the bucket, and remember the Qs."""
         second.value()  # raises what the collective raised
         in_use_here(self.buffer, self.flat, self.sent_q, *self.ps)
         for block, block_p, block_q in self._products():
             product = (block_p @ block_q.to(self.flat.dtype).t()).view(-1)
-            target = self.buffer[block.offset : block.offset + len(product)]  # the square is cut off here
+            target = self.buffer[block.offset : block.offset + len(product)]  # without the square's padding
             target.copy_(product[: len(target)])
             if self.queries is not None:
                 self.queries[block.key] = block_q
         return self.buffer
 
     def _products(self) -> Iterator[tuple[Block, Tensor, Tensor]]:
-        """Give each block with its P and its Q."""
+        """Yield each block with its P and its Q."""
         qs = self._families(self.sent_q, of_q=True)
         for family, p, q in zip(self.split.blocks, self.ps, qs, strict=True):
             yield from zip(family, p, q, strict=True)
@@ -225,17 +228,17 @@ def orthonormal(
 ) -> Tensor:  # (family, rows, rank)
     """Orthonormalize the columns of each matrix.
 
-    By Householder's QR, not Gram-Schmidt as in the paper: a gradient of lower rank than P leaves rounding
-    noise in the last columns, which Gram-Schmidt blows up into unit vectors that are not orthogonal to the
-    first.
+    It uses Householder's QR, not Gram-Schmidt as in the paper. If a gradient has a lower rank than P, the
+    last columns hold only rounding noise. Gram-Schmidt scales them to unit vectors that are not orthogonal to
+    the first columns.
 
     Args:
-        matrices: float32 or float64. Columns of zeros give some unit vectors.
-        epsilon: column i is scaled by ``r / (r + epsilon)``, with r the length it adds to the span of those
-            before.
+        matrices: float32 or float64. Columns of zeros become some unit vectors.
+        epsilon: column i is scaled by ``r / (r + epsilon)``, where r is the length of its part that is
+            orthogonal to the columns before.
     """
     basis, triangle = torch.linalg.qr(matrices)
-    basis = basis.contiguous()  # LAPACK's are column by column; what is multiplied with them lies row by row
+    basis = basis.contiguous()  # LAPACK's is column-major; the matrices multiplied with it are row-major
     if epsilon > 0:
         lengths = triangle.diagonal(dim1=-2, dim2=-1).abs()
         basis = basis * (lengths / (lengths + epsilon)).unsqueeze(-2)

@@ -1,13 +1,14 @@
-"""What hooks remember about parameters between iterations, whatever buckets they travel in.
+"""What hooks remember about parameters between iterations, whatever buckets these are in.
+
+PowerSGD and top-k use it. Nothing here communicates.
 
 Note [Memories and buckets]
 
-A reducer may lay its buckets out anew: PyTorch's does after the first iteration, when it knows in which order
-gradients arrive. Memories are therefore kept by parameter and not by bucket. Parameters get numbers in the
-order in which the hook first meets them, which is the same on every rank, and the numbers are what a
-checkpoint knows them by. A restored state meets the parameters of a new job, which start in the reducer's
-first layout again; it compares the shapes in each bucket with those it saw at first, and refuses what
-differs. Names, where given, hold across any layout.
+A reducer may change its buckets. PyTorch's does so after the first iteration, when it knows the order in
+which gradients arrive. So memories are kept by parameter and not by bucket. Parameters get numbers in the
+order in which the hook first sees them, which is the same on every rank. A checkpoint knows them by these
+numbers. A new job starts with the reducer's first buckets again. So a restored state compares the shapes in
+each bucket with those that it saw first, and refuses a difference. If names are given, they fit any buckets.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,7 +28,7 @@ class Place:
     """Where the gradient of a parameter lies in a bucket.
 
     Args:
-        number: the parameter's.
+        number: of the parameter.
         offset: first element in the flat tensor.
         shape: of the gradient.
     """
@@ -51,9 +52,10 @@ class Register:
     """The numbers of the parameters, see Note [Memories and buckets].
 
     Args:
-        first: the shapes of the parameters new in each bucket, in the order in which they were first met.
-        numbers: by parameter.
-        num_met: how many entries of ``first`` have been met since this object was made or loaded.
+        first: for each bucket that had new parameters their shapes, in the order in which they were first
+            seen.
+        numbers: the number of each parameter.
+        num_met: how many entries of ``first`` have been seen since this object was made or loaded.
     """
 
     first: list[list[tuple[int, ...]]] = field(default_factory=list)
@@ -61,10 +63,10 @@ class Register:
     num_met: int = 0
 
     def places(self, bucket: GradBucket) -> list[Place]:
-        """Find out which parameters are in a bucket, and where; new ones get numbers.
+        """Find out which parameters are in a bucket, and where. New parameters get numbers.
 
         Raises:
-            ValueError: the state was loaded, and the parameters are others than those it was saved with.
+            ValueError: the state was loaded, and was saved with other parameters.
         """
         params, grads, start = bucket.parameters(), bucket.gradients(), bucket.buffer().storage_offset()
         self._meet([param for param in params if param not in self.numbers])
@@ -90,10 +92,10 @@ class Register:
             self.numbers[param] = len(self.numbers)
 
     def state_dict(self, named_parameters: NamedParameters | None) -> dict[str, Any]:
-        """Describe the parameters met.
+        """Describe the parameters seen so far.
 
         Args:
-            named_parameters: names to know them by, or None.
+            named_parameters: names for them, or None.
         """
         described: dict[str, Any] = {"first": [list(shapes) for shapes in self.first]}
         if named_parameters is not None:
@@ -107,10 +109,10 @@ class Register:
         return described
 
     def load_state_dict(self, described: Mapping[str, Any], named_parameters: NamedParameters | None) -> None:
-        """Take over a description, by names if there are any here and there.
+        """Load a description: by names if it was saved with names and names are given here.
 
         Raises:
-            ValueError: the parameters named, or those already met, are others.
+            ValueError: the parameters named, or those already seen, are not those of the description.
         """
         first = [[tuple(shape) for shape in shapes] for shapes in described["first"]]
         names = described.get("names")
@@ -144,10 +146,10 @@ def _numbered(
 
 @dataclass(slots=True)
 class Errors:
-    """What compression has left out so far, by parameter; those of a bucket lie side by side.
+    """What compression has left out so far, by parameter. The errors of a bucket lie in one flat tensor.
 
     Args:
-        parts: 1-D, by parameter number; parts of the flat tensors.
+        parts: 1-D, by parameter number; views of the flat tensors.
         flats: a flat tensor for each bucket, by the numbers of its parameters.
     """
 
@@ -155,10 +157,10 @@ class Errors:
     flats: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def recall(self, places: list[Place], numel: int, like: Tensor) -> Tensor:
-        """Give the errors of a bucket, to be changed in place; zeros at first.
+        """Return the errors of a bucket, which the caller changes in place; zeros at first.
 
         Args:
-            places: what is in the bucket.
+            places: of the parameters in the bucket.
             numel: length of the flat tensor, at least the bucket's.
             like: the bucket's buffer; the errors lie on its device, in `working_dtype`.
         """
@@ -185,15 +187,15 @@ class Errors:
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Choose the dtype to compute in: float32, or float64 for that."""
+    """Choose the dtype to compute in: float64 for float64, else float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def forget_non_finite(tensor: Tensor) -> Tensor:
     """Replace infinities and NaNs by zero, in place.
 
-    An iteration whose gradients overflowed is skipped by the gradient scaler; remembered, its infinities
-    would come back in every iteration that follows.
+    The gradient scaler skips an iteration whose gradients overflow. If its infinities stayed in the memory,
+    they would come back in every later iteration.
     """
     return tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 

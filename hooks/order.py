@@ -1,31 +1,32 @@
-"""Collectives that answer other collectives, launched in the same order on every rank.
+"""Start collectives that follow other collectives, in the same order on every rank.
 
 Note [Order of chained collectives]
 
-A hook is called bucket by bucket, in the same order on every rank, so what it launches right away is in
-order. What it launches later, when a first collective has landed, is not: gloo's worker threads run the
-callbacks as collectives happen to end. And gloo pairs up collectives by the order in which each rank launches
-them on a process group, so a swap on one rank adds up the wrong tensors, or hangs. Hence
+A hook is called bucket by bucket, in the same order on every rank. So collectives that it starts at once are
+in order. Collectives that it starts later, when a first one has ended, are not: gloo's threads run the
+callbacks in the order in which collectives happen to end. But gloo pairs collectives by the order in which
+each rank starts them on a process group. If one rank swaps two, wrong tensors are summed, or ranks hang.
+Hence
 
-- later collectives have a process group of their own, on which nobody else launches anything. On the group
-  that was given, the reducer or the user may launch something at any moment;
-- there each waits for its turn. Turns are handed out in the hook, where the order is right. The callback that
-  finds its turn open launches its collective and those waiting behind it; others leave theirs and go: no
-  thread ever waits.
+- later collectives have their own process group, on which nothing else is started. On the given group, the
+  reducer or the user may start something at any moment;
+- there each waits for its turn. The hook hands out the turns, as the order is right there. A callback whose
+  turn is open starts its collective and those that wait for the next turns. Any other callback leaves its
+  collective and returns: no thread ever waits.
 
-With NCCL the callbacks run inside the hook, since its futures count as done once work is queued on the GPU.
-Everything is in order already, and a second communicator would only add ways to deadlock: later collectives
-use the group that was given.
+With NCCL the callbacks run inside the hook, since its futures are done once work is queued on the GPU. So
+everything is in order, and a second communicator would only add ways to deadlock: later collectives use the
+given group.
 
 Note [Callbacks own no process group]
 
-The last reference to a gloo group must not be dropped by one of its own threads: the group's end waits for
-its threads, and a thread that waits for itself aborts the process ("Resource deadlock avoided"). A callback
-that holds a group does that when the main thread, woken up by the callback's result, is the quicker one to
-let go of the group. So no callback here, nor anything it holds, refers to a group, except weakly.
+A gloo thread must not drop the last reference to its own group. The group's end waits for its threads, and a
+thread that waits for itself aborts the process ("Resource deadlock avoided"). This happens if a callback
+holds a group: its result wakes the main thread, which may drop its reference first. So no callback here, nor
+anything it holds, refers to a group, except weakly.
 
-The groups made here are lanes, see `zero_optim.comm.lanes`, which live on when the hook's state is gone. So a
-callback refers weakly to the lease: when that has ended, the lane may be another user's.
+The groups made here are lanes, see `zero_optim.comm.lanes`. They live longer than the hook's state. So a
+callback refers weakly to the lease: when the lease has ended, the lane may belong to another user.
 """
 
 import threading
@@ -47,9 +48,9 @@ from zero_optim.hooks.exchange import future_on
 
 @dataclass(slots=True)
 class Turnstile:
-    """Runs functions in the order of the turns drawn for them, however late each one comes.
+    """Runs functions in the order of the turns drawn for them, however late each one is handed in.
 
-    A function must not raise: the turns behind it would never come.
+    A function must not raise: the turns after it would never come.
     """
 
     _drawn: int = 0
@@ -65,7 +66,7 @@ class Turnstile:
         return turn
 
     def enter(self, turn: int, function: Callable[[], None]) -> None:
-        """Hand in the function of a turn: it is run now, or by whoever opens its turn."""
+        """Hand in the function of a turn. It runs now, or in the call that opens its turn."""
         with self._lock:
             self._waiting[turn] = function
             if self._running:
@@ -86,11 +87,11 @@ class Turnstile:
 
 @dataclass(frozen=True, slots=True)
 class LaterStage:
-    """Where collectives that follow a first one are launched, see Note [Order of chained collectives].
+    """Starts collectives that follow a first one, see Note [Order of chained collectives].
 
     Args:
         lease: of the one process group for them.
-        turnstile: whose turns they take.
+        turnstile: gives them their turns.
     """
 
     lease: Lease
@@ -98,7 +99,7 @@ class LaterStage:
 
     @classmethod
     def beside(cls, group: dist.ProcessGroup, device: torch.device) -> "LaterStage":
-        """Make the stage for a hook's group. All ranks of the group call, and they alone; communicates.
+        """Make the stage for a hook's group. All ranks of the group call, and no others; communicates.
 
         Args:
             group: the group of the first collectives.
@@ -117,23 +118,23 @@ class LaterStage:
         first: TensorFuture,
         device: torch.device,
         prepare: Callable[[TensorFuture], object],
-        launch: Callable[[dist.ProcessGroup], TensorFuture],
+        start: Callable[[dist.ProcessGroup], TensorFuture],
         finish: Callable[[TensorFuture], Tensor],
     ) -> TensorFuture:
-        """Chain a second collective to a first one; to be called in the hook. No thread waits for either.
+        """Chain a second collective to a first one; call this in the hook. No thread waits for either.
 
         Args:
-            first: of the first collective.
+            first: future of the first collective.
             device: where the tensors lie.
-            prepare: called with ``first`` once it is done, maybe on several threads for several buckets.
-            launch: launches the second collective on the group it is given; called in the order of the calls
-                of this method, on the CUDA stream of ``prepare``.
-            finish: called with the second future once it is done; gives the result.
+            prepare: called with ``first`` once it is done. Several threads may call it for several buckets.
+            start: starts the second collective on the group that it is given. It is called in the order of
+                the calls of this method, on the CUDA stream of ``prepare``.
+            finish: called with the second future once it is done; returns the result.
 
         None of the three may hold a process group, see Note [Callbacks own no process group].
 
         Returns:
-            A future with the result, or with what any of the three, or a collective, raised.
+            A future with the result, or with what one of the three, or a collective, raised.
         """
         done, turnstile, weak_lease = future_on(device), self.turnstile, weakref.ref(self.lease)
         turn = turnstile.draw()
@@ -147,7 +148,7 @@ class LaterStage:
         def on_second(second: TensorFuture) -> None:
             try:
                 done.set_result(finish(second))
-            except Exception as error:  # noqa: BLE001 - raised by whoever waits for the result
+            except Exception as error:  # noqa: BLE001 - raised where the result is waited for
                 fail(error)
 
         def on_turn(stream: AbstractContextManager[object]) -> None:
@@ -156,25 +157,25 @@ class LaterStage:
                 if held is None:
                     raise RuntimeError("the hook's state is gone while a bucket is under way: keep it")
                 with stream:
-                    launch(held.groups[0].process_group).then(on_second)
-            except Exception as error:  # noqa: BLE001 - raised by whoever waits for the result
+                    start(held.groups[0].process_group).then(on_second)
+            except Exception as error:  # noqa: BLE001 - raised where the result is waited for
                 fail(error)
 
         def on_first(landed: TensorFuture) -> None:
             try:
                 prepare(landed)
-            except Exception as error:  # noqa: BLE001 - raised by whoever waits for the result
-                turnstile.enter(turn, partial(fail, error))  # those behind must not wait for ever
+            except Exception as error:  # noqa: BLE001 - raised where the result is waited for
+                turnstile.enter(turn, partial(fail, error))  # the later turns must not wait for ever
             else:
                 turnstile.enter(turn, partial(on_turn, _stream_here(device)))
 
         first.then(on_first)
-        # To C++ an exception set on a Python future is a value like others; raised in a callback it is not.
+        # For C++ an exception set on a Python future is an ordinary value; one raised in a callback is not.
         return done.then(TensorFuture.value)
 
 
 def _stream_here(device: torch.device) -> AbstractContextManager[object]:
-    """Give a context in which the CUDA stream is the one that is current now."""
+    """Make a context in which the CUDA stream is the one that is current now."""
     if device.type != "cuda":
         return nullcontext()
     stream: AbstractContextManager[object] = torch.cuda.stream(torch.cuda.current_stream(device))

@@ -35,8 +35,8 @@ class CompressionStats(NamedTuple):
     """How much was compressed so far, in elements.
 
     Attributes:
-        rate: elements before for each one after; 0 before anything was compressed.
-        numel_before: gradient elements handed to the hook since compression began.
+        rate: ``numel_before / numel_after``; 0 if nothing was compressed yet.
+        numel_before: gradient elements that the hook was given since compression began.
         numel_after: elements sent for them.
     """
 
@@ -47,30 +47,32 @@ class CompressionStats(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PowerSGDState:
-    """Options and memories of `powerSGD_hook` and `batched_powerSGD_hook`; one a model, on every rank.
+    """Options and memories of `powerSGD_hook` and `batched_powerSGD_hook`; one for each model and rank.
 
-    Making it does not communicate. The first bucket to be compressed does: it makes a second process group,
-    see Note [Order of chained collectives] in `zero_optim.hooks.order`. PyTorch's class of this name wants
+    Making it does not communicate. With the first compressed bucket, all ranks make a second process group,
+    see Note [Order of chained collectives] in `zero_optim.hooks.order`. PyTorch's class of this name needs
     compression to start after its DDP has rebuilt its buckets; here it may start at once.
 
     Args:
         process_group: the ranks that average; None stands for the default group.
-        matrix_approximation_rank: columns of P and Q; the higher, the closer and the more is sent.
-        start_powerSGD_iter: iterations averaged without compression first, from 0 on: early gradients matter
-            most.
+        matrix_approximation_rank: columns of P and Q. A higher rank is closer to the gradient, and sends
+            more.
+        start_powerSGD_iter: number of iterations that are averaged without compression first, 0 or more:
+            early gradients matter most.
         min_compression_rate: a matrix is compressed if that sends fewer than ``numel / min_compression_rate``
-            elements. `batched_powerSGD_hook` compresses always.
-        use_error_feedback: add what compression left out to the next gradient; costs the memory of the
+            elements. `batched_powerSGD_hook` always compresses.
+        use_error_feedback: add what compression left out to the next gradient; needs as much memory as the
             gradients, in float32 at least.
-        warm_start: start from the last Q, not from a random one; one iteration sees further then.
-        orthogonalization_epsilon: a direction of length r is scaled by ``r / (r + epsilon)``, which lets
-            those vanish that hardly carry anything; 0 keeps all.
+        warm_start: start from the last Q, not from a random one. This improves the approximation over several
+            iterations.
+        orthogonalization_epsilon: a direction of length r is scaled by ``r / (r + epsilon)``, so very short
+            directions vanish; 0 keeps all.
         random_seed: for the random Qs; the same on all ranks.
-        compression_stats_logging_frequency: iterations between two reports to the logger
+        compression_stats_logging_frequency: number of iterations between two messages to the logger
             ``zero_optim.hooks``.
 
     Attributes:
-        iteration: number of iterations whose last bucket has come.
+        iteration: number of iterations whose last bucket the hook has seen.
 
     Raises:
         ValueError: an option out of range.
@@ -113,19 +115,19 @@ class PowerSGDState:
             )
 
     def compression_stats(self) -> CompressionStats:
-        """Tell how much was compressed so far. Does not communicate."""
+        """Return how much was compressed so far. Does not communicate."""
         rate = self.numel_before / self.numel_after if self.numel_after else 0.0
         return CompressionStats(rate, self.numel_before, self.numel_after)
 
     def state_dict(self, named_parameters: NamedParameters | None = None) -> dict[str, Any]:
-        """Copy the memories, to go on from them bit for bit. Does not communicate.
+        """Copy the memories, to continue from them bit for bit. Does not communicate.
 
-        Errors differ from rank to rank, so each rank saves its own and loads it again. What is returned can
-        be read by ``torch.load(weights_only=True)``.
+        Errors differ between ranks, so each rank saves and loads its own. ``torch.load(weights_only=True)``
+        can read a file of the result.
 
         Args:
-            named_parameters: with names the state fits whatever buckets the next job uses; without, the
-                next job's must start as this one's did, which is checked.
+            named_parameters: with names the state fits any buckets of the next job. Without names, the next
+                job must start with the same buckets as this one, which is checked.
         """
         return {
             "options": self._memory_options(),
@@ -140,11 +142,11 @@ class PowerSGDState:
     def load_state_dict(
         self, state_dict: Mapping[str, Any], named_parameters: NamedParameters | None = None
     ) -> None:
-        """Take over memories. Each rank loads what it saved itself; does not communicate.
+        """Load memories. Each rank loads what it saved itself; does not communicate.
 
         Args:
-            state_dict: from `state_dict`; it is left alone.
-            named_parameters: names, if it was saved with such.
+            state_dict: from `state_dict`; it is not changed.
+            named_parameters: names, if it was saved with names.
 
         Raises:
             ValueError: it was saved with other options or for other parameters.
@@ -157,14 +159,14 @@ class PowerSGDState:
         self.numel_before, self.numel_after = state_dict["numel_before"], state_dict["numel_after"]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle options and memories; process groups stay behind."""
+        """Pickle options and memories, without process groups."""
         options = {
             f.name: getattr(self, f.name) for f in fields(self) if f.init and f.name != "process_group"
         }
         return {"options": options, "memories": self.state_dict()}
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
-        """Unpickle, for the default process group: set ``process_group`` before use if it is another."""
+        """Unpickle with the default process group; to use another one, set ``process_group`` before use."""
         self.__init__(**pickled["options"])  # type: ignore[misc]
         self.load_state_dict(pickled["memories"])
 
@@ -174,13 +176,13 @@ class PowerSGDState:
 
 
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket, each matrix in it compressed to low rank on its own. All ranks of the group call.
+    """Average a bucket, with each matrix compressed to low rank separately. All ranks of the group call.
 
-    A gradient of more than two dimensions is a matrix with the first one as rows. Vectors, and matrices
-    too small for `min_compression_rate`, are sent as they are, with the Ps. Two all-reduces a bucket, the
-    second on a process group of the hook's own. What is sent has the dtype of the bucket; the rest is
-    computed in float32 at least. If a gradient holds an infinity or a NaN, so does the result on every rank,
-    and what was remembered of it is dropped.
+    A gradient of more than two dimensions is a matrix whose rows are the first dimension. Vectors, and
+    matrices too small for `min_compression_rate`, are sent uncompressed, with the Ps. Two all-reduces for
+    each bucket; the second uses the hook's own process group. Data is sent in the dtype of the bucket, and
+    computed in float32 at least. If a gradient has an infinity or a NaN, so has the result on every rank, and
+    what was remembered of it is dropped.
 
     Args:
         state: options and memories.
@@ -193,11 +195,11 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
 
 
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket compressed to low rank as a whole: a square matrix, filled up with zeros.
+    """Average a bucket, compressed to low rank as a whole: as a square matrix, padded with zeros.
 
-    Fewer and larger products than `powerSGD_hook`, but a coarser result, as rows of the square mean nothing.
-    If the buckets change, errors stay with their parameters, and the Qs of changed buckets start at random
-    again. All ranks of the group call; two all-reduces a bucket.
+    It computes fewer and larger products than `powerSGD_hook`. The result is less exact, as rows of the
+    square have no meaning. If the buckets change, errors stay with their parameters, and the Qs of changed
+    buckets start at random again. All ranks of the group call; two all-reduces for each bucket.
 
     Args:
         state: options and memories.
@@ -231,7 +233,7 @@ def _compress(
 
 
 def _by_parameter(state: PowerSGDState, places: list[Place], numel: int) -> Split:
-    """Choose the matrices that are worth it, those of one shape side by side."""
+    """Choose the matrices that are worth compressing, in families of one shape."""
     by_shape: dict[tuple[int, int], list[Block]] = {}
     rest = []
     for place in places:
@@ -259,7 +261,7 @@ def _as_square(state: PowerSGDState, places: list[Place], numel: int) -> Split:
 
 
 def _drop_stale(queries: dict[tuple[int, ...], Tensor], families: Sequence[Sequence[Block]]) -> None:
-    """Forget the Qs of buckets that are no more: another one has some of their parameters."""
+    """Drop the Qs of buckets that no longer exist: another bucket has some of their parameters."""
     current = {block.key for family in families for block in family}
     present = {number for key in current for number in key}
     for key in [key for key in queries if key not in current and present.intersection(key)]:
@@ -269,7 +271,7 @@ def _drop_stale(queries: dict[tuple[int, ...], Tensor], families: Sequence[Seque
 def _count(state: PowerSGDState, numel: int, split: Split, is_last: bool) -> None:
     state.numel_before += numel
     state.numel_after += split.numel_sent
-    # `iteration` has moved on already when the last bucket is counted.
+    # `iteration` already counts this iteration when its last bucket is here.
     done = state.iteration - state.start_powerSGD_iter - 1
     if is_last and done % state.compression_stats_logging_frequency == 0:
         rate, before, after = state.compression_stats()

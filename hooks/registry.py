@@ -1,4 +1,4 @@
-"""Hooks by name, with options as a command line has them: ``--hook power_sgd --hook-opt rank=2``."""
+"""Make hooks by name, with options from a command line: ``--hook power_sgd --hook-opt rank=2``."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -47,15 +47,15 @@ class HookChoice(NamedTuple):
 def make_hook(name: str, process_group: OptionalGroup = None, **options: Option) -> HookChoice:
     """Make a hook and its state by name: ``ddp.register_comm_hook(*make_hook("power_sgd", rank=2))``.
 
-    All ranks call. It does not communicate, but for ``post_local_sgd``, which makes subgroups.
+    All ranks call. Only ``post_local_sgd`` communicates here: it makes subgroups.
 
     Args:
         name: one of `hook_names`.
         process_group: the ranks that average; None stands for the default group.
-        **options: those of `hook_options`. Text, as from a command line, is converted.
+        **options: see `hook_options`. Text, as from a command line, is converted.
 
     Raises:
-        ValueError: no such hook, no such option, or a value that does not fit.
+        ValueError: no such hook, no such option, or a wrong value.
     """
     factory = _entry(name).factory
     known = hook_options(name)
@@ -74,12 +74,12 @@ def make_hook(name: str, process_group: OptionalGroup = None, **options: Option)
 
 
 def hook_names() -> list[str]:
-    """List the names `make_hook` knows."""
+    """List the names that `make_hook` knows."""
     return list(_ENTRIES)
 
 
 def hook_options(name: str) -> dict[str, Option]:
-    """Give the options of a hook with their defaults, ``wrap`` and ``log`` included, which all have.
+    """Return the options of a hook with their defaults. Every hook has ``wrap`` and ``log``.
 
     Args:
         name: one of `hook_names`.
@@ -93,7 +93,7 @@ def hook_options(name: str) -> dict[str, Option]:
 
 
 def hook_summary(name: str) -> str:
-    """Say in a line what a hook does.
+    """Say in one line what a hook does.
 
     Args:
         name: one of `hook_names`.
@@ -139,7 +139,7 @@ def _wrapper(wrap: str) -> Callable[[Hook], Hook]:
 
 
 def _convert(name: str, value: Option, kind: type) -> Option:
-    """Make a value of an option's type, from text or from a number that is one of that type."""
+    """Convert text, or a number, to an option's type."""
     try:
         if kind is bool:
             return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[
@@ -213,7 +213,7 @@ def _post_local_sgd(process_group: OptionalGroup, *, start: int = 0, subgroup_si
 
 
 def _subgroup(size: int, process_group: OptionalGroup) -> OptionalGroup:
-    """Cut the group into parts of so many ranks, in order, and give the one this rank is in."""
+    """Divide the group into subgroups of ``size`` ranks, in order, and return the one of this rank."""
     mine: OptionalGroup = dist.new_subgroups(size, group=process_group)[0]  # type: ignore[no-untyped-call]
     return mine
 

@@ -1,4 +1,4 @@
-"""Top-k sparsification: only the largest entries of a gradient are sent, what is left out is sent later.
+"""Top-k sparsification: send only the largest entries of a gradient now, and the rest later.
 
 Aji and Heafield, *Sparse Communication for Distributed Gradient Descent*, EMNLP 2017 (arXiv:1704.05021);
 convergence with error feedback: Stich, Cordonnier and Jaggi, *Sparsified SGD with Memory*, NeurIPS 2018
@@ -32,18 +32,18 @@ from zero_optim.hooks.memory import (
 
 @dataclass(slots=True, eq=False)
 class TopKState:
-    """Options and errors of `topk_hook`; one a model, on every rank. Making it does not communicate.
+    """Options and errors of `topk_hook`; one object for each model and rank. Making it does not communicate.
 
     Args:
         process_group: the ranks that average; None stands for the default group.
-        ratio: the share of a bucket's elements that each rank sends, at least one element; 0.01 is the
-            paper's.
-        start_iter: iterations averaged without compression first, from 0 on.
-        use_error_feedback: add what was left out to the next gradient; costs the memory of the gradients, in
-            float32 at least. Without, entries that are never among the largest are never sent.
+        ratio: the fraction of a bucket's elements that each rank sends, at least one element. The paper has
+            0.01.
+        start_iter: number of iterations that are averaged without compression first, 0 or more.
+        use_error_feedback: add what was left out to the next gradient; needs as much memory as the gradients,
+            in float32 at least. Without it, entries that are never among the largest are never sent.
 
     Attributes:
-        iteration: number of iterations whose last bucket has come.
+        iteration: number of iterations whose last bucket the hook has seen.
 
     Raises:
         ValueError: an option out of range.
@@ -68,10 +68,10 @@ class TopKState:
             raise ValueError(f"expected a start_iter of at least 0, got {self.start_iter}")
 
     def state_dict(self, named_parameters: NamedParameters | None = None) -> dict[str, Any]:
-        """Copy the errors, to go on from them bit for bit; see `PowerSGDState.state_dict`.
+        """Copy the errors, to continue from them bit for bit; see `PowerSGDState.state_dict`.
 
         Args:
-            named_parameters: with names the state fits whatever buckets the next job uses.
+            named_parameters: with names the state fits any buckets of the next job.
         """
         return {
             "options": {"use_error_feedback": self.use_error_feedback},
@@ -83,11 +83,11 @@ class TopKState:
     def load_state_dict(
         self, state_dict: Mapping[str, Any], named_parameters: NamedParameters | None = None
     ) -> None:
-        """Take over errors. Each rank loads what it saved itself; does not communicate.
+        """Load errors. Each rank loads what it saved itself; does not communicate.
 
         Args:
-            state_dict: from `state_dict`; it is left alone.
-            named_parameters: names, if it was saved with such.
+            state_dict: from `state_dict`; it is not changed.
+            named_parameters: names, if it was saved with names.
 
         Raises:
             ValueError: it was saved with other options or for other parameters.
@@ -98,12 +98,12 @@ class TopKState:
         self.iteration = state_dict["iteration"]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle options and errors; the process group stays behind."""
+        """Pickle options and errors, without the process group."""
         names = ("ratio", "start_iter", "use_error_feedback")
         return {"options": {name: getattr(self, name) for name in names}, "memories": self.state_dict()}
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
-        """Unpickle, for the default process group: set ``process_group`` before use if it is another."""
+        """Unpickle with the default process group; to use another one, set ``process_group`` before use."""
         self.__init__(**pickled["options"])  # type: ignore[misc]
         self.load_state_dict(pickled["memories"])
 
@@ -112,7 +112,7 @@ def topk_hook(state: TopKState, bucket: GradBucket) -> torch.futures.Future[torc
     """Average the largest entries of every rank's bucket; the other entries come out as zero.
 
     One all-gather of k values in the bucket's dtype and k positions of 4 bytes, so each rank receives those
-    of all. All ranks of the group call. If a gradient holds an infinity or a NaN, so does the result on every
+    of all. All ranks of the group call. If a gradient has an infinity or a NaN, so has the result on every
     rank; none stays in the errors.
 
     Args:
@@ -143,14 +143,14 @@ def topk_hook(state: TopKState, bucket: GradBucket) -> torch.futures.Future[torc
 
 
 def _take_largest(
-    gradient: Tensor,  # (numel,) float32 or float64; what is taken is gone from it afterwards
+    gradient: Tensor,  # (numel,) float32 or float64; what is taken is subtracted from it
     k: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # (k,) in dtype, (k,) int64
     positions = gradient.abs().topk(k, sorted=False).indices
     taken = gradient[positions]
     values = taken.to(dtype)
-    gradient.index_copy_(0, positions, taken - values)  # rounding to 16 bits is left for later too
+    gradient.index_copy_(0, positions, taken - values)  # the error of rounding to 16 bits stays too
     forget_non_finite(gradient)
     return values, positions
 
@@ -161,8 +161,8 @@ def _sum_up(
     buffer: Tensor,  # (numel,) receives the result
 ) -> Tensor:
     total = torch.zeros_like(buffer, dtype=working_dtype(buffer.dtype))
-    # One rank after the other: positions repeat between ranks only, so the order of summation is the same
-    # everywhere.
+    # One rank after the other. A position repeats between ranks only, so the order of summation is the same
+    # on every rank.
     for received in rows.unbind(0):
         values = received[:nbytes].clone().view(buffer.dtype).to(total.dtype)  # the clone is aligned
         total.index_add_(0, received[nbytes:].clone().view(torch.int32), values)

@@ -135,12 +135,12 @@ def check_failure() -> list[str]:
             start_sum(group, tensor),
             torch.device("cpu"),
             lambda first: at("prepare", first.value),
-            lambda later: at("launch", lambda: start_sum(later, tensor)),
+            lambda later: at("start", lambda: start_sum(later, tensor)),
             lambda second: at("finish", second.value),
         )
 
     futures = [
-        follow(number, failing) for number, failing in enumerate(["", "prepare", "launch", "finish", ""])
+        follow(number, failing) for number, failing in enumerate(["", "prepare", "start", "finish", ""])
     ]
     for number, future in enumerate(futures):
         try:
