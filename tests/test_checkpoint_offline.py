@@ -157,10 +157,11 @@ def test_what_is_no_checkpoint_gets_one_line_and_status_2(
 ) -> None:
     (tmp_path / "text.pt").write_text("hello")
     torch.save({"a": 1}, tmp_path / "other.pt")
+    (tmp_path / "empty").mkdir()
     out = str(tmp_path / "out")
     for arguments, line in (
         (["consolidate", str(tmp_path / "nowhere"), out], "there is no such folder"),
-        (["consolidate", str(tmp_path), out], "it has no manifest, so it was never completed"),
+        (["consolidate", str(tmp_path / "empty"), out], "it has no manifest, so it was never completed"),
         (["reshard", str(tmp_path / "text.pt"), out, "--world-size", "2"], "is no file of torch.save"),
         (
             ["reshard", str(tmp_path / "other.pt"), out, "--world-size", "2"],

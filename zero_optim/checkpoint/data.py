@@ -2,6 +2,7 @@
 
 import os
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -94,6 +95,27 @@ def read_run(folder: Path, chunk: Chunk, into: memoryview, key: str) -> None:
     if done != chunk.nbytes or checksum != chunk.crc32:
         reason = "its checksum is wrong" if done == chunk.nbytes else "the file is too short"
         raise CheckpointError(f"the checkpoint {folder} is damaged: {key} in {chunk.file}: {reason}")
+
+
+def read_box(
+    folder: Path, chunk: Chunk, key: str, dtype: torch.dtype, into: Tensor, offsets: Sequence[int] = ()
+) -> None:
+    """Read a chunk, or the box that begins at ``offsets`` inside it, into a tensor of the box's shape.
+
+    One chunk of extra memory, unless the whole of it goes into a contiguous CPU tensor of its dtype.
+
+    Raises:
+        CheckpointError: as `read_run` does.
+    """
+    whole = tuple(into.shape) == chunk.sizes
+    if whole and into.dtype == dtype and into.device.type == "cpu" and into.is_contiguous():
+        read_run(folder, chunk, bytes_of(into), key)
+        return
+    read = blank(chunk.sizes, dtype)
+    read_run(folder, chunk, bytes_of(read), key)
+    for dim, (start, size) in enumerate(zip(offsets, into.shape, strict=False)):
+        read = read.narrow(dim, start, size)
+    into.copy_(read)
 
 
 def check_run(folder: Path, chunk: Chunk, key: str) -> None:

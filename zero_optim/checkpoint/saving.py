@@ -13,12 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_optim.checkpoint import folder as folders
-from zero_optim.checkpoint import manifest as manifests
 from zero_optim.checkpoint.content import RankContent, collect
 from zero_optim.checkpoint.lock import FolderLock
 from zero_optim.checkpoint.manifest import Chunk, DataFile, Entry, dtype_named
 from zero_optim.checkpoint.names import Objects, check_group, group_of
-from zero_optim.checkpoint.storage import complete, data_name, new_token, write_tensors
+from zero_optim.checkpoint.storage import complete, discard, new_token, write_tensors
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease, lease
@@ -216,14 +215,14 @@ def _write_locked(group: RankGroup, folder: Path, part: RankContent, *, alone: b
     token = group.all_gather_fixed(new_token().encode())[0].decode()
     try:
         with failing_together(group), _clear(folder):
-            files, entries = write_tensors(folder, token, group.rank, part.tensors)
+            files, entries = write_tensors(folder, token, group.rank, part.tensors, part.tensors.__getitem__)
         parts = _gather_parts(group, files, entries, part)
         with failing_together(group), _clear(folder):
             if parts:
                 files, entries, values = parts
                 complete(folder, group.size, files, entries, values, {}, alone=alone)
     except Exception:
-        _clean_up(folder, token, group.rank)
+        discard(folder, token, group.rank)
         raise
 
 
@@ -238,22 +237,6 @@ def _clear(folder: Path) -> Iterator[None]:
             f"cannot write the checkpoint {folder}: {error.strerror or error}{where}. Checkpoints that were "
             "whole before still are"
         ) from error
-
-
-def _clean_up(folder: Path, token: str, rank: int) -> None:
-    """Remove what this rank wrote of a checkpoint that came to nothing, as far as possible."""
-    with suppress(OSError):
-        if not _is_committed(folder, token):
-            (folder / data_name(token, rank)).unlink(missing_ok=True)
-
-
-def _is_committed(folder: Path, token: str) -> bool:
-    """Whether the manifest has been renamed into place already: then its files stay."""
-    try:
-        names = manifests.parse(folder).files
-    except CheckpointError:
-        return False
-    return any(name.startswith(data_name(token, 0)[:-5]) for name in names)
 
 
 _Parts = tuple[dict[str, DataFile], dict[str, Entry], dict[str, Any]]

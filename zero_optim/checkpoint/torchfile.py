@@ -21,7 +21,7 @@ from zero_optim.checkpoint.data import bytes_of
 from zero_optim.checkpoint.files import remove_stale_parts, replacing
 from zero_optim.checkpoint.loading import with_strides
 from zero_optim.checkpoint.names import positional
-from zero_optim.checkpoint.storage import Reader
+from zero_optim.checkpoint.storage import CheckpointReader
 from zero_optim.checkpoint.values import Json, key_of, pack
 from zero_optim.comm.wire import inner_tensors, map_tensors, memory_of
 from zero_optim.errors import CheckpointError
@@ -36,7 +36,7 @@ _SAFETENSORS = {
 }  # fmt: skip
 
 
-def write_file(out: Path, reader: Reader, build: Callable[[Any], Any], read: Read) -> None:
+def write_file(out: Path, reader: CheckpointReader, build: Callable[[Any], Any], read: Read) -> None:
     """Write a value whose tensors are read one by one; beside, then renamed into place.
 
     A link at ``out`` is replaced, not followed.
@@ -73,7 +73,9 @@ def _save(file: FileIO, value: object) -> None:
     buffered.detach()
 
 
-def _write_pt(file: FileIO, path: Path, reader: Reader, build: Callable[[Any], Any], read: Read) -> None:
+def _write_pt(
+    file: FileIO, path: Path, reader: CheckpointReader, build: Callable[[Any], Any], read: Read
+) -> None:
     order: list[str] = []
 
     def reserve(key: str, strides: tuple[int, ...]) -> Tensor:
@@ -95,7 +97,7 @@ def _write_pt(file: FileIO, path: Path, reader: Reader, build: Callable[[Any], A
         _write_all(file, _memory(with_strides(read(key), fake.stride())))
 
 
-def _needs_values(build: Callable[[Any], Any], reader: Reader) -> bool:
+def _needs_values(build: Callable[[Any], Any], reader: CheckpointReader) -> bool:
     """Whether some tensors are inside others, sparse or wrapped, which cannot be made without values."""
     keys: list[str] = []
 
@@ -138,7 +140,9 @@ def _memory(tensor: Tensor) -> memoryview:
     return memoryview(run)
 
 
-def _write_safetensors(file: FileIO, reader: Reader, build: Callable[[Any], Any], read: Read) -> None:
+def _write_safetensors(
+    file: FileIO, reader: CheckpointReader, build: Callable[[Any], Any], read: Read
+) -> None:
     """Write a dict of tensors: eight bytes of length, a header in JSON, and the tensors' bytes in order."""
     keys: list[str] = []
 
