@@ -37,9 +37,10 @@ from torch.futures import Future
 
 from zero_optim.checkpoint import folder as folders
 from zero_optim.checkpoint import manifest as manifests
-from zero_optim.checkpoint.data import DataWriter, blank, bytes_of, read_box, read_run
+from zero_optim.checkpoint.data import blank, bytes_of, read_box, read_run, write_data
 from zero_optim.checkpoint.lock import FolderLock
-from zero_optim.checkpoint.manifest import Chunk, DataFile, Entry
+from zero_optim.checkpoint.manifest import Chunk, Entry
+from zero_optim.checkpoint.safetensors import Box, whole
 from zero_optim.checkpoint.storage import complete, data_name, new_token
 
 
@@ -78,21 +79,31 @@ class Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """See the base class. One tensor of extra memory, where it is not contiguous or on another device."""
         token, rank = plan.storage_data
-        results = []
-        with DataWriter(self._folder / data_name(token, rank)) as file:
-            for item in plan.items:
-                chunk = _write_item(file, item, planner)
-                results.append(WriteResult(item.index, chunk.nbytes, (chunk, rank)))
         done: Future[list[WriteResult]] = Future()
+        items = {box: (item, run) for item in plan.items for box, run in [_box(item, planner)]}
+
+        def read(box: Box) -> memoryview:
+            item, run = items[box]
+            if run is not None:
+                return run
+            data = planner.resolve_data(item)
+            assert isinstance(data, Tensor)  # a tensor's item
+            return bytes_of(data)
+
+        if not items:
+            done.set_result([])
+            return done
+        file, chunks = write_data(self._folder / data_name(token, rank), rank, items, read)
+        results = [WriteResult(items[box][0].index, c.nbytes, (c, file)) for box, c in chunks]
         done.set_result(results)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """See the base class: write the manifest."""
         paths = {key: list(path) for key, path in (metadata.planner_data or {}).items()}
-        parts = [part for part in results if part]
-        files = {name: file for part in parts for name, file in _files_of(part)}
-        entries = entries_of(metadata, [result for part in parts for result in part])
+        written = [result for part in results for result in part]
+        files = {chunk.file: file for chunk, file in (result.storage_data for result in written)}
+        entries = _entries(metadata, written)
         # Not locked until here, as DCP does not say when a save has failed: so others may be writing.
         lock = FolderLock(self._folder)
         try:
@@ -106,23 +117,20 @@ class Writer(StorageWriter):
         return isinstance(checkpoint_id, str | os.PathLike)
 
 
-def _write_item(file: DataWriter, item: WriteItem, planner: SavePlanner) -> Chunk:
+def _box(item: WriteItem, planner: SavePlanner) -> tuple[Box, memoryview | None]:
+    """Tell how large an item is; with its bytes, of what is no tensor."""
+    about = item.tensor_data
+    if about is not None:
+        box = about.chunk
+        where = tuple(about.size), tuple(box.offsets), tuple(box.sizes)
+        return Box(item.index.fqn, about.properties.dtype, *where), None
     data = planner.resolve_data(item)
-    if isinstance(data, io.BytesIO):
-        return file.append(data.getbuffer())
-    assert item.tensor_data is not None  # it is a tensor's item then
-    box = item.tensor_data.chunk
-    return file.append(bytes_of(data), tuple(box.offsets), tuple(box.sizes))
+    assert isinstance(data, io.BytesIO)  # it is no tensor's item then
+    run = data.getbuffer()
+    return whole(item.index.fqn, None, (run.nbytes,)), run
 
 
-def _files_of(results: Iterable[WriteResult]) -> list[tuple[str, DataFile]]:
-    """Find the one file that a rank's results lie in."""
-    chunks = [result.storage_data for result in results]
-    name, rank = chunks[0][0].file, chunks[0][1]
-    return [(name, DataFile(rank, max(chunk.start + chunk.nbytes for chunk, _ in chunks)))]
-
-
-def entries_of(metadata: Metadata, results: Iterable[WriteResult]) -> dict[str, Entry]:
+def _entries(metadata: Metadata, results: Iterable[WriteResult]) -> dict[str, Entry]:
     """Bring what was planned and where it was written together."""
     chunks: dict[str, list[Chunk]] = {}
     for result in results:

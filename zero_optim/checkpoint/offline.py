@@ -17,6 +17,7 @@ from zero_optim.checkpoint.content import EVERYWHERE, MODEL, OPTIMIZER, RANDOM, 
 from zero_optim.checkpoint.fitting import model_parts
 from zero_optim.checkpoint.lock import FolderLock
 from zero_optim.checkpoint.manifest import DataFile, Entry, blamed_on
+from zero_optim.checkpoint.safetensors import Box, whole
 from zero_optim.checkpoint.storage import CheckpointReader, complete, discard, new_token, write_tensors
 from zero_optim.checkpoint.torchfile import Source, read_source, write_file
 from zero_optim.checkpoint.values import Json, key_of, tensors_in, unpack
@@ -134,8 +135,8 @@ def _from_checkpoint(folder: Path) -> Source:
         raise StateMismatchError(
             f"{folder} was written by dcp.save: only what checkpoint.save wrote can be resharded"
         )
-    nbytes = {key: entry.nbytes for key, entry in reader.manifest.entries.items()}
-    return Source(reader.manifest.values, nbytes, reader.read_tensor)
+    boxes = {key: whole(key, entry.dtype, entry.shape) for key, entry in reader.manifest.entries.items()}
+    return Source(reader.manifest.values, boxes, reader.read_tensor)
 
 
 def _owners(source: Source, world_size: int) -> Callable[[str], int]:
@@ -149,9 +150,9 @@ def _owners(source: Source, world_size: int) -> Callable[[str], int]:
     weights = [key for part in model_parts(source.values).values() for key in tensors_in(part)]
     for key in weights:
         if _name(key, MODEL) in of_name:
-            loads[of_name[_name(key, MODEL)]] += source.nbytes[key]
+            loads[of_name[_name(key, MODEL)]] += source.boxes[key].nbytes
     rest = [key for key in dict.fromkeys(weights) if _name(key, MODEL) not in of_name]
-    (more,) = assign_owners([[source.nbytes[key] for key in rest]], world_size, loads)
+    (more,) = assign_owners([[source.boxes[key].nbytes for key in rest]], world_size, loads)
     of_key = dict(zip(rest, more, strict=True))
 
     def owner_of(key: str) -> int:
@@ -171,7 +172,9 @@ def _cost(source: Source, name: str) -> float:
     about = source.values[OPTIMIZER]["params"].get(name)
     prefix = f"{STATE}/{key_of(name)}/"
     return (
-        math.prod(about[1]) if about else sum(n for key, n in source.nbytes.items() if key.startswith(prefix))
+        math.prod(about[1])
+        if about
+        else sum(box.nbytes for key, box in source.boxes.items() if key.startswith(prefix))
     )
 
 
@@ -183,20 +186,20 @@ def _write(
     source: Source, owner_of: Callable[[str], int], out: Path, world_size: int
 ) -> tuple[dict[str, DataFile], dict[str, Entry]]:
     """Write all data files, one after the other."""
-    token, keys = new_token(), dict[int, list[str]]()
-    for key in source.nbytes:
-        keys.setdefault(owner_of(key), []).append(key)
+    token, boxes = new_token(), dict[int, list[Box]]()
+    for key, box in source.boxes.items():
+        boxes.setdefault(owner_of(key), []).append(box)
     files: dict[str, DataFile] = {}
     entries: dict[str, Entry] = {}
-    with progress("resharding", sum(source.nbytes.values())) as advance:
+    with progress("resharding", sum(box.nbytes for box in source.boxes.values())) as advance:
 
         def read(key: str) -> Tensor:
-            advance(source.nbytes[key])
+            advance(source.boxes[key].nbytes)
             return source.read(key)
 
         try:
-            for rank in sorted(keys):
-                file, places = write_tensors(out, token, rank, keys[rank], read)
+            for rank in sorted(boxes):
+                file, places = write_tensors(out, token, rank, boxes[rank], read)
                 files.update(file)
                 entries.update(places)
         except BaseException:

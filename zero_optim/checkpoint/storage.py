@@ -3,7 +3,7 @@
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from zero_optim.checkpoint import folder as folders
 from zero_optim.checkpoint import manifest as manifests
-from zero_optim.checkpoint.data import DataWriter, blank, bytes_of, read_box
+from zero_optim.checkpoint.data import blank, bytes_of, read_box, write_data
 from zero_optim.checkpoint.manifest import DataFile, Entry, Manifest
+from zero_optim.checkpoint.safetensors import Box
 from zero_optim.errors import CheckpointError
 
 
@@ -25,11 +26,11 @@ def new_token() -> str:
 
 def data_name(token: str, rank: int) -> str:
     """Name the data file that a rank writes in a save."""
-    return f"data-{token}-{rank}.bin"
+    return f"data-{token}-{rank}.safetensors"
 
 
 def write_tensors(
-    folder: Path, token: str, rank: int, keys: Iterable[str], read: Callable[[str], Tensor]
+    folder: Path, token: str, rank: int, boxes: Sequence[Box], read: Callable[[str], Tensor]
 ) -> tuple[dict[str, DataFile], dict[str, Entry]]:
     """Write a rank's data file, tensor by tensor; does not communicate.
 
@@ -39,24 +40,17 @@ def write_tensors(
         folder: the checkpoint's, which exists.
         token: of this save.
         rank: whose file it is.
-        keys: of the tensors; no other rank writes the same keys.
+        boxes: of whole tensors; no other rank writes the same keys.
         read: gives the tensor of a key.
 
     Returns:
         The file, if there was anything to write, and where in it each tensor lies.
     """
-    entries: dict[str, Entry] = {}
-    keys = list(keys)
-    if not keys:
+    if not boxes:
         return {}, {}
-    with DataWriter(folder / data_name(token, rank)) as file:
-        for key in keys:
-            tensor = read(key)
-            shape = tuple(tensor.shape)
-            chunk = file.append(bytes_of(tensor), (0,) * len(shape), shape)
-            entries[key] = Entry(tensor.dtype, shape, (chunk,))
-            del tensor  # before the next one is read
-    return {data_name(token, rank): DataFile(rank, chunk.start + chunk.nbytes)}, entries
+    name = data_name(token, rank)
+    file, chunks = write_data(folder / name, rank, boxes, lambda box: bytes_of(read(box.key)))
+    return {name: file}, {box.key: Entry(box.dtype, box.shape, (chunk,)) for box, chunk in chunks}
 
 
 def complete(
