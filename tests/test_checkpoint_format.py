@@ -1,14 +1,16 @@
 """Old files still load. A new version of the format adds a folder here, and changes none."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
 from pool import Pool
-from zero_optim import CheckpointError, ZeroRedundancyOptimizer, checkpoint
+from zero_optim import CheckpointError, ZeroRedundancyOptimizer, checkpoint, cli
 from zero_optim.checkpoint.manifest import VERSION
 
 DATA = Path(__file__).parent / "data"
@@ -56,10 +58,30 @@ def check(path: Path) -> None:
             assert set(entries) == {"step", "exp_avg", "exp_avg_sq", "ema"}
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("version", range(1, VERSION + 1))
 def test_checkpoints_of_every_version_load(pool: Pool, version: int, world_size: int) -> None:
     pool.run(world_size, check, DATA / f"checkpoint-{version}")
+
+
+@pytest.mark.parametrize("version", range(1, VERSION + 1))
+def test_the_tools_take_checkpoints_of_every_version(
+    pool: Pool, tmp_path: Path, version: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = str(DATA / f"checkpoint-{version}")
+    assert cli.main(["inspect", old, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["complete"], told["version"], told["world_size"]) == (True, version, 2)
+    assert cli.main(["consolidate", old, str(tmp_path / "optimizer.pt")]) == 0
+    state = torch.load(tmp_path / "optimizer.pt", weights_only=True)
+    assert state["state"][1]["exp_avg"].tolist() == [1.5, 1.5]
+    assert cli.main(["consolidate", old, str(tmp_path / "weights.safetensors")]) == 0
+    weights = safetensors.torch.load_file(tmp_path / "weights.safetensors")
+    assert weights["0.weight"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert weights["1.bias"].tolist() == [30, 31]
+    assert cli.main(["reshard", old, str(tmp_path / "one"), "--world-size", "1"]) == 0
+    assert checkpoint.Reader(tmp_path / "one").manifest.version == VERSION
+    pool.run(2, check, tmp_path / "one")
 
 
 def test_a_version_to_come_is_refused_by_its_number(tmp_path: Path) -> None:

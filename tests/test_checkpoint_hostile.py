@@ -35,7 +35,12 @@ def content_of(path: Path) -> Any:
 
 def write(path: Path, body: str) -> None:
     """Write a manifest with this body and a right checksum."""
-    head = {"format": manifest.FORMAT, "version": 1, "crc32": zlib.crc32(body.encode()), "number": 2}
+    head = {
+        "format": manifest.FORMAT,
+        "version": manifest.VERSION,
+        "crc32": zlib.crc32(body.encode()),
+        "number": 2,
+    }
     (path / manifest.FILE).write_text(f"{json.dumps(head)}\n{body}\n")
 
 

@@ -95,10 +95,10 @@ def test_after_resharding_a_rank_reads_its_own_file_alone(pool: Pool, tmp_path: 
     pool.run(1, saved, tmp_path / "one")
     offline.reshard(tmp_path / "one", tmp_path / "three", 3)
     for rank, names in enumerate(pool.run(3, files_read, tmp_path / "three")):
-        own = [name for name in names if name.endswith(f"-{rank}.bin")]
+        own = [name for name in names if name.endswith(f"-{rank}.safetensors")]
         assert len(own) == 1
         assert set(names) - set(own) <= {
-            f"{own[0].rpartition('-')[0]}-0.bin"
+            f"{own[0].rpartition('-')[0]}-0.safetensors"
         }  # what all ranks read: rank 0's
 
 
@@ -183,7 +183,7 @@ def test_inspect_tells_what_is_in_it_by_whom_and_whether_it_is_whole(
     ranks2.run(saved, tmp_path / "one")
     assert cli.main(["inspect", str(tmp_path / "one"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert (told["complete"], told["world_size"], told["version"]) == (True, 2, 1)
+    assert (told["complete"], told["world_size"], told["version"]) == (True, 2, 2)
     assert told["software"]["torch"] == torch.__version__
     sections = {section["name"]: section for section in told["sections"]}
     assert sections.keys() == {"extra", "model", "optimizer", "random", "scheduler"}
@@ -192,7 +192,7 @@ def test_inspect_tells_what_is_in_it_by_whom_and_whether_it_is_whole(
     shown = capsys.readouterr().out
     assert "complete    yes" in shown
     assert "by 2 ranks, zero_optim" in shown
-    data = next((tmp_path / "one").glob("data-*-1.bin"))
+    data = next((tmp_path / "one").glob("data-*-1.safetensors"))
     content = bytearray(data.read_bytes())
     content[-1] ^= 1
     data.write_bytes(content)

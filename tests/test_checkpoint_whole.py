@@ -28,7 +28,7 @@ from zero_optim import (
     ZeroRedundancyOptimizer,
     checkpoint,
 )
-from zero_optim.checkpoint import data, manifest
+from zero_optim.checkpoint import data, manifest, storage
 
 MOMENTS = range(1, 25)  # file operations of a rank at which it is killed, in each of two ways
 SOME_MOMENTS = MOMENTS[::6]
@@ -72,7 +72,7 @@ def die_at(moment: int) -> None:
     for owner, name in (
         (os, "fsync"), (Path, "replace"), (Path, "unlink"), (Path, "mkdir"), (Path, "rmdir"), (Path, "open"),
         (os, "open"),
-        (data.DataWriter, "_write"), (data.DataWriter, "append"), (data.DataWriter, "__exit__"),
+        (data, "write_all"), (data, "_append"), (storage, "write_data"),
     ):  # fmt: skip
         counted(owner, name)
 
@@ -231,7 +231,9 @@ def check_damage(folder: Path) -> None:
     if dist.get_rank() == 0:
         damage(folder / "2")
     dist.barrier()
-    with pytest.raises(CheckpointError, match=r"is damaged: .* in data-.*-1.bin: its checksum is wrong"):
+    with pytest.raises(
+        CheckpointError, match=r"is damaged: .* in data-.*-1.safetensors: its checksum is wrong"
+    ):
         checkpoint.load(folder / "2", model=model, optimizer=optimizer)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     assert checkpoint.latest(folder) == folder / "1"
@@ -257,7 +259,7 @@ def check_damage(folder: Path) -> None:
 
 def damage(folder: Path) -> None:
     """Turn one bit of a file's last tensor."""
-    path = next(folder.glob("data-*-1.bin"))
+    path = next(folder.glob("data-*-1.safetensors"))
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)

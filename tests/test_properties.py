@@ -231,7 +231,7 @@ names_of_entries = st.text(min_size=1, max_size=8)
 def manifests(draw: st.DrawFn) -> Manifest:
     """Entries of any dtype in boxes of any size, one behind the other in some files."""
     num_files = draw(st.integers(0, 3))
-    names = [f"data-{draw(st.integers(0, 2**32)):x}-{number}.bin" for number in range(num_files)]
+    names = [f"data-{draw(st.integers(0, 2**32)):x}-{number}.safetensors" for number in range(num_files)]
     ends = dict.fromkeys(names, 0)
 
     def chunk(offsets: tuple[int, ...], sizes: tuple[int, ...], itemsize: int) -> Chunk:

@@ -1,22 +1,21 @@
-"""Data files: the bytes of tensors, one run behind the other, each with a checksum."""
+"""Data files: a safetensors file a rank, every tensor with a checksum."""
 
 import os
 import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zero_optim.checkpoint.files import open_regular
-from zero_optim.checkpoint.manifest import Chunk, blamed_on
+from zero_optim.checkpoint.manifest import Chunk, DataFile, blamed_on
+from zero_optim.checkpoint.safetensors import Box, lay_out
 from zero_optim.comm.wire import PIECE_NBYTES, memory_of
 from zero_optim.errors import CheckpointError
-from zero_optim.plan.plan import ALIGNMENT_NBYTES
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -25,52 +24,61 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(run)
 
 
-class DataWriter:
-    """Writes one data file; it is on the disk when the ``with`` ends, and gone if that fails.
+def write_data(
+    path: Path, rank: int, boxes: Iterable[Box], read: Callable[[Box], memoryview]
+) -> tuple[DataFile, list[tuple[Box, Chunk]]]:
+    """Write a rank's data file, a safetensors file: on the disk when this returns, gone if it fails.
 
     Args:
         path: of the file, which does not exist yet.
+        rank: whose it is.
+        boxes: what goes into it.
+        read: gives the bytes of a box.
+
+    Returns:
+        The file, and where in it everything lies.
     """
+    head, placed = lay_out(boxes)
+    chunks, end = [], len(head)
+    with _new_file(path) as file:
+        _append(file, memoryview(head))
+        for box, start in placed:
+            run = read(box)
+            if run.nbytes != box.nbytes:
+                raise ValueError(f"{box.name} should have {box.nbytes:,} bytes, it has {run.nbytes:,}")
+            offsets, sizes = ((), ()) if box.dtype is None else (box.offsets, box.sizes)
+            chunk = Chunk(offsets, sizes, path.name, start, run.nbytes, _append(file, run))
+            chunks.append((box, chunk))
+            end += run.nbytes
+            del run  # before the next one is read
+    return DataFile(rank, end, len(head), zlib.crc32(head)), chunks
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._end = 0
-        self._file = path.open("xb", buffering=0)
 
-    def __enter__(self) -> "Self":
-        """Begin."""
-        return self
-
-    def append(self, run: memoryview, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> Chunk:
-        """Write a run of bytes and give its place."""
-        self._write(memoryview(bytes(-self._end % ALIGNMENT_NBYTES)))
-        start, checksum = self._end, 0
-        for first in range(0, run.nbytes, PIECE_NBYTES):
-            piece = run[first : first + PIECE_NBYTES]
-            checksum = zlib.crc32(piece, checksum)
-            self._write(piece)
-        return Chunk(tuple(offsets), tuple(sizes), self._path.name, start, run.nbytes, checksum)
-
-    def _write(self, piece: memoryview) -> None:
-        while piece.nbytes:
-            written = self._file.write(piece)
-            self._end += written
-            piece = piece[written:]
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Bring it to the disk, or remove it."""
+@contextmanager
+def _new_file(path: Path) -> Iterator[FileIO]:
+    with path.open("xb", buffering=0) as file:
         try:
-            if error is None:
-                os.fsync(self._file.fileno())
-        except OSError:
-            self._path.unlink(missing_ok=True)
+            yield file
+            os.fsync(file.fileno())
+        except BaseException:
+            path.unlink(missing_ok=True)
             raise
-        finally:
-            self._file.close()
-            if error is not None:
-                self._path.unlink(missing_ok=True)
+
+
+def _append(file: FileIO, run: memoryview) -> int:
+    """Write a run of bytes and give its checksum."""
+    checksum = 0
+    for first in range(0, run.nbytes, PIECE_NBYTES):
+        piece = run[first : first + PIECE_NBYTES]
+        checksum = zlib.crc32(piece, checksum)
+        write_all(file, piece)
+    return checksum
+
+
+def write_all(file: FileIO, run: memoryview) -> None:
+    """Write a run of bytes, whose system call takes at most some 2 GiB at a time."""
+    while run.nbytes:
+        run = run[file.write(run) :]
 
 
 def read_run(folder: Path, chunk: Chunk, into: memoryview, key: str) -> None:
@@ -94,6 +102,27 @@ def read_run(folder: Path, chunk: Chunk, into: memoryview, key: str) -> None:
     if done != chunk.nbytes or checksum != chunk.crc32:
         reason = "its checksum is wrong" if done == chunk.nbytes else "the file is too short"
         raise CheckpointError(f"the checkpoint {folder} is damaged: {key} in {chunk.file}: {reason}")
+
+
+def read_box(
+    folder: Path, chunk: Chunk, key: str, dtype: torch.dtype, into: Tensor, offsets: Sequence[int] = ()
+) -> None:
+    """Read a chunk, or the box that begins at ``offsets`` inside it, into a tensor of the box's shape.
+
+    One chunk of extra memory, unless the whole of it goes into a contiguous CPU tensor of its dtype.
+
+    Raises:
+        CheckpointError: as `read_run` does.
+    """
+    whole = tuple(into.shape) == chunk.sizes
+    if whole and into.dtype == dtype and into.device.type == "cpu" and into.is_contiguous():
+        read_run(folder, chunk, bytes_of(into), key)
+        return
+    read = blank(chunk.sizes, dtype)
+    read_run(folder, chunk, bytes_of(read), key)
+    for dim, (start, size) in enumerate(zip(offsets, into.shape, strict=False)):
+        read = read.narrow(dim, start, size)
+    into.copy_(read)
 
 
 def check_run(folder: Path, chunk: Chunk, key: str) -> None:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from zero_optim.checkpoint.content import EXTRA, MODEL, OPTIMIZER, STATE
 from zero_optim.checkpoint.names import Names, Objects, names_of, positional, unwrapped
-from zero_optim.checkpoint.storage import Reader
+from zero_optim.checkpoint.storage import CheckpointReader
 from zero_optim.checkpoint.values import Json, key_of
 from zero_optim.errors import StateMismatchError
 
@@ -18,7 +18,7 @@ class Content:
         StateMismatchError: it has no such section, or a section that does not fit.
     """
 
-    def __init__(self, reader: Reader, objects: Objects) -> None:
+    def __init__(self, reader: CheckpointReader, objects: Objects) -> None:
         values = reader.manifest.values
         has = {MODEL: objects.model, OPTIMIZER: objects.optimizer, **objects.others}
         self.asked = sorted(name for name, value in has.items() if value is not None)
@@ -50,7 +50,7 @@ def model_parts(values: Mapping[str, Json]) -> dict[str, Json]:
     return dict(pairs)
 
 
-def _wrong_model(reader: Reader, model: nn.Module) -> list[str]:
+def _wrong_model(reader: CheckpointReader, model: nn.Module) -> list[str]:
     parts, present = model_parts(reader.manifest.values), unwrapped(model).state_dict()
     wrong = _wrong_names("model entry", parts, present)
     for name in parts.keys() & present.keys():
@@ -64,7 +64,7 @@ def _wrong_model(reader: Reader, model: nn.Module) -> list[str]:
     return wrong
 
 
-def _wrong_optimizer(reader: Reader, objects: Objects) -> list[str]:
+def _wrong_optimizer(reader: CheckpointReader, objects: Objects) -> list[str]:
     values, entries = reader.manifest.values, reader.manifest.entries
     names = names_in(objects, values)
     assert names is not None

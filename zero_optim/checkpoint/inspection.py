@@ -107,6 +107,7 @@ def inspect(folder: Path) -> Inspection:
         str(folder),
         not reason,
         reason,
+        version=manifest.version,
         saved=saved,
         world_size=manifest.world_size,
         software=tuple(manifest.software.items()),

@@ -24,7 +24,7 @@ from zero_optim.checkpoint.fitting import Content, model_parts, names_in
 from zero_optim.checkpoint.folder import resolved
 from zero_optim.checkpoint.manifest import blamed_on
 from zero_optim.checkpoint.names import Names, Objects, check_group, group_of, names_of, unwrapped
-from zero_optim.checkpoint.storage import Reader
+from zero_optim.checkpoint.storage import CheckpointReader
 from zero_optim.checkpoint.undo import Undo
 from zero_optim.checkpoint.values import Json, key_of, tensors_in, unpack
 from zero_optim.comm.agreement import agree, failing_together
@@ -81,7 +81,7 @@ def load(
         if objects.optimizer is not None:
             names_of(objects.optimizer, objects.model)
         with blamed_on(folder):
-            reader = Reader(folder)
+            reader = CheckpointReader(folder)
             content = Content(reader, objects)
     values = reader.manifest.values
     about = [f"{path} of {reader.manifest.time_ns}", *content.asked, f"random={random}"]
@@ -137,7 +137,7 @@ def peek(path: str | os.PathLike[str]) -> Peek:
         StateMismatchError: `save` has not written it.
     """
     with blamed_on(Path(path)):
-        reader = Reader(path)
+        reader = CheckpointReader(path)
         Content(reader, Objects())
         read = _Read(reader, tensors_in(reader.manifest.values[EXTRA]))
         parts = model_parts(reader.manifest.values)
@@ -152,10 +152,10 @@ def peek(path: str | os.PathLike[str]) -> Peek:
 class _Read:
     """What this rank has read."""
 
-    def __init__(self, reader: Reader, keys: Iterable[str]) -> None:
+    def __init__(self, reader: CheckpointReader, keys: Iterable[str]) -> None:
         self.values = reader.manifest.values
         self._entries = reader.manifest.entries
-        self._tensors = reader.read_tensors(dict.fromkeys(keys))
+        self._tensors = {key: reader.read_tensor(key) for key in dict.fromkeys(keys)}
 
     def value(self, key: str) -> Nested:
         """Put a value together."""

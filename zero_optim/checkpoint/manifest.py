@@ -1,6 +1,6 @@
 """What a checkpoint holds and where: one JSON file, whose presence says that the checkpoint is complete.
 
-No part of a checkpoint is a pickle: this file is JSON, and the data files are plain bytes of tensors.
+No part of a checkpoint is a pickle: this file is JSON, and the data files are safetensors files.
 docs/checkpoints.md has the format.
 """
 
@@ -11,7 +11,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from zero_optim.errors import CheckpointError, ZeroOptimError
 
 FILE = "manifest.json"
 FORMAT = "zero_optim checkpoint"
-VERSION = 1
-DATA_FILE = re.compile(r"data-[0-9a-f]+-[0-9]+\.bin")
+VERSION = 2
+DATA_FILE = re.compile(r"data-[0-9a-f]+-[0-9]+\.(?:bin|safetensors)")  # ".bin" in version 1
 _HEAD_NBYTES = 4096  # at most, with the line end
 _MAX_NBYTES = 2**30  # a million tensors take a fifth of that
 _MAX_INT = 2**63 - 1
@@ -95,14 +95,22 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """A file of tensors' bytes: which rank wrote it, and how long it is."""
+    """A file of tensors.
+
+    Attributes:
+        rank: that wrote it.
+        nbytes: its length.
+        head_nbytes, head_crc32: length and checksum of what lies before the tensors; version 1 had none.
+    """
 
     rank: int
     nbytes: int
+    head_nbytes: int = 0
+    head_crc32: int = 0
 
     def __post_init__(self) -> None:
         """Prove that they are numbers."""
-        _check_numbers("a rank or a length", (self.rank, self.nbytes))
+        _check_numbers("what says how a file lies", astuple(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +126,7 @@ class Manifest:
         values: values in JSON, by key; see `values`.
         paths: of keys that ``dcp.save`` wrote, where they belong in the nested dict.
         number: higher than that of every checkpoint that lay beside it; 0 where it was not yet written down.
+        version: of the format.
     """
 
     time_ns: int
@@ -128,6 +137,7 @@ class Manifest:
     values: Mapping[str, Any]
     paths: Mapping[str, list[str | int]]
     number: int = 0
+    version: int = VERSION
 
     @property
     def age(self) -> tuple[int, int]:
@@ -136,7 +146,8 @@ class Manifest:
 
     def __post_init__(self) -> None:
         """Prove that everything is of its kind, and every chunk inside a file of the checkpoint's own."""
-        _check_numbers("time, ranks and number", (self.time_ns, self.world_size, self.number))
+        numbers = (self.time_ns, self.world_size, self.number, self.version)
+        _check_numbers("time, ranks, number and version", numbers)
         for table in (self.software, self.values, self.paths):
             if not isinstance(table, dict):
                 raise ValueError(f"expected an object, got {type(table).__name__}")  # noqa: TRY004 - of a file
@@ -150,7 +161,8 @@ class Manifest:
                 raise ValueError(f"{name!r} is no name of a data file")
         for key, entry in self.entries.items():
             for chunk in entry.chunks:
-                if chunk.file not in self.files or chunk.start + chunk.nbytes > self.files[chunk.file].nbytes:
+                file = self.files.get(chunk.file, DataFile(0, 0))
+                if not file.head_nbytes <= chunk.start <= file.nbytes - chunk.nbytes:
                     raise ValueError(f"{key} lies outside {chunk.file}")
 
     def to_json(self) -> str:
@@ -161,13 +173,13 @@ class Manifest:
             "time_ns": self.time_ns,
             "world_size": self.world_size,
             "software": dict(self.software),
-            "files": [[name, file.rank, file.nbytes] for name, file in self.files.items()],
+            "files": [[name, *astuple(file)] for name, file in self.files.items()],
             "entries": {key: _entry_json(entry, names) for key, entry in self.entries.items()},
             "values": dict(self.values),
             "paths": dict(self.paths),
         }
         text = json.dumps(content, separators=(",", ":"))
-        head = {"format": FORMAT, "version": VERSION, "crc32": zlib.crc32(text.encode())}
+        head = {"format": FORMAT, "version": self.version, "crc32": zlib.crc32(text.encode())}
         head["number"] = self.number
         return f"{json.dumps(head)}\n{text}\n"
 
@@ -188,7 +200,7 @@ class Manifest:
         body = body.removesuffix("\n")
         if zlib.crc32(body.encode()) != head["crc32"]:
             raise ValueError("its checksum is wrong")
-        return _from_content(json.loads(body))
+        return _from_content(json.loads(body), head["version"])
 
 
 def _check_head(head: object) -> None:
@@ -204,15 +216,16 @@ def _entry_json(entry: Entry, names: Mapping[str, int]) -> list[Any]:
     return [dtype, list(entry.shape), chunks]
 
 
-def _from_content(content: dict[str, Any]) -> Manifest:
-    names = [name for name, _, _ in content["files"]]
+def _from_content(content: dict[str, Any], version: int) -> Manifest:
+    names = [name for name, *_ in content["files"]]
     entries = {}
     for key, (dtype, shape, rows) in content["entries"].items():
         chunks = [Chunk(tuple(o), tuple(s), names[file], *rest) for o, s, file, *rest in rows]
         entries[key] = Entry(None if dtype is None else dtype_named(dtype), tuple(shape), tuple(chunks))
-    files = {name: DataFile(rank, nbytes) for name, rank, nbytes in content["files"]}
+    files = {name: DataFile(*numbers) for name, *numbers in content["files"]}
     rest = {name: content[name] for name in ("time_ns", "world_size", "software", "values", "paths")}
-    return Manifest(files=files, entries=entries, number=content.get("number", 0), **rest)
+    number = content.get("number", 0)
+    return Manifest(files=files, entries=entries, number=number, version=version, **rest)
 
 
 def dtype_named(name: str) -> torch.dtype:

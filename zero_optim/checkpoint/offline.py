@@ -6,7 +6,7 @@ ranks, out of a checkpoint or out of a file of ``torch.optim`` or PyTorch's ``Ze
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -14,11 +14,11 @@ from urllib.parse import unquote
 from torch import Tensor
 
 from zero_optim.checkpoint.content import EVERYWHERE, MODEL, OPTIMIZER, RANDOM, STATE
-from zero_optim.checkpoint.data import DataWriter, bytes_of
 from zero_optim.checkpoint.fitting import model_parts
 from zero_optim.checkpoint.lock import FolderLock
 from zero_optim.checkpoint.manifest import DataFile, Entry, blamed_on
-from zero_optim.checkpoint.storage import Reader, complete, data_name, new_token
+from zero_optim.checkpoint.safetensors import Box, whole
+from zero_optim.checkpoint.storage import CheckpointReader, complete, discard, new_token, write_tensors
 from zero_optim.checkpoint.torchfile import Source, read_source, write_file
 from zero_optim.checkpoint.values import Json, key_of, tensors_in, unpack
 from zero_optim.errors import CheckpointError, StateMismatchError
@@ -42,7 +42,7 @@ def consolidate(source: Path, out: Path, *, weights: bool = False) -> None:
     _check_output(source, out)
     if (out.is_symlink() or out.exists()) and not out.is_file():
         raise ValueError(f"{out} is no regular file: name one that may be made or replaced")
-    reader = Reader(source)
+    reader = CheckpointReader(source)
     wanted = MODEL if weights or out.suffix == ".safetensors" else OPTIMIZER
     if wanted not in reader.manifest.values:
         raise StateMismatchError(f"{source} holds no {wanted}")
@@ -53,7 +53,7 @@ def consolidate(source: Path, out: Path, *, weights: bool = False) -> None:
     with progress("consolidating", total) as advance:
 
         def read(key: str) -> Tensor:
-            tensor = reader.read_tensors([key])[key]
+            tensor = reader.read_tensor(key)
             advance(tensor.nbytes)
             return tensor
 
@@ -108,7 +108,7 @@ def reshard(source: Path, out: Path, world_size: int) -> None:
     with _plainly(out):
         lock = FolderLock(out)
         try:
-            files, entries = _write(found, owner_of, out, new_token(), world_size)
+            files, entries = _write(found, owner_of, out, world_size)
             complete(out, world_size, files, entries, found.values, {}, alone=lock.keeps_out)
         finally:
             lock.release()
@@ -130,13 +130,13 @@ def _check_output(source: Path, out: Path) -> None:
 
 
 def _from_checkpoint(folder: Path) -> Source:
-    reader = Reader(folder)
+    reader = CheckpointReader(folder)
     if OPTIMIZER not in reader.manifest.values and MODEL not in reader.manifest.values:
         raise StateMismatchError(
             f"{folder} was written by dcp.save: only what checkpoint.save wrote can be resharded"
         )
-    nbytes = {key: entry.nbytes for key, entry in reader.manifest.entries.items()}
-    return Source(reader.manifest.values, nbytes, lambda key: reader.read_tensors([key])[key])
+    boxes = {key: whole(key, entry.dtype, entry.shape) for key, entry in reader.manifest.entries.items()}
+    return Source(reader.manifest.values, boxes, reader.read_tensor)
 
 
 def _owners(source: Source, world_size: int) -> Callable[[str], int]:
@@ -150,9 +150,9 @@ def _owners(source: Source, world_size: int) -> Callable[[str], int]:
     weights = [key for part in model_parts(source.values).values() for key in tensors_in(part)]
     for key in weights:
         if _name(key, MODEL) in of_name:
-            loads[of_name[_name(key, MODEL)]] += source.nbytes[key]
+            loads[of_name[_name(key, MODEL)]] += source.boxes[key].nbytes
     rest = [key for key in dict.fromkeys(weights) if _name(key, MODEL) not in of_name]
-    (more,) = assign_owners([[source.nbytes[key] for key in rest]], world_size, loads)
+    (more,) = assign_owners([[source.boxes[key].nbytes for key in rest]], world_size, loads)
     of_key = dict(zip(rest, more, strict=True))
 
     def owner_of(key: str) -> int:
@@ -172,7 +172,9 @@ def _cost(source: Source, name: str) -> float:
     about = source.values[OPTIMIZER]["params"].get(name)
     prefix = f"{STATE}/{key_of(name)}/"
     return (
-        math.prod(about[1]) if about else sum(n for key, n in source.nbytes.items() if key.startswith(prefix))
+        math.prod(about[1])
+        if about
+        else sum(box.nbytes for key, box in source.boxes.items() if key.startswith(prefix))
     )
 
 
@@ -181,24 +183,29 @@ def _name(key: str, section: str) -> str:
 
 
 def _write(
-    source: Source, owner_of: Callable[[str], int], out: Path, token: str, world_size: int
+    source: Source, owner_of: Callable[[str], int], out: Path, world_size: int
 ) -> tuple[dict[str, DataFile], dict[str, Entry]]:
-    """Write all data files, tensor by tensor."""
+    """Write all data files, one after the other."""
+    token, boxes = new_token(), dict[int, list[Box]]()
+    for key, box in source.boxes.items():
+        boxes.setdefault(owner_of(key), []).append(box)
+    files: dict[str, DataFile] = {}
     entries: dict[str, Entry] = {}
-    ends: dict[int, int] = {}
-    with ExitStack() as stack, progress("resharding", sum(source.nbytes.values())) as advance:
-        files: dict[int, DataWriter] = {}
-        for key in source.nbytes:
-            rank, tensor = owner_of(key), source.read(key)
-            if rank not in files:
-                files[rank] = stack.enter_context(DataWriter(out / data_name(token, rank)))
-            shape = tuple(tensor.shape)
-            chunk = files[rank].append(bytes_of(tensor), (0,) * len(shape), shape)
-            entries[key] = Entry(tensor.dtype, shape, (chunk,))
-            ends[rank] = chunk.start + chunk.nbytes
-            advance(tensor.nbytes)
-            del tensor  # before the next one is read
-    return {data_name(token, rank): DataFile(rank, end) for rank, end in sorted(ends.items())}, entries
+    with progress("resharding", sum(box.nbytes for box in source.boxes.values())) as advance:
+
+        def read(key: str) -> Tensor:
+            advance(source.boxes[key].nbytes)
+            return source.read(key)
+
+        try:
+            for rank in sorted(boxes):
+                file, places = write_tensors(out, token, rank, boxes[rank], read)
+                files.update(file)
+                entries.update(places)
+        except BaseException:
+            discard(out, token, *range(world_size))
+            raise
+    return files, entries
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import astuple
 from pathlib import Path
 from threading import Thread
 from time import perf_counter
@@ -13,12 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_optim.checkpoint import folder as folders
-from zero_optim.checkpoint import manifest as manifests
 from zero_optim.checkpoint.content import RankContent, collect
 from zero_optim.checkpoint.lock import FolderLock
 from zero_optim.checkpoint.manifest import Chunk, DataFile, Entry, dtype_named
 from zero_optim.checkpoint.names import Objects, check_group, group_of
-from zero_optim.checkpoint.storage import complete, data_name, new_token, write_tensors
+from zero_optim.checkpoint.safetensors import whole
+from zero_optim.checkpoint.storage import complete, discard, new_token, write_tensors
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease, lease
@@ -216,14 +217,15 @@ def _write_locked(group: RankGroup, folder: Path, part: RankContent, *, alone: b
     token = group.all_gather_fixed(new_token().encode())[0].decode()
     try:
         with failing_together(group), _clear(folder):
-            files, entries = write_tensors(folder, token, group.rank, part.tensors)
+            boxes = [whole(key, tensor.dtype, tensor.shape) for key, tensor in part.tensors.items()]
+            files, entries = write_tensors(folder, token, group.rank, boxes, part.tensors.__getitem__)
         parts = _gather_parts(group, files, entries, part)
         with failing_together(group), _clear(folder):
             if parts:
                 files, entries, values = parts
                 complete(folder, group.size, files, entries, values, {}, alone=alone)
     except Exception:
-        _clean_up(folder, token, group.rank)
+        discard(folder, token, group.rank)
         raise
 
 
@@ -240,22 +242,6 @@ def _clear(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _clean_up(folder: Path, token: str, rank: int) -> None:
-    """Remove what this rank wrote of a checkpoint that came to nothing, as far as possible."""
-    with suppress(OSError):
-        if not _is_committed(folder, token):
-            (folder / data_name(token, rank)).unlink(missing_ok=True)
-
-
-def _is_committed(folder: Path, token: str) -> bool:
-    """Whether the manifest has been renamed into place already: then its files stay."""
-    try:
-        names = manifests.parse(folder).files
-    except CheckpointError:
-        return False
-    return any(name.startswith(data_name(token, 0)[:-5]) for name in names)
-
-
 _Parts = tuple[dict[str, DataFile], dict[str, Entry], dict[str, Any]]
 
 
@@ -264,14 +250,14 @@ def _gather_parts(
 ) -> _Parts | None:
     """Bring what all ranks have written to rank 0; all ranks call."""
     if group.rank != 0:
-        rows = [[f, d.rank, d.nbytes] for f, d in files.items()]
+        rows = [[f, *astuple(d)] for f, d in files.items()]
         told = [rows, {key: _row(entry) for key, entry in entries.items()}, part.values]
         send_value(group, [0], *encode(told, "the checkpoint's manifest"))
         return None
     values = dict(part.values)
     for rank in range(1, group.size):
         rows, more, packed = recv_value(group, rank)
-        files.update({name: DataFile(writer, nbytes) for name, writer, nbytes in rows})
+        files.update({name: DataFile(*numbers) for name, *numbers in rows})
         entries.update({key: _entry(*row) for key, row in more.items()})
         values.update(packed)
     return files, entries, values

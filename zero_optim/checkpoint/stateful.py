@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zero_optim.checkpoint.dcp import Owned
 from zero_optim.checkpoint.names import names_of
-from zero_optim.checkpoint.storage import Owned
 from zero_optim.errors import StateMismatchError
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.groups import options_of

@@ -1,47 +1,21 @@
-"""Our files behind the interfaces of ``torch.distributed.checkpoint``: its planners decide what goes where.
+"""A checkpoint's folder: a rank's tensors to its data file, the manifest that completes it, tensors read."""
 
-`Writer` and `Reader` serve `save` and `load` here, and people who call ``dcp.save`` and ``dcp.load``
-themselves. Metadata is JSON, where PyTorch's own storage has a pickle that anybody with access to the
-folder can have run code.
-"""
-
-import io
 import os
 import secrets
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-)
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.futures import Future
 
 from zero_optim.checkpoint import folder as folders
 from zero_optim.checkpoint import manifest as manifests
-from zero_optim.checkpoint.data import DataWriter, blank, bytes_of, read_run
-from zero_optim.checkpoint.lock import FolderLock
-from zero_optim.checkpoint.manifest import Chunk, DataFile, Entry, Manifest
+from zero_optim.checkpoint.data import blank, bytes_of, read_box, write_data
+from zero_optim.checkpoint.manifest import DataFile, Entry, Manifest
+from zero_optim.checkpoint.safetensors import Box
 from zero_optim.errors import CheckpointError
 
 
@@ -52,101 +26,31 @@ def new_token() -> str:
 
 def data_name(token: str, rank: int) -> str:
     """Name the data file that a rank writes in a save."""
-    return f"data-{token}-{rank}.bin"
+    return f"data-{token}-{rank}.safetensors"
 
 
-class Writer(StorageWriter):
-    """Writes a checkpoint into a folder, for ``dcp.save(…, storage_writer=Writer(path))``.
+def write_tensors(
+    folder: Path, token: str, rank: int, boxes: Sequence[Box], read: Callable[[str], Tensor]
+) -> tuple[dict[str, DataFile], dict[str, Entry]]:
+    """Write a rank's data file, tensor by tensor; does not communicate.
 
-    Each rank writes one data file; the coordinator completes the checkpoint with its manifest. A
-    checkpoint that the folder holds already is replaced in one step at the end.
+    Extra memory: one tensor, where it is not contiguous or on another device.
 
     Args:
-        path: the checkpoint's own folder; made if it is not there.
+        folder: the checkpoint's, which exists.
+        token: of this save.
+        rank: whose file it is.
+        boxes: of whole tensors; no other rank writes the same keys.
+        read: gives the tensor of a key.
+
+    Returns:
+        The file, if there was anything to write, and where in it each tensor lies.
     """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._folder = folders.own_folder(path)
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """See the base class: another folder for the next save."""
-        if checkpoint_id is not None:
-            self._folder = folders.own_folder(checkpoint_id)
-
-    # DCP hands on arguments of its own where a parameter is called "kwargs", and calls twice on failure.
-    def set_up_storage_writer(self, is_coordinator: bool, *_args: object, **_kwargs: object) -> None:
-        """See the base class: make the folder."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """See the base class."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """See the base class: give every rank the name of its data file."""
-        token = new_token()
-        return [replace(plan, storage_data=(token, rank)) for rank, plan in enumerate(plans)]
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """See the base class. One tensor of extra memory, where it is not contiguous or on another device."""
-        token, rank = plan.storage_data
-        results = []
-        with DataWriter(self._folder / data_name(token, rank)) as file:
-            for item in plan.items:
-                chunk = _write_item(file, item, planner)
-                results.append(WriteResult(item.index, chunk.nbytes, (chunk, rank)))
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """See the base class: write the manifest."""
-        paths = {key: list(path) for key, path in (metadata.planner_data or {}).items()}
-        parts = [part for part in results if part]
-        files = {name: file for part in parts for name, file in _files_of(part)}
-        entries = entries_of(metadata, [result for part in parts for result in part])
-        # Not locked until here, as DCP does not say when a save has failed: so others may be writing.
-        lock = FolderLock(self._folder)
-        try:
-            complete(self._folder, len(results), files, entries, {}, paths)
-        finally:
-            lock.release()
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """See the base class: any path will do."""
-        return isinstance(checkpoint_id, str | os.PathLike)
-
-
-def _write_item(file: DataWriter, item: WriteItem, planner: SavePlanner) -> Chunk:
-    data = planner.resolve_data(item)
-    if isinstance(data, io.BytesIO):
-        return file.append(data.getbuffer())
-    assert item.tensor_data is not None  # it is a tensor's item then
-    box = item.tensor_data.chunk
-    return file.append(bytes_of(data), tuple(box.offsets), tuple(box.sizes))
-
-
-def _files_of(results: Iterable[WriteResult]) -> list[tuple[str, DataFile]]:
-    """Find the one file that a rank's results lie in."""
-    chunks = [result.storage_data for result in results]
-    name, rank = chunks[0][0].file, chunks[0][1]
-    return [(name, DataFile(rank, max(chunk.start + chunk.nbytes for chunk, _ in chunks)))]
-
-
-def entries_of(metadata: Metadata, results: Iterable[WriteResult]) -> dict[str, Entry]:
-    """Bring what was planned and where it was written together."""
-    chunks: dict[str, list[Chunk]] = {}
-    for result in results:
-        chunks.setdefault(result.index.fqn, []).append(result.storage_data[0])
-    entries = {}
-    for key, found in chunks.items():
-        about = metadata.state_dict_metadata[key]
-        if isinstance(about, TensorStorageMetadata):
-            entries[key] = Entry(about.properties.dtype, tuple(about.size), tuple(found))
-        else:
-            entries[key] = Entry(None, (), tuple(found))
-    return entries
+    if not boxes:
+        return {}, {}
+    name = data_name(token, rank)
+    file, chunks = write_data(folder / name, rank, boxes, lambda box: bytes_of(read(box.key)))
+    return {name: file}, {box.key: Entry(box.dtype, box.shape, (chunk,)) for box, chunk in chunks}
 
 
 def complete(
@@ -184,10 +88,26 @@ def complete(
     folders.remove_strays(folder, manifest, replaced, alone=alone)
 
 
-class Reader(StorageReader):
-    """Reads a checkpoint, for ``dcp.load(…, storage_reader=Reader(path), planner=SafeLoadPlanner())``.
+def discard(folder: Path, token: str, *ranks: int) -> None:
+    """Remove what some ranks wrote of a checkpoint that came to nothing, as far as possible."""
+    names = {data_name(token, rank) for rank in ranks}
+    with suppress(OSError):
+        if not _is_committed(folder, token):
+            for name in names:
+                (folder / name).unlink(missing_ok=True)
 
-    Every run of bytes that is read is checked.
+
+def _is_committed(folder: Path, token: str) -> bool:
+    """Whether the manifest has been renamed into place already: then its files stay."""
+    try:
+        names = manifests.parse(folder).files
+    except CheckpointError:
+        return False
+    return any(name.startswith(f"data-{token}-") for name in names)
+
+
+class CheckpointReader:
+    """Reads a checkpoint's tensors, whole; every run of bytes that is read is checked. Does not communicate.
 
     Args:
         path: the checkpoint's folder.
@@ -197,176 +117,22 @@ class Reader(StorageReader):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._folder = Path(path).absolute()
-        self.manifest = manifests.read(self._folder)
+        self.folder = Path(path).absolute()
+        self.manifest = manifests.read(self.folder)
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """See the base class: another folder for the next load."""
-        if checkpoint_id is not None:
-            self._folder = Path(checkpoint_id).absolute()
-            self.manifest = manifests.read(self._folder)
-
-    def read_metadata(self, *_args: object, **_kwargs: object) -> Metadata:
-        """See the base class."""
-        paths = {key: tuple(path) for key, path in self.manifest.paths.items()}
-        return Metadata(self._about(self.manifest.entries), paths)
-
-    def _about(self, keys: Iterable[str]) -> dict[str, TensorStorageMetadata | BytesStorageMetadata]:
-        return {key: _metadata_of(self.manifest.entries[key]) for key in keys}
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *_args: object, **_kwargs: object
-    ) -> None:
-        """See the base class."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """See the base class."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """See the base class."""
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """See the base class. One chunk of extra memory, where a part of it is wanted or another device."""
-        for item in plan.items:
-            chunk = self._chunk(item.storage_index)
-            if item.type is LoadItemType.BYTE_IO:
-                buffer = bytearray(chunk.nbytes)
-                read_run(self._folder, chunk, memoryview(buffer), item.storage_index.fqn)
-                planner.load_bytes(item, io.BytesIO(buffer))
-            else:
-                self._read_tensor(item, chunk, planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _chunk(self, index: MetadataIndex) -> Chunk:
-        chunks = self.manifest.entries[index.fqn].chunks
-        wanted = tuple(index.offset) if index.offset is not None else None
-        return next(chunk for chunk in chunks if wanted is None or chunk.offsets == wanted)
-
-    def _read_tensor(self, item: ReadItem, chunk: Chunk, planner: LoadPlanner) -> None:
-        key = item.storage_index.fqn
-        target = planner.resolve_tensor(item).detach()
-        dtype = self.manifest.entries[key].dtype
-        assert dtype is not None  # DCP plans tensors for tensors
-        whole = tuple(item.lengths) == chunk.sizes
-        if whole and target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous():
-            read_run(self._folder, chunk, bytes_of(target), key)
-        else:
-            read = blank(chunk.sizes, dtype)
-            read_run(self._folder, chunk, bytes_of(read), key)
-            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                read = read.narrow(dim, start, length)
-            target.copy_(read)
-        planner.commit_tensor(item, target)
-
-    def read_tensors(self, keys: Iterable[str]) -> dict[str, Tensor]:
-        """Read some tensors whole into CPU memory, contiguous; does not communicate.
-
-        Raises:
-            CheckpointError: the checkpoint lacks one, or is damaged.
-        """
-        wanted = {key: self.blank(key) for key in keys}
-        planner = SafeLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(wanted, Metadata(self._about(wanted)))
-        self.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
-        return wanted
+    def read_tensor(self, key: str) -> Tensor:
+        """Read a tensor into CPU memory, contiguous."""
+        tensor = self.blank(key)
+        for chunk in self.manifest.entries[key].chunks:
+            box = tensor
+            for dim, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+                box = box.narrow(dim, start, size)
+            read_box(self.folder, chunk, key, tensor.dtype, box)
+        return tensor
 
     def blank(self, key: str) -> Tensor:
         """Allocate what a tensor of the checkpoint will be read into."""
         entry = self.manifest.entries.get(key)
         if entry is None or entry.dtype is None:
-            raise CheckpointError(f"the checkpoint {self._folder} is damaged: it lacks {key}")
+            raise CheckpointError(f"the checkpoint {self.folder} is damaged: it lacks {key}")
         return blank(entry.shape, entry.dtype)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """See the base class."""
-        return isinstance(checkpoint_id, str | os.PathLike)
-
-
-def _metadata_of(entry: Entry) -> TensorStorageMetadata | BytesStorageMetadata:
-    if entry.dtype is None:
-        return BytesStorageMetadata()
-    boxes = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks]
-    return TensorStorageMetadata(TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), boxes)
-
-
-def write_tensors(
-    folder: Path, token: str, rank: int, tensors: Mapping[str, Tensor]
-) -> tuple[dict[str, DataFile], dict[str, Entry]]:
-    """Write this rank's data file; does not communicate.
-
-    Args:
-        folder: the checkpoint's, which exists.
-        token: of this save.
-        rank: that writes.
-        tensors: by key; no other rank writes the same keys.
-
-    Returns:
-        The file, if there was anything to write, and where in it each tensor lies.
-    """
-    if not tensors:
-        return {}, {}
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(tensors), is_coordinator=True)
-    (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
-    plan = replace(planner.finish_plan(plan), storage_data=(token, rank))
-    results = Writer(folder).write_data(plan, planner).value()
-    return dict(_files_of(results)), entries_of(metadata, results)
-
-
-class Owned(dict[str, Any]):
-    """A nested dict to load into, whose ``state`` holds what the checkpoint has of some names.
-
-    Args:
-        names: keys of ``state`` that are wanted.
-    """
-
-    def __init__(self, names: Iterable[str]) -> None:
-        super().__init__(state={}, options=None)
-        self.names = frozenset(names)
-        self.planned = False
-
-
-class SafeLoadPlanner(DefaultLoadPlanner):
-    """DCP's own planner, but that it runs no pickled code, and asks for all state an optimizer owns here.
-
-    A fresh optimizer has no state whose keys could be asked for: what there is to load, the checkpoint's
-    metadata says.
-    """
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """See the base class."""
-        for prefix, value in state_dict.items():
-            if isinstance(value, Owned) and metadata is not None:
-                _ask_for(value, prefix, metadata)
-        super().set_up_planner(state_dict, metadata, is_coordinator)
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """See the base class; refuses whatever would run code."""
-        safe = io.BytesIO()
-        loaded = torch.load(value, weights_only=True)
-        torch.save(loaded, safe)  # the base class, which knows where it belongs, reads it again
-        safe.seek(0)
-        super().load_bytes(read_item, safe)
-
-
-def _ask_for(value: Owned, prefix: str, metadata: Metadata) -> None:
-    """Fill in a place for everything that a checkpoint has of the names wanted."""
-    value.planned = True
-    for key, path in (metadata.planner_data or {}).items():
-        if path[0] != prefix or (path[1] == "state" and path[2] not in value.names):
-            continue
-        about = metadata.state_dict_metadata[key]
-        place: Tensor | None = None
-        if isinstance(about, TensorStorageMetadata):
-            place = blank(tuple(about.size), about.properties.dtype)
-        target: dict[Any, Any] = value
-        for part in path[1:-1]:
-            target = target.setdefault(part, {})
-        target[path[-1]] = place

@@ -4,7 +4,6 @@
 tensors tells where each belongs: so neither writing nor reading ever needs the whole in memory.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from io import BufferedRandom, FileIO
@@ -17,26 +16,22 @@ from torch._subclasses import FakeTensorMode
 from torch.serialization import skip_data
 
 from zero_optim.checkpoint.content import EVERYWHERE, EXTRA, MODEL, OPTIMIZER, STATE
-from zero_optim.checkpoint.data import bytes_of
+from zero_optim.checkpoint.data import bytes_of, write_all
 from zero_optim.checkpoint.files import remove_stale_parts, replacing
+from zero_optim.checkpoint.fitting import model_parts
 from zero_optim.checkpoint.loading import with_strides
 from zero_optim.checkpoint.names import positional
-from zero_optim.checkpoint.storage import Reader
+from zero_optim.checkpoint.safetensors import DTYPES, Box, lay_out, whole
+from zero_optim.checkpoint.storage import CheckpointReader
 from zero_optim.checkpoint.values import Json, key_of, pack
 from zero_optim.comm.wire import inner_tensors, map_tensors, memory_of
 from zero_optim.errors import CheckpointError
 from zero_optim.plan.memory import dense_strides
 
 Read = Callable[[str], Tensor]
-_SAFETENSORS = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
-    torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.complex64: "C64",
-}  # fmt: skip
 
 
-def write_file(out: Path, reader: Reader, build: Callable[[Any], Any], read: Read) -> None:
+def write_file(out: Path, reader: CheckpointReader, build: Callable[[Any], Any], read: Read) -> None:
     """Write a value whose tensors are read one by one; beside, then renamed into place.
 
     A link at ``out`` is replaced, not followed.
@@ -54,17 +49,11 @@ def write_file(out: Path, reader: Reader, build: Callable[[Any], Any], read: Rea
         remove_stale_parts(out)
         with replacing(out) as (file, beside):
             if out.suffix == ".safetensors":
-                _write_safetensors(file, reader, build, read)
+                _write_safetensors(file, reader, read)
             else:
                 _write_pt(file, beside, reader, build, read)
     except OSError as error:
         raise CheckpointError(f"cannot write {out}: {error.strerror or error}") from error
-
-
-def _write_all(file: FileIO, run: memoryview) -> None:
-    """Write a run of bytes: the system takes at most some 2 GiB at a time."""
-    while run.nbytes:
-        run = run[file.write(run) :]
 
 
 def _save(file: FileIO, value: object) -> None:
@@ -73,7 +62,9 @@ def _save(file: FileIO, value: object) -> None:
     buffered.detach()
 
 
-def _write_pt(file: FileIO, path: Path, reader: Reader, build: Callable[[Any], Any], read: Read) -> None:
+def _write_pt(
+    file: FileIO, path: Path, reader: CheckpointReader, build: Callable[[Any], Any], read: Read
+) -> None:
     order: list[str] = []
 
     def reserve(key: str, strides: tuple[int, ...]) -> Tensor:
@@ -92,10 +83,10 @@ def _write_pt(file: FileIO, path: Path, reader: Reader, build: Callable[[Any], A
     assert len(fakes) == len(order)  # dicts keep their order
     for key, fake in zip(order, fakes, strict=True):
         file.seek(_offset(fake))
-        _write_all(file, _memory(with_strides(read(key), fake.stride())))
+        write_all(file, _memory(with_strides(read(key), fake.stride())))
 
 
-def _needs_values(build: Callable[[Any], Any], reader: Reader) -> bool:
+def _needs_values(build: Callable[[Any], Any], reader: CheckpointReader) -> bool:
     """Whether some tensors are inside others, sparse or wrapped, which cannot be made without values."""
     keys: list[str] = []
 
@@ -138,35 +129,25 @@ def _memory(tensor: Tensor) -> memoryview:
     return memoryview(run)
 
 
-def _write_safetensors(file: FileIO, reader: Reader, build: Callable[[Any], Any], read: Read) -> None:
-    """Write a dict of tensors: eight bytes of length, a header in JSON, and the tensors' bytes in order."""
-    keys: list[str] = []
-
-    def note(key: str, strides: tuple[int, ...]) -> Tensor:
-        keys.append(key)
-        return reader.blank(key)
-
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    start, wanted = 0, list[str]()
-    for name, value in build(note).items():
-        if not isinstance(value, Tensor):
-            continue  # extra state of a module: the format has tensors only
-        if value.dtype not in _SAFETENSORS:
+def _write_safetensors(file: FileIO, reader: CheckpointReader, read: Read) -> None:
+    """Write the model's tensors, by name."""
+    keys: dict[str, str] = {}
+    for name, (kind, body) in model_parts(reader.manifest.values).items():
+        if kind in ("sparse", "subclass", "wrapper"):
+            raise CheckpointError(f"{name} is no plain tensor, as safetensors needs them: write a .pt file")
+        if kind == "tensor":  # what else there is is extra state of a module
+            keys[name] = body[0]
+    entries = reader.manifest.entries
+    boxes = [whole(name, entries[key].dtype, entries[key].shape) for name, key in keys.items()]
+    for box in boxes:
+        if box.dtype not in DTYPES:
             raise CheckpointError(
-                f"{name} is of {value.dtype}, for which safetensors has no name: write a .pt file"
+                f"{box.name} is of {box.dtype}, for which safetensors has no name: write a .pt file"
             )
-        wanted.append(keys[len(wanted)])
-        header[name] = {
-            "dtype": _SAFETENSORS[value.dtype],
-            "shape": list(value.shape),
-            "data_offsets": [start, start + value.nbytes],
-        }
-        start += value.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    _write_all(file, memoryview(len(text).to_bytes(8, "little") + text))
-    for key in wanted:
-        _write_all(file, bytes_of(read(key)))
+    head, placed = lay_out(boxes)
+    write_all(file, memoryview(head))
+    for box, _ in placed:
+        write_all(file, bytes_of(read(keys[box.key])))
 
 
 # ---------------------------------------------------------------------- into ours
@@ -178,12 +159,12 @@ class Source:
 
     Attributes:
         values: packed, by key.
-        nbytes: of each tensor, by key.
+        boxes: of each tensor the whole, by key.
         read: reads a tensor.
     """
 
     values: Mapping[str, Json]
-    nbytes: Mapping[str, int]
+    boxes: Mapping[str, Box]
     read: Read
 
 
@@ -213,7 +194,7 @@ def read_source(path: Path) -> Source:
             raise CheckpointError(f"{path} is torn: it ends inside {key}")
         return run
 
-    return Source(values, {key: fake.nbytes for key, fake in tensors.items()}, read)
+    return Source(values, {key: whole(key, fake.dtype, fake.shape) for key, fake in tensors.items()}, read)
 
 
 def _packed(content: Any, path: Path) -> tuple[dict[str, Json], dict[str, Tensor]]:  # noqa: ANN401

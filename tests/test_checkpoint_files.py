@@ -1,0 +1,137 @@
+"""Data files of checkpoints are safetensors files, which others can read without this library."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from pool import Ranks
+from test_checkpoint import Run
+from zero_optim import CheckpointError, checkpoint, cli
+from zero_optim.checkpoint.safetensors import Box, lay_out, whole
+
+
+def saved_run(path: Path) -> dict[str, Tensor]:
+    run = Run()
+    run.train(2)
+    run.save(path)
+    return {name: t for name, t in run.model.state_dict().items() if isinstance(t, Tensor)}
+
+
+def read_by_others(folder: Path) -> dict[str, Tensor]:
+    """Read all data files of a folder with safetensors' own reader."""
+    found: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("data-*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - no dict
+    return found
+
+
+def test_each_ranks_file_is_read_by_safetensors_under_the_checkpoints_keys(
+    ranks2: Ranks, tmp_path: Path
+) -> None:
+    weights = ranks2.run(saved_run, tmp_path / "one")[0]
+    assert len(list((tmp_path / "one").glob("data-*"))) == 2
+    found = read_by_others(tmp_path / "one")
+    assert found.keys() == checkpoint.Reader(tmp_path / "one").manifest.entries.keys()
+    assert weights.keys() >= {"scale", "head.weight"}
+    for name, tensor in weights.items():
+        if f"model/{name}" in found:  # tied weights are written once
+            assert torch.equal(found[f"model/{name}"], tensor)
+    assert "model/scale" in found
+    assert "optimizer/state/scale/exp_avg" in found
+
+
+class Odd(nn.Module):
+    """Buffers of dtypes of many sizes, one of which safetensors has no name for, some without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bytes_", torch.arange(3, dtype=torch.uint8))
+        self.register_buffer("large", torch.tensor([[1 + 2j, 3j]], dtype=torch.complex128))
+        self.register_buffer("short_", torch.tensor([1.5], dtype=torch.bfloat16))
+        self.register_buffer("none", torch.zeros(2, 0))
+        self.register_buffer("number", torch.tensor(5))
+
+
+def check_odd(path: Path) -> None:
+    model = Odd()
+    checkpoint.save(path, model=model)
+    other = Odd()
+    for buffer in other.buffers():
+        buffer.zero_()
+    checkpoint.load(path, model=other)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], tensor)
+
+
+def test_a_dtype_unknown_to_safetensors_is_bytes_there_and_itself_here(ranks1: Ranks, tmp_path: Path) -> None:
+    ranks1.run(check_odd, tmp_path)
+    found = read_by_others(tmp_path)
+    assert found["model/large"].shape == (1, 2, 16)
+    assert found["model/large"].view(torch.complex128).flatten().tolist() == [1 + 2j, 3j]
+    (path,) = tmp_path.glob("data-*")
+    with safe_open(path, framework="pt") as file:
+        assert file.metadata() == {"format": "pt", "dtype of model/large": "complex128"}
+    assert cli.main(["inspect", str(tmp_path)]) == 0
+
+
+def save_cut(path: Path) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    cut = distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0)])
+    state: dict[str, Any] = {"w": cut, "number": 7}
+    dcp.save(state, storage_writer=checkpoint.Writer(path))
+    blank = {"w": distribute_tensor(torch.zeros(4, 3), mesh, [Shard(1)]), "number": 0}
+    planner = checkpoint.SafeLoadPlanner()
+    dcp.load(blank, storage_reader=checkpoint.Reader(path), planner=planner)
+    assert torch.equal(blank["w"].full_tensor(), torch.arange(12.0).view(4, 3))
+    assert blank["number"] == 7
+
+
+def test_tensors_that_dcp_cuts_are_named_with_their_boxes(ranks2: Ranks, tmp_path: Path) -> None:
+    ranks2.run(save_cut, tmp_path)
+    found = read_by_others(tmp_path)
+    assert found.keys() == {"w[0:2,0:3]", "w[2:4,0:3]", "number"}
+    assert found["w[2:4,0:3]"].flatten().tolist() == [6, 7, 8, 9, 10, 11]
+    assert found["number"].dtype == torch.uint8
+
+
+def test_no_two_things_in_a_file_have_one_name(tmp_path: Path) -> None:
+    part = Box("w", torch.float32, (4,), (0,), (2,))
+    taken = [whole("w[0:2]", torch.float32, (2,)), whole("__metadata__", torch.float32, (2,))]
+    head, placed = lay_out([part, *taken])
+    header = json.loads(head[8:])
+    assert list(header) == ["__metadata__", "w[0:2]", "w[0:2]'", "__metadata__'"]
+    assert [start - len(head) for _, start in placed] == [0, 8, 16]
+
+
+def test_a_damaged_header_is_found(ranks1: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks1.run(saved_run, tmp_path)
+    (path,) = tmp_path.glob("data-*")
+    content = bytearray(path.read_bytes())
+    content[20] ^= 1
+    path.write_bytes(content)
+    assert cli.main(["inspect", str(tmp_path)]) == 1
+    assert "its header in data-" in capsys.readouterr().out
+    assert checkpoint.latest(tmp_path) is None
+
+
+def test_a_tensor_said_to_lie_in_the_header_is_refused(ranks1: Ranks, tmp_path: Path) -> None:
+    ranks1.run(saved_run, tmp_path)
+    path = tmp_path / "manifest.json"
+    lines = path.read_text().splitlines()
+    content = json.loads(lines[1])
+    next(iter(content["entries"].values()))[2][0][3] = 0
+    from test_checkpoint_hostile import write
+
+    write(tmp_path, json.dumps(content))
+    with pytest.raises(CheckpointError, match="lies outside"):
+        checkpoint.Reader(tmp_path)

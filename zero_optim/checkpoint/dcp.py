@@ -1,0 +1,282 @@
+"""Our files for those who call ``dcp.save`` and ``dcp.load`` of ``torch.distributed.checkpoint`` themselves.
+
+DCP's planners decide what goes where; `Writer` and `Reader` put it into our files and get it out of them.
+`save` and `load` of this package do not come this way. Metadata is JSON, where PyTorch's own storage has a
+pickle, which can run code when it is read.
+"""
+
+import io
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from zero_optim.checkpoint import folder as folders
+from zero_optim.checkpoint import manifest as manifests
+from zero_optim.checkpoint.data import blank, bytes_of, read_box, read_run, write_data
+from zero_optim.checkpoint.lock import FolderLock
+from zero_optim.checkpoint.manifest import Chunk, Entry
+from zero_optim.checkpoint.safetensors import Box, whole
+from zero_optim.checkpoint.storage import complete, data_name, new_token
+
+
+class Writer(StorageWriter):
+    """Writes a checkpoint into a folder, for ``dcp.save(…, storage_writer=Writer(path))``.
+
+    Each rank writes one data file; the coordinator completes the checkpoint with its manifest. A
+    checkpoint that the folder holds already is replaced in one step at the end.
+
+    Args:
+        path: the checkpoint's own folder; made if it is not there.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._folder = folders.own_folder(path)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """See the base class: another folder for the next save."""
+        if checkpoint_id is not None:
+            self._folder = folders.own_folder(checkpoint_id)
+
+    # DCP hands on arguments of its own where a parameter is called "kwargs", and calls twice on failure.
+    def set_up_storage_writer(self, is_coordinator: bool, *_args: object, **_kwargs: object) -> None:
+        """See the base class: make the folder."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """See the base class."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """See the base class: give every rank the name of its data file."""
+        token = new_token()
+        return [replace(plan, storage_data=(token, rank)) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """See the base class. One tensor of extra memory, where it is not contiguous or on another device."""
+        token, rank = plan.storage_data
+        done: Future[list[WriteResult]] = Future()
+        items = {box: (item, run) for item in plan.items for box, run in [_box(item, planner)]}
+
+        def read(box: Box) -> memoryview:
+            item, run = items[box]
+            if run is not None:
+                return run
+            data = planner.resolve_data(item)
+            assert isinstance(data, Tensor)  # a tensor's item
+            return bytes_of(data)
+
+        if not items:
+            done.set_result([])
+            return done
+        file, chunks = write_data(self._folder / data_name(token, rank), rank, items, read)
+        results = [WriteResult(items[box][0].index, c.nbytes, (c, file)) for box, c in chunks]
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """See the base class: write the manifest."""
+        paths = {key: list(path) for key, path in (metadata.planner_data or {}).items()}
+        written = [result for part in results for result in part]
+        files = {chunk.file: file for chunk, file in (result.storage_data for result in written)}
+        entries = _entries(metadata, written)
+        # Not locked until here, as DCP does not say when a save has failed: so others may be writing.
+        lock = FolderLock(self._folder)
+        try:
+            complete(self._folder, len(results), files, entries, {}, paths)
+        finally:
+            lock.release()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """See the base class: any path will do."""
+        return isinstance(checkpoint_id, str | os.PathLike)
+
+
+def _box(item: WriteItem, planner: SavePlanner) -> tuple[Box, memoryview | None]:
+    """Tell how large an item is; with its bytes, of what is no tensor."""
+    about = item.tensor_data
+    if about is not None:
+        box = about.chunk
+        where = tuple(about.size), tuple(box.offsets), tuple(box.sizes)
+        return Box(item.index.fqn, about.properties.dtype, *where), None
+    data = planner.resolve_data(item)
+    assert isinstance(data, io.BytesIO)  # it is no tensor's item then
+    run = data.getbuffer()
+    return whole(item.index.fqn, None, (run.nbytes,)), run
+
+
+def _entries(metadata: Metadata, results: Iterable[WriteResult]) -> dict[str, Entry]:
+    """Bring what was planned and where it was written together."""
+    chunks: dict[str, list[Chunk]] = {}
+    for result in results:
+        chunks.setdefault(result.index.fqn, []).append(result.storage_data[0])
+    entries = {}
+    for key, found in chunks.items():
+        about = metadata.state_dict_metadata[key]
+        if isinstance(about, TensorStorageMetadata):
+            entries[key] = Entry(about.properties.dtype, tuple(about.size), tuple(found))
+        else:
+            entries[key] = Entry(None, (), tuple(found))
+    return entries
+
+
+class Reader(StorageReader):
+    """Reads a checkpoint, for ``dcp.load(…, storage_reader=Reader(path), planner=SafeLoadPlanner())``.
+
+    Every run of bytes that is read is checked.
+
+    Args:
+        path: the checkpoint's folder.
+
+    Raises:
+        CheckpointError: it is incomplete or damaged; also from the methods that read.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._folder = Path(path).absolute()
+        self.manifest = manifests.read(self._folder)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """See the base class: another folder for the next load."""
+        if checkpoint_id is not None:
+            self._folder = Path(checkpoint_id).absolute()
+            self.manifest = manifests.read(self._folder)
+
+    def read_metadata(self, *_args: object, **_kwargs: object) -> Metadata:
+        """See the base class."""
+        paths = {key: tuple(path) for key, path in self.manifest.paths.items()}
+        return Metadata(self._about(self.manifest.entries), paths)
+
+    def _about(self, keys: Iterable[str]) -> dict[str, TensorStorageMetadata | BytesStorageMetadata]:
+        return {key: _metadata_of(self.manifest.entries[key]) for key in keys}
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *_args: object, **_kwargs: object
+    ) -> None:
+        """See the base class."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """See the base class."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """See the base class."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """See the base class. One chunk of extra memory, where a part of it is wanted or another device."""
+        for item in plan.items:
+            chunk = self._chunk(item.storage_index)
+            if item.type is LoadItemType.BYTE_IO:
+                buffer = bytearray(chunk.nbytes)
+                read_run(self._folder, chunk, memoryview(buffer), item.storage_index.fqn)
+                planner.load_bytes(item, io.BytesIO(buffer))
+            else:
+                self._read_tensor(item, chunk, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _chunk(self, index: MetadataIndex) -> Chunk:
+        chunks = self.manifest.entries[index.fqn].chunks
+        wanted = tuple(index.offset) if index.offset is not None else None
+        return next(chunk for chunk in chunks if wanted is None or chunk.offsets == wanted)
+
+    def _read_tensor(self, item: ReadItem, chunk: Chunk, planner: LoadPlanner) -> None:
+        key = item.storage_index.fqn
+        target = planner.resolve_tensor(item).detach()
+        dtype = self.manifest.entries[key].dtype
+        assert dtype is not None  # DCP plans tensors for tensors
+        read_box(self._folder, chunk, key, dtype, target, item.storage_offsets)
+        planner.commit_tensor(item, target)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """See the base class."""
+        return isinstance(checkpoint_id, str | os.PathLike)
+
+
+def _metadata_of(entry: Entry) -> TensorStorageMetadata | BytesStorageMetadata:
+    if entry.dtype is None:
+        return BytesStorageMetadata()
+    boxes = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks]
+    return TensorStorageMetadata(TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), boxes)
+
+
+class Owned(dict[str, Any]):
+    """A nested dict to load into, whose ``state`` holds what the checkpoint has of some names.
+
+    Args:
+        names: keys of ``state`` that are wanted.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__(state={}, options=None)
+        self.names = frozenset(names)
+        self.planned = False
+
+
+class SafeLoadPlanner(DefaultLoadPlanner):
+    """DCP's own planner, but that it runs no pickled code, and asks for all state an optimizer owns here.
+
+    A fresh optimizer has no state whose keys could be asked for: what there is to load, the checkpoint's
+    metadata says.
+    """
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """See the base class."""
+        for prefix, value in state_dict.items():
+            if isinstance(value, Owned) and metadata is not None:
+                _ask_for(value, prefix, metadata)
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """See the base class; refuses whatever would run code."""
+        safe = io.BytesIO()
+        loaded = torch.load(value, weights_only=True)
+        torch.save(loaded, safe)  # the base class, which knows where it belongs, reads it again
+        safe.seek(0)
+        super().load_bytes(read_item, safe)
+
+
+def _ask_for(value: Owned, prefix: str, metadata: Metadata) -> None:
+    """Fill in a place for everything that a checkpoint has of the names wanted."""
+    value.planned = True
+    for key, path in (metadata.planner_data or {}).items():
+        if path[0] != prefix or (path[1] == "state" and path[2] not in value.names):
+            continue
+        about = metadata.state_dict_metadata[key]
+        place: Tensor | None = None
+        if isinstance(about, TensorStorageMetadata):
+            place = blank(tuple(about.size), about.properties.dtype)
+        target: dict[Any, Any] = value
+        for part in path[1:-1]:
+            target = target.setdefault(part, {})
+        target[path[-1]] = place
