@@ -9,7 +9,7 @@ Note [PyTorch's buckets]
 """
 
 import sys
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,37 +57,72 @@ class ReducerOptions:
             raise ValueError(f"expected a bucket capacity of at least 1 byte, got {self.bucket_caps_nbytes}")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ReducedParams:
+    """The parameters whose gradients are reduced; the same on every rank, in the same order.
+
+    Attributes:
+        names: of the parameters.
+        params: the parameters.
+        sparse: names of those with sparse gradients.
+        index_of: for the id of each parameter, its place.
+    """
+
+    names: Sequence[str]
+    params: Sequence[Tensor]
+    sparse: frozenset[str]
+    index_of: Mapping[int, int]
+
+    @classmethod
+    def of(
+        cls, params: Iterable[tuple[str, Tensor]] | Iterable[Tensor], sparse: Collection[str] = ()
+    ) -> "ReducedParams":
+        """Give parameters that come without names some, and check that all can be reduced.
+
+        Args:
+            params: (name, parameter) pairs, or parameters alone.
+            sparse: names of those with sparse gradients.
+
+        Raises:
+            ValueError: there are none, or some are on several devices, or do not require a gradient.
+            TypeError: something is not a tensor.
+        """
+        pairs = _name_params(params)
+        index_of = {id(param): index for index, (_, param) in enumerate(pairs)}
+        return cls([name for name, _ in pairs], [param for _, param in pairs], frozenset(sparse), index_of)
+
+    def describe(self) -> list[str]:
+        """Describe them as they have to be the same on every rank."""
+        described = describe_params(zip(self.names, self.params, strict=True))
+        return [f"sparse: {sorted(self.sparse)}", *described]
+
+
 @dataclass(frozen=True, slots=True)
 class BucketAssignment:
-    """Which parameters there are, and where their gradients travel; the same on every rank.
+    """Where the gradient of each parameter travels; the same on every rank.
 
     Attributes:
         names: of the parameters.
         buckets: in the order of reduction.
-        places: the bucket and the slot in it of each parameter.
+        places: of each parameter, its bucket, that bucket's number, and its slot there.
     """
 
-    names: Sequence[str]
-    buckets: Sequence[ReducerBucket]
-    places: Sequence[tuple[int, int]]
+    names: Sequence[str] = ()
+    buckets: Sequence[ReducerBucket] = ()
+    places: Sequence[tuple[ReducerBucket, int, int]] = ()
 
 
-def wire(
-    names: Sequence[str],
-    params: Sequence[Tensor],
-    sparse: Collection[str],
-    options: ReducerOptions,
-    order: Sequence[int] | None = None,
+def assign(
+    reduced: ReducedParams, options: ReducerOptions, order: Sequence[int] | None = None
 ) -> BucketAssignment:
-    """Make the buckets.
+    """Make the buckets. A sparse gradient travels alone.
 
     Args:
-        names: of the parameters.
-        params: the parameters.
-        sparse: names of those with sparse gradients, each of which travels alone.
+        reduced: the parameters.
         options: capacities and kinds.
         order: in which gradients come; None as long as that is not known.
     """
+    names, params, sparse = reduced.names, reduced.params, reduced.sparse
     keys = [
         (param.dtype, name if name in sparse else None) for name, param in zip(names, params, strict=True)
     ]
@@ -107,11 +142,12 @@ def wire(
         )
         for indices in members
     ]
-    places = [(0, 0)] * len(params)
-    for number, indices in enumerate(members):
-        for slot, index in enumerate(indices):
-            places[index] = (number, slot)
-    return BucketAssignment(names, buckets, places)
+    places = {
+        index: (bucket, number, slot)
+        for number, bucket in enumerate(buckets)
+        for slot, index in enumerate(bucket.indices)
+    }
+    return BucketAssignment(names, buckets, [places[index] for index in range(len(params))])
 
 
 def _first_buckets(
@@ -125,13 +161,7 @@ def _first_buckets(
     return sorted(members, key=min, reverse=True)
 
 
-def named(params: Iterable[tuple[str, Tensor]] | Iterable[Tensor]) -> list[tuple[str, Tensor]]:
-    """Give parameters that come without names some, and check that all can be reduced.
-
-    Raises:
-        ValueError: there are none, or some are on several devices, or do not require a gradient.
-        TypeError: something is not a tensor.
-    """
+def _name_params(params: Iterable[tuple[str, Tensor]] | Iterable[Tensor]) -> list[tuple[str, Tensor]]:
     pairs = []
     for number, item in enumerate(params):
         name, param = item if isinstance(item, tuple) else (f"parameter {number}", item)
@@ -150,7 +180,7 @@ def named(params: Iterable[tuple[str, Tensor]] | Iterable[Tensor]) -> list[tuple
     return pairs
 
 
-def describe(pairs: Iterable[tuple[str, Tensor]]) -> list[str]:
+def describe_params(pairs: Iterable[tuple[str, Tensor]]) -> list[str]:
     """Describe parameters as they have to be the same on every rank."""
     return [
         f"{name} {tuple(param.shape)} {param.dtype}, strides {_strides(param)}, "

@@ -10,10 +10,10 @@ from torch import Tensor
 from zero_optim.compat.engine import copy_each, scale_each
 from zero_optim.plan.memory import consecutive_views
 
-# Small gradients are copied in runs of about this many bytes: few calls, and each while it still lies in the
-# cache. Where they become views of the bucket, the memory they leave is that of the next ones. A large one is
-# copied when it comes: copying and dividing it in one go saves more than a call.
-RUN_NBYTES = 2**18
+# Small gradients are copied in batches of about this many bytes: few calls, and each while it still lies in
+# the cache. Where they become views of the bucket, the memory they leave is that of the next ones. A large
+# one is copied when it comes: copying and dividing it in one go saves more than a call.
+BATCH_NBYTES = 2**18
 LARGE_NBYTES = 2**15
 
 
@@ -29,9 +29,9 @@ class ReducerBucket:
         dtype: in which the gradients travel; None for the parameters' own. Views need the parameters' own.
 
     Attributes:
-        run: slots of gradients that have come and were not copied yet.
-        run_length: how many of them are copied at a time.
-        large: slots of gradients that are copied as soon as they come.
+        pending: slots of gradients that have come and were not copied yet.
+        batch_length: how many of them are copied at a time.
+        large_slots: slots of gradients that are copied as soon as they come.
         flat: the gradients, 1-D, as they travel; for a sparse bucket the last gradient given.
         views: each parameter's place in ``flat``, with its shape and strides; none if sparse.
     """
@@ -53,8 +53,9 @@ class ReducerBucket:
         self.as_views = as_views and self.dtype == params[0].dtype
         numel = sum(param.numel() for param in params)
         self.batched = batched
-        self.run: list[int] = []
-        self.run_length, self.large = _runs([p.nbytes for p in params], batched or is_sparse)
+        self.pending: list[int] = []
+        nbytes = [param.nbytes for param in params]
+        self.batch_length, self.large_slots = _batches(nbytes, all_at_once=batched or is_sparse)
         self._misfits: list[int] = []  # slots of sparse gradients among dense ones, or the other way round
         if is_sparse:
             self.flat = self._no_gradient()
@@ -63,8 +64,8 @@ class ReducerBucket:
             self.flat = params[0].new_zeros(numel, dtype=self.dtype, requires_grad=False)
             self.views = self.views_of(self.flat)
 
-    def twin(self) -> "ReducerBucket":
-        """Make another bucket for the same parameters, without a gradient in it."""
+    def zeros_like(self) -> "ReducerBucket":
+        """Make another bucket for the same parameters, of zeros, or without entries if it is sparse."""
         return ReducerBucket(
             self.indices,
             self.params,
@@ -75,12 +76,12 @@ class ReducerBucket:
         )
 
     @property
-    def can_tell(self) -> bool:
-        """Whether it can carry word of a failure: it has an element to `spoil`."""
+    def can_carry_failure_word(self) -> bool:
+        """Whether there is an element for `write_failure_word`."""
         return not self.is_sparse and self.flat.numel() > 0
 
-    def spoil(self) -> None:
-        """Make the first element NaN: so will be the sum of all ranks."""
+    def write_failure_word(self) -> None:
+        """Make the first element NaN, and with it the sum of all ranks; see Note [Word of a failure]."""
         self.flat[:1].fill_(float("nan"))
 
     @property
@@ -92,13 +93,13 @@ class ReducerBucket:
         """View another flat tensor of as many elements as this bucket views its own."""
         return consecutive_views(flat, self.params)
 
-    def take_run(self, divisor: float) -> None:
+    def take_pending(self, divisor: float) -> None:
         """Copy what has come and was not copied yet, divided.
 
         Args:
             divisor: 1 where a comm hook divides.
         """
-        slots, self.run = self.run, []
+        slots, self.pending = self.pending, []
         if not self.is_sparse:  # a sparse gradient travels as it is
             self.take(slots, divisor)
 
@@ -164,7 +165,7 @@ class ReducerBucket:
 
     def take_sparse(self, divisor: float) -> None:
         """Make the parameter's sparse gradient, divided, the one that travels; without one, an empty one."""
-        self.run = []
+        self.pending = []
         grad = self.params[0].grad
         if grad is not None and not grad.is_sparse:
             self._misfits.append(0)
@@ -219,18 +220,18 @@ class ReducerBucket:
             copy_each(targets, sources)
 
 
-def _runs(nbytes: Sequence[int], batched: bool) -> tuple[int, frozenset[int]]:
+def _batches(nbytes: Sequence[int], *, all_at_once: bool) -> tuple[int, frozenset[int]]:
     """Settle how many small gradients are copied at a time, and which slots hold large ones.
 
     Args:
         nbytes: of each slot.
-        batched: copy all at the end, however large they are.
+        all_at_once: copy all when the last one has come, however large they are.
     """
-    if batched:
+    if all_at_once:
         return len(nbytes), frozenset()
     large = frozenset(slot for slot, size in enumerate(nbytes) if size >= LARGE_NBYTES)
     small = [size for slot, size in enumerate(nbytes) if slot not in large]
-    return max(1, RUN_NBYTES * len(small) // max(1, sum(small))), large
+    return max(1, BATCH_NBYTES * len(small) // max(1, sum(small))), large
 
 
 def _copied(targets: Sequence[Tensor | None], sources: Sequence[Tensor | None]) -> bool:

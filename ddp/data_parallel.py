@@ -1,8 +1,8 @@
 """`DistributedDataParallel`: PyTorch's own class, with our `Reducer` where its C++ one was.
 
 Forward, buffers, ``no_sync``, ``Join`` and the state dict are PyTorch's maintained code, and
-``isinstance`` holds for the libraries that look for it. This file and `faces` are the only ones that touch
-private names of that class; they are checked against the installed PyTorch when it is imported.
+``isinstance`` holds for the libraries that look for it. This file and `torch_adapters` are the only ones that
+touch private names of that class; they are checked against the installed PyTorch when it is imported.
 """
 
 import inspect
@@ -20,9 +20,10 @@ from torch.nn.parallel import distributed
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.engine import after_backward, eager, require
-from zero_optim.ddp.assignment import ReducerOptions, describe
+from zero_optim.ddp.assignment import ReducerOptions
 from zero_optim.ddp.logging_data import LoggingSource, has_sync_batch_norm
 from zero_optim.ddp.mixed_precision import Casting, Precision, cast_buffers
+from zero_optim.ddp.model_agreement import agree_on_model
 from zero_optim.ddp.reducer import Reducer
 from zero_optim.ddp.reduction import Hook, hook_name
 from zero_optim.ddp.torch_adapters import TorchLoggerAdapter, TorchReducerAdapter
@@ -55,24 +56,12 @@ NEEDED: tuple[tuple[object, str], ...] = (  # see Note [Private names] in zero_o
     *((TorchDistributedDataParallel, name) for name in (*_OVERRIDDEN, *_USED)),
     (dist, "_DEFAULT_FIRST_BUCKET_BYTES"),
     (distributed, "_MixedPrecision"),
-    (nn.Module, "_forward_pre_hooks"),
     (nn.Module, "_parameters"),
     (torch._C, "Future"),
 )
 require(NEEDED, __name__)
 
 _SIGNATURE = inspect.signature(TorchDistributedDataParallel.__init__)
-# Arguments that ranks need not have in common, such as a device of their own, or that are compared by name.
-_NOT_COMPARED = (
-    "self",
-    "module",
-    "delay_all_reduce_named_params",
-    "device_ids",
-    "device_mesh",
-    "output_device",
-    "param_to_hook_all_reduce",
-    "process_group",
-)
 
 
 class DistributedDataParallel(TorchDistributedDataParallel):
@@ -87,7 +76,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     - Several forward passes, each backpropagated on its own, are all reduced.
     - Models that differ between ranks are refused with the name of the first parameter that does.
     - Unused parameters are found without wrapping the outputs, so outputs are not copied.
-    - In a context of ``torch.distributed.autograd``, which keeps gradients itself, forward raises.
+    - In a context of ``torch.distributed.autograd``, which keeps gradients itself, forward raises. After a
+      forward pass outside of one ``torch.distributed.autograd.backward`` does, with the reason in a warning.
 
     All ranks of the group must construct it with the same arguments, and run forward and backward
     passes together.
@@ -115,7 +105,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         given = _SIGNATURE.bind(self, module, *args, **kwargs)
         given.apply_defaults()
         if given.arguments.get("init_sync", True):
-            _agree_on_model(given.arguments)
+            agree_on_model(given.arguments)
         self._precision = Precision.of(given.arguments)
         if self._precision is None:
             super().__init__(module, *args, **kwargs)
@@ -162,7 +152,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 reduce_dtype=None if self._precision is None else self._precision.reduce_dtype,
             ),
             sparse=sparse,
-            wanted=lambda was_prepared: _wants_reduction(own(), was_prepared),
+            wanted=lambda was_expected: was_expected and _wants_reduction(own()),
             checks=False,
         )
         self.reducer: Any = TorchReducerAdapter(reducer)
@@ -243,7 +233,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if self._check_sync_bufs_post_fwd():  # type: ignore[no-untyped-call]
             self._sync_buffers()  # type: ignore[no-untyped-call]
         if torch.is_grad_enabled():
-            self.reducer.expects_pass = self.require_backward_grad_sync
+            self._own().expect(self.require_backward_grad_sync)
         self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
         if self.require_forward_param_sync:
             self._own().prepare(output)
@@ -328,36 +318,17 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         return {**data.strs_map, **data.ints_map}
 
 
-def _agree_on_model(given: dict[str, Any]) -> None:
-    """Make sure that all ranks wrap the same model; all ranks call."""
-    module, process_group = given["module"], given.get("process_group")
-    if process_group is None and given.get("device_mesh") is not None:
-        process_group = given["device_mesh"].get_group(mesh_dim=0)
-    group = RankGroup.of(process_group)
-    with failing_together(group):
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"expected a module to wrap, got {type(module).__name__}")
-        Precision.of(given)
-        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-        params = describe(pair for pair in module.named_parameters() if pair[0] not in ignored)
-        delayed = [name for name, _ in given.get("delay_all_reduce_named_params") or ()]
-        options = {key: given[key] for key in given if key not in _NOT_COMPARED}
-        items = [f"arguments {options}, delayed: {delayed}", *params]
-    agree(group, items, "the model to wrap")
-
-
 def _wait(work: dist.Work) -> None:
     work.wait()
 
 
-def _wants_reduction(wrapper: DistributedDataParallel | None, was_prepared: bool) -> bool:
-    """Decide, when a backward pass begins, whether it is to be reduced.
+def _wants_reduction(wrapper: DistributedDataParallel | None) -> bool:
+    """Decide, when a backward pass begins that was expected, whether it is to be reduced.
 
     Args:
         wrapper: ours, if it still exists.
-        was_prepared: the pass goes through the output of a forward pass outside ``no_sync``.
     """
-    if wrapper is None or not (was_prepared or wrapper.reducer.expects_pass):
+    if wrapper is None:
         return False
     if not wrapper.require_backward_grad_sync and wrapper._join_config.enable:
         raise RuntimeError(

@@ -1,6 +1,7 @@
 """Which parameters a forward pass can give a gradient to: a walk over the autograd graph."""
 
 import dataclasses
+import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from zero_optim.compat.engine import in_distributed_autograd, will_run
+from zero_optim.compat.engine import in_distributed_autograd, runs_distributed_backward, will_run
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
@@ -79,11 +80,28 @@ def refuse_distributed_autograd() -> None:
         RuntimeError: inside a context of ``torch.distributed.autograd``.
     """
     if in_distributed_autograd():
-        raise RuntimeError(
-            "zero_optim.ddp does not work with torch.distributed.autograd: gradients go to its context, and "
-            "would not be reduced. Use torch.nn.parallel.DistributedDataParallel in a "
-            "torch.distributed.autograd.context(), or leave the context out if nothing is computed by RPC"
-        )
+        raise RuntimeError(_ON_DISTRIBUTED_AUTOGRAD)
+
+
+def refuse_distributed_backward() -> None:
+    """Make sure that a pass which gives leaves no gradient is none of ``torch.distributed.autograd``'s.
+
+    To be called from a hook of the pass. Costs next to nothing where there is no RPC.
+
+    Raises:
+        RuntimeError: this process runs such a pass. PyTorch drops the text of an error in one, so that a
+            warning says it first.
+    """
+    if runs_distributed_backward():
+        warnings.warn(_ON_DISTRIBUTED_AUTOGRAD, stacklevel=2)
+        raise RuntimeError(_ON_DISTRIBUTED_AUTOGRAD)
+
+
+_ON_DISTRIBUTED_AUTOGRAD = (
+    "zero_optim.ddp does not work with torch.distributed.autograd: gradients go to its context, and "
+    "would not be reduced. Use torch.nn.parallel.DistributedDataParallel in a "
+    "torch.distributed.autograd.context(), or leave the context out if nothing is computed by RPC"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from zero_optim.ddp.assignment import ReducerOptions
-from zero_optim.ddp.iteration import Kind, PassTerms
+from zero_optim.ddp.backward_pass import Kind, PassTerms
 
 
 @dataclass(slots=True)
@@ -47,13 +47,13 @@ class History:
         """Give all parameters in the order in which gradients come, those that had none last."""
         return self.last_order + sorted(set(range(self.num_params)) - set(self.last_order))
 
-    def terms(self, options: ReducerOptions, divisor: float, can_tell: bool) -> PassTerms:
+    def terms(self, options: ReducerOptions, divisor: float, can_carry_word: bool) -> PassTerms:
         """Settle how the next pass is to go.
 
         Args:
             options: of the reducer.
             divisor: of the gradients.
-            can_tell: whether the last bucket can carry word of a failure.
+            can_carry_word: whether the last bucket can carry word of a failure.
         """
         kind: Kind = "some" if options.find_unused_parameters else "every"
         if options.static_graph:
@@ -63,8 +63,9 @@ class History:
             kind,
             expected,
             skips_unused=options.skip_all_reduce_unused_params and kind == "some",
-            tells=can_tell and kind in ("every", "learnt"),
+            failure_word_in_last_bucket=can_carry_word and kind in ("every", "learnt"),
             divisor=divisor,
+            carried=self.carried,
             undefined=self.undefined,
         )
 

@@ -1,11 +1,11 @@
-"""How gradients find who takes them: hooks on the parameters, and the iteration under way.
+"""How gradients find who takes them: hooks on the parameters, and the backward pass under way.
 
 Note [Passes that break off]
     The autograd engine keeps what it is to call at the end of a backward pass, and lets go of it when the
     pass ends, however it does. A token among what it keeps shows by its death that the pass is over. If
-    its iteration is still under way then, an exception has ended the pass. Nothing is sent at that moment,
-    which may be any; the next backward or forward pass finds the iteration, and ends it together with the
-    other ranks.
+    the engine has not called by then, an exception has ended the pass. Nothing is sent at that moment, which
+    may be any; the next backward or forward pass finds the one that broke off, and ends it together with
+    the other ranks.
 """
 
 import weakref
@@ -15,15 +15,17 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from zero_optim.ddp.iteration import Iteration
-from zero_optim.ddp.reduction import Reduction
+from zero_optim.compat.engine import after_backward
+from zero_optim.ddp.backward_pass import BackwardPass, Phase
+from zero_optim.ddp.bucket import ReducerBucket
+from zero_optim.ddp.reduction import Launch, Reduction
 
 
 class Owner(Protocol):
     """Who decides what becomes of a backward pass, a `Reducer`."""
 
     def first_arrived(self, index: int) -> None:
-        """Take a gradient that came while no iteration was under way."""
+        """Take a gradient that came while no backward pass was under way."""
         ...
 
     def output_reached(self, witness: int | None) -> None:
@@ -31,75 +33,83 @@ class Owner(Protocol):
         ...
 
 
-class Token:
-    """Alive as long as the engine keeps what it is to call at the end of a backward pass."""
-
-
 class Inbox:
     """Where the parameters' hooks find who takes their gradients; they do not keep the reducer alive.
 
     Args:
-        owner: who is asked when no iteration is under way.
+        owner: who is asked when no backward pass is under way. When it goes, the hooks go.
+        params: these get hooks.
 
     Attributes:
-        iteration: the one under way.
-        broken_off: one whose pass ended with an exception; see Note [Passes that break off].
+        current: the backward pass that is running, or has broken off and was not ended yet.
     """
 
-    def __init__(self, owner: Owner) -> None:
-        self.owner = weakref.ref(owner)
-        self.iteration: Iteration | None = None
-        self.broken_off: Iteration | None = None
-        self._watch: weakref.ref[Token] | None = None
+    def __init__(self, owner: Owner, params: Sequence[Tensor]) -> None:
+        self.current: BackwardPass | None = None
+        self._owner = weakref.ref(owner)
+        handles = []
+        for index, param in enumerate(params):
+            untyped: Any = param
+            handles.append(untyped.register_post_accumulate_grad_hook(self._hook_of(index)))
+        self._finalizer = weakref.finalize(owner, _remove, handles)
 
-    def begin(self, iteration: Iteration) -> Token:
-        """Hand gradients to an iteration from now on.
+    @property
+    def is_running(self) -> bool:
+        """Whether a backward pass is running."""
+        return self.current is not None and self.current.phase is Phase.RUNNING
 
-        Returns:
-            What the engine must keep until the pass ends.
-        """
-        self.iteration = iteration
-        token, inbox = Token(), weakref.ref(self)
+    def pop_broken_off(self) -> BackwardPass | None:
+        """Give, once, the pass that has broken off, if one has."""
+        current = self.current
+        if current is None or current.phase is not Phase.BROKEN_OFF:
+            return None
+        self.current = None
+        return current
 
-        def gone(watch: "weakref.ref[Token]") -> None:
-            found = inbox()
-            if found is not None and found._watch is watch and found.iteration is not None:
-                found.broken_off, found.iteration = found.iteration, None
+    def close(self) -> None:
+        """Take the hooks off; a second call does nothing."""
+        self._finalizer()
 
-        self._watch = weakref.ref(token, gone)
-        return token
+    def _hook_of(self, index: int) -> Callable[[Tensor], None]:
+        running = Phase.RUNNING  # found faster here
 
-    def clear(self) -> None:
-        """Forget the iterations."""
-        self.iteration = self.broken_off = self._watch = None
-
-
-def hook_up(params: Sequence[Tensor], inbox: Inbox) -> list[RemovableHandle]:
-    """Have every parameter tell an inbox of its gradients."""
-
-    def hook_of(index: int) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:
-            iteration = inbox.iteration
-            if iteration is not None:
-                iteration.arrived(index)
+            current = self.current
+            if current is not None and current.phase is running:
+                current.arrived(index)
                 return
-            owner = inbox.owner()
+            owner = self._owner()
             if owner is not None:
                 owner.first_arrived(index)
 
         return hook
 
-    handles = []
-    for index, param in enumerate(params):
-        untyped: Any = param
-        handles.append(untyped.register_post_accumulate_grad_hook(hook_of(index)))
-    return handles
 
-
-def remove(handles: Iterable[RemovableHandle]) -> None:
-    """Take hooks off again."""
+def _remove(handles: Iterable[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
+
+
+class _Token:
+    """Alive as long as the engine keeps what it is to call at the end of a backward pass."""
+
+
+def when_backward_ends(finish: Callable[[], None], broke_off: Callable[[], None]) -> None:
+    """Have one of two functions called when the backward pass under way is over; from one of its hooks.
+
+    Args:
+        finish: called when every gradient has been computed, as by `after_backward`.
+        broke_off: called if it never comes to that, see Note [Passes that break off].
+    """
+    token = _Token()
+    watch = weakref.finalize(token, broke_off)
+    watch.atexit = False
+
+    def end(_: _Token = token) -> None:
+        watch.detach()
+        finish()
+
+    after_backward(end)
 
 
 def output_hook(owner: Owner, witness: int | None) -> Callable[[Tensor], None]:
@@ -119,13 +129,13 @@ def output_hook(owner: Owner, witness: int | None) -> Callable[[Tensor], None]:
     return hook
 
 
-def weakly(method: Callable[[int], Reduction]) -> Callable[[int], Reduction]:
+def weakly(method: Launch) -> Launch:
     """Give a method that does not keep its object: a pass that broke off must not keep a reducer for ever."""
     reference = weakref.WeakMethod(method)
 
-    def call(number: int) -> Reduction:
+    def call(bucket: ReducerBucket, number: int, is_last: bool) -> Reduction:
         found = reference()
         assert found is not None  # whoever launches holds the reducer
-        return found(number)
+        return found(bucket, number, is_last)
 
     return call

@@ -72,7 +72,7 @@ class LoggingSource:
 
 
 def _about_params(reducer: Reducer) -> dict[str, int | str]:
-    sizes = ", ".join(str(bucket.nbytes) for bucket in reducer.wiring.buckets)
+    sizes = ", ".join(str(bucket.nbytes) for bucket in reducer.assignment.buckets)
     told: dict[str, int | str] = {
         "num_parameter_tensors": len(reducer.params),
         "total_parameter_size_bytes": _nbytes(reducer.params),
@@ -87,7 +87,7 @@ def _about_params(reducer: Reducer) -> dict[str, int | str]:
     if reducer.history.has_rebuilt:
         told["rebuilt_bucket_sizes"] = sizes
         told["rebuilt_per_bucket_param_indices"] = "; ".join(
-            " ".join(map(str, bucket.indices)) for bucket in reducer.wiring.buckets
+            " ".join(map(str, bucket.indices)) for bucket in reducer.assignment.buckets
         )
     return told
 

@@ -13,19 +13,19 @@ Note [Casts in the place of parameters]
     pass. A forward pass without a backward pass, to evaluate, then leaves the model in the narrow dtype.
 """
 
-import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import distributed
 
-from zero_optim.compat.engine import after_backward
 from zero_optim.ddp.graph import tensors_in
-from zero_optim.ddp.inbox import Token
+from zero_optim.ddp.inbox import when_backward_ends
+from zero_optim.shard.lazy import wait_for_gathers
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # What a recurrent module knows its weights by, besides the usual place; it makes both anew when they change.
@@ -135,9 +135,8 @@ class Casting:
 
     def casts(self) -> "Casts":
         """Make casts for one forward pass, from the parameters as they are now."""
-        layers = list(self._module.modules())
-        _wait_for_gathers(layers)
-        return Casts(layers, self._params, self._sparse, self._dtype)
+        wait_for_gathers(self._module)
+        return Casts(self._module.modules(), self._params, self._sparse, self._dtype)
 
 
 class _SparseCast(torch.autograd.Function):
@@ -151,6 +150,14 @@ class _SparseCast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401 - PyTorch's
         return grads[0].to(ctx.dtype), None
+
+
+class CastPhase(Enum):
+    """Where casts stand. Each pass takes them from ``AWAY`` to its own phase, and back when it ends."""
+
+    AWAY = "modules have their parameters"
+    IN_FORWARD = "modules find the casts, while the forward pass runs"
+    IN_BACKWARD = "modules find the casts, while a backward pass through an output runs"
 
 
 class Casts:
@@ -177,7 +184,7 @@ class Casts:
         self._places: list[tuple[dict[str, Any], str, Tensor]] = []
         self._lists: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._tensors: dict[Tensor, Tensor] = {}
-        self._are_back = False
+        self._phase = CastPhase.AWAY
         if dtype is None:
             return
         for layer in layers:
@@ -193,10 +200,12 @@ class Casts:
     def in_place(self) -> Iterator[None]:
         """Have the modules find the casts in the place of their parameters."""
         self._put()
+        self._phase = CastPhase.IN_FORWARD
         try:
             yield
         finally:
             self._take()
+            self._phase = CastPhase.AWAY
 
     def _put(self) -> None:
         if not self._tensors:  # a parameter that modules share is cast once
@@ -234,31 +243,14 @@ class Casts:
 
     def _reached(self, _: Tensor) -> None:
         """Put the casts back; called by an output's hook."""
-        if self._are_back:
+        if self._phase is CastPhase.IN_BACKWARD:
             return
         with torch.enable_grad():  # a second pass through one graph finds none, and casts again
             self._put()
-        self._are_back = True
-        token = Token()
-        leave = weakref.finalize(token, self._leave)
-        leave.atexit = False
-
-        # The engine lets go of the token when the pass ends, however it does.
-        def end(_: Token = token) -> None:
-            leave()
-
-        after_backward(end)
+        self._phase = CastPhase.IN_BACKWARD
+        when_backward_ends(self._leave, self._leave)
 
     def _leave(self) -> None:
         self._take()
         self._tensors = {}  # the output may be kept, and these with it
-        self._are_back = False
-
-
-def _wait_for_gathers(layers: Iterable[nn.Module]) -> None:
-    """Wait for parameters that each layer's own forward hook would wait for: they are read before that."""
-    for layer in layers:
-        for hook in layer._forward_pre_hooks.values():
-            wait = getattr(hook, "wait_for_all", None)  # see `zero_optim.shard.lazy`
-            if wait is not None:
-                wait()
+        self._phase = CastPhase.AWAY

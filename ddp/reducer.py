@@ -1,7 +1,7 @@
 """`Reducer`: averages gradients over ranks, bucket by bucket, while the backward pass still runs.
 
 Note [One backward pass]
-    A hook on the output of the forward pass, or the first gradient, begins an `Iteration` and asks the
+    A hook on the output of the forward pass, or the first gradient, makes a `BackwardPass` and asks the
     autograd engine to be called when the pass has ended. Each gradient is counted; a full bucket
     is launched if all before it were, so that every rank launches in the same order. At the end what is
     left is launched, and the results become the parameters' gradients. Ranks tell each other that something
@@ -14,7 +14,6 @@ ends, on every rank, and not in the forward pass after it.
 """
 
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,15 +25,22 @@ from torch.futures import Future
 
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.compat.engine import after_backward
-from zero_optim.ddp.assignment import BucketAssignment, ReducerOptions, describe, named, wire
-from zero_optim.ddp.graph import UnusedSearch, accumulates, nearest, refuse_distributed_autograd, tensors_in
+from zero_optim.ddp.assignment import BucketAssignment, ReducedParams, ReducerOptions, assign
+from zero_optim.ddp.backward_pass import BackwardPass, PassTerms, PassWithGraph, Phase
+from zero_optim.ddp.bucket import ReducerBucket
+from zero_optim.ddp.graph import (
+    accumulates,
+    nearest,
+    refuse_distributed_autograd,
+    refuse_distributed_backward,
+    tensors_in,
+)
 from zero_optim.ddp.history import History
-from zero_optim.ddp.inbox import Inbox, Token, hook_up, output_hook, remove, weakly
-from zero_optim.ddp.iteration import Iteration, PassTerms
-from zero_optim.ddp.reduction import Hook, HookSlot, Reduction, SumReduction
+from zero_optim.ddp.inbox import Inbox, output_hook, weakly, when_backward_ends
+from zero_optim.ddp.reduction import BucketReductions, Hook, HookSlot, Reduction, SumReduction
 from zero_optim.ddp.report import FailureReport
 from zero_optim.ddp.statistics import Clock
+from zero_optim.ddp.upcoming import UpcomingPass
 from zero_optim.errors import ReductionError
 
 
@@ -52,13 +58,11 @@ class Reducer:
         options: see `ReducerOptions`.
         sparse: names of the parameters whose gradients are sparse.
         wanted: asked when a backward pass begins whether it is to be reduced, and told whether the pass goes
-            through an output given to `prepare`; None for always.
+            through an output given to `prepare`, or was expected, see `expect`; None for always.
         checks: make sure, by a small collective, that all ranks were given the same parameters and options.
 
     Attributes:
         options: as given.
-        names: of the parameters.
-        params: the parameters.
         clock: what was measured.
         history: what the passes so far have taught.
         defers_reports: read what other ranks found wrong in a pass only before the next one: on CUDA, where
@@ -80,35 +84,38 @@ class Reducer:
         checks: bool = True,
     ) -> None:
         self.options = ReducerOptions() if options is None else options
-        self.use_group(process_group)
+        self._group = RankGroup.of(process_group)
+        self.defers_reports = self._group.device.type == "cuda"
         if checks:
             with failing_together(self._group):
-                pairs = named(params)
-            given = [repr(self.options), f"sparse: {sorted(sparse)}", *describe(pairs)]
-            agree(self._group, given, "what the reducer was given")
+                self._reduced = ReducedParams.of(params, sparse)
+            agree(self._group, [repr(self.options), *self._reduced.describe()], "what the reducer was given")
         else:
-            pairs = named(params)
-        self.names = [name for name, _ in pairs]
-        self.params = [param for _, param in pairs]
-        self._indices = {id(param): index for index, param in enumerate(self.params)}
-        self._sparse = frozenset(sparse)
-        self._wanted = wanted
-        self._slot = HookSlot()
+            self._reduced = ReducedParams.of(params, sparse)
         self.clock = Clock(on_cuda=self.params[0].is_cuda)
-        self._inbox = Inbox(self)
-        self.reset()
-        self._finalizer = weakref.finalize(self, remove, hook_up(self.params, self._inbox))
+        self.history = History(len(self.params))
+        self._upcoming = UpcomingPass(wanted)
+        self._slot = HookSlot()
+        self._assignment = assign(self._reduced, self.options)
+        self._inbox = Inbox(self, self.params)
 
     def reset(self) -> None:
         """Begin anew: first buckets, nothing learnt. Must be called by all ranks, between iterations."""
-        self._inbox.clear()
+        self._inbox.current = None
         self.history = History(len(self.params))
-        self._divisor: Callable[[], float] | None = None
+        self._upcoming = UpcomingPass(self._upcoming.wanted, self._upcoming.is_expected)
         self._slot.failure = None
-        self._outlook = UnusedSearch()
-        self._late_report: FailureReport | None = None
-        self._futures: list[Future[object]] = []
-        self._wire(None)
+        self._assign(None)
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of the parameters."""
+        return self._reduced.names
+
+    @property
+    def params(self) -> Sequence[Tensor]:
+        """The parameters."""
+        return self._reduced.params
 
     # ------------------------------------------------------------------ buckets
 
@@ -123,17 +130,17 @@ class Reducer:
         self.defers_reports = self._group.device.type == "cuda"
 
     @property
-    def wiring(self) -> BucketAssignment:
+    def assignment(self) -> BucketAssignment:
         """The parameters and buckets as they are now."""
-        return self._wiring
+        return self._assignment
 
-    def _wire(self, order: Sequence[int] | None) -> None:
+    def _assign(self, order: Sequence[int] | None) -> None:
         """Make buckets. The old ones go first, but for what gradients that are views of them still use."""
-        self._wiring = BucketAssignment(self.names, (), ())
-        self._wiring = wire(self.names, self.params, self._sparse, self.options, order)
+        self._assignment = BucketAssignment()
+        self._assignment = assign(self._reduced, self.options, order)
 
     def rebuild(self) -> bool:
-        """Make buckets anew in the order in which gradients came on rank 0, once it is known; see `wiring`.
+        """Make buckets anew in the order in which gradients came on rank 0, once that is known.
 
         All ranks call, at the same point; communicates when it is due.
 
@@ -141,13 +148,13 @@ class Reducer:
             Whether buckets were rebuilt.
         """
         history = self.history
-        if not history.rebuild_is_due or self._inbox.iteration is not None:
+        if not history.rebuild_is_due or self._inbox.is_running:
             return False
         history.rebuild_is_due = False
         agreed = torch.tensor(history.order(), dtype=torch.int64, device=self._group.device)
         for work in self._group.share_rows([(0, agreed)]):
             work.wait()
-        self._wire(agreed.tolist())
+        self._assign(agreed.tolist())
         history.has_rebuilt = True
         return True
 
@@ -165,13 +172,21 @@ class Reducer:
             TypeError: it cannot be called as a hook.
             ValueError: it is annotated to take or return something else.
         """
-        if self._inbox.iteration is not None:
+        if self._inbox.is_running:
             raise RuntimeError("a comm hook must be registered before backward() begins")
         self._slot.register(state, hook)
 
     def divide_by(self, divisor: Callable[[], float]) -> None:
         """Divide the gradients of the next pass by another number than that of the ranks."""
-        self._divisor = divisor
+        self._upcoming.divisor = divisor
+
+    def expect(self, is_expected: bool) -> None:
+        """Say whether backward passes are expected, to be told to ``wanted``.
+
+        Args:
+            is_expected: from now on, until said otherwise.
+        """
+        self._upcoming.is_expected = is_expected
 
     def set_static_graph(self) -> None:
         """Take every pass to be like the next one. All ranks call, before their first backward pass."""
@@ -179,13 +194,13 @@ class Reducer:
 
     def wait_also(self, future: Future[object]) -> None:
         """Wait for something else of the caller's when the next backward pass ends."""
-        self._futures.append(future)
+        self._upcoming.futures.append(future)
 
     def close(self) -> None:
         """Take the hooks off the parameters; a second call does nothing."""
-        self._finalizer()
+        self._inbox.close()
 
-    # ------------------------------------------------------------------ an iteration
+    # ------------------------------------------------------------------ a backward pass
 
     def prepare(self, outputs: object = ()) -> None:
         """Look at a forward pass's output before it goes to the user. Optional in ordinary loops.
@@ -203,21 +218,25 @@ class Reducer:
         refuse_distributed_autograd()
         tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
         if self.options.find_unused_parameters and not self.options.static_graph:
-            self._outlook.look(tensors)
+            self._upcoming.search.look(tensors)
         for tensor in tensors:
             if tensor.grad_fn is not None:
                 untyped: Any = tensor
-                untyped.register_hook(output_hook(self, nearest(tensor, self._indices)))
+                untyped.register_hook(output_hook(self, nearest(tensor, self._reduced.index_of)))
 
     def output_reached(self, witness: int | None) -> None:
-        """Begin an iteration, if need be, as a pass goes through an output; called by that output's hook.
+        """Begin a backward pass, if need be, as it goes through an output; called by that output's hook.
 
         Args:
             witness: a parameter that the output depends on, None if none was found.
         """
         # torch.autograd.grad goes through outputs too, but gives no parameter its gradient.
-        is_backward = witness is None or accumulates(self.params[witness])
-        if is_backward and self._inbox.iteration is None and self._is_wanted(True):
+        is_known_backward = witness is not None and accumulates(self.params[witness])
+        if not is_known_backward:
+            refuse_distributed_backward()
+            if witness is not None:
+                return
+        if not self._inbox.is_running and self._upcoming.is_reduced(was_prepared=True):
             self._begin()
 
     def check_finished(self) -> None:
@@ -229,110 +248,89 @@ class Reducer:
         """
         if self._slot.failure is not None:
             raise ReductionError(self._slot.failure)
-        late, self._late_report = self._late_report, None
-        if late is not None:
-            late.wait()
-        iteration, self._inbox.broken_off = self._inbox.broken_off, None
-        if iteration is not None:
-            iteration.fail("a backward pass ended with an exception before its gradients were reduced")
-            self._finish(iteration, broke_off=True)
-
-    def _is_wanted(self, was_prepared: bool) -> bool:
-        return self._wanted is None or self._wanted(was_prepared)
+        unread = self._upcoming.pop_unread()
+        if unread is not None:
+            unread.wait()
+        broken_off = self._inbox.pop_broken_off()
+        if broken_off is not None:
+            self._finish(broken_off)
 
     def first_arrived(self, index: int) -> None:
-        """Take a gradient that came while no iteration was under way; called by its parameter's hook."""
-        if self._is_wanted(False):
+        """Take a gradient that came while no backward pass was under way; called by its parameter's hook."""
+        if self._upcoming.is_reduced(was_prepared=False):
             self._begin().arrived(index)
         else:
             self.history.carried[index] = True
 
-    def _begin(self) -> Iteration:
-        """Begin an iteration, from a hook in a backward pass."""
+    def _begin(self) -> BackwardPass:
+        """Begin a backward pass, from one of its hooks."""
         self.check_finished()
         self.rebuild()
-        divisor = self._divisor() if self._divisor is not None else self._group.size
+        divisor = self._group.size if self._upcoming.divisor is None else self._upcoming.divisor()
         terms = self._terms(divisor if self._slot.is_empty else 1)
-        iteration = Iteration(self._wiring, terms, self.history.carried, weakly(self._launch))
-        with_graph = torch.is_grad_enabled()
-        if with_graph:
-            iteration.arrived = torch.no_grad()(iteration.arrived)  # type: ignore[method-assign]
-        token = self._inbox.begin(iteration)
+        kind = PassWithGraph if torch.is_grad_enabled() else BackwardPass
+        current = kind(self._assignment, terms, weakly(self._launch))
+        self._inbox.current = current
         self.clock.mark("backward")
-
-        # The engine lets go of the token when the pass ends, however it does.
-        def finish(_: Token = token) -> None:
-            self._finish(iteration, with_graph=with_graph)
-
-        after_backward(finish)
+        when_backward_ends(lambda: self._finish(current), current.break_off)
         with torch.no_grad():
-            iteration.presume_unused(self._surely_unused())
-        return iteration
+            current.presume_unused(self._upcoming.pop_unused(self.history.learnt, self.params))
+        return current
 
     def _terms(self, divisor: float) -> PassTerms:
         return self.history.terms(
-            self.options, divisor, can_tell=self._slot.is_empty and self._wiring.buckets[-1].can_tell
+            self.options,
+            divisor,
+            can_carry_word=self._slot.is_empty and self._assignment.buckets[-1].can_carry_failure_word,
         )
 
-    def _surely_unused(self) -> list[int]:
-        """Find parameters that will get no gradient in the pass that has just begun."""
-        learnt = self.history.learnt
-        if learnt is not None:
-            return [index for index, calls in enumerate(learnt) if not calls]
-        return self._outlook.pop_unused(self.params)
-
-    def _launch(self, number: int) -> Reduction:
+    def _launch(self, bucket: ReducerBucket, number: int, is_last: bool) -> Reduction:
         self.clock.mark("reduction")
-        return self._reduce(self._wiring, number)
+        return self._reduce(bucket, number, is_last)
 
-    def _reduce(self, wiring: BucketAssignment, number: int) -> Reduction:
-        bucket = wiring.buckets[number]
+    def _reduce(self, bucket: ReducerBucket, number: int, is_last: bool) -> Reduction:
         if self._slot.is_empty:
             return SumReduction(self._group, bucket)
-        return self._slot.launch(bucket, number, is_last=number == len(wiring.buckets) - 1)
+        return self._slot.launch(bucket, number, is_last)
 
     @torch.no_grad()
-    def _finish(self, iteration: Iteration, *, broke_off: bool = False, with_graph: bool = False) -> None:
-        """End an iteration: launch the rest, wait, hand the results out."""
-        self._inbox.iteration = None
-        if not (any(iteration.calls) or iteration.asks_for_use or broke_off):
+    def _finish(self, current: BackwardPass) -> None:
+        """End a backward pass: launch the rest, wait, hand the results out."""
+        self._inbox.current = None
+        broke_off = current.phase is Phase.BROKEN_OFF
+        current.end()
+        if not (any(current.calls) or current.asks_for_use or broke_off):
             return  # torch.autograd.grad went through the output, and computed no parameter's gradient
         self.clock.mark("backward_end")
         self.history.carried = [False] * len(self.params)
         # In Join ranks that have joined read the report at once, and issue other things before the next pass.
-        defers = self.defers_reports and self._divisor is None and not broke_off
-        self._divisor = None
-        iteration.launch_rest()
-        self._await_hooks(iteration.drain)
-        report = iteration.close(self._group)
-        unused = self._read(report, iteration) if iteration.asks_for_use else self.history.unused
-        self._give(iteration, unused)
+        defers = self.defers_reports and self._upcoming.divisor is None and not broke_off
+        self._upcoming.divisor = None
+        current.launch_rest()
+        self._await_hooks(current.reductions)
+        report = current.close(self._group)
+        unused = self._read(report, current) if current.asks_for_use else self.history.unused
+        with self._slot.minding():
+            current.give(unused, report)
+        self._upcoming.wait_for_futures()
         self.clock.end()
-        self.history.num_buckets_reduced = iteration.num_reduced
-        self.history.conclude(iteration.calls, iteration.order, unused, self.options)
-        if not iteration.asks_for_use:
+        self.history.num_buckets_reduced = current.reductions.num_launched
+        self.history.conclude(current.calls, current.order, unused, self.options)
+        if not current.asks_for_use:
             if defers:
-                self._late_report = report
+                self._upcoming.unread = report
             else:
                 report.wait()
-        if with_graph and any(iteration.calls):
+        if current.keeps_graph and any(current.calls):
             _warn_of_graph()
 
-    def _read(self, report: FailureReport, iteration: Iteration) -> list[bool]:
+    def _read(self, report: FailureReport, current: BackwardPass) -> list[bool]:
         """Learn which parameters no rank used."""
         try:
             return [not used for used in report.wait()]
         except ReductionError:
-            iteration.drain()
+            current.reductions.drain()
             raise
-
-    def _give(self, iteration: Iteration, unused: Sequence[bool]) -> None:
-        """Wait for all that is under way, and hand the results out."""
-        with self._slot.minding():
-            iteration.give(unused)
-        futures, self._futures = self._futures, []
-        for future in futures:
-            future.wait()
 
     @torch.no_grad()
     def shadow(self) -> None:
@@ -343,41 +341,44 @@ class Reducer:
         self.check_finished()
         self.rebuild()
         terms = self._terms(1)
-        self._divisor = None
-        twins = replace(self._wiring, buckets=[bucket.twin() for bucket in self._wiring.buckets])
-        reductions = [self._reduce(twins, number) for number in self._numbers_used(terms.skips_unused)]
-
-        def drain() -> None:
-            for reduction in reductions:
-                reduction.wait()
-
-        self._await_hooks(drain)
+        self._upcoming.divisor = None
+        buckets = [bucket.zeros_like() for bucket in self._assignment.buckets]
+        reductions = BucketReductions(buckets, self._reduce)
+        for is_used in self._buckets_used(terms.skips_unused):
+            if is_used:
+                reductions.launch_next()
+            else:
+                reductions.leave_out_next()
+        self._await_hooks(reductions)
         asks = terms.kind in ("some", "learning")
-        word = twins.buckets[-1].flat[:1] if terms.tells else None
-        report = FailureReport(self._group, None, [False] * len(self.params) if asks else [], word)
-        drain()
+        in_last_bucket = terms.failure_word_in_last_bucket
+        used_here = [False] * len(self.params) if asks else []
+        report = FailureReport(self._group, None, used_here, in_last_bucket=in_last_bucket)
+        reductions.drain()
+        if in_last_bucket:
+            report.read_word(buckets[-1].flat)
         used = report.wait()
-        self.history.num_buckets_reduced = len(reductions)
+        self.history.num_buckets_reduced = reductions.num_launched
         # A rank that has no pass to learn from takes it that the others' is what its own would have been.
         unused = [not flag for flag in used]
         self.history.conclude([int(flag) for flag in used], self.history.last_order, unused, self.options)
 
-    def _await_hooks(self, drain: Callable[[], None]) -> None:
+    def _await_hooks(self, reductions: BucketReductions) -> None:
         """Keep the report behind all that hooks issue; PowerSGD's does so from other threads, later."""
         if not self._slot.is_empty:
             with self._slot.minding():
-                drain()
+                reductions.drain()
 
-    def _numbers_used(self, skips_unused: bool) -> list[int]:
-        """Number the buckets that the others reduce, if they use what this rank used while it could."""
+    def _buckets_used(self, skips_unused: bool) -> list[bool]:
+        """Tell which buckets the others reduce, if they use what this rank used while it could."""
         used = set(self.history.last_order)
         if skips_unused and not used:
             raise ReductionError(
                 "skip_all_reduce_unused_params=True, and this rank had no batch to learn from which "
                 "parameters are used: give every rank a batch, or leave the option out inside Join"
             )
-        buckets = enumerate(self._wiring.buckets)
-        return [number for number, bucket in buckets if not skips_unused or used.intersection(bucket.indices)]
+        buckets = self._assignment.buckets
+        return [not skips_unused or not used.isdisjoint(bucket.indices) for bucket in buckets]
 
 
 def _warn_of_graph() -> None:

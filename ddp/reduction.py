@@ -1,7 +1,7 @@
 """One bucket's reduction under way: PyTorch's all-reduce, or what a comm hook makes of it."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -22,6 +22,55 @@ class Reduction(Protocol):
     def wait(self) -> Tensor:
         """Wait for it, and give the reduced gradients: one tensor of the bucket's length, or a sparse one."""
         ...
+
+
+# Starts the reduction of a bucket, given its place in the order of reduction, and whether none follows.
+Launch = Callable[[ReducerBucket, int, bool], Reduction]
+
+
+class BucketReductions:
+    """The reductions of one backward pass, launched in the order of the buckets.
+
+    Args:
+        buckets: all of them.
+        launch: starts one's reduction.
+    """
+
+    def __init__(self, buckets: Sequence[ReducerBucket], launch: Launch) -> None:
+        self.buckets = buckets
+        self._launch = launch
+        self._launched: list[Reduction | None] = []
+
+    @property
+    def num_passed(self) -> int:
+        """How many buckets were launched, or left out: the number of the next one."""
+        return len(self._launched)
+
+    @property
+    def num_launched(self) -> int:
+        """How many buckets were launched."""
+        return sum(reduction is not None for reduction in self._launched)
+
+    def launch_next(self) -> None:
+        """Launch the next bucket."""
+        number = self.num_passed
+        self._launched.append(self._launch(self.buckets[number], number, number == len(self.buckets) - 1))
+
+    def leave_out_next(self) -> None:
+        """Do not reduce the next bucket."""
+        self._launched.append(None)
+
+    def results(self) -> Iterator[tuple[ReducerBucket, Tensor]]:
+        """Wait for each bucket that was launched, in order, and give it with its reduced gradients."""
+        for bucket, reduction in zip(self.buckets, self._launched, strict=True):
+            if reduction is not None:
+                yield bucket, reduction.wait()
+
+    def drain(self) -> None:
+        """Wait for every bucket that was launched, and drop what came."""
+        for reduction in self._launched:
+            if reduction is not None:
+                reduction.wait()
 
 
 class SumReduction:

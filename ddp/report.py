@@ -10,7 +10,7 @@ Note [Word of a failure]
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -30,25 +30,36 @@ class FailureReport:
         group: the ranks.
         failure: what went wrong here, if anything.
         used: by parameter, whether it took part on this rank; empty where nobody needs to know.
-        word: one element of the last bucket's sum, see Note [Word of a failure]; it must have come by the
-            time the report is read. None to launch a small sum of the report's own. On gloo over loopback
-            such a sum takes 1 to 7 ms beside the buckets, whatever its size.
+        in_last_bucket: an element of the last bucket says whether a rank failed, see Note [Word of a
+            failure]; `read_word` must be called before the report is read. Otherwise a small sum of the
+            report's own is launched. On gloo over loopback such a sum takes 1 to 7 ms beside the buckets,
+            whatever its size.
     """
 
     def __init__(
-        self, group: RankGroup, failure: str | None, used: Sequence[bool], word: Tensor | None = None
+        self, group: RankGroup, failure: str | None, used: Sequence[bool], *, in_last_bucket: bool = False
     ) -> None:
+        self.in_last_bucket = in_last_bucket
         self._group = group
         self._failure = failure
         self._work: dist.Work | None = None
-        self._word = word
-        if word is not None:
+        self._word: Tensor | None = None
+        self._counts: Tensor | None = None
+        if in_last_bucket:
             return
         self._counts = torch.tensor([failure is not None, *used], dtype=torch.int32).to(group.device)
         if group.size > 1:
             work = dist.all_reduce(self._counts, group=group.process_group, async_op=True)
             assert isinstance(work, dist.Work)  # a member's asynchronous collective always gives a handle
             self._work = work
+
+    def read_word(self, reduced: Tensor) -> None:
+        """Keep the element that carries the word: the gradients are the user's from here on.
+
+        Args:
+            reduced: the sum of the last bucket.
+        """
+        self._word = reduced[:1].clone()
 
     def wait(self) -> list[bool]:
         """Wait for the sum; all ranks call.
@@ -59,7 +70,8 @@ class FailureReport:
         Raises:
             ReductionError: on every rank, with what every rank that failed has to say.
         """
-        if self._word is not None:
+        if self._counts is None:
+            assert self._word is not None  # `read_word` comes first
             if self._word.isnan().item():
                 self._raise()
             return []
@@ -89,7 +101,39 @@ def _who(ranks: Sequence[int], size: int) -> str:
     return ranks_text(ranks)
 
 
-def named(names: Sequence[str], most: int = 10) -> str:
+class PassTroubles:
+    """What went wrong on this rank in one backward pass. Parameters with one trouble are listed together."""
+
+    def __init__(self) -> None:
+        self._failures: list[str] = []
+        self._explained: dict[Callable[[Sequence[str]], str], list[str]] = {}
+
+    def __bool__(self) -> bool:
+        """Whether there is any."""
+        return bool(self._failures or self._explained)
+
+    def fail(self, message: str) -> None:
+        """Note something that makes the gradients useless."""
+        self._failures.append(message)
+
+    def note(self, explain: Callable[[Sequence[str]], str], name: str) -> None:
+        """Note something wrong with a parameter's gradient.
+
+        Args:
+            explain: one of the functions below; makes a message for the names of all such parameters.
+            name: of the parameter.
+        """
+        names = self._explained.setdefault(explain, [])
+        if name not in names:
+            names.append(name)
+
+    def message(self) -> str | None:
+        """Say everything, or None if there is nothing."""
+        explained = [explain(names) for explain, names in self._explained.items()]
+        return "; ".join(self._failures + explained) or None
+
+
+def names_text(names: Sequence[str], most: int = 10) -> str:
     """List parameters in a message, the first of many."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
@@ -98,7 +142,7 @@ def named(names: Sequence[str], most: int = 10) -> str:
 def no_gradient(names: Sequence[str]) -> str:
     """Explain parameters that a backward pass did not reach."""
     return (
-        f"no gradient for {named(names)}. Every parameter that requires a gradient must take part in "
+        f"no gradient for {names_text(names)}. Every parameter that requires a gradient must take part in "
         "computing the loss. If that is meant, pass find_unused_parameters=True, or static_graph=True where "
         "the same ones are unused each time; or set requires_grad=False on them before wrapping. If several "
         "losses of one forward pass are backpropagated one by one, put all but the last backward() under "
@@ -110,7 +154,7 @@ def twice(names: Sequence[str]) -> str:
     """Explain second gradients in one backward pass."""
     return (
         "a second gradient in one backward pass, after the first was handed to be reduced, for "
-        f"{named(names)}. "
+        f"{names_text(names)}. "
         "Likely causes: reentrant activation checkpointing (use_reentrant=True) of parts that share the "
         "parameter, or that run twice; loss.backward() called inside another backward pass. Use "
         "use_reentrant=False, or static_graph=True if each iteration does the same"
@@ -137,7 +181,7 @@ def fewer(names: Sequence[str]) -> str:
 def _not_static(how: str, names: Sequence[str]) -> str:
     return (
         f"this is not compatible with static_graph set to True. There were {how} gradients than in the first "
-        f"iteration for {named(names)}. "
+        f"iteration for {names_text(names)}. "
         "Leave static_graph out, or keep the graph the same in every iteration"
     )
 
@@ -145,20 +189,20 @@ def _not_static(how: str, names: Sequence[str]) -> str:
 def late_gradient(names: Sequence[str]) -> str:
     """Explain gradients for parameters that were taken for unused."""
     return (
-        f"a gradient came for {named(names)} after that was taken for unused and reduced. The loss depends "
-        "on it in a way that the output of forward() does not show: return every tensor that the loss is "
-        "computed from"
+        f"a gradient came for {names_text(names)} after that was taken for unused and reduced. The loss "
+        "depends on it in a way that the output of forward() does not show: return every tensor that the "
+        "loss is computed from"
     )
 
 
 def sparse(names: Sequence[str]) -> str:
     """Explain sparse gradients in the place of dense ones."""
-    return f"a sparse gradient where a dense one was expected, for {named(names)}. {_ON_SPARSE}"
+    return f"a sparse gradient where a dense one was expected, for {names_text(names)}. {_ON_SPARSE}"
 
 
 def dense(names: Sequence[str]) -> str:
     """Explain dense gradients in the place of sparse ones."""
-    return f"a dense gradient where a sparse one was expected, for {named(names)}. {_ON_SPARSE}"
+    return f"a dense gradient where a sparse one was expected, for {names_text(names)}. {_ON_SPARSE}"
 
 
 _ON_SPARSE = (

@@ -11,17 +11,15 @@ from zero_optim.ddp.logging_data import LoggingData, LoggingSource
 from zero_optim.ddp.reducer import Reducer
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class TorchReducerAdapter:
     """Our reducer under the method names by which PyTorch's class, and Lightning, know PyTorch's.
 
     Args:
         own: our reducer.
-        expects_pass: whether the last forward pass was outside ``no_sync``.
     """
 
     own: Reducer
-    expects_pass: bool = False
 
     @eager
     def prepare_for_forward(self) -> None:
@@ -31,7 +29,7 @@ class TorchReducerAdapter:
 
     def prepare_for_backward(self, outputs: list[Tensor]) -> None:
         """Expect a backward pass, though the last forward pass was under ``no_sync``."""
-        self.expects_pass = True
+        self.own.expect(True)
         self.own.prepare(outputs)
 
     @eager

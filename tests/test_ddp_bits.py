@@ -82,13 +82,13 @@ def check_options(members: int) -> None:
             continue  # this PyTorch does not have it
         uses_all = "find" not in name and "static" not in name
         pair = Pair.of(Layers(spares=0 if uses_all else 2), process_group=group, **options)
-        before = [bucket.nbytes for bucket in pair.ours.reducer.own.wiring.buckets]
+        before = [bucket.nbytes for bucket in pair.ours.reducer.own.assignment.buckets]
         theirs = pair.theirs._get_ddp_logging_data()["bucket_sizes"]  # type: ignore[no-untyped-call]
         assert before == [int(size) for size in theirs.split(", ")], name
         train(pair, 6, (members, name))
         own = pair.ours.reducer.own
         if own.history.has_rebuilt:
-            assert [bucket.indices for bucket in own.wiring.buckets] == places(pair.theirs), name
+            assert [bucket.indices for bucket in own.assignment.buckets] == places(pair.theirs), name
 
 
 @pytest.mark.filterwarnings("ignore:You passed find_unused_parameters=true:UserWarning")  # PyTorch's advice

@@ -294,7 +294,7 @@ def check_sums(sums: list[int]) -> None:
         for number in range(3):
             sums[0] = 0
             mlp_loss(model, number).backward()
-        num_buckets = len(model.reducer.own.wiring.buckets)
+        num_buckets = len(model.reducer.own.assignment.buckets)
         assert sums[0] == num_buckets + own, options
         sums[0] = 0
         handle = net[0].weight.register_hook(interrupt) if dist.get_rank() else None

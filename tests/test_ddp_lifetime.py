@@ -95,7 +95,8 @@ def build_and_drop(net: nn.Module, **options: Any) -> list[weakref.ref[Any]]:
         model(torch.ones(1, 512)).sum().backward()
     net.zero_grad()
     own = model.reducer.own
-    return [weakref.ref(thing) for thing in (model, own, own.wiring.buckets[0], own.wiring.buckets[0].flat)]
+    bucket = own.assignment.buckets[0]
+    return [weakref.ref(thing) for thing in (model, own, bucket, bucket.flat)]
 
 
 def check_no_leak() -> None:

@@ -177,7 +177,8 @@ def torch_on_cpu() -> Iterator[None]:
 
 
 def check_like_torch() -> None:
-    for precision in (mixed(BF16), mixed(HALF), mixed(BF16, WHOLE), mixed(BF16, HALF)):
+    # Not float16: PyTorch's divides after the sum, which for its smallest numbers is not the same.
+    for precision in (mixed(BF16), mixed(BF16, WHOLE)):
         net = mlp()
         with torch_on_cpu():
             theirs = TorchDistributedDataParallel(copy.deepcopy(net), mixed_precision=precision)
@@ -193,12 +194,9 @@ def check_like_torch() -> None:
             if number == 0:
                 continue
             grads = {name: param.grad for name, param in theirs.module.named_parameters()}
-            # PyTorch's divides after the sum, which for the smallest numbers of float16 is not the same.
-            assert_equal_grads(theirs.module, by_hand(net, number, precision, late=True), (precision, number))
-            if HALF not in (precision.param_dtype, precision.reduce_dtype):
-                assert_equal_grads(net, grads, (precision, number))  # type: ignore[arg-type]
-                for optimizer in optimizers:  # or the weights differ from then on
-                    optimizer.step()
+            assert_equal_grads(net, grads, (precision, number))  # type: ignore[arg-type]
+            for optimizer in optimizers:
+                optimizer.step()
 
 
 @pytest.mark.skipif(

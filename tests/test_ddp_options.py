@@ -33,7 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def sizes(model: nn.Module) -> list[int]:
     """Bytes of each bucket of ours, in the order of reduction."""
     assert isinstance(model, DistributedDataParallel)
-    return [bucket.nbytes for bucket in model.reducer.own.wiring.buckets]
+    return [bucket.nbytes for bucket in model.reducer.own.assignment.buckets]
 
 
 def check_options() -> None:
@@ -52,7 +52,7 @@ def check_options() -> None:
             assert found == [int(size) for size in theirs.split(", ")], name
         assert own.options.batched_grad_copy == options.get("batched_grad_copy", False)
         assert own.history.has_rebuilt == (not options.get("find_unused_parameters", False)), name
-        places = [bucket.flat.untyped_storage().data_ptr() for bucket in own.wiring.buckets]
+        places = [bucket.flat.untyped_storage().data_ptr() for bucket in own.assignment.buckets]
         for param in pair.ours.parameters():
             assert param.grad is not None
             is_view = param.grad.untyped_storage().data_ptr() in places
@@ -93,9 +93,9 @@ def check_order() -> None:
     pair = Pair.of(Rewired(), bucket_cap_mb=0.0002)  # one layer a bucket
     names = ["last.weight", "first.weight", "middle.weight"]
     assert pair.ours.reducer.own.names == names
-    assert [bucket.indices for bucket in pair.ours.reducer.own.wiring.buckets] == [[0, 1, 2]]
+    assert [bucket.indices for bucket in pair.ours.reducer.own.assignment.buckets] == [[0, 1, 2]]
     pair.train(mlp_loss, 4)
-    assert [bucket.indices for bucket in pair.ours.reducer.own.wiring.buckets] == [[0], [2], [1]]
+    assert [bucket.indices for bucket in pair.ours.reducer.own.assignment.buckets] == [[0], [2], [1]]
 
 
 def test_buckets_follow_the_order_of_arrival_after_the_first_pass(ranks2: Ranks) -> None:
@@ -195,7 +195,7 @@ def check_dtypes() -> None:
     for options in ({}, {"bucket_cap_mb": SMALL_MB}, {"gradient_as_bucket_view": True}):
         pair = Pair.of(Mixed(), **options)
         pair.train(mlp_loss, 4, options)
-        for bucket in pair.ours.reducer.own.wiring.buckets:
+        for bucket in pair.ours.reducer.own.assignment.buckets:
             assert len({param.dtype for param in bucket.params}) == 1
 
 

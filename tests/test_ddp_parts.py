@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from zero_optim.ddp import report
-from zero_optim.ddp.assignment import ReducerOptions, wire
-from zero_optim.ddp.bucket import LARGE_NBYTES, RUN_NBYTES, GradBucket, ReducerBucket, tensor_of
+from zero_optim.ddp.assignment import BucketAssignment, ReducedParams, ReducerOptions, assign
+from zero_optim.ddp.backward_pass import BackwardPass, PassTerms, Phase
+from zero_optim.ddp.bucket import BATCH_NBYTES, LARGE_NBYTES, GradBucket, ReducerBucket, tensor_of
 from zero_optim.ddp.graph import UnusedSearch, nearest, reach, tensors_in
 from zero_optim.ddp.history import History
-from zero_optim.ddp.iteration import Iteration, PassTerms
 from zero_optim.plan.buckets import assign_buckets
 
 # ---------------------------------------------------------------------- graph
@@ -137,19 +137,19 @@ def test_views_that_are_gradients_already_are_divided_in_place_and_absent_ones_a
     assert bucket.params[2].grad is None
 
 
-def test_small_gradients_are_copied_in_runs_and_batched_ones_all_at_once() -> None:
+def test_small_gradients_are_copied_in_batches_and_batched_ones_all_at_once() -> None:
     numel = LARGE_NBYTES // 4 - 1  # elements of the largest that are small
-    length = RUN_NBYTES // (4 * numel)  # of a run
+    length = BATCH_NBYTES // (4 * numel)  # of a batch
     shapes = [(numel + 1,), *[(numel,)] * 2 * length]
     plain, batched = (bucket_of(*shapes, batched=flag) for flag in (False, True))
-    assert (plain.run_length, plain.large) == (length, {0})
-    assert (batched.run_length, batched.large) == (len(shapes), frozenset())
+    assert (plain.batch_length, plain.large_slots) == (length, {0})
+    assert (batched.batch_length, batched.large_slots) == (len(shapes), frozenset())
     assert arrivals(shapes, batched=False) == [1] * length + [1 + length] * length + [1 + 2 * length]
     assert arrivals(shapes, batched=True) == [0] * 2 * length + [1 + 2 * length]
     sparse = ReducerBucket(
         [0], [nn.Parameter(torch.zeros(numel + 1))], is_sparse=True, as_views=False, batched=False
     )
-    assert sparse.large == frozenset()
+    assert sparse.large_slots == frozenset()
 
 
 def arrivals(shapes: list[tuple[int, ...]], *, batched: bool) -> list[int]:
@@ -157,14 +157,14 @@ def arrivals(shapes: list[tuple[int, ...]], *, batched: bool) -> list[int]:
     params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
     count = len(params)
     options = ReducerOptions(bucket_caps_nbytes=(2**30,), batched_grad_copy=batched)
-    wiring = wire([str(index) for index in range(count)], params, (), options, range(count))
-    terms = History(count).terms(options, 2.0, can_tell=True)
-    (bucket,) = wiring.buckets
-    iteration = Iteration(wiring, terms, [False] * count, lambda _: Landed(bucket))
+    assignment = assign(ReducedParams.of(params), options, range(count))
+    terms = History(count).terms(options, 2.0, can_carry_word=True)
+    (bucket,) = assignment.buckets
+    current = BackwardPass(assignment, terms, landed)
     filled = []
     for index, param in enumerate(params):
         param.grad = torch.ones_like(param)
-        iteration.arrived(index)
+        current.arrived(index)
         filled.append(sum(bool((view == 0.5).all()) for view in bucket.views))
     return filled
 
@@ -210,8 +210,8 @@ def sparse_grad(*rows: int) -> Tensor:
 def test_a_sparse_gradient_travels_as_it_is() -> None:
     bucket = sparse_bucket()
     bucket.params[0].grad = sparse_grad(1, 3)
-    bucket.run.append(0)
-    bucket.take_run(2.0)
+    bucket.pending.append(0)
+    bucket.take_pending(2.0)
     bucket.take_sparse(2.0)
     assert bucket.flat.is_sparse
     assert bucket.flat.to_dense().sum() == 2
@@ -283,27 +283,38 @@ class Landed:
         return self._bucket.flat
 
 
-@pytest.mark.parametrize("can_tell", [False, True], ids=["", "word"])
-def test_buckets_are_launched_in_order_however_gradients_come(can_tell: bool) -> None:
+def landed(bucket: ReducerBucket, number: int, is_last: bool) -> Landed:
+    return Landed(bucket)
+
+
+def assigned(
+    params: list[nn.Parameter], options: ReducerOptions, order: list[int] | None = None
+) -> BucketAssignment:
+    return assign(ReducedParams.of(zip("abc", params, strict=True)), options, order)
+
+
+@pytest.mark.parametrize("has_word", [False, True], ids=["", "word"])
+def test_buckets_are_launched_in_order_however_gradients_come(has_word: bool) -> None:
     params = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
     options = ReducerOptions(bucket_caps_nbytes=(8,), limits_first_buckets=True)
-    wiring = wire("abc", params, (), options)
-    launched: list[int] = []
+    launched: list[tuple[int, bool]] = []
 
-    def launch(number: int) -> Landed:
-        launched.append(number)
-        return Landed(wiring.buckets[number])
+    def launch(bucket: ReducerBucket, number: int, is_last: bool) -> Landed:
+        launched.append((number, is_last))
+        return Landed(bucket)
 
-    terms = History(3).terms(ReducerOptions(), 2.0, can_tell)
-    iteration = Iteration(wiring, terms, [False] * 3, launch)
-    for index, expected in ((0, []), (2, [0]), (1, [0, 1] if can_tell else [0, 1, 2])):
+    terms = History(3).terms(ReducerOptions(), 2.0, has_word)
+    current = BackwardPass(assigned(params, options), terms, launch)
+    every = [(0, False), (1, False), (2, True)]
+    for index, count in ((0, 0), (2, 1), (1, 2 if has_word else 3)):
         params[index].grad = torch.full((2,), 4.0)
-        iteration.arrived(index)
-        assert launched == expected
-    assert iteration.order == [0, 2, 1]
-    iteration.launch_rest()
-    assert launched == [0, 1, 2]
-    iteration.give([False] * 3)
+        current.arrived(index)
+        assert launched == every[:count]
+    assert current.order == [0, 2, 1]
+    current.end()
+    current.launch_rest()
+    assert launched == every
+    current.give([False] * 3)
     assert [param.grad.tolist() for param in params] == [[2.0, 2.0]] * 3  # type: ignore[union-attr]
 
 
@@ -311,37 +322,52 @@ def test_a_gradient_that_comes_though_it_was_taken_for_unused() -> None:
     """In time it is reduced; too late it is reported."""
     params = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
     options = ReducerOptions(bucket_caps_nbytes=(16,))
-    wiring = wire("abc", params, (), options, [2, 1, 0])  # c and b, then a
-    terms = PassTerms("some", [1, 1, 1], skips_unused=False, tells=False, divisor=1.0)
+    assignment = assigned(params, options, [2, 1, 0])  # c and b, then a
+    terms = PassTerms("some", [1, 1, 1], False, False, 1.0, [False] * 3)
     for presumed, is_late in (([1], False), ([1, 2], True)):
-        iteration = Iteration(wiring, terms, [False] * 3, lambda number: Landed(wiring.buckets[number]))
-        iteration.presume_unused(presumed)
+        current = BackwardPass(assignment, terms, landed)
+        current.presume_unused(presumed)
         params[1].grad = torch.ones(2)
-        iteration.arrived(1)
-        assert (
-            any(
-                "a gradient came for b after" in explain(names)
-                for explain, names in iteration._troubles.items()
-            )
-            == is_late
-        )
-        assert iteration.num_launched == int(is_late)
+        current.arrived(1)
+        message = current._troubles.message() or ""
+        assert message.startswith("a gradient came for b after") == is_late
+        assert current.reductions.num_launched == int(is_late)
+        current.arrived(1)
+        assert "a second gradient in one backward pass" in str(current._troubles.message())
+
+
+def test_a_pass_goes_from_phase_to_phase_as_it_may_and_not_otherwise() -> None:
+    params = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    terms = PassTerms("every", [1, 1, 1], False, False, 1.0, [False] * 3)
+    finished, broken = (BackwardPass(assigned(params, ReducerOptions()), terms, landed) for _ in range(2))
+    assert finished.phase is Phase.RUNNING
+    finished.end()
+    assert finished.phase is Phase.ENDING
+    broken.break_off()
+    assert broken.phase is Phase.BROKEN_OFF
+    with pytest.raises(AssertionError, match="cannot follow"):
+        broken.break_off()
+    broken.end()
+    for ended in (finished, broken):
+        for move in (ended.end, ended.break_off):
+            with pytest.raises(AssertionError, match="cannot follow"):
+                move()
 
 
 def test_a_history_learns_the_order_and_what_is_unused() -> None:
     static = ReducerOptions(static_graph=True)
     history = History(4)
-    assert history.terms(static, 2.0, can_tell=True).kind == "learning"
+    assert history.terms(static, 2.0, can_carry_word=True).kind == "learning"
     history.conclude([1, 0, 2, 0], [2, 0], [False, True, False, True], static)
     assert (history.learnt, history.order(), history.rebuild_is_due) == ([1, 0, 2, 0], [2, 0, 1, 3], False)
-    learnt = PassTerms("learnt", [1, 0, 2, 0], skips_unused=False, tells=True, divisor=2.0)
-    assert history.terms(static, 2.0, can_tell=True) == learnt
+    learnt = PassTerms("learnt", [1, 0, 2, 0], False, True, 2.0, [False] * 4)
+    assert history.terms(static, 2.0, can_carry_word=True) == learnt
     history.conclude([1, 1, 2, 0], [2, 0, 1], [False] * 4, static)
     assert (history.looks_static, history.num_passes, history.rebuild_is_due) == (False, 2, True)
     assert history.unused == [False, True, False, True]
     unused = ReducerOptions(find_unused_parameters=True, skip_all_reduce_unused_params=True)
-    some = PassTerms("some", [1], skips_unused=True, tells=False, divisor=1.0)
-    assert History(1).terms(unused, 1.0, can_tell=True) == some
+    some = PassTerms("some", [1], True, False, 1.0, [False])
+    assert History(1).terms(unused, 1.0, can_carry_word=True) == some
     finding = History(1)
     finding.conclude([1], [0], [False], unused)
     assert not finding.rebuild_is_due
@@ -352,8 +378,8 @@ def test_a_history_learns_the_order_and_what_is_unused() -> None:
 
 def test_messages_name_some_parameters_and_count_the_rest() -> None:
     names = [f"layer.{number}" for number in range(13)]
-    assert report.named(names[:2]) == "layer.0, layer.1"
-    assert report.named(names).endswith("layer.9 and 3 more")
+    assert report.names_text(names[:2]) == "layer.0, layer.1"
+    assert report.names_text(names).endswith("layer.9 and 3 more")
     for explain, parts in (
         (
             report.no_gradient,

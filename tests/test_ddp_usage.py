@@ -362,6 +362,14 @@ def check_distributed_autograd(folder: str) -> None:
             pytest.raises(RuntimeError, match="gradients go to its context"),
         ):
             mlp_loss(model, number)
+        loss = mlp_loss(model, number)
+        with dist_autograd.context() as context:
+            with pytest.warns(match="gradients go to its context"), pytest.raises(RuntimeError):
+                dist_autograd.backward(context, [loss], retain_graph=True)
+            (grad,) = torch.autograd.grad(loss, [model.module[0].weight], retain_graph=True)
+            loss.backward()  # keeps its gradients as anywhere else
+            assert model.module[0].weight.grad is not None
+            assert grad.shape == model.module[0].weight.shape
     finally:
         rpc.shutdown(graceful=False)
     mlp_loss(model, number).backward()

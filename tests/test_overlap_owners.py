@@ -14,7 +14,7 @@ from training import assert_same_bits
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.hooks import allreduce_hook, zero_step
-from zero_optim.hooks.overlap.owners import Pieces
+from zero_optim.hooks.overlap.owners import BucketOwnership
 
 WRAPPERS = {"ours": DistributedDataParallel, "torch": TorchDdp}
 
@@ -90,8 +90,8 @@ def test_what_cannot_be_reduced_to_owners_is_refused(ranks2: Ranks) -> None:
     ranks2.run(check_refusals)
 
 
-def test_neighbours_of_one_owner_travel_as_one_piece() -> None:
+def test_neighbours_of_one_owner_travel_as_one_span() -> None:
     params = [torch.zeros(n) for n in (2, 3, 4, 1)]
-    pieces = Pieces.of(params, [1, 1, 0, 1], 2)
-    assert pieces.spans == (((5, 9),), ((0, 5), (9, 10)))
-    assert pieces.slots == ((2,), (0, 1, 3))
+    ownership = BucketOwnership.of(params, [1, 1, 0, 1], 2)
+    assert ownership.spans == (((5, 9),), ((0, 5), (9, 10)))
+    assert ownership.slots == ((2,), (0, 1, 3))

@@ -1,8 +1,8 @@
 """Reducing gradients to their owners alone: half the bytes of an all-reduce, for optimizers that are sharded.
 
 ZeRO stage 2 (Rajbhandari et al., SC 2020): nobody but its owner needs a parameter's reduced gradient.
-Ranks exchange pieces, each owner adds up what came, in the order of ranks, so that the sum is the same
-in every run.
+Each rank sends every owner the gradients of what that owns. An owner adds up what came, in the order of
+ranks, so that the sum is the same in every run.
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from zero_optim.hooks.bucket import GradBucket, dense_buffer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pieces:
+class BucketOwnership:
     """Which elements of a bucket each rank owns; made once a bucket.
 
     Attributes:
         params: of the bucket, in its order.
         owners: group rank that owns each.
-        spans: by rank, the stretches ``[start, stop)`` of the bucket that it owns.
+        spans: by rank, the runs of elements ``[start, stop)`` of the bucket that it owns.
         slots: by rank, the places of its parameters.
     """
 
@@ -32,8 +32,8 @@ class Pieces:
     slots: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, params: Sequence[Tensor], owners: Sequence[int], size: int) -> "Pieces":
-        """Find the stretches: neighbours of one owner travel as one."""
+    def of(cls, params: Sequence[Tensor], owners: Sequence[int], size: int) -> "BucketOwnership":
+        """Find the spans: neighbours of one owner make one span."""
         spans: list[list[tuple[int, int]]] = [[] for _ in range(size)]
         slots: list[list[int]] = [[] for _ in range(size)]
         start = 0
@@ -55,15 +55,20 @@ class OwnerReduction:
         group: the ranks.
         lanes: groups for the exchange.
         bucket: the gradients; divided in place by the number of ranks.
-        pieces: who owns what of it.
+        ownership: who owns what of it.
         joined: this rank ran out of inputs: its gradients are old ones.
     """
 
     def __init__(
-        self, group: RankGroup, lanes: Sequence[RankGroup], bucket: GradBucket, pieces: Pieces, joined: bool
+        self,
+        group: RankGroup,
+        lanes: Sequence[RankGroup],
+        bucket: GradBucket,
+        ownership: BucketOwnership,
+        joined: bool,
     ) -> None:
         self._group = group
-        self._pieces = pieces
+        self._ownership = ownership
         self._joined = joined
         self._flat = dense_buffer(bucket, "reduction to owners").div_(group.size)
         sent = [self._packed(rank) for rank in range(group.size)]
@@ -74,12 +79,12 @@ class OwnerReduction:
         self._keeps = (sent, flags)  # alive until they have been sent
 
     def _packed(self, rank: int) -> Tensor:
-        parts = [self._flat[start:stop] for start, stop in self._pieces.spans[rank]]
+        parts = [self._flat[start:stop] for start, stop in self._ownership.spans[rank]]
         return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else self._flat[:0]
 
     def _flags(self, rank: int) -> Tensor:
         """Tell an owner which of its parameters were used here."""
-        params = [self._pieces.params[slot] for slot in self._pieces.slots[rank]]
+        params = [self._ownership.params[slot] for slot in self._ownership.slots[rank]]
         used = [not self._joined and param.grad is not None for param in params]
         return torch.tensor(used, dtype=torch.uint8, device=self._flat.device)
 
@@ -95,7 +100,7 @@ class OwnerReduction:
         for came in self._came[1:]:
             total += came
         start = 0
-        for begin, end in self._pieces.spans[self._group.rank]:
+        for begin, end in self._ownership.spans[self._group.rank]:
             self._flat[begin:end] = total[start : start + end - begin]
             start += end - begin
         return self._flat
@@ -103,5 +108,5 @@ class OwnerReduction:
     def used(self) -> set[int]:
         """Tell, after `wait`, which places hold own parameters that some rank used."""
         counts = torch.stack(self._used).sum(0).tolist()
-        slots = self._pieces.slots[self._group.rank]
+        slots = self._ownership.slots[self._group.rank]
         return {slot for slot, count in zip(slots, counts, strict=True) if count}

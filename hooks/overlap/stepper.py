@@ -38,7 +38,7 @@ from zero_optim.comm.lanes import Lease
 from zero_optim.compat.engine import after_backward, backward_number, in_backward, in_outer_backward
 from zero_optim.hooks.bucket import GradBucket, Hook, TensorFuture
 from zero_optim.hooks.exchange import future_on
-from zero_optim.hooks.overlap.owners import OwnerReduction, Pieces
+from zero_optim.hooks.overlap.owners import BucketOwnership, OwnerReduction
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.memory import consecutive_views
 from zero_optim.step.overlap import StepPart
@@ -104,18 +104,18 @@ class Stepper:
         optimizer: whose step.
         hook: what reduces.
         interleave: whether buckets get in line as they come; otherwise all together with the last.
-        lanes: groups for reducing to owners; None if ``hook`` reduces.
+        owner_lanes: lanes for reducing to owners; None if ``hook`` reduces.
     """
 
     def __init__(
-        self, optimizer: ZeroRedundancyOptimizer, hook: Hook, interleave: bool, lanes: Lease | None
+        self, optimizer: ZeroRedundancyOptimizer, hook: Hook, interleave: bool, owner_lanes: Lease | None
     ) -> None:
         self._optimizer = optimizer
         self._overlap = optimizer.overlap()
-        self._lanes = lanes
+        self._owner_lanes = owner_lanes
         self._hook = hook
         self._interleave = interleave
-        self._plans: dict[int, tuple[StepPart, Pieces | None]] = {}
+        self._plans: dict[int, tuple[StepPart, BucketOwnership | None]] = {}
         self._pass: _BackwardPass | None = None
         self._line: _Line = queue.SimpleQueue()
         threading.Thread(target=_work, args=(self._line,), name="zero_step", daemon=True).start()
@@ -133,13 +133,13 @@ class Stepper:
             of.asked.add(backward_number())
             # Behind the callback that DDP has queued by then.
             after_backward(lambda: after_backward(self._end))
-        part, pieces = self._plan(number, bucket.parameters())
+        part, ownership = self._plan(number, bucket.parameters())
         buffer = bucket.buffer()
         reduced: TensorFuture | OwnerReduction
-        if pieces is None or self._lanes is None:
+        if ownership is None or self._owner_lanes is None:
             reduced = self._hook(state, bucket)
         else:
-            reduced = OwnerReduction(self._overlap.group, self._lanes.groups, bucket, pieces, joined)
+            reduced = OwnerReduction(self._overlap.group, self._owner_lanes.groups, bucket, ownership, joined)
         done = future_on(buffer.device)
         of.held.append(_Task(of, begins, joined, part, buffer, reduced, done))
         if self._interleave or of.is_complete:
@@ -148,15 +148,15 @@ class Stepper:
             self._end_joined(of)
         return done
 
-    def _plan(self, number: int, params: Sequence[Tensor]) -> tuple[StepPart, Pieces | None]:
+    def _plan(self, number: int, params: Sequence[Tensor]) -> tuple[StepPart, BucketOwnership | None]:
         """Plan a bucket, unless it is the one that was planned: buckets change when DDP makes them anew."""
         known = self._plans.get(number)
         overlap = self._overlap
         if known is None or not overlap.is_current(known[0], params):
-            pieces = None
-            if self._lanes is not None:
-                pieces = Pieces.of(params, overlap.owners(params), overlap.group.size)
-            known = self._plans[number] = overlap.part(params), pieces
+            ownership = None
+            if self._owner_lanes is not None:
+                ownership = BucketOwnership.of(params, overlap.owners(params), overlap.group.size)
+            known = self._plans[number] = overlap.part(params), ownership
         return known
 
     def _release(self, of: _BackwardPass) -> None:
@@ -197,8 +197,8 @@ class Stepper:
     def _abandon_lanes(self) -> None:
         """See to it that no later optimizer gets process groups on which something failed."""
         self._overlap.lanes.abandon()
-        if self._lanes is not None:
-            self._lanes.abandon()
+        if self._owner_lanes is not None:
+            self._owner_lanes.abandon()
 
     def _step(self, task: _Task, gradients: Sequence[Tensor] | None) -> None:
         part, known = task.part, self._known(task, gradients)
@@ -233,7 +233,7 @@ class Stepper:
             try:
                 if not is_inner:
                     self._step_late(of, [param.grad for param in of.late])
-                if self._lanes is not None:
+                if self._owner_lanes is not None:
                     self._overlap.drop_gradients()
             finally:
                 self._overlap.end_backward(is_final=not is_inner, failed=of.error is not None)

@@ -1,6 +1,6 @@
 """Stepping a sharded optimizer during the backward pass, bucket by bucket, as gradients are reduced.
 
-What happens to a bucket, and when, is told in `zero_optim.hooks.stepper`.
+What happens to a bucket, and when, is told in `zero_optim.hooks.overlap.stepper`.
 """
 
 from typing import Literal

@@ -36,6 +36,7 @@ NEEDED: tuple[tuple[object, str], ...] = (
     (dist.ProcessGroup, "_device_types"),
     (dist.ProcessGroup, "_get_backend"),
     (Joinable, "_join_config"),
+    (torch.nn.Module, "_forward_pre_hooks"),
     (torch.optim.Optimizer, "_optimizer_load_state_dict_post_hooks"),
     (torch.optim.Optimizer, "_optimizer_load_state_dict_pre_hooks"),
     (torch_optimizer_module, "_global_optimizer_post_hooks"),
@@ -146,6 +147,14 @@ def in_distributed_autograd() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def runs_distributed_backward() -> bool:
+    """Whether this process is in a backward pass of ``torch.distributed.autograd``, on whatever thread."""
+    if not _has_rpc_agent():
+        return False
+    debug_info: Any = getattr(torch._C._distributed_autograd, "_get_debug_info", dict)
+    return int(debug_info().get("num_current_backward_passes", 0)) > 0
 
 
 def num_gloo_threads(group: dist.ProcessGroup) -> int:

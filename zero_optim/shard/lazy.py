@@ -3,7 +3,7 @@
 ``optimizer.gather_lazily`` makes them. Nothing here starts a collective; it only waits.
 """
 
-from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,9 +39,9 @@ class LazyGather:
         self._needs: dict[nn.Module, list[Tensor]] | None = None
         self._handles: list[RemovableHandle] = [model.register_forward_hook(eager(self._after_forward))]
         for module in model.modules():
-            self._handles.append(module.register_forward_pre_hook(self._before_forward(module), prepend=True))
-            self._handles.append(module.register_state_dict_pre_hook(self._before_reading))  # type: ignore[no-untyped-call]
-            self._handles.append(module.register_load_state_dict_pre_hook(self._before_reading))  # type: ignore[no-untyped-call]
+            self._handles.append(module.register_forward_pre_hook(_ForwardWait(self, module), prepend=True))
+            self._handles.append(module.register_state_dict_pre_hook(self.wait))  # type: ignore[no-untyped-call]
+            self._handles.append(module.register_load_state_dict_pre_hook(self.wait))  # type: ignore[no-untyped-call]
         sharding.readers.append(self._params)
 
     def remove(self) -> None:
@@ -52,27 +52,22 @@ class LazyGather:
         while self._handles:
             self._handles.pop().remove()
 
-    def _before_forward(self, module: nn.Module) -> Callable[..., None]:
-        def wait(*_: object) -> None:
-            if self._needs is None:
-                self._called.add(module)
-            if not self._under_way:
-                return
-            if self._needs is None or not torch.is_grad_enabled():
-                self._under_way.wait()
-            else:
-                self._under_way.wait_for(self._needed_by(module, self._needs))
-
-        hook = eager(wait)
-        vars(hook)["wait_for_all"] = self._before_reading  # for code that reads parameters before the modules
-        return hook
-
-    def _needed_by(self, module: nn.Module, needs: dict[nn.Module, list[Tensor]]) -> Iterable[Tensor]:
-        # A module that was not called in the first forward pass may read anything below it.
-        return needs[module] if module in needs else module.parameters()
-
-    def _before_reading(self, *_: object) -> None:
+    def wait(self, *_: object) -> None:
+        """Wait for everything that is under way; also the hook of state dicts, hence the arguments."""
         self._under_way.wait()
+
+    def wait_for(self, module: nn.Module) -> None:
+        """Wait for what a module needs in its forward pass, which comes next."""
+        if self._needs is None:
+            self._called.add(module)
+        if not self._under_way:
+            return
+        if self._needs is None or not torch.is_grad_enabled():
+            self._under_way.wait()
+        else:
+            # A module that was not called in the first forward pass may read anything below it.
+            needs = self._needs[module] if module in self._needs else module.parameters()
+            self._under_way.wait_for(needs)
 
     def _after_forward(self, *_: object) -> None:
         if self._needs is None:
@@ -85,3 +80,29 @@ class LazyGather:
         needs[caller].extend(module.parameters(recurse=False))
         for child in module.children():
             self._assign(child, caller, needs)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ForwardWait:
+    """The hook in front of a module's forward pass.
+
+    Args:
+        gather: of the model that the module belongs to.
+        module: that the hook is registered with.
+    """
+
+    gather: LazyGather
+    module: nn.Module
+
+    @eager
+    def __call__(self, *_: object) -> None:
+        """Wait for what the module needs."""
+        self.gather.wait_for(self.module)
+
+
+def wait_for_gathers(model: nn.Module) -> None:
+    """Wait for all that the forward pass of a model would wait for; for who reads parameters before it."""
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, _ForwardWait):
+                hook.gather.wait()

@@ -1,0 +1,273 @@
+"""One backward pass: which gradients have come, which buckets are on their way, what went wrong.
+
+Note [Phases of a backward pass]
+    A `BackwardPass` is made when the first sign of a pass is seen, and dropped at its end. Nothing about a
+    pass is remembered anywhere else. It is in ``Phase.RUNNING`` while gradients come. The engine's call at
+    the end brings it to ``Phase.ENDING``. If an exception ends the pass, it is in ``Phase.BROKEN_OFF`` until
+    the next forward or backward pass brings it to ``Phase.ENDING``, together with the other ranks.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.ddp import report
+from zero_optim.ddp.assignment import BucketAssignment
+from zero_optim.ddp.bucket import ReducerBucket
+from zero_optim.ddp.reduction import BucketReductions, Launch
+from zero_optim.ddp.report import FailureReport, PassTroubles
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Phase(Enum):
+    """Where a backward pass stands. See Note [Phases of a backward pass]."""
+
+    RUNNING = "gradients come, and full buckets are launched"
+    BROKEN_OFF = "an exception has ended it, and the other ranks have not been told"
+    ENDING = "the rest is launched, and the results are handed out"
+
+
+_MAY_FOLLOW = {
+    Phase.RUNNING: (Phase.BROKEN_OFF, Phase.ENDING),
+    Phase.BROKEN_OFF: (Phase.ENDING,),
+    Phase.ENDING: (),
+}
+
+# every: each parameter must get one gradient. some: it may get none. learning: nothing is known yet, so
+# nothing is reduced before the end. learnt: each must get as many as in the pass that was there to learn.
+Kind = Literal["every", "some", "learning", "learnt"]
+
+
+@dataclass(frozen=True, slots=True)
+class PassTerms:
+    """How a backward pass is to go.
+
+    Attributes:
+        kind: which gradients are waited for.
+        expected: how many gradients each parameter gets; none while that is being learnt, so that whatever
+            comes is unusual.
+        skips_unused: buckets that this rank did not use are not reduced.
+        failure_word_in_last_bucket: the last bucket waits for the end of the pass, and carries word of
+            whether something went wrong; see Note [Word of a failure] in `report`.
+        divisor: of the gradients; 1 where a comm hook divides.
+        carried: by parameter, whether it has a gradient from passes that were not reduced (``no_sync``).
+        undefined: parameters of a static graph that took part in the pass that was there to learn, without
+            anybody having a gradient for them, as where an ``autograd.Function`` gives None.
+    """
+
+    kind: Kind
+    expected: Sequence[int]
+    skips_unused: bool
+    failure_word_in_last_bucket: bool
+    divisor: float
+    carried: Sequence[bool]
+    undefined: Sequence[int] = ()
+
+
+class BackwardPass:
+    """Counts gradients down and launches buckets in order, each as soon as it and all before it are full.
+
+    Args:
+        assignment: parameters and buckets.
+        terms: how the pass is to go.
+        launch: starts a bucket's reduction.
+
+    Attributes:
+        phase: where it stands.
+        calls: how many gradients each parameter got.
+        order: parameters in the order in which their gradients came.
+        reductions: what was launched.
+        keeps_graph: gradients are computed by a graph that autograd can go through again.
+    """
+
+    keeps_graph = False
+
+    def __init__(self, assignment: BucketAssignment, terms: PassTerms, launch: Launch) -> None:
+        self.phase = Phase.RUNNING
+        self.calls = [0] * len(assignment.names)
+        self.order: list[int] = []
+        self.reductions = BucketReductions(assignment.buckets, launch)
+        self._assignment = assignment
+        self._terms = terms
+        self._expected = list(terms.expected)
+        self._waiting = [len(bucket.indices) for bucket in assignment.buckets]  # gradients to come, by bucket
+        self._kept: dict[int, Tensor] = {}  # gradients of parameters that perhaps no rank used
+        self._troubles = PassTroubles()
+
+    # ------------------------------------------------------------------ phases
+
+    def break_off(self) -> None:
+        """Take note that an exception has ended the pass."""
+        self._go_on_to(Phase.BROKEN_OFF)
+        self._troubles.fail("a backward pass ended with an exception before its gradients were reduced")
+
+    def end(self) -> None:
+        """Take note that no more gradients come; `launch_rest`, `close` and `give` follow, in this order."""
+        self._go_on_to(Phase.ENDING)
+
+    def _go_on_to(self, phase: Phase) -> None:
+        assert phase in _MAY_FOLLOW[self.phase], f"{phase} cannot follow {self.phase}"
+        self.phase = phase
+
+    @property
+    def asks_for_use(self) -> bool:
+        """Whether ranks tell each other which parameters were used."""
+        return self._terms.kind in ("some", "learning")
+
+    # ------------------------------------------------------------------ gradients come
+
+    def _note(self, explain: Callable[[Sequence[str]], str], index: int) -> None:
+        """Note something wrong with a parameter's gradient."""
+        self._troubles.note(explain, self._assignment.names[index])
+
+    def arrived(self, index: int) -> None:
+        """Take note of a parameter's gradient; called by its hook, hence quick."""
+        calls = self.calls
+        calls[index] += 1
+        if calls[index] != self._expected[index]:
+            self._unusual(index)
+            return
+        self.order.append(index)
+        bucket, number, slot = self._assignment.places[index]
+        if slot in bucket.large_slots:
+            bucket.take_one(slot, self._terms.divisor)
+        else:
+            pending = bucket.pending
+            pending.append(slot)
+            if len(pending) >= bucket.batch_length:
+                bucket.take_pending(self._terms.divisor)
+        waiting = self._waiting
+        waiting[number] -= 1
+        if not waiting[number]:
+            self._launch_full()
+
+    def _unusual(self, index: int) -> None:
+        """Sort out a gradient that is not the one that was waited for."""
+        if self._terms.kind == "learning":
+            if self.calls[index] == 1:
+                self.order.append(index)
+        elif self._terms.kind == "learnt":
+            if self.calls[index] > self._expected[index]:
+                self._note(report.more, index)
+        elif self._expected[index] or self.calls[index] > 1:
+            self._note(report.twice, index)
+        else:  # the first one of a parameter that was presumed unused
+            bucket, number, slot = self._assignment.places[index]
+            if number < self.reductions.num_passed:
+                self._note(report.late_gradient, index)
+            else:
+                bucket.pending.append(slot)
+
+    def presume_unused(self, indices: Iterable[int]) -> None:
+        """Do not wait for some parameters' gradients; to be called before any has come."""
+        for index in indices:
+            self._expected[index] = 0  # whatever comes is unusual
+            _, number, _ = self._assignment.places[index]
+            self._waiting[number] -= 1
+        self._launch_full()
+
+    @property
+    def _num_early(self) -> int:
+        """How many buckets are launched as soon as they are full; the others when the pass ends."""
+        return len(self._waiting) - self._terms.failure_word_in_last_bucket
+
+    def _launch_full(self) -> None:
+        """Launch, in order, what is full and has nothing before it that is not."""
+        num_early, reductions = self._num_early, self.reductions
+        while reductions.num_passed < num_early and not self._waiting[reductions.num_passed]:
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        number = self.reductions.num_passed
+        bucket = self._assignment.buckets[number]
+        used = [self.calls[index] > 0 for index in bucket.indices]
+        if self._terms.skips_unused and not any(used):
+            self.reductions.leave_out_next()
+            return
+        if bucket.is_sparse:
+            bucket.take_sparse(self._terms.divisor)
+        else:
+            self._take_rest(bucket, used)
+        for slot in bucket.pop_misfits():
+            self._note(report.dense if bucket.is_sparse else report.sparse, bucket.indices[slot])
+        if number == self._num_early and self._troubles:
+            bucket.write_failure_word()  # the last, at the end: nothing more can go wrong
+        self.reductions.launch_next()
+
+    def _take_rest(self, bucket: ReducerBucket, used: Sequence[bool]) -> None:
+        """Copy what has not been copied yet: all of it, or the gradients that did not come."""
+        learns = self._terms.kind == "learning"
+        rest = [slot for slot, was_used in enumerate(used) if learns or not was_used]
+        for slot in rest:
+            if not used[slot] and bucket.is_inside(slot):
+                self._kept[bucket.indices[slot]] = bucket.views[slot].clone()  # in case nobody used it
+        bucket.take_pending(self._terms.divisor)
+        if rest:
+            bucket.take(rest, self._terms.divisor)
+
+    # ------------------------------------------------------------------ the end
+
+    def launch_rest(self) -> None:
+        """Launch every bucket that has not been, with what gradients there are."""
+        self._check_complete()
+        while self.reductions.num_passed < len(self._waiting):
+            self._launch_next()
+
+    def _check_complete(self) -> None:
+        if self._terms.kind not in ("every", "learnt"):
+            return
+        for index, (calls, expected) in enumerate(zip(self.calls, self._expected, strict=True)):
+            if calls < expected and not self._terms.carried[index]:
+                self._note(report.fewer if self._terms.kind == "learnt" else report.no_gradient, index)
+        for index in self._terms.undefined:  # would be handed out as it came, not reduced
+            if self._has_gradient(index):
+                self._note(report.more, index)
+
+    def _has_gradient(self, index: int) -> bool:
+        """Whether a parameter has one; its hook is called for an undefined one too."""
+        bucket, _, slot = self._assignment.places[index]
+        return bucket.params[slot].grad is not None
+
+    def close(self, group: RankGroup) -> FailureReport:
+        """Have ranks tell each other what was used and what went wrong, after the last bucket; all call."""
+        used: list[bool] = []
+        if self.asks_for_use:
+            used = [
+                self._terms.carried[index] or (calls > 0 and self._has_gradient(index))
+                for index, calls in enumerate(self.calls)
+            ]
+        in_last_bucket = self._terms.failure_word_in_last_bucket
+        return FailureReport(group, self._troubles.message(), used, in_last_bucket=in_last_bucket)
+
+    def give(self, unused: Sequence[bool], report_to_come: FailureReport | None = None) -> None:
+        """Wait for every bucket in order, and make the reduced gradients the parameters' own.
+
+        Args:
+            unused: by parameter, whether no rank used it; its gradient is left as it was.
+            report_to_come: of this pass; it is shown the last bucket, if that carries its word.
+        """
+        for bucket, reduced in self.reductions.results():
+            is_last = bucket is self._assignment.buckets[-1]
+            if is_last and report_to_come is not None and report_to_come.in_last_bucket:
+                report_to_come.read_word(reduced)
+            bucket.give(reduced, unused)
+            for slot, index in enumerate(bucket.indices):
+                if unused[index] and index in self._kept:
+                    bucket.views[slot].copy_(self._kept[index])
+
+
+class PassWithGraph(BackwardPass):
+    """A backward pass with ``create_graph=True``. What is done with its gradients stays out of the graph."""
+
+    keeps_graph = True
+
+    @torch.no_grad()
+    def arrived(self, index: int) -> None:
+        """Take note of a parameter's gradient."""
+        super().arrived(index)

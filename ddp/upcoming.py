@@ -1,0 +1,63 @@
+"""What has been settled for the next backward pass, before it begins."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from zero_optim.ddp.graph import UnusedSearch
+from zero_optim.ddp.report import FailureReport
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.futures import Future
+
+
+@dataclass(slots=True, eq=False)
+class UpcomingPass:
+    """Collects, from one backward pass to the next, what the next one needs; a pass takes each thing once.
+
+    Attributes:
+        wanted: asked whether a pass that begins is to be reduced, see `Reducer`.
+        is_expected: the last forward pass was one whose backward pass is to be reduced.
+        divisor: gives what gradients are divided by; None for the number of ranks.
+        search: for parameters that the pass will not reach.
+        unread: the report of the last pass, where it is read only before the next one.
+        futures: things that are waited for when the pass ends.
+    """
+
+    wanted: Callable[[bool], bool] | None
+    is_expected: bool = False
+    divisor: Callable[[], float] | None = None
+    search: UnusedSearch = field(default_factory=UnusedSearch)
+    unread: FailureReport | None = None
+    futures: list["Future[object]"] = field(default_factory=list)
+
+    def is_reduced(self, *, was_prepared: bool) -> bool:
+        """Decide, when a pass begins, whether it is to be reduced.
+
+        Args:
+            was_prepared: the pass goes through an output that `Reducer.prepare` was given.
+        """
+        return self.wanted is None or self.wanted(was_prepared or self.is_expected)
+
+    def pop_unused(self, learnt: Sequence[int] | None, params: Sequence["Tensor"]) -> list[int]:
+        """Find parameters that will get no gradient in the pass that has just begun.
+
+        Args:
+            learnt: how many gradients each gets in a static graph, None if that is not known.
+            params: the parameters.
+        """
+        if learnt is not None:
+            return [index for index, calls in enumerate(learnt) if not calls]
+        return self.search.pop_unused(params)
+
+    def pop_unread(self) -> FailureReport | None:
+        """Give the report that is still to be read, once."""
+        unread, self.unread = self.unread, None
+        return unread
+
+    def wait_for_futures(self) -> None:
+        """Wait for what was to be waited for, and forget it."""
+        futures, self.futures = self.futures, []
+        for future in futures:
+            future.wait()
