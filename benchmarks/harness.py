@@ -1,7 +1,7 @@
-"""What every benchmark shares: ranks on this machine, interleaved timing, memory marks, tables, records.
+"""What every benchmark uses: ranks on this machine, interleaved timing, peak memory, tables, records.
 
-Absolute times on a shared machine move by tens of per cent from run to run, so contenders are timed
-in turns inside one run and compared by ratio.
+Absolute times on a shared machine vary by tens of per cent between runs. So contenders are timed in turns
+inside one run, and compared by ratio.
 """
 
 import argparse
@@ -124,14 +124,14 @@ def medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def resident_nbytes() -> int:
-    """Bytes of this process that lie in memory now, free memory of its heap handed back (Linux, glibc)."""
+    """Resident bytes of this process, after its heap returned free memory (Linux, glibc)."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # else what the heap kept from before hides what comes
+    ctypes.CDLL(None).malloc_trim(0)  # else free memory that the heap still holds would hide a growth
     return _status("VmRSS")
 
 
 def peak_growth(work: Callable[[], object]) -> int:
-    """Bytes by which resident memory grew at most while ``work`` ran (Linux: the kernel's own mark)."""
+    """Largest growth of resident memory in bytes while ``work`` ran (Linux: the kernel measures it)."""
     before = resident_nbytes()
     Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back to VmRSS
     work()
@@ -153,7 +153,7 @@ def state_nbytes(state: Mapping[Any, Mapping[str, Any]]) -> int:
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:
-    """Make a parser with what all benchmarks take."""
+    """Make a parser with the options that all benchmarks have."""
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--dry", action="store_true", help="print the table, keep no record")
     return parser

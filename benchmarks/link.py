@@ -1,4 +1,4 @@
-"""Two hosts in one: network namespaces joined by a slow link, made by root and taken away again."""
+"""Two emulated hosts: network namespaces joined by a slow link. Only root can make them."""
 
 import ctypes
 import os
@@ -15,7 +15,7 @@ CLONE_NEWNET = 0x40000000  # <sched.h>
 
 @dataclass(frozen=True)
 class Link:
-    """A pair of namespaces; rank r lives in the r-th."""
+    """A pair of namespaces; rank r is in namespace r."""
 
     names: tuple[str, str]
     interface: str
@@ -30,7 +30,7 @@ class Link:
 
 
 def require_root() -> None:
-    """End with a line, not a traceback, where links cannot be made."""
+    """End with one line, not a traceback, if links cannot be made."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if sys.platform != "linux" or os.geteuid() != 0 or missing:
         lacking = f"the commands {' and '.join(missing)} (iproute2)" if missing else "root, on Linux"

@@ -1,4 +1,4 @@
-"""Chained collectives are launched in one order on every rank, whatever the timing."""
+"""Chained collectives are started in one order on every rank, whatever the timing."""
 
 import itertools
 import random
@@ -53,9 +53,9 @@ def test_a_turnstile_is_entered_from_inside_and_by_many_threads() -> None:
     assert passed == list(range(201))
 
 
-def delayed(launch: Any, group: dist.ProcessGroup, tensor: Tensor) -> torch.futures.Future[torch.Tensor]:
-    """Launch, but let the callback come at a random time, so that buckets overtake each other."""
-    future = launch(group, tensor)
+def delayed(start: Any, group: dist.ProcessGroup, tensor: Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Start, but let the callback come at a random time, so that buckets overtake each other."""
+    future = start(group, tensor)
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     timer = threading.Timer(random.uniform(0, 0.03), lambda: done.set_result(future.wait()))
     timer.start()
@@ -152,7 +152,7 @@ def check_failure() -> list[str]:
 
 def test_what_fails_in_a_chain_is_raised_by_its_future_and_holds_up_nobody(ranks2: Ranks) -> None:
     for messages in ranks2.run(check_failure):
-        expected = ["True", "bucket 1 at prepare", "bucket 2 at launch", "bucket 3 at finish", "True"]
+        expected = ["True", "bucket 1 at prepare", "bucket 2 at start", "bucket 3 at finish", "True"]
         assert all(want in got for want, got in zip(expected, messages, strict=True)), messages
 
 

@@ -19,7 +19,7 @@ from zero_optim.errors import InterruptedRunError, RankFailedError, ZeroOptimErr
 
 
 class _Parser(argparse.ArgumentParser):
-    """One line on bad input, like every other error; the options are a --help away."""
+    """Prints one line on bad input, like every other error; --help shows the options."""
 
     def error(self, message: str) -> NoReturn:
         _complain(f"{message} (see {self.prog} --help)")
@@ -65,7 +65,7 @@ def train(given: dict[str, Any]) -> int:
 
 
 def _torchrun() -> prepare.Started | None:
-    """Tell whether torchrun has started this process, and as which rank."""
+    """Return this process's rank if torchrun started it, else None."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if not os.environ.keys() >= set(names):
         return None
@@ -87,7 +87,7 @@ def _launch(config: RunConfig) -> int:
 
 
 def _leave_bar() -> None:
-    """Get to a line of its own, with a cursor: a rank killed while it drew its bar leaves neither."""
+    """Start a new line and show the cursor: a rank that is killed while it draws its bar does neither."""
     if sys.stdout.isatty():
         sys.stdout.write("\x1b[?25h\n")
         sys.stdout.flush()
@@ -161,7 +161,7 @@ def _add_tools(commands: Any) -> None:  # noqa: ANN401 - argparse has no public 
 
 
 def _tool(name: str) -> Callable[[dict[str, Any]], int]:
-    """Make a command of a tool: what is wrong gets one line, and status 2."""
+    """Make a command of a tool: an error gives one line, and status 2."""
 
     def run(given: dict[str, Any]) -> int:
         from zero_optim.checkpoint import inspection, offline

@@ -1,4 +1,4 @@
-"""What a training run is: one frozen value, checked when made, readable back from JSON."""
+"""The configuration of a run: one immutable object, checked when made, written to JSON and read back."""
 
 import json
 import math

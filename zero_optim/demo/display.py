@@ -27,7 +27,7 @@ _PLAIN_WIDTH = 100  # columns, where there is no terminal to ask
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
         shards: what each rank keeps, by rank.
@@ -49,7 +49,7 @@ class Summary:
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Tell what happened, where rich would end the process without a word."""
+        """Raise an error, where rich would end the process without a message."""
         raise BrokenPipeError("standard output was closed")
 
 
@@ -115,7 +115,7 @@ class Display:
         return self.seconds / max(1, step - self._done) * (self._steps - step)
 
     def finish(self, summary: Summary) -> None:
-        """Show what it came to."""
+        """Show the result of the run."""
         print_summary(self._console, summary)
 
 
@@ -158,7 +158,7 @@ class BarDisplay(Display):
 
 
 def make_display(done: int, steps: int) -> Display:
-    """Choose the report that suits standard output; see `Display` for the arguments."""
+    """Choose the display that suits standard output; see `Display` for the arguments."""
     console = _Console(highlight=False)
     if console.is_terminal and not console.is_dumb_terminal:
         return BarDisplay(console, done, steps)
@@ -171,7 +171,7 @@ def print_fact(console: Console, name: str, value: str) -> None:
 
 
 def print_summary(console: Console, summary: Summary) -> None:
-    """Write the table of ranks, then what the run came to and where it is."""
+    """Write the table of ranks, then the result of the run and its folder."""
     console.print()
     console.print(_table(summary.shards, plain=not console.is_terminal))
     console.print()
@@ -213,7 +213,7 @@ def clock(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Take out what would move a terminal's cursor or change its colours."""
+    """Replace characters that would move a terminal's cursor or change its colours."""
     return "".join(
         char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text
     )

@@ -1,16 +1,15 @@
-"""Start the ranks on this host through PyTorch's elastic launcher, and say in a line how they ended.
+"""Launch the ranks on this host through PyTorch's elastic launcher, and say in one line how they ended.
 
 Note [How a run ends]
-    The launcher is the parent. It turns SIGINT, SIGTERM, SIGHUP and SIGQUIT into an exception and ends
-    its workers; they live in sessions of their own, so a Ctrl-C at the terminal reaches the parent
-    alone, and once. When a worker fails or is killed, the launcher ends the others. When the parent
-    itself is killed outright, `end_with_parent` ends the workers. Checkpoints are whole throughout, see
-    `zero_optim.checkpoint`.
+    The launcher is the parent. It turns SIGINT, SIGTERM, SIGHUP and SIGQUIT into an exception and ends its
+    workers. They are in their own sessions, so a Ctrl-C at the terminal reaches only the parent, and once.
+    When a worker fails or is killed, the launcher ends the others. When the parent itself is killed,
+    `end_with_parent` ends the workers. Checkpoints stay whole in every case, see `zero_optim.checkpoint`.
 
 Note [Files in place of sockets]
-    PyTorch's store listens on every address of the host, and whoever reaches it can change what ranks read.
-    A run that this launcher starts is on one host, so the launcher and the ranks meet in files of a folder
-    that is theirs alone. Only gloo and NCCL listen, on the loopback interface.
+    PyTorch's store listens on every address of the host, and anybody who reaches it can change what ranks
+    read. A run that this launcher starts is on one host. So the launcher and the ranks meet in files, in a
+    private folder. Only gloo and NCCL listen, on the loopback interface.
 """
 
 import logging
@@ -132,7 +131,7 @@ def _no_store() -> Iterator[None]:
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Answer signals until the launcher does it itself, and put back what was there at the end."""
+    """Handle signals until the launcher does so itself, and restore the old handlers at the end."""
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
         raise InterruptedRunError(signum)
@@ -146,11 +145,10 @@ def _signals_raise() -> Iterator[None]:
 
 
 def first_failed(failures: Mapping[int, ProcessFailure]) -> int:
-    """Find the rank that is the first cause, among failed ones.
+    """Find the rank that failed first, among the failed ones.
 
-    A killed rank comes first: its peers then fail as well, for want of it, and may be first to say
-    so. SIGTERM does not count, the launcher sends it to those that are left. Otherwise, the earliest
-    traceback is the cause.
+    A killed rank comes first: without it the others fail as well, and may say so earlier. SIGTERM does not
+    count, as the launcher sends it to the remaining ranks. Otherwise the earliest traceback is the cause.
     """
     killed = [rank for rank, failure in failures.items() if failure.exitcode < 0 and not _ended(failure)]
     if killed:

@@ -1,4 +1,4 @@
-"""What a run leaves behind to look at: ``metrics.jsonl``, one line an update, and ``loss.png``."""
+"""The files of a run for people to read: ``metrics.jsonl``, one line for each update, and ``loss.png``."""
 
 import json
 from collections.abc import Iterable
@@ -11,15 +11,15 @@ PICTURE = "loss.png"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """One update; step 0 is the state before the first and has a validation loss alone.
+    """One update. Step 0 is the state before the first update, and has only a validation loss.
 
     Attributes:
         step: number of the update, from 1.
-        train_loss: of its batch before it, in nats a byte, over all ranks.
-        val_loss: after it, where the run was validated.
-        lr: the learning rate it used, where the optimizer has one.
+        train_loss: of its batch before the update, in nats per byte, over all ranks.
+        val_loss: after the update, if the run was validated then.
+        lr: its learning rate, if the optimizer has one.
         grad_norm: of all gradients together, before clipping.
-        seconds: that it took, validation apart.
+        seconds: its duration, without validation.
         tokens_per_second: over all ranks.
         save_stall: seconds for which training stood still before it, for a checkpoint.
     """
@@ -39,11 +39,12 @@ class Metric:
 
 
 class MetricsFile:
-    """The records of a run folder, as rank 0 writes them.
+    """The records of a run folder; rank 0 writes them.
 
     Args:
         folder: the run folder, which exists.
-        earlier: records that the run goes on from; they take the place of what the file held.
+        earlier: the records up to the checkpoint that the run continues from; they replace the file's
+            content.
     """
 
     def __init__(self, folder: Path, earlier: Iterable[Metric] = ()) -> None:
@@ -54,13 +55,13 @@ class MetricsFile:
         beside.replace(folder / METRICS)
 
     def add(self, record: Metric) -> None:
-        """Append one record, so that it is in the file when this returns."""
+        """Append one record; it is in the file when this returns."""
         self.entries.append(record)
         with (self._folder / METRICS).open("a") as file:
             file.write(record.to_json() + "\n")
 
     def validations(self) -> list[tuple[int, float]]:
-        """Give (step, loss) of each validation."""
+        """Return (step, loss) of each validation."""
         return [(record.step, record.val_loss) for record in self.entries if record.val_loss is not None]
 
     def draw(self, title: str) -> None:

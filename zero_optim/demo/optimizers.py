@@ -90,12 +90,12 @@ def _literal(key: str, text: str) -> OptionValue:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
-    return _frozen(key, value)
+    return _immutable(key, value)
 
 
-def _frozen(key: str, value: object) -> OptionValue:
+def _immutable(key: str, value: object) -> OptionValue:
     if isinstance(value, list | tuple):
-        return tuple(_frozen(key, item) for item in value)
+        return tuple(_immutable(key, item) for item in value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise ValueError(f"--opt {key} must be a number, a string, a truth value or a tuple, got {value!r}")

@@ -1,4 +1,4 @@
-"""Everything that can be wrong with a run and be known before a process is started."""
+"""Check a run before any process starts. Nothing here communicates."""
 
 import importlib.util
 import os
@@ -74,7 +74,7 @@ def prepare(given: Mapping[str, Any], started: Started | None) -> RunConfig:
 
 
 def check_extras() -> None:
-    """See whether what the report and the picture need is installed.
+    """Check that the packages for the display and the pictures are installed.
 
     Raises:
         ValueError: naming what is missing, and the command that installs it.

@@ -1,4 +1,4 @@
-"""This process among the ranks of the run: who it is, where it computes, sums over all of them."""
+"""This process as a rank of the run: its number, its device, and sums over all ranks."""
 
 import os
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Ranks:
 
     @property
     def backend(self) -> str:
-        """What carries messages between ranks."""
+        """The backend for communication between ranks."""
         return "nccl" if self.device.type == "cuda" else "gloo"
 
     def mean(self, value: Tensor) -> float:
@@ -41,7 +41,7 @@ class Ranks:
         return value
 
     def collect(self, *numbers: int) -> list[list[int]]:
-        """Give every rank's numbers, by rank; all ranks call, with as many."""
+        """Return every rank's numbers, by rank; all ranks call, with equally many."""
         mine = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(everyone, mine)
@@ -53,8 +53,8 @@ def join(device: Device, meeting: str | None = None) -> Ranks:
 
     Args:
         device: where to compute.
-        meeting: a file, not there yet, in which the ranks of one host find each other; None for the store
-            that the environment names, as torchrun sets it.
+        meeting: path of a new file in which the ranks of one host find each other. None uses the store that
+            the environment names, as torchrun sets it.
     """
     local_rank, local_world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if "OMP_NUM_THREADS" not in os.environ:
@@ -78,10 +78,10 @@ def join(device: Device, meeting: str | None = None) -> Ranks:
 
 
 def choose_device(asked: Device, local_world_size: int) -> str:
-    """Say "cuda" or "cpu"; the same on every host only if the hosts are alike.
+    """Return "cuda" or "cpu"; the same on every host only if the hosts are alike.
 
     Raises:
-        ValueError: CUDA is asked for and there are fewer GPUs than ranks on this host.
+        ValueError: ``asked`` is "cuda", and this host has fewer GPUs than ranks.
     """
     usable = torch.cuda.is_available() and dist.is_nccl_available()
     num_gpus = torch.cuda.device_count() if usable else 0

@@ -1,4 +1,4 @@
-"""Rank 0's side of a run: what the user is told, and what the run folder keeps."""
+"""What rank 0 shows to the user during a run, and writes to the run folder. Nothing here communicates."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,10 +11,10 @@ from zero_optim.demo.trainer import Shard, Trainer
 
 
 class RunLog:
-    """The report and the run folder, kept together. The folder exists, or is made.
+    """Writes to the terminal and to the run folder, which it makes if it does not exist.
 
     Args:
-        trainer: of rank 0, restored already if the run goes on from a checkpoint.
+        trainer: of rank 0, already restored if the run continues from a checkpoint.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -29,7 +29,7 @@ class RunLog:
         self.display: Display = make_display(trainer.step, config.steps)
 
     def open(self, saved: Saved | None) -> None:
-        """Say what is about to be trained, and on which checkpoint it goes on."""
+        """Show what the run trains, and the checkpoint from which it continues."""
         for name, value in _header(self._trainer):
             self.display.fact(name, value)
         if saved is not None:
@@ -43,7 +43,7 @@ class RunLog:
         self.display.update(record)
 
     def saved(self, stall: float) -> None:
-        """Take note of a checkpoint begun, and draw the picture as it is by then.
+        """Note that a checkpoint was begun, and draw the losses so far.
 
         Args:
             stall: seconds for which training stood still.
@@ -53,10 +53,11 @@ class RunLog:
         self._records.draw(f"{config.optimizer} sharded over {_ranks(self._trainer.ranks.world_size)}")
 
     def traced(self, hidden: float) -> None:
-        """Tell of the update that was profiled.
+        """Show the result of the profiled update.
 
         Args:
-            hidden: share of communication and stepping that lay under the forward or backward pass, 0 to 1.
+            hidden: fraction of communication and stepping that ran during the forward or backward pass, 0 to
+                1.
         """
         self.display.say(
             f"traced: {hidden:.0%} of reducing, stepping and gathering lay under forward and backward, see "
@@ -64,7 +65,7 @@ class RunLog:
         )
 
     def close(self, shards: Sequence[Shard]) -> None:
-        """Show what the run came to.
+        """Show the result of the run.
 
         Args:
             shards: what each rank keeps, by rank.

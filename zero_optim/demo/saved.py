@@ -1,7 +1,7 @@
-"""The checkpoints of a run: where they lie, and what can be known of one before any rank is started.
+"""The checkpoints of a run: where they are, and what one holds, read before any rank starts.
 
-They hold no data position but the step: the order of samples is a function of that and of the seed, which
-is in the config.
+The only data position that they hold is the step. The order of samples follows from the step and from the
+seed, which is in the config. Nothing here communicates.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from zero_optim import CheckpointError, checkpoint
 from zero_optim.demo.config import RunConfig
 
 FOLDER = "checkpoints"
-KEPT = 2  # the newest, and the one before should that be damaged
+KEPT = 2  # the newest, and the one before, in case the newest is damaged
 _KIND = "zero-optim train"
 
 
@@ -21,9 +21,9 @@ class Saved:
     """A checkpoint as it is before it is loaded.
 
     Attributes:
-        run: that it was saved by.
-        step: updates made.
-        text_digest: of the text it was trained on.
+        run: the run that saved it.
+        step: number of updates made.
+        text_digest: of the text that the run trained on.
         shapes: of the model's tensors.
     """
 
@@ -34,22 +34,22 @@ class Saved:
 
 
 def folder_of(out: str, step: int) -> Path:
-    """Name the folder of a run's checkpoint."""
+    """Return the folder of a run's checkpoint."""
     return Path(out) / FOLDER / f"{step:08}"
 
 
 def run_folder(path: str | Path) -> Path:
-    """Name the run folder that a checkpoint lies in."""
+    """Return the run folder of a checkpoint."""
     return Path(path).parent.parent
 
 
 def extra(config: RunConfig, step: int, text_digest: str) -> dict[str, Any]:
-    """Give what to save beside model, optimizer and scheduler."""
+    """Return what to save with model, optimizer and scheduler."""
     return {"kind": _KIND, "config": config.to_json(), "step": step, "text_digest": text_digest}
 
 
 def locate(place: str) -> Path:
-    """Find the newest whole checkpoint of a run folder, or, for "", of the newest run; or one named itself.
+    """Find a whole checkpoint: the newest of a run folder, of the newest run for "", or the one at ``place``.
 
     Raises:
         ValueError: there is none.
@@ -69,10 +69,10 @@ def locate(place: str) -> Path:
 
 
 def look(path: Path) -> Saved:
-    """Look at a checkpoint without loading it.
+    """Read what a checkpoint is, without loading it.
 
     Raises:
-        ValueError: it is incomplete or damaged, or of something else.
+        ValueError: it is incomplete or damaged, or not of ``zero-optim train``.
     """
     try:
         peek = checkpoint.peek(path)

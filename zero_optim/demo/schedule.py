@@ -1,4 +1,4 @@
-"""The learning rate over a run: a warm-up, then a fall to a tenth."""
+"""The learning rate over a run: it rises during the warm-up, then falls to a tenth."""
 
 import math
 
@@ -8,11 +8,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from zero_optim.demo.config import RunConfig, Schedule
 from zero_optim.demo.optimizers import has_rate
 
-FINAL = 0.1  # part of the full learning rate that is left at the last update
+FINAL = 0.1  # fraction of the full learning rate at the last update
 
 
 def factor(step: int, schedule: Schedule, warmup: int, steps: int) -> float:
-    """Give the part of the full learning rate that update ``step``, counted from 0, uses."""
+    """Return the fraction of the full learning rate that update ``step``, counted from 0, uses."""
     if step < warmup:
         return (step + 1) / (warmup + 1)
     done = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))
@@ -24,7 +24,7 @@ def make(optimizer: Optimizer, config: RunConfig) -> LambdaLR | None:
     """Attach the schedule to an optimizer; its ``step`` is called after each update.
 
     Returns:
-        None for an optimizer without a learning rate, which finds its own.
+        None for an optimizer that chooses its own learning rate.
     """
     if not has_rate(optimizer):
         return None

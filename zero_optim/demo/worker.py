@@ -1,4 +1,4 @@
-"""What every rank runs: join the others, train, and on rank 0 tell the user."""
+"""What every rank runs: it joins the others and trains; rank 0 also informs the user. It communicates."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from zero_optim.errors import CheckpointError, DivergedError
 from zero_optim.run.host import end_with_parent
 
 TRACED_AFTER = 5  # updates: by then the allocator and the buckets have settled
-_EXPECTED = (DivergedError, BrokenPipeError, CheckpointError)  # their line says all of it
+_EXPECTED = (DivergedError, BrokenPipeError, CheckpointError)  # their message needs no traceback
 
 
 def main() -> None:
@@ -38,9 +38,9 @@ def main() -> None:
 
 
 def run_under_torchrun(config: RunConfig) -> None:
-    """Run as a rank that torchrun started; a failure is recorded for it, and raised."""
+    """Run as a rank that torchrun started; a failure is recorded for torchrun, and raised."""
     end_with_parent(os.getppid())
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher tells of a Ctrl-C, the ranks just end
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher reports a Ctrl-C; the ranks just end
     try:
         work(config)
     except Exception as error:
