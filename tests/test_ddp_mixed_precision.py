@@ -53,13 +53,8 @@ def narrow(net: nn.Module, dtype: torch.dtype | None) -> Grads:
     }
 
 
-def by_hand(
-    net: nn.Module, number: int, precision: _MixedPrecision, passes: int = 1, *, late: bool = False
-) -> Grads:
-    """Average over ranks what each would compute alone: the same arithmetic, one step after the other.
-
-    With ``late`` the sum is divided, as PyTorch's mixed precision does it, and not what is summed.
-    """
+def by_hand(net: nn.Module, number: int, precision: _MixedPrecision, passes: int = 1) -> Grads:
+    """Average over ranks what each would compute alone: the same arithmetic, one step after the other."""
     size = dist.get_world_size()
     sums: Grads = {}
     for rank in range(size):
@@ -73,11 +68,9 @@ def by_hand(
                     grad = param.grad.to(WHOLE)
                     own[name] = own[name] + grad if name in own else grad
         for name, grad in own.items():
-            part = grad.to(precision.reduce_dtype or precision.param_dtype or WHOLE) * (
-                1 if late else 1 / size
-            )
+            part = grad.to(precision.reduce_dtype or precision.param_dtype or WHOLE) * (1 / size)
             sums[name] = sums[name] + part if name in sums else part
-    return {name: (grad * (1 / size if late else 1)).to(WHOLE) for name, grad in sums.items()}
+    return {name: grad.to(WHOLE) for name, grad in sums.items()}
 
 
 def assert_equal_grads(model: nn.Module, expected: Grads, where: object = "") -> None:
