@@ -33,7 +33,7 @@ LIMIT = 240.0  # seconds, for whatever is waited for: processes that import torc
 @pytest.fixture
 def peers_have_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The peers of a rank that failed get all the time they need to fail too."""
-    monkeypatch.setattr("zero_optim.launch._GRACE", LIMIT)
+    monkeypatch.setattr("zero_optim.run.launch._GRACE", LIMIT)
 
 
 def sum_over_ranks(start: torch.Tensor) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def test_the_rank_that_failed_first_is_told_first(tmp_path: Path) -> None:
     assert message.startswith("rank 1 of 2 failed:\n\nTraceback")
     assert 'raise ValueError("the cause of it all")' in message
     assert message.index("ValueError: the cause of it all") < message.index("afterwards failed: rank ")
-    assert "zero_optim/launch.py" not in message  # frames of the launcher tell nothing
+    assert "zero_optim/run/launch.py" not in message  # frames of the launcher tell nothing
     assert_gone(pids_in(tmp_path, 2))
 
 
