@@ -151,7 +151,14 @@ class NeedsTemperature(SGD):
                     p.data.add_(p.grad, alpha=-group["lr"] * temperature)
 
 
+class NeedsLossBeforeClosure(SGD):
+    def step(self, loss: float, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+
+
 def check_keyword() -> None:
+    with pytest.raises(ValueError, match=r"nothing was found against it: its step\(\) needs loss"):
+        ZeroRedundancyOptimizer(make_params(), NeedsLossBeforeClosure, lr=0.1)
     params = make_params()
     with pytest.raises(
         ValueError, match=r"nothing was found against it: its step\(\) needs temperature"

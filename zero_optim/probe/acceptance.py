@@ -95,7 +95,7 @@ def _step_with_graph(run: TrialRun) -> None:
 def _call(optimizer: Optimizer, closure: Callable[[], Any]) -> None:
     if "closure" not in inspect.signature(optimizer.step).parameters:
         raise TypeError("step() takes no closure")
-    optimizer.step(closure)
+    optimizer.step(closure=closure)  # by name: another argument may come before it
 
 
 def first_line_of(error: Exception) -> str:
