@@ -1,10 +1,9 @@
 """What the library needs of PyTorch and has no public name: checked when imported, most of it used from here.
 
 Note [Private names]
-    Each package lists those it uses: `NEEDED` here, and in ``zero_optim.checkpoint``, ``zero_optim.ddp`` and
-    ``zero_optim.hooks``. A name that is missing then shows at import, with what to do, and not in the middle
-    of a run. All were there in PyTorch 2.8.0 and in 2.13.0. What is read with a default where it is missing
-    is not listed.
+    Each package lists those it uses: `NEEDED` here, and in ``zero_optim.ddp`` and ``zero_optim.hooks``. A
+    name that is missing then shows at import, with what to do, and not in the middle of a run. All were
+    there in PyTorch 2.8.0 and in 2.13.0. What is read with a default where it is missing is not listed.
 """
 
 from collections.abc import Callable, Sequence
