@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,8 @@ from torch import Tensor
 from zero_optim import CheckpointError
 from zero_optim.checkpoint import manifest
 from zero_optim.checkpoint.manifest import Chunk, DataFile, Entry, Manifest
+from zero_optim.checkpoint.safetensors import DTYPES as KNOWN_DTYPES
+from zero_optim.checkpoint.safetensors import Box, lay_out
 from zero_optim.comm import wire
 from zero_optim.plan.buckets import assign_buckets
 from zero_optim.plan.layout import spans, whole
@@ -215,6 +218,32 @@ def test_pieces_hold_every_byte_once_and_in_order_within_the_bound(sizes: list[i
     assert places == sizes
 
 
+# ---------------------------------------------------------------------- data files
+
+boxes = st.builds(
+    lambda key, dtype, dims: Box(
+        key, dtype, tuple(d[0] for d in dims), tuple(d[1] for d in dims), tuple(d[2] for d in dims)
+    ),
+    st.sampled_from(["w", "w[0:1]", "__metadata__", "b"]),
+    st.sampled_from([*KNOWN_DTYPES, torch.complex128]),
+    st.lists(st.tuples(st.just(9), st.integers(0, 4), st.integers(0, 5)) | st.just((1, 0, 1)), max_size=3),
+)
+
+
+@given(st.lists(boxes, max_size=6))
+def test_data_files_of_any_boxes_are_safetensors_without_gaps_or_names_twice(content: list[Box]) -> None:
+    head, placed = lay_out(content)
+    assert len(head) % 64 == 0
+    assert sorted(map(repr, content)) == sorted(repr(box) for box, _ in placed)
+    end = len(head)
+    for box, start in placed:
+        assert start == end
+        assert start % box.itemsize == 0
+        end += box.nbytes
+    found = safetensors.deserialize(head + bytes(end - len(head)))
+    assert len(found) == len(content)  # it refuses gaps, overlaps and wrong lengths
+
+
 # ---------------------------------------------------------------------- manifest
 
 json_values = st.recursive(
@@ -232,33 +261,37 @@ def manifests(draw: st.DrawFn) -> Manifest:
     """Entries of any dtype in boxes of any size, one behind the other in some files."""
     num_files = draw(st.integers(0, 3))
     names = [f"data-{draw(st.integers(0, 2**32)):x}-{number}.safetensors" for number in range(num_files)]
-    ends = dict.fromkeys(names, 0)
+    heads = {name: draw(st.integers(0, 99)) for name in names}
+    ends = dict(heads)
 
-    def chunk(offsets: tuple[int, ...], sizes: tuple[int, ...], itemsize: int) -> Chunk:
+    def chunk(offsets: tuple[int, ...], sizes: tuple[int, ...], nbytes: int) -> Chunk:
         name = draw(st.sampled_from(names))
-        nbytes, start = math.prod(sizes) * itemsize, ends[name]
+        start = ends[name]
         ends[name] += nbytes
         return Chunk(offsets, sizes, name, start, nbytes, draw(st.integers(0, 2**32 - 1)))
 
     def entry() -> Entry:
         if not names or draw(st.booleans()):
             return Entry(None, (), (chunk((), (), draw(st.integers(0, 50))),) if names else ())
-        dtype, sizes = draw(st.sampled_from(DTYPES)), draw(st.lists(st.integers(0, 5), max_size=3))
-        if not sizes:
+        dtype, shape = draw(st.sampled_from(DTYPES)), tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
+        if not shape:
             return Entry(dtype, (), (chunk((), (), dtype.itemsize),))
-        # Cut along the first dimension, as tensors are that several ranks hold a part of.
-        cuts = [0, *sorted(draw(st.lists(st.integers(0, sizes[0]), max_size=2))), sizes[0]]
-        rest = (0,) * (len(sizes) - 1)
-        boxes = [((low, *rest), (high - low, *sizes[1:])) for low, high in pairwise(cuts)]
-        chunks = tuple(chunk(offsets, box, dtype.itemsize) for offsets, box in boxes)
-        return Entry(dtype, tuple(sizes), chunks)
+        cuts = [0, *sorted(draw(st.lists(st.integers(0, shape[0]), max_size=2))), shape[0]]
+        row = math.prod(shape[1:]) * dtype.itemsize
+        boxes = [
+            ((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])) for first, last in pairwise(cuts)
+        ]
+        return Entry(dtype, shape, tuple(chunk(*box, box[1][0] * row) for box in boxes))
 
     entries = {name: entry() for name in draw(st.sets(names_of_entries, max_size=4))}
     return Manifest(
         time_ns=draw(st.integers(0, 2**62)),
         world_size=draw(st.integers(1, 10**5)),
         software=draw(st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=2)),
-        files={name: DataFile(number, ends[name]) for number, name in enumerate(names)},
+        files={
+            name: DataFile(n, ends[name], heads[name], draw(st.integers(0, 2**32 - 1)))
+            for n, name in enumerate(names)
+        },
         entries=entries,
         values=draw(st.dictionaries(names_of_entries, json_values, max_size=3)),
         paths=draw(

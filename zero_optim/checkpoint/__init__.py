@@ -3,21 +3,11 @@
 docs/checkpoints.md says what is in them.
 """
 
-import torch
-from torch import _subclasses
-
 from zero_optim.checkpoint.dcp import Reader, SafeLoadPlanner, Writer
 from zero_optim.checkpoint.folder import latest
 from zero_optim.checkpoint.loading import Peek, load, peek
 from zero_optim.checkpoint.saving import PendingSave, save, save_async
 from zero_optim.checkpoint.stateful import OptimizerState
-from zero_optim.compat.engine import require
-
-NEEDED = (  # see Note [Private names] in zero_optim.compat.engine
-    (_subclasses, "FakeTensorMode"),
-    (torch.UntypedStorage, "_checkpoint_offset"),
-)
-require(NEEDED, __name__)
 
 __all__ = [
     "OptimizerState",

@@ -144,6 +144,23 @@ def check_run(folder: Path, chunk: Chunk, key: str) -> None:
         )
 
 
+def map_file(path: Path, nbytes: int) -> torch.UntypedStorage:
+    """Map the first ``nbytes`` of a file into memory: read when they are needed, dropped when others need it.
+
+    What is written to the memory does not reach the file.
+    """
+    storage: Any = torch.UntypedStorage.from_file(str(path), False, nbytes)
+    mapped: torch.UntypedStorage = storage
+    return mapped
+
+
+def tensor_in(
+    storage: torch.UntypedStorage, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int] = ()
+) -> Tensor:
+    """Give the tensor whose memory a storage is; contiguous, if no strides are given."""
+    return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape), tuple(strides))
+
+
 def blank(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Allocate a contiguous CPU tensor, uninitialised."""
     return torch.empty(shape, dtype=dtype)

@@ -57,24 +57,29 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def new_part(path: Path) -> Path:
+    """Name a new file beside ``path``, which `remove_stale_parts` knows."""
+    return path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
+
+
 def part_of(name: str) -> re.Pattern[str]:
-    """Tell files apart that `replacing` writes beside a file of this name."""
+    """Tell files apart that are written beside a file of this name, under names of `new_part`."""
     return re.compile(re.escape(name) + r"\.[0-9a-f]{16}\.part")
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[tuple[FileIO, Path]]:
-    """Give a new file beside ``path``, and its name; it is on the disk and in place when the ``with`` ends.
+def replacing(path: Path) -> Iterator[FileIO]:
+    """Give a new file beside ``path``; it is on the disk and in place when the ``with`` ends.
 
     A link at ``path`` is replaced, not followed. The new file is gone if anything fails. It is locked while
     it is written.
     """
-    beside = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
+    beside = new_part(path)
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with FileIO(os.open(beside, flags, 0o666), "rb+") as file:
         try:
             try_lock(file.fileno())
-            yield file, beside
+            yield file
             os.fsync(file.fileno())
             beside.replace(path)
         except BaseException:

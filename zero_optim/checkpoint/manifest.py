@@ -334,7 +334,7 @@ def commit(folder: Path, manifest: Manifest) -> None:
     before or this one.
     """
     content = memoryview(manifest.to_json().encode())
-    with replacing(folder / FILE) as (file, _):
+    with replacing(folder / FILE) as file:
         while content:
             content = content[file.write(content) :]
         sync_folder(folder)  # the data files' names

@@ -50,15 +50,8 @@ def consolidate(source: Path, out: Path, *, weights: bool = False) -> None:
     total = sum(
         entry.nbytes for key, entry in reader.manifest.entries.items() if key.startswith(wanted + "/")
     )
-    with progress("consolidating", total) as advance:
-
-        def read(key: str) -> Tensor:
-            tensor = reader.read_tensor(key)
-            advance(tensor.nbytes)
-            return tensor
-
-        with blamed_on(source):
-            write_file(out, reader, build(reader.manifest.values), read)
+    with progress("consolidating", total) as advance, blamed_on(source):
+        write_file(out, reader, build(reader.manifest.values), advance)
 
 
 def _weights(values: Mapping[str, Json]) -> Callable[[Any], Any]:

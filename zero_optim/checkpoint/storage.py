@@ -13,7 +13,14 @@ from torch import Tensor
 
 from zero_optim.checkpoint import folder as folders
 from zero_optim.checkpoint import manifest as manifests
-from zero_optim.checkpoint.data import blank, bytes_of, read_box, write_data
+from zero_optim.checkpoint.data import (
+    bytes_of,
+    check_run,
+    map_file,
+    read_box,
+    tensor_in,
+    write_data,
+)
 from zero_optim.checkpoint.manifest import DataFile, Entry, Manifest
 from zero_optim.checkpoint.safetensors import Box
 from zero_optim.errors import CheckpointError
@@ -119,20 +126,33 @@ class CheckpointReader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.folder = Path(path).absolute()
         self.manifest = manifests.read(self.folder)
+        self._mapped: dict[str, torch.UntypedStorage] = {}
 
     def read_tensor(self, key: str) -> Tensor:
         """Read a tensor into CPU memory, contiguous."""
-        tensor = self.blank(key)
-        for chunk in self.manifest.entries[key].chunks:
+        entry = self.manifest.entries.get(key)
+        if entry is None or entry.dtype is None:
+            raise CheckpointError(f"the checkpoint {self.folder} is damaged: it lacks {key}")
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        for chunk in entry.chunks:
             box = tensor
             for dim, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
                 box = box.narrow(dim, start, size)
             read_box(self.folder, chunk, key, tensor.dtype, box)
         return tensor
 
-    def blank(self, key: str) -> Tensor:
-        """Allocate what a tensor of the checkpoint will be read into."""
+    def map_tensor(self, key: str) -> Tensor:
+        """Give a contiguous tensor whose memory is the file's, after a look at its checksum.
+
+        Takes no memory but the system's for files, unless the tensor is in several parts.
+        """
         entry = self.manifest.entries.get(key)
-        if entry is None or entry.dtype is None:
-            raise CheckpointError(f"the checkpoint {self.folder} is damaged: it lacks {key}")
-        return blank(entry.shape, entry.dtype)
+        if entry is None or entry.dtype is None or len(entry.chunks) != 1 or not entry.nbytes:
+            return self.read_tensor(key)
+        (chunk,) = entry.chunks
+        check_run(self.folder, chunk, key)
+        if chunk.file not in self._mapped:
+            nbytes = self.manifest.files[chunk.file].nbytes
+            self._mapped[chunk.file] = map_file(self.folder / chunk.file, nbytes)
+        storage = self._mapped[chunk.file][chunk.start : chunk.start + chunk.nbytes]
+        return tensor_in(storage, entry.dtype, entry.shape)

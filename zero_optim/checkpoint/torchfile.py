@@ -1,10 +1,10 @@
-"""Files of ``torch.save`` and of safetensors, written and read tensor by tensor.
+"""Files of ``torch.save`` and of safetensors, written and read without the whole in memory.
 
-``torch.save`` is asked to leave the tensors' bytes out (``skip_data``), and a look at the file with fake
-tensors tells where each belongs: so neither writing nor reading ever needs the whole in memory.
+``torch.save`` and ``torch.load`` work on mapped tensors, whose memory is a file's: the system reads it when
+it is needed, and drops it when others need memory.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedRandom, FileIO
 from pathlib import Path
@@ -12,124 +12,77 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
-from torch.serialization import skip_data
 
 from zero_optim.checkpoint.content import EVERYWHERE, EXTRA, MODEL, OPTIMIZER, STATE
-from zero_optim.checkpoint.data import bytes_of, write_all
-from zero_optim.checkpoint.files import remove_stale_parts, replacing
+from zero_optim.checkpoint.data import bytes_of, map_file, tensor_in, write_all
+from zero_optim.checkpoint.files import new_part, remove_stale_parts, replacing
 from zero_optim.checkpoint.fitting import model_parts
 from zero_optim.checkpoint.loading import with_strides
 from zero_optim.checkpoint.names import positional
 from zero_optim.checkpoint.safetensors import DTYPES, Box, lay_out, whole
 from zero_optim.checkpoint.storage import CheckpointReader
 from zero_optim.checkpoint.values import Json, key_of, pack
-from zero_optim.comm.wire import inner_tensors, map_tensors, memory_of
+from zero_optim.comm.wire import memory_of
 from zero_optim.errors import CheckpointError
-from zero_optim.plan.memory import dense_strides
 
-Read = Callable[[str], Tensor]
+Advance = Callable[[int], object]
 
 
-def write_file(out: Path, reader: CheckpointReader, build: Callable[[Any], Any], read: Read) -> None:
-    """Write a value whose tensors are read one by one; beside, then renamed into place.
+def write_file(out: Path, reader: CheckpointReader, build: Callable[[Any], Any], advance: Advance) -> None:
+    """Write a checkpoint's optimizer or model to one file; beside, then renamed into place.
 
     A link at ``out`` is replaced, not followed.
 
     Args:
-        out: a ``.safetensors`` or any other file, for ``torch.load``.
+        out: a ``.safetensors`` file, which gets the model's tensors, or any other, for ``torch.load``.
         reader: of the checkpoint.
         build: makes the value, given what gives a tensor for a key and its strides.
-        read: reads a tensor.
+        advance: is told of bytes that have been read.
 
     Raises:
         CheckpointError: the file cannot be written.
     """
     try:
         remove_stale_parts(out)
-        with replacing(out) as (file, beside):
+        with replacing(out) as file:
             if out.suffix == ".safetensors":
-                _write_safetensors(file, reader, read)
+                _write_safetensors(file, reader, advance)
             else:
-                _write_pt(file, beside, reader, build, read)
+                _write_pt(file, out, reader, build, advance)
     except OSError as error:
         raise CheckpointError(f"cannot write {out}: {error.strerror or error}") from error
 
 
-def _save(file: FileIO, value: object) -> None:
+def _write_pt(
+    file: FileIO, out: Path, reader: CheckpointReader, build: Callable[[Any], Any], advance: Advance
+) -> None:
+    """Write with ``torch.save``, which takes each tensor's bytes from its mapped file when it writes them."""
+
+    def mapped(key: str, strides: Sequence[int]) -> Tensor:
+        tensor = reader.map_tensor(key)
+        if tensor.stride() != tuple(strides) and tensor.numel():
+            tensor = _spooled(with_strides(tensor, strides), out)
+        advance(tensor.nbytes)
+        return tensor
+
     buffered = BufferedRandom(file)  # writes until everything is written
-    torch.save(value, buffered)
+    torch.save(build(mapped), buffered)
     buffered.detach()
 
 
-def _write_pt(
-    file: FileIO, path: Path, reader: CheckpointReader, build: Callable[[Any], Any], read: Read
-) -> None:
-    order: list[str] = []
-
-    def reserve(key: str, strides: tuple[int, ...]) -> Tensor:
-        order.append(key)
-        blank = reader.blank(key)  # its memory is never touched, so it takes none
-        return torch.empty_strided(blank.shape, strides, dtype=blank.dtype)
-
-    if _needs_values(build, reader):
-        _save(file, build(lambda key, strides: with_strides(read(key), strides)))
-        return
-    value = build(reserve)
-    with skip_data():
-        _save(file, value)
-    del value
-    fakes = inner_tensors(_without_bytes(path))
-    assert len(fakes) == len(order)  # dicts keep their order
-    for key, fake in zip(order, fakes, strict=True):
-        file.seek(_offset(fake))
-        write_all(file, _memory(with_strides(read(key), fake.stride())))
-
-
-def _needs_values(build: Callable[[Any], Any], reader: CheckpointReader) -> bool:
-    """Whether some tensors are inside others, sparse or wrapped, which cannot be made without values."""
-    keys: list[str] = []
-
-    def meta(key: str, strides: tuple[int, ...]) -> Tensor:
-        keys.append(key)
-        blank = reader.blank(key)
-        return torch.empty_strided(blank.shape, strides, dtype=blank.dtype, device="meta")
-
+def _spooled(tensor: Tensor, out: Path) -> Tensor:
+    """Map a tensor that lies in memory: from a file that has no name any more when this returns."""
+    path = new_part(out)
     try:
-        tensors = _tensors(build(meta))
-    except (RuntimeError, TypeError, NotImplementedError):
-        return True
-    return len(tensors) != len(keys) or any(
-        type(t) is not Tensor or t.layout != torch.strided for t in tensors
-    )
+        with path.open("xb", buffering=0) as file:
+            run: Any = memory_of(tensor).numpy()
+            write_all(file, memoryview(run))
+        return tensor_in(map_file(path, tensor.nbytes), tensor.dtype, tensor.shape, tensor.stride())
+    finally:
+        path.unlink(missing_ok=True)
 
 
-def _tensors(value: object) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    children = (
-        value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    )
-    return [tensor for child in children for tensor in _tensors(child)]
-
-
-def _without_bytes(path: Path) -> Any:  # noqa: ANN401 - whatever the file holds
-    """Read a file of ``torch.save`` with tensors that have a place in the file instead of memory."""
-    with FakeTensorMode():
-        return torch.load(path, weights_only=True, map_location="cpu")
-
-
-def _offset(fake: Tensor) -> int:
-    storage: Any = fake.untyped_storage()
-    return int(storage._checkpoint_offset) + int(fake.storage_offset()) * fake.itemsize
-
-
-def _memory(tensor: Tensor) -> memoryview:
-    run: Any = memory_of(tensor).numpy()
-    return memoryview(run)
-
-
-def _write_safetensors(file: FileIO, reader: CheckpointReader, read: Read) -> None:
+def _write_safetensors(file: FileIO, reader: CheckpointReader, advance: Advance) -> None:
     """Write the model's tensors, by name."""
     keys: dict[str, str] = {}
     for name, (kind, body) in model_parts(reader.manifest.values).items():
@@ -147,7 +100,8 @@ def _write_safetensors(file: FileIO, reader: CheckpointReader, read: Read) -> No
     head, placed = lay_out(boxes)
     write_all(file, memoryview(head))
     for box, _ in placed:
-        write_all(file, bytes_of(read(keys[box.key])))
+        write_all(file, bytes_of(reader.read_tensor(keys[box.key])))
+        advance(box.nbytes)
 
 
 # ---------------------------------------------------------------------- into ours
@@ -165,36 +119,24 @@ class Source:
 
     values: Mapping[str, Json]
     boxes: Mapping[str, Box]
-    read: Read
+    read: Callable[[str], Tensor]
 
 
 def read_source(path: Path) -> Source:
-    """Look at a file of ``torch.save``; its tensors are read when they are asked for.
+    """Look at a file of ``torch.save``; its tensors are mapped, and read when they are used.
 
     Raises:
         ValueError: it is no state dict, or one that only running code could read.
     """
     try:
-        content = _without_bytes(path)
+        content = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
     except Exception as error:  # pickle and torch raise anything for files that are none
         raise ValueError(
             f"{path} is no file of torch.save that holds tensors and plain values only: {error}"
         ) from error
     values, tensors = _packed(content, path)
-
-    def read(key: str) -> Tensor:
-        fake = tensors[key]
-        run = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
-        left = _memory(run)
-        with path.open("rb", buffering=0) as file:
-            file.seek(_offset(fake))
-            while left.nbytes and (count := file.readinto(left)):  # some 2 GiB at a time
-                left = left[count:]
-        if left.nbytes:
-            raise CheckpointError(f"{path} is torn: it ends inside {key}")
-        return run
-
-    return Source(values, {key: whole(key, fake.dtype, fake.shape) for key, fake in tensors.items()}, read)
+    boxes = {key: whole(key, tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
+    return Source(values, boxes, tensors.__getitem__)
 
 
 def _packed(content: Any, path: Path) -> tuple[dict[str, Json], dict[str, Tensor]]:  # noqa: ANN401
@@ -208,7 +150,7 @@ def _packed(content: Any, path: Path) -> tuple[dict[str, Json], dict[str, Tensor
     tensors: dict[str, Tensor] = {}
 
     def add(key: str, value: object) -> None:
-        values[key], found = _pack(key, value)
+        values[key], found = pack(key, value, key)
         tensors.update(found)
 
     if isinstance(sections.get(MODEL), Mapping):
@@ -241,20 +183,3 @@ def _pack_optimizer(
     add(EVERYWHERE, {key: value for key, value in state.items() if key not in known})
     named = all("param_names" in group for group in state_dict["param_groups"])
     return {"named": named, "groups": groups, "params": {}}
-
-
-def _pack(key: str, value: object) -> tuple[Json, dict[str, Tensor]]:
-    """Pack a value of fake tensors."""
-    fakes: dict[int, Tensor] = {}
-
-    def plain(fake: Tensor) -> Tensor:
-        if fake.stride() != dense_strides(fake) and fake.numel():
-            raise ValueError(
-                f"{key} holds a tensor that is part of another, larger one: clone() it and save again"
-            )
-        meta = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="meta")
-        fakes[id(meta)] = fake
-        return meta
-
-    packed, tensors = pack(key, map_tensors(value, plain), key)
-    return packed, {name: fakes[id(meta)] for name, meta in tensors.items()}

@@ -1,10 +1,10 @@
 """Private names of PyTorch that the library needs: checked at import, and most of them used from here.
 
 Note [Private names]
-    Each package lists the private names that it uses: `NEEDED` here, and in ``zero_optim.checkpoint``,
-    ``zero_optim.ddp`` and ``zero_optim.hooks``. So a missing name shows at import, with what to do, and not
-    in the middle of a run. PyTorch 2.8.0 and 2.13.0 have all of them. Names that the library can do without
-    are read with a default, and are not listed.
+    Each package lists the private names that it uses: `NEEDED` here, and in ``zero_optim.ddp`` and
+    ``zero_optim.hooks``. So a missing name shows at import, with what to do, and not in the middle of a run.
+    PyTorch 2.8.0 and 2.13.0 have all of them. Names that the library can do without are read with a default,
+    and are not listed.
 """
 
 from collections.abc import Callable, Sequence
