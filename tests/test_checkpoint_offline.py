@@ -291,6 +291,7 @@ print(min(max(tour(sys.argv[2], sys.argv[2] + f"-large-{number}")) for number in
 """
 
 
+@pytest.mark.slow
 def test_tools_hold_one_tensor_at_a_time(ranks2: Ranks, tmp_path: Path) -> None:
     if sys.platform != "linux":
         pytest.skip("memory is measured as Linux tells it")

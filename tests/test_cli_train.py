@@ -211,9 +211,9 @@ def test_a_traced_run_with_a_hook_and_overlap_leaves_a_picture(run: Any, tmp_pat
 @pytest.mark.parametrize(
     ("signum", "whole_group"),
     [
-        pytest.param(signal.SIGINT, False, id="SIGINT", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, False, id="SIGINT"),
         pytest.param(signal.SIGINT, True, id="SIGINT to the group", marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, False, id="SIGTERM"),
+        pytest.param(signal.SIGTERM, False, id="SIGTERM", marks=pytest.mark.slow),
     ],
 )
 def test_an_interrupted_run_says_so_in_a_line_and_leaves_a_whole_checkpoint(

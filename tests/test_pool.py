@@ -221,6 +221,7 @@ def test_a_rank_that_is_done_waits_with_its_end_until_the_others_are_connected(f
         failing4.run(finish_at_once)
 
 
+@pytest.mark.slow
 def test_no_worker_outlives_a_killed_session(tmp_path: Path) -> None:
     script = f"import test_pool; test_pool.print_process_ids_and_hang({str(tmp_path)!r})"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
