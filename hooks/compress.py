@@ -8,8 +8,9 @@ float16 has 10 bits of mantissa and overflows above 65504; bfloat16 has 7 bits a
 import torch
 import torch.distributed as dist
 
+from zero_optim.compat.streams import record_use
 from zero_optim.hooks.bucket import GradBucket, Hook, TensorFuture, dense_buffer, name_of
-from zero_optim.hooks.exchange import group_of, in_use_here, start_average
+from zero_optim.hooks.exchange import group_of, start_average
 
 
 def fp16_compress_hook(
@@ -69,7 +70,7 @@ def _average_as(
     buffer = dense_buffer(bucket, name)
 
     def restore(landed: TensorFuture) -> torch.Tensor:
-        in_use_here(buffer)
+        record_use(buffer)
         return buffer.copy_(landed.value())
 
     return start_average(group_of(process_group), buffer.to(dtype)).then(restore)
@@ -83,7 +84,7 @@ def _wrapped(hook: Hook, dtype: torch.dtype, dtype_name: str) -> Hook:
         bucket.set_buffer(buffer.to(dtype))
 
         def restore(landed: TensorFuture) -> torch.Tensor:
-            in_use_here(buffer)
+            record_use(buffer)
             bucket.set_buffer(buffer)  # for hooks around this one, which must not see the copy
             return buffer.copy_(landed.value())
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_optim.compat.streams import future_on, record_use
 from zero_optim.hooks.bucket import TensorFuture
 
 
@@ -51,15 +52,10 @@ def start_all_gather(group: dist.ProcessGroup, row: Tensor) -> TensorFuture:
 
     def gathered(landed: torch.futures.Future[Any]) -> Tensor:
         landed.value()  # raises what the collective raised
-        in_use_here(rows, row)
+        record_use(rows, row)  # a callback has a stream of its own
         return rows
 
     return future.then(gathered)
-
-
-def future_on(device: torch.device) -> TensorFuture:
-    """Make a future for a tensor on a device."""
-    return torch.futures.Future(devices=[device] if device.type == "cuda" else None)
 
 
 def landed(tensor: Tensor) -> TensorFuture:
@@ -67,13 +63,6 @@ def landed(tensor: Tensor) -> TensorFuture:
     future = future_on(tensor.device)
     future.set_result(tensor)
     return future
-
-
-def in_use_here(*tensors: Tensor) -> None:
-    """Tell CUDA's allocator that the current stream uses these tensors. Callbacks have their own streams."""
-    for tensor in tensors:
-        if tensor.is_cuda:
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def _future(work: dist.Work | None) -> torch.futures.Future[Any]:

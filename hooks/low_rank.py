@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_optim.compat.streams import record_use
 from zero_optim.hooks.bucket import TensorFuture
-from zero_optim.hooks.exchange import in_use_here, start_average
+from zero_optim.hooks.exchange import start_average
 from zero_optim.hooks.memory import forget_non_finite, working_dtype
 from zero_optim.hooks.order import LaterStage
 
@@ -165,7 +166,7 @@ class Round:
     def _copy_rest_out(self, first: TensorFuture) -> Tensor:
         """Copy the averages of the uncompressed parts back to their places. They have no errors."""
         first.value()  # raises what the collective raised
-        in_use_here(self.buffer, self.flat, self.sent_p, self.sent_q)
+        record_use(self.buffer, self.flat, self.sent_p, self.sent_q)
         start = 0
         for offset, numel in self.split.rest:
             self.buffer.narrow(0, offset, numel).copy_(self.sent_p.narrow(0, start, numel))
@@ -194,7 +195,7 @@ class Round:
     def _restore(self, second: TensorFuture) -> Tensor:
         """Write the products of Ps and Qs to the bucket, and remember the Qs."""
         second.value()  # raises what the collective raised
-        in_use_here(self.buffer, self.flat, self.sent_q, *self.ps)
+        record_use(self.buffer, self.flat, self.sent_q, *self.ps)
         for block, block_p, block_q in self._products():
             product = (block_p @ block_q.to(self.flat.dtype).t()).view(-1)
             target = self.buffer[block.offset : block.offset + len(product)]  # without the square's padding

@@ -32,7 +32,7 @@ callback refers weakly to the lease: when the lease has ended, the lane may belo
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -42,8 +42,8 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease, lease
+from zero_optim.compat.streams import future_on, keeping_stream
 from zero_optim.hooks.bucket import TensorFuture
-from zero_optim.hooks.exchange import future_on
 
 
 @dataclass(slots=True)
@@ -167,16 +167,8 @@ class LaterStage:
             except Exception as error:  # noqa: BLE001 - raised where the result is waited for
                 turnstile.enter(turn, partial(fail, error))  # the later turns must not wait for ever
             else:
-                turnstile.enter(turn, partial(on_turn, _stream_here(device)))
+                turnstile.enter(turn, partial(on_turn, keeping_stream(device)()))
 
         first.then(on_first)
         # For C++ an exception set on a Python future is an ordinary value; one raised in a callback is not.
         return done.then(TensorFuture.value)
-
-
-def _stream_here(device: torch.device) -> AbstractContextManager[object]:
-    """Make a context in which the CUDA stream is the one that is current now."""
-    if device.type != "cuda":
-        return nullcontext()
-    stream: AbstractContextManager[object] = torch.cuda.stream(torch.cuda.current_stream(device))
-    return stream

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from zero_optim.compat.streams import record_use
 from zero_optim.hooks.bucket import GradBucket, TensorFuture, dense_buffer
-from zero_optim.hooks.exchange import group_of, in_use_here, start_all_gather
+from zero_optim.hooks.exchange import group_of, start_all_gather
 
 LEVELS = 255  # the largest code
 GROUP_SIZE = 512  # elements that share a scale, as in QSGD's experiments
@@ -69,7 +70,7 @@ def _average_quantized(group: dist.ProcessGroup, buffer: Tensor, group_size: int
     row = torch.cat([scales.view(-1).view(torch.uint8), codes.view(-1)])
 
     def average(landed: TensorFuture) -> Tensor:
-        in_use_here(buffer)
+        record_use(buffer)
         rows, total = landed.value(), torch.zeros_like(buffer, dtype=torch.float32)
         # One rank after the other, in the same order on every rank, so that all get the same bits.
         for received in rows.unbind(0):

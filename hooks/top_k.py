@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_optim.compat.streams import record_use
 from zero_optim.hooks.bucket import GradBucket, TensorFuture, dense_buffer
-from zero_optim.hooks.exchange import group_of, in_use_here, start_all_gather, start_average
+from zero_optim.hooks.exchange import group_of, start_all_gather, start_average
 from zero_optim.hooks.memory import (
     Errors,
     NamedParameters,
@@ -136,7 +137,7 @@ def topk_hook(state: TopKState, bucket: GradBucket) -> torch.futures.Future[torc
     row = torch.cat([values.view(torch.uint8), positions.to(torch.int32).view(torch.uint8)])
 
     def average(landed: TensorFuture) -> Tensor:
-        in_use_here(buffer)
+        record_use(buffer)
         return _sum_up(landed.value(), values.nbytes, buffer)
 
     return start_all_gather(group, row).then(average)

@@ -27,7 +27,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -36,8 +36,8 @@ from torch import Tensor
 
 from zero_optim.comm.lanes import Lease
 from zero_optim.compat.engine import after_backward, backward_number, in_backward, in_outer_backward
+from zero_optim.compat.streams import StreamBeside, future_on
 from zero_optim.hooks.bucket import GradBucket, Hook, TensorFuture
-from zero_optim.hooks.exchange import future_on
 from zero_optim.hooks.overlap.owners import BucketOwnership, OwnerReduction
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.memory import consecutive_views
@@ -261,24 +261,12 @@ class Stepper:
 
 def _work(line: "_Line") -> None:
     """Run the thread: nothing but what stands in line keeps a stepper, and the thread ends with it."""
-    streams: dict[torch.device, torch.cuda.Stream] = {}
+    streams = StreamBeside()  # so that steps do not queue behind the backward pass
     while (found := line.get()) is not None:
         stepper, task = found
-        with torch.no_grad(), _beside(task.buffer.device, streams):
+        with torch.no_grad(), streams.using(task.buffer.device):
             stepper.work(task)
         del found, stepper, task
-
-
-def _beside(
-    device: torch.device, streams: dict[torch.device, torch.cuda.Stream]
-) -> AbstractContextManager[Any]:
-    """Use a CUDA stream of this thread's own, so that steps do not queue behind the backward pass."""
-    if device.type != "cuda":
-        return nullcontext()
-    if device not in streams:
-        streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    context: AbstractContextManager[Any] = torch.cuda.stream(streams[device])
-    return context
 
 
 def _tensor(value: Any) -> Tensor:  # noqa: ANN401 - whatever a hook's future holds

@@ -1,0 +1,171 @@
+"""Streams: work that an accelerator still does when the call has returned. The one place that asks for them.
+
+On the CPU a call has done its work when it returns. There the functions here do nothing, or the plain thing.
+
+Note [Streams]
+    An accelerator does the work of one stream in order, and streams beside each other. `Work.wait` of a
+    collective, and `Future.wait`, make the *current stream* wait, not the CPU. So whoever reads a tensor must
+    do it on a stream that waits for the one that writes it. Memory is returned for the stream that it was
+    allocated on: a tensor that another stream uses must be kept, or marked with `record_use`, until that
+    stream has got there. A CPU that reads a value waits for all of that; `HostCopy` lets it look later.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Stream: TypeAlias = Any  # torch.Stream of the device's own kind, such as torch.cuda.Stream
+Event: TypeAlias = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """The streams of one type of device.
+
+    Args:
+        module: PyTorch's module for it, such as ``torch.cuda``.
+    """
+
+    module: Any
+
+    def current_stream(self, device: torch.device) -> Stream:
+        """Return the stream that this thread uses on a device."""
+        return self.module.current_stream(device)
+
+    def new_stream(self, device: torch.device) -> Stream:
+        """Make a stream beside the others."""
+        return self.module.Stream(device=device)
+
+    def using(self, stream: Stream) -> AbstractContextManager[Any]:
+        """Use a stream, and its device, on this thread while the context lasts."""
+        context: AbstractContextManager[Any] = self.module.stream(stream)
+        return context
+
+    def recorded_event(self, device: torch.device) -> Event:
+        """Make an event that happens when the current stream has done what it was given so far."""
+        event = self.module.Event()
+        event.record(self.current_stream(device))
+        return event
+
+    def record_use(self, tensor: Tensor) -> None:
+        """Keep a tensor's memory until the current stream has done what it was given so far."""
+        tensor.record_stream(self.current_stream(tensor.device))
+
+    def host_tensor(self, like: Tensor) -> Tensor:
+        """Make a tensor on the host to which copies run beside the CPU."""
+        return torch.empty_like(like, device="cpu", pin_memory=True)
+
+    def future(self, device: torch.device) -> torch.futures.Future[Tensor]:
+        """Make a future that orders streams: who waits for it has its stream wait for the one that set it."""
+        return torch.futures.Future(devices=[device])
+
+
+def accelerator_of(device: torch.device) -> Accelerator | None:
+    """Give the streams of a device; None for a device without streams."""
+    if device.type in ("cpu", "meta"):
+        return None
+    return Accelerator(torch.get_device_module(device))
+
+
+def is_asynchronous(device: torch.device) -> bool:
+    """Whether work may still be under way on a device when the call that asked for it has returned."""
+    return accelerator_of(device) is not None
+
+
+def current_stream(device: torch.device) -> Stream | None:
+    """Return the stream that this thread uses on a device; None if the device has none."""
+    accelerator = accelerator_of(device)
+    return None if accelerator is None else accelerator.current_stream(device)
+
+
+def using_stream(device: torch.device, stream: Stream | None) -> AbstractContextManager[Any]:
+    """Use a stream of a device, and the device, on this thread; nothing for None."""
+    accelerator = accelerator_of(device)
+    if accelerator is None or stream is None:
+        return nullcontext()
+    return accelerator.using(stream)
+
+
+def new_stream(device: torch.device) -> Stream | None:
+    """Make a stream of a device, beside the others; None if the device has none."""
+    accelerator = accelerator_of(device)
+    return None if accelerator is None else accelerator.new_stream(device)
+
+
+def recorded_event(device: torch.device) -> Event | None:
+    """Make an event that happens when the current stream has done its work so far; None without streams."""
+    accelerator = accelerator_of(device)
+    return None if accelerator is None else accelerator.recorded_event(device)
+
+
+def wait_for_event(device: torch.device, event: Event | None) -> None:
+    """Let the current stream of a device wait for an event. The CPU does not wait."""
+    stream = current_stream(device)
+    if stream is not None and event is not None:
+        stream.wait_event(event)
+
+
+def record_use(*tensors: Tensor) -> None:
+    """Keep the memory of tensors until the current stream has done its work so far; see Note [Streams]."""
+    for tensor in tensors:
+        accelerator = accelerator_of(tensor.device)
+        if accelerator is not None:
+            accelerator.record_use(tensor)
+
+
+def future_on(device: torch.device) -> torch.futures.Future[Tensor]:
+    """Make a future for a tensor on a device."""
+    accelerator = accelerator_of(device)
+    return torch.futures.Future() if accelerator is None else accelerator.future(device)
+
+
+class HostCopy:
+    """A copy of a small tensor for the CPU, which need not wait for it at once.
+
+    Args:
+        tensor: is read by the current stream; may be changed by later work of that stream.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        accelerator = accelerator_of(tensor.device)
+        if accelerator is None:
+            self._value, self._event = tensor.detach().clone(), None
+        else:
+            self._value = accelerator.host_tensor(tensor)
+            self._value.copy_(tensor.detach(), non_blocking=True)
+            self._event = accelerator.recorded_event(tensor.device)
+
+    @property
+    def has_come(self) -> bool:
+        """Whether `read` would return without waiting."""
+        return self._event is None or bool(self._event.query())
+
+    def read(self) -> Tensor:
+        """Wait on the CPU until the value has come, and give it, on the CPU."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        return self._value
+
+
+class StreamBeside:
+    """A stream of one's own on each device, made when it is first used."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, Stream | None] = {}
+
+    def using(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Use it, and its device, on this thread; nothing on a device without streams."""
+        if device not in self._streams:
+            self._streams[device] = new_stream(device)
+        return using_stream(device, self._streams[device])
+
+
+def keeping_stream(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """Remember the current stream; the function returned makes contexts that use it, on any thread."""
+    stream = current_stream(device)
+    return lambda: using_stream(device, stream)
