@@ -15,7 +15,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from pool import Ranks
 from zero_optim import RemoteRankError, ZeroRedundancyOptimizer
-from zero_optim.checkpoint.content import RankContent
+from zero_optim.checkpoint.content import RankContent, random_state, set_random_state
+from zero_optim.checkpoint.names import Objects
 from zero_optim.comm import collectives, lanes, wire
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.backends import (
@@ -521,6 +522,20 @@ def test_a_save_in_the_background_waits_for_the_device_once_however_many_tensors
         assert torch.equal(tensor, staged.tensors[key])
         assert tensor.stride() == staged.tensors[key].stride()
         assert tensor.data_ptr() != staged.tensors[key].data_ptr()
+
+
+def test_the_random_state_is_that_of_the_parameters_device_not_of_the_current_one() -> None:
+    cuda = {"is_available": True, "is_initialized": True, "get_rng_state": torch.zeros(16, dtype=torch.uint8)}
+    with mock.patch.multiple(
+        torch.cuda, **{name: mock.Mock(return_value=value) for name, value in cuda.items()}
+    ):
+        for device, asked in [(GPU3, GPU3), (None, torch.device("cuda")), (XPU1, torch.device("cuda"))]:
+            state = random_state(device)
+            torch.cuda.get_rng_state.assert_called_with(asked)  # type: ignore[attr-defined]
+            with mock.patch.object(torch.cuda, "set_rng_state") as setting:
+                set_random_state(state, device)
+            assert setting.call_args.args[1] == asked
+    assert Objects(model=nn.Linear(2, 2)).device is None
 
 
 def test_a_piece_of_many_tensors_is_brought_to_the_host_with_one_wait() -> None:
