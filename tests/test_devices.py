@@ -32,6 +32,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import lanes_beside
 from zero_optim.compat import streams
 from zero_optim.compat.engine import coalesced, coalesces, make_group
+from zero_optim.ddp import DistributedDataParallel
 from zero_optim.ddp.reducer import Reducer
 from zero_optim.hooks.order import LaterStage
 
@@ -241,6 +242,8 @@ def check_unserved_on_one_rank() -> None:
             ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
         with pytest.raises(ValueError, match=r"on cuda:3, and the group has no backend for cuda tensors"):
             Reducer(params)
+        with pytest.raises(ValueError, match=r"on cuda:3, and the group has no backend for cuda tensors"):
+            DistributedDataParallel(nn.Linear(2, 2))
     group = RankGroup.of(None)
     optimizer._group = replace(group, backends={"xpu": "xccl"} if group.rank else group.backends)
     with pytest.raises(ValueError, match="on cpu, and the group has no backend for cpu tensors"):
