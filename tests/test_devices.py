@@ -490,6 +490,18 @@ def test_a_stream_is_used_within_its_device_so_that_a_thread_never_returns_to_de
     assert module.log == ["enter device cuda:3", "enter stream", "leave stream", "leave device cuda:3"]
 
 
+def test_a_device_whose_module_has_no_streams_is_taken_for_one_that_works_in_order() -> None:
+    assert not streams.is_asynchronous(torch.device("mps"))
+    assert streams.is_asynchronous(GPU3)
+    copies = streams.HostCopies()
+    given = torch.arange(6.0).reshape(2, 3).t()
+    copy = copies.add(given)
+    copies.wait()
+    assert torch.equal(copy, given)
+    assert (copy.stride(), copy.device) == (given.stride(), CPU)
+    assert copy.data_ptr() != given.data_ptr()
+
+
 class CountingAccelerator:
     """Takes the CPU for an asynchronous device; counts copies that the CPU has waited for."""
 
