@@ -1,8 +1,9 @@
 """Data parallelism written in Python: gradients are reduced in buckets while the backward pass still runs.
 
 `DistributedDataParallel` takes the place of PyTorch's; `Reducer` is what reduces in it, and works without
-any wrapper. The package knows nothing of ``zero_optim.hooks``: the two meet only at PyTorch's comm-hook
-signature, ``hook(state, bucket) -> Future[Tensor]``.
+any wrapper. `ReduceScatterBucketer` sums tensors of which each rank gets a chunk. The package knows nothing
+of ``zero_optim.hooks``: the two meet only at PyTorch's comm-hook signature,
+``hook(state, bucket) -> Future[Tensor]``.
 
 The folder lies at the top of the repository, but the package is ``zero_optim.ddp`` wherever it is imported.
 """
@@ -14,7 +15,8 @@ if __name__ != "zero_optim.ddp":
 
 from zero_optim.ddp.assignment import ReducerOptions
 from zero_optim.ddp.bucket import GradBucket
+from zero_optim.ddp.bucketer import ReduceScatterBucketer
 from zero_optim.ddp.data_parallel import DistributedDataParallel
 from zero_optim.ddp.reducer import Reducer
 
-__all__ = ["DistributedDataParallel", "GradBucket", "Reducer", "ReducerOptions"]
+__all__ = ["DistributedDataParallel", "GradBucket", "ReduceScatterBucketer", "Reducer", "ReducerOptions"]

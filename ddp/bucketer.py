@@ -1,0 +1,177 @@
+"""`ReduceScatterBucketer`: collects small reduce-scatters, and sends them together.
+
+The interface is that of FairScale's class of the same name, which its FullyShardedDataParallel uses.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.lanes import Lease, lanes_beside
+from zero_optim.comm.row_sum import RowSum
+
+Callback: TypeAlias = Callable[[Tensor], None]
+
+# More would hide no more of the network's time, and each one holds a bucket.
+_NUM_UNDER_WAY = 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    """What becomes of one call's sum.
+
+    Attributes:
+        shape: of this rank's chunk.
+        callback: receives the sum.
+    """
+
+    shape: torch.Size
+    callback: Callback | None
+
+
+@dataclass(slots=True, eq=False)
+class _Bucket:
+    """Inputs that collect: a column each, with one chunk in the row of each rank."""
+
+    rows: list[list[Tensor]]
+    waiting: list[_Waiting] = field(default_factory=list)
+    nbytes: int = 0
+
+    def add(self, chunks: Sequence[Tensor], waiting: _Waiting) -> None:
+        for row, chunk in zip(self.rows, chunks, strict=True):
+            row.append(chunk.detach().reshape(-1))
+        self.waiting.append(waiting)
+        self.nbytes += _nbytes(chunks)
+
+    def packed(self) -> list[Tensor]:
+        """Give the rows, each as one tensor."""
+        return [row[0].contiguous() if len(row) == 1 else torch.cat(row) for row in self.rows]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sent:
+    """A bucket that is being summed."""
+
+    total: RowSum
+    waiting: list[_Waiting]
+
+    def finish(self) -> None:
+        """Wait for the sum, and hand each call its part."""
+        lengths = [waiting.shape.numel() for waiting in self.waiting]
+        for waiting, part in zip(self.waiting, torch.split(self.total.wait(), lengths), strict=True):
+            if waiting.callback is not None:
+                waiting.callback(part.view(waiting.shape))
+
+
+class ReduceScatterBucketer:
+    """Sum tensors over ranks so that each rank gets its own chunk; small ones are sent together.
+
+    Every rank makes the same calls, in the same order. Sums are made in the order of ranks, so their bits do
+    not depend on what is sent together. Inputs of one group, dtype and device share a bucket.
+
+    Args:
+        bucket_cap_mb: how much collects before it is sent, in MiB over all chunks; at 0 or less nothing does.
+    """
+
+    def __init__(self, bucket_cap_mb: float = 25.0) -> None:
+        if type(bucket_cap_mb) not in (int, float) or not bucket_cap_mb < float("inf"):
+            raise TypeError(f"expected bucket_cap_mb to be a finite number of MiB, got {bucket_cap_mb!r}")
+        self._cap_nbytes = int(max(0.0, bucket_cap_mb) * 2**20)
+        self._groups: dict[dist.ProcessGroup | None, tuple[RankGroup, Lease]] = {}
+        self._buckets: dict[tuple[dist.ProcessGroup | None, torch.dtype, torch.device], _Bucket] = {}
+        self._sent: deque[_Sent] = deque()
+
+    @torch.no_grad()
+    def reduce_scatter_async(
+        self,
+        input_list: Sequence[Tensor],
+        group: dist.ProcessGroup | None = None,
+        callback_fn: Callback | None = None,
+    ) -> None:
+        """Sum each chunk over all ranks, and give rank r the sum of chunk r. All ranks of the group call.
+
+        An input that no longer fits into the bucket sends the bucket first. An input larger than a bucket is
+        sent at once, ahead of what has collected. The first call with a group makes process groups beside it.
+
+        Args:
+            input_list: a chunk for each rank of the group, by rank, of one dtype and device. Chunks may
+                differ in shape from each other, but not from rank to rank. They are read until the callback
+                is called, and must not be changed before.
+            group: the ranks; None for the default group.
+            callback_fn: is called once with this rank's sum, which it may keep, in the shape of its chunk. A
+                later call of a method here calls it, in the order in which sums were sent. On an accelerator
+                the current stream has the sum then.
+
+        Raises:
+            ValueError: there is not one chunk for each rank.
+            TypeError: chunks differ in dtype or device, or are sparse.
+        """
+        ranks, _ = self._ranks(group)
+        _check(input_list, ranks.size)
+        key = (group, input_list[0].dtype, input_list[0].device)
+        waiting, size = _Waiting(input_list[ranks.rank].shape, callback_fn), _nbytes(input_list)
+        if size > self._cap_nbytes or self._cap_nbytes <= 0:
+            alone = _Bucket([[] for _ in range(ranks.size)])
+            alone.add(input_list, waiting)
+            self._send(group, alone)
+            return
+        bucket = self._buckets.get(key)
+        if bucket is not None and bucket.nbytes + size > self._cap_nbytes:
+            self._send(group, self._buckets.pop(key))
+            bucket = None
+        if bucket is None:
+            bucket = self._buckets[key] = _Bucket([[] for _ in range(ranks.size)])
+        bucket.add(input_list, waiting)
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Send what has collected, wait for everything sent, and call all callbacks. All ranks call."""
+        buckets, self._buckets = self._buckets, {}
+        for (group, _, _), bucket in buckets.items():
+            self._send(group, bucket)
+        while self._sent:
+            self._sent.popleft().finish()
+
+    def teardown(self) -> None:
+        """Let go of what has collected, and of process groups. Sends nothing, and calls nothing back.
+
+        It waits for what was sent before.
+        """
+        self._buckets = {}
+        while self._sent:
+            self._sent.popleft().total.wait()
+        self._groups = {}
+
+    def _ranks(self, group: dist.ProcessGroup | None) -> tuple[RankGroup, Lease]:
+        found = self._groups.get(group)
+        if found is None:
+            ranks = RankGroup.of(group)
+            found = self._groups[group] = ranks, lanes_beside(ranks)
+        return found
+
+    def _send(self, group: dist.ProcessGroup | None, bucket: _Bucket) -> None:
+        ranks, lease = self._groups[group]
+        if len(self._sent) == _NUM_UNDER_WAY:
+            self._sent.popleft().finish()
+        self._sent.append(_Sent(RowSum(ranks, lease.groups, bucket.packed()), bucket.waiting))
+
+
+def _nbytes(chunks: Sequence[Tensor]) -> int:
+    return sum(chunk.numel() * chunk.itemsize for chunk in chunks)
+
+
+def _check(chunks: Sequence[Tensor], size: int) -> None:
+    """Refuse what is not a chunk for each rank."""
+    if len(chunks) != size:
+        raise ValueError(f"expected a chunk for each of {size} ranks, got {len(chunks)}")
+    if any(chunk.layout != torch.strided for chunk in chunks):
+        raise TypeError("expected dense chunks, got a sparse one: make it dense first")
+    kinds = {f"{chunk.dtype} on {chunk.device}" for chunk in chunks}
+    if len(kinds) > 1:
+        raise TypeError(f"expected chunks of one dtype and device, got {' and '.join(sorted(kinds))}")
