@@ -112,7 +112,7 @@ class Line:
         self._running.put(None)
 
     def _finish(self) -> None:
-        # On a thread of its own: a send may wait for a receive that the other rank issues behind its own send.
+        # On a thread of its own: a send may wait for a receive that its peer issues behind a send.
         while (found := self._running.get()) is not None:
             operation, work = found
             try:
