@@ -9,6 +9,15 @@ from forked import fork_context
 from pool import Pool, Ranks
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the option that runs the ranks of all tests on the backend that lies in wait."""
+    parser.addoption(
+        "--late-seed",
+        type=int,
+        help="run collectives as late as they may, with delays from this seed; see tests/late_backend.py",
+    )
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_process_left() -> Iterator[None]:
     """Fails the session if a process started by a test, or by the pool, outlives it."""
@@ -17,16 +26,16 @@ def no_process_left() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def pool(no_process_left: None) -> Iterator[Pool]:
+def pool(no_process_left: None, pytestconfig: pytest.Config) -> Iterator[Pool]:
     """The worker pool; most tests want ``ranks`` instead."""
-    with Pool() as pool:
+    with Pool(late_seed=pytestconfig.getoption("--late-seed")) as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
-def forked_pool(no_process_left: None) -> Iterator[Pool]:
+def forked_pool(no_process_left: None, pytestconfig: pytest.Config) -> Iterator[Pool]:
     """A pool for calls that fail: its processes are forked, so that new ones are soon there."""
-    with Pool(fork_context()) as pool:
+    with Pool(fork_context(), pytestconfig.getoption("--late-seed")) as pool:
         yield pool
 
 

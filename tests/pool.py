@@ -81,12 +81,14 @@ class Pool:
     Args:
         context: how they start: spawned, or forked from a server, see ``forked``. Not forked from here, which
             does not go with torch's threads.
+        late_seed: of the backend that lies in wait, see ``late_backend``; None for gloo.
     """
 
-    def __init__(self, context: BaseContext | None = None) -> None:
+    def __init__(self, context: BaseContext | None = None, late_seed: int | None = None) -> None:
         # Spawned processes differ in how they hash strings, as the ranks of a real run do, so that tests see
         # it if ranks go through a set each in its own order. Forked ones do not, but start in milliseconds.
         self._context = context or multiprocessing.get_context("spawn")
+        self._late_seed = late_seed
         self._folder = tempfile.TemporaryDirectory(prefix="zero-optim-ranks-")
         # Port 0: the system picks a free one, so that several test runs go side by side.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -138,7 +140,9 @@ class Pool:
                 group_name = f"call-{self._calls}"
                 # The group outlives the call's limit, so that it is the hang that gets reported, with stacks.
                 limit = timeout + 60.0
-                request = Request(call, rank, world_size, self._store.port, group_name, limit, filters)
+                request = Request(
+                    call, rank, world_size, self._store.port, group_name, limit, filters, self._late_seed
+                )
                 self._workers[rank].connection.send_bytes(pickle.dumps(request))
             replies = self._collect(ranks, timeout)
             if len(replies) == world_size and not any(

@@ -24,6 +24,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+import late_backend
+
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
@@ -52,6 +54,7 @@ class Request:
     group_name: str
     group_timeout: float  # seconds
     filters: list[Filter]
+    late_seed: int | None  # of the backend that lies in wait; None for gloo
 
 
 class Reply:
@@ -120,8 +123,10 @@ def _in_process_group(request: Request, connection: "Connection[Any, Any]", stra
     timeout = timedelta(seconds=request.group_timeout)
     server = "127.0.0.1", request.store_port
     store = dist.TCPStore(*server, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+    if request.late_seed is not None:
+        late_backend.register(request.late_seed)
     dist.init_process_group(
-        "gloo",
+        "gloo" if request.late_seed is None else late_backend.NAME,
         store=dist.PrefixStore(request.group_name, store),  # type: ignore[attr-defined]
         rank=request.rank,
         world_size=request.world_size,

@@ -1,0 +1,166 @@
+"""The backend that lies in wait: it finds waits that are missing, and right code does not notice it."""
+
+from contextlib import suppress
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import late_backend
+from forked import fork_context
+from pool import Pool, RankError, Ranks
+from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.comm import collectives
+from zero_optim.ddp import DistributedDataParallel
+from zero_optim.hooks import zero_step
+
+EVERY_SEED = (1, 2)
+
+
+@pytest.fixture(scope="module", params=EVERY_SEED, ids=lambda seed: f"seed {seed}")
+def late_pool(request: pytest.FixtureRequest) -> Any:
+    with Pool(fork_context(), request.param) as pool:
+        yield pool
+
+
+@pytest.fixture
+def late2(late_pool: Pool) -> Ranks:
+    return Ranks(late_pool, 2)
+
+
+# ---------------------------------------------------------------------- the backend itself
+
+
+def outputs_without_a_wait() -> list[bool]:
+    rank = dist.get_rank()
+    tensor = torch.full((3,), float(rank))
+    received = [torch.zeros(1), torch.zeros(1)]
+    works = [
+        dist.broadcast(tensor, 0, async_op=True),
+        dist.all_gather(received, torch.ones(1), async_op=True),
+    ]
+    seen = [bool(tensor.isnan().all()), bool(received[1 - rank].isnan().all())]
+    for work in works:
+        work.wait()
+    return [*seen, tensor.tolist() == [0.0] * 3, torch.cat(received).tolist() == [1.0, 1.0]]
+
+
+def test_outputs_are_nan_until_somebody_waits(late2: Ranks) -> None:
+    assert late2.run(outputs_without_a_wait) == [[False, True, True, True], [True, True, True, True]]
+
+
+def an_input_written_too_early() -> float:
+    tensor = torch.full((1,), 5.0)
+    with patch.object(late_backend, "DELAYS", (30.0,)):  # so that only a wait lets it run
+        work = dist.broadcast(tensor, 0, async_op=True)
+    if dist.get_rank() == 0:
+        tensor.fill_(7.0)
+    work.wait()
+    return tensor.item()
+
+
+def test_inputs_are_read_late(late2: Ranks) -> None:
+    assert late2.run(an_input_written_too_early) == [7.0, 7.0]
+
+
+def exchanged_in_both_directions() -> list[float]:
+    mine, other = dist.get_rank(), 1 - dist.get_rank()
+    received = torch.empty(300_000)
+    works = [dist.isend(torch.full((300_000,), float(mine)), other), dist.irecv(received, other)]
+    for work in works:
+        work.wait()
+    total = torch.ones(1)
+    future = dist.all_reduce(total, async_op=True).get_future().then(lambda landed: landed.value()[0] * 10)
+    dist.barrier()
+    return [received[0].item(), received[-1].item(), future.wait().item()]
+
+
+def test_sends_futures_and_barriers_work(late2: Ranks) -> None:
+    assert late2.run(exchanged_in_both_directions) == [[1.0, 1.0, 20.0], [0.0, 0.0, 20.0]]
+
+
+# ---------------------------------------------------------------------- planted defects are found
+
+
+def train(kind: str) -> list[Tensor]:
+    """Trains a small model for some steps, and returns its parameters."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.05, bucket_cap_mb=0.0005)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.0005)
+    if kind == "overlap":
+        ddp.register_comm_hook(None, zero_step(optimizer))
+    if kind == "owners":
+        ddp.register_comm_hook(None, zero_step(optimizer, gradients="owners"))
+    if kind == "lazy":
+        optimizer.gather_lazily(model)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(5):
+        optimizer.zero_grad()
+        ddp(torch.randn(4, 6, generator=generator)).square().mean().backward()
+        optimizer.step()
+    optimizer.wait_for_gathers()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def trained_right(kind: str) -> bool:
+    """Whether parameters are finite, and the same on both ranks."""
+    params = torch.cat([param.flatten() for param in train(kind)])
+    other = params.clone()
+    dist.broadcast(other, 0)
+    return bool(params.isfinite().all() and torch.equal(params, other))
+
+
+KINDS = ["plain", "overlap", "owners", "lazy"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_right_code_trains_right(late2: Ranks, kind: str) -> None:
+    assert late2.run(trained_right, kind) == [True, True]
+
+
+def without_waiting(self: Any) -> None:
+    """The old body of `Pending.wait`, without the wait."""
+    self.works = []
+    then, self.then = self.then, lambda: None
+    then()
+
+
+def trained_without_waits(kind: str) -> bool:
+    # Not found only if each of many gathers were late to be read by as much.
+    delays = patch.object(late_backend, "DELAYS", (0.05,))
+    with delays, patch.object(collectives.Pending, "wait", without_waiting):
+        return trained_right(kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_missing_wait_for_gathers_is_found(late2: Ranks, kind: str) -> None:
+    with suppress(RankError):  # found as well
+        assert late2.run(trained_without_waits, kind) != [True, True]
+
+
+def a_hook_that_does_not_wait(state: object, bucket: Any) -> "torch.futures.Future[Tensor]":
+    buffer = bucket.buffer().div_(dist.get_world_size())
+    state.append(dist.all_reduce(buffer, async_op=True))  # type: ignore[attr-defined]
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(buffer)
+    return done
+
+
+def train_with_a_hook_that_does_not_wait() -> bool:
+    model, works = nn.Linear(4, 4), []
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(works, a_hook_that_does_not_wait)
+    with patch.object(late_backend, "DELAYS", (30.0,)):  # so that only a wait lets it run
+        ddp(torch.full((1, 4), 1.0 + 2 * dist.get_rank())).sum().backward()
+    right = torch.equal(model.weight.grad, torch.full((4, 4), 2.0))
+    for work in works:
+        work.wait()
+    return right
+
+
+def test_a_hook_that_does_not_wait_is_found(late2: Ranks) -> None:
+    assert late2.run(train_with_a_hook_that_does_not_wait) == [False, False]
