@@ -111,7 +111,7 @@ def write(config: RunConfig, step: int) -> None:
         (["--overlap", "--clip", "1"], "nothing can be clipped: give --clip 0"),
         (["--overlap", "owners", "--hook", "fp16"], "leave out --hook fp16"),
         (["--overlap", "--optimizer", "MADGRAD"], "--overlap: MADGRAD cannot be stepped in parts"),
-        (["--resume"], "name a run folder"),
+        (["--resume"], "give a run folder"),
         (["--resume", "nowhere"], "no checkpoint at nowhere"),
     ],
     ids=" ".join,
@@ -188,9 +188,9 @@ def test_a_resumed_run_keeps_its_options_but_for_those_named() -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--width", "32"], "another run: --width 16 there, --width 32 here"),
-        (["--optimizer", "Adam"], "another run: --optimizer SGD there, --optimizer Adam here"),
-        (["--opt", "lr=1"], "another run: --opt lr=0.5 momentum=0.9 there, --opt lr=1 momentum=0.9 here"),
+        (["--width", "32"], "another run: it has --width 16, this run has --width 32"),
+        (["--optimizer", "Adam"], "another run: it has --optimizer SGD, this run has --optimizer Adam"),
+        (["--opt", "lr=1"], "another run: it has --opt lr=0.5 momentum=0.9, this run has --opt lr=1 momentum=0.9"),
         (["--steps", "5"], "the run has already made 5 updates"),
     ],
     ids=" ".join,
@@ -231,7 +231,7 @@ def test_a_checkpoint_does_not_choose_what_is_imported(
     line = refused(capsys, "--resume", "there")
     assert "names the optimizer class planted:Mine" in line
     assert "give --optimizer planted:Mine" in line
-    assert "--optimizer planted:Mine there, --optimizer SGD here" in refused(
+    assert "it has --optimizer planted:Mine, this run has --optimizer SGD" in refused(
         capsys, "--resume", "there", "--optimizer", "SGD"
     )
     assert not planted.exists()
@@ -287,7 +287,7 @@ def test_under_torchrun_one_rank_a_host_tells_of_bad_input(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     under_torchrun(monkeypatch, rank=4)
-    assert "torchrun started 4 ranks here" in refused(capsys, "--nproc", "2")
+    assert "torchrun started 4 ranks on this host" in refused(capsys, "--nproc", "2")
     assert "--batch-size 12 cannot be shared equally by 8 ranks" in refused(capsys, "--batch-size", "12")
     under_torchrun(monkeypatch, rank=1)
     assert cli.main(["train", "--batch-size", "12"]) == 2
