@@ -190,7 +190,7 @@ def test_a_resumed_run_keeps_its_options_but_for_those_named() -> None:
     [
         (["--width", "32"], "another run: it has --width 16, this run has --width 32"),
         (["--optimizer", "Adam"], "another run: it has --optimizer SGD, this run has --optimizer Adam"),
-        (["--opt", "lr=1"], "another run: it has --opt lr=0.5 momentum=0.9, this run has --opt lr=1 momentum=0.9"),
+        (["--opt", "lr=1"], "it has --opt lr=0.5 momentum=0.9, this run has --opt lr=1 momentum=0.9"),
         (["--steps", "5"], "the run has already made 5 updates"),
     ],
     ids=" ".join,
