@@ -4,7 +4,7 @@ Note [How a run ends]
     The launcher is the parent. It turns SIGINT, SIGTERM, SIGHUP and SIGQUIT into an exception and ends its
     workers. Each worker has a session of its own, so a Ctrl-C at the terminal reaches only the parent, and
     once. When a worker fails or is killed, the launcher ends the others. When the parent itself is killed,
-    `end_with_parent` ends the workers. Checkpoints stay whole in every case, see `zero_optim.checkpoint`.
+    `end_with_parent` ends the workers. Checkpoints stay complete in every case, see `zero_optim.checkpoint`.
 
 Note [Files in place of sockets]
     PyTorch's store listens on every address of the host, and whoever reaches it can change what ranks read. A
