@@ -1,7 +1,7 @@
-"""Saving and loading sharded checkpoints, beside a consolidated state dict in one file.
+"""Saving and loading sharded checkpoints, compared with a consolidated state dict in one file.
 
-Seconds are those of the slowest rank, medians over rounds, fsync included. Memory is the growth of resident
-memory at its peak, by the kernel's mark; bytes read are the kernel's count of a rank's read calls.
+Times are seconds of the slowest rank, medians over rounds, fsync included. Memory is the peak growth of
+resident memory, and bytes read are those of a rank's read calls; the kernel counts both.
 """
 
 import shutil
@@ -37,7 +37,7 @@ def read_nbytes() -> int:
 
 
 def one_file(path: Path, model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
-    """Save as it is done without this library's checkpoints: through rank 0."""
+    """Save without this library's checkpoints: through rank 0."""
     optimizer.consolidate_state_dict(to=0)
     if dist.get_rank() == 0:
         with path.open("wb") as file:
@@ -53,7 +53,7 @@ def load_one_file(path: Path, model: nn.Module, optimizer: ZeroRedundancyOptimiz
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds of the slowest rank; all ranks call."""
+    """Return the seconds of the slowest rank; all ranks call."""
     dist.barrier()
     start = time.perf_counter()
     work()
@@ -121,8 +121,8 @@ def main() -> None:
                 "  ".join(f"{grown[key]:.0f}" for key in ("save", "save_async", "load")),
             ]
         )
-    columns = ["", "save", "load", "one file: save", "load", "async: stall", "whole", "read / own"]
-    title = f"AdamW over {options.millions} M parameters, seconds"
+    columns = ["", "save", "load", "one file: save", "load", "async: stall", "complete", "read / own"]
+    title = f"AdamW over {options.millions} M parameters, seconds of the slowest rank"
     show(title, [*columns, "growth, MiB: save, async, load"], rows)
     record("checkpoint", results, dry=options.dry)
 

@@ -1,9 +1,9 @@
-"""Time and memory of `consolidate_state_dict(to=0)` beside PyTorch's ZeroRedundancyOptimizer.
+"""Time and memory of `consolidate_state_dict(to=0)`, compared with PyTorch's ZeroRedundancyOptimizer.
 
-Times are taken in turns in one run; plain sends of the same bytes are the floor. Memory is the
-growth of resident memory at its peak, by the kernel's mark, in fresh processes, one launch a
-contender, after a consolidation of a few bytes has loaded the code. Targets: a tenth of PyTorch's
-time, and 64 MiB on ranks that keep nothing.
+Contenders take turns in one run. Plain sends of the same bytes show the least possible time. Memory is the
+peak growth of resident memory, which the kernel counts. It is measured in new processes for each contender,
+after a consolidation of a few bytes has loaded the code. Targets: a tenth of PyTorch's time, and 64 MiB on
+ranks that keep nothing.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ TARGET_RATIO, TARGET_MIB = 0.1, 64
 
 
 def stepped(contender: str, millions: int) -> Any:  # noqa: ANN401
-    """Build Adam over matrices of a million elements each and step it once, so that there is state."""
+    """Build Adam over matrices of a million elements each, and step it once to make its state."""
     params = make_params([(1000, 1000)] * millions)
     optimizer = BUILDERS[contender](params, optimizer_class=torch.optim.Adam, lr=1e-4)
     optimizer.step()
@@ -45,7 +45,7 @@ def stepped(contender: str, millions: int) -> Any:  # noqa: ANN401
 
 
 def plain_sends(millions: int) -> Callable[[], None]:
-    """Send an even share of Adam's state from each rank to rank 0, as one flat tensor."""
+    """Send an equal part of Adam's state from each rank to rank 0, as one flat tensor."""
     rank, size = dist.get_rank(), dist.get_world_size()
     flat = torch.zeros(2 * millions * 10**6 // size)
 
@@ -81,7 +81,7 @@ def measure_memory(contender: str, millions: int) -> dict[str, int]:
 
 
 def measure_case(millions: int, world_size: int, rounds: int) -> dict[str, Any]:
-    """Run one case: times in one launch, memory in one launch a contender."""
+    """Run one case: one launch for times, and one for the memory of each contender."""
     seconds = medians(launch(world_size, measure_time, millions, rounds)[0])
     case: dict[str, Any] = {"millions": millions, "ranks": world_size, "rounds": rounds, "seconds": seconds}
     for contender in BUILDERS:
@@ -112,7 +112,7 @@ def main() -> None:
                     memory["result_mib"],
                     memory["target_beyond_result_mib"],
                 ]
-    columns = ["case", "seconds", "of torch's", "others grow, MiB", "result, MiB", "target beyond it, MiB"]
+    columns = ["case", "seconds", "/ torch", "others grow, MiB", "result, MiB", "target beyond it, MiB"]
     show("consolidate_state_dict(to=0), Adam: median of the slowest rank, and peak memory", columns, rows)
     fast = all(case["seconds"][OURS] <= TARGET_RATIO * case["seconds"][TORCH] for case in results)
     lean = all(max(case[OURS]["others_growth_mib"]) <= TARGET_MIB for case in results)

@@ -1,7 +1,7 @@
-"""What every benchmark uses: ranks on this machine, interleaved timing, peak memory, tables, records.
+"""What all benchmarks use: ranks on this machine, timing in turns, peak memory, tables, records.
 
-Absolute times on a shared machine vary by tens of per cent between runs. So contenders are timed in turns
-inside one run, and compared by ratio.
+Absolute times on a shared machine vary by tens of per cent between runs. So contenders take turns in one run,
+and their ratios are compared.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def gpt_shapes(num_layers: int = 6, width: int = 384, vocab: int = 4096, context
 
 
 def make_params(shapes: Sequence[Shape], seed: int = 0) -> list[Tensor]:
-    """Make parameters with gradients set, the same on every rank."""
+    """Make parameters with gradients, equal on every rank."""
     generator = torch.Generator().manual_seed(seed)
     params = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
     for param in params:
@@ -57,13 +57,13 @@ def launch(world_size: int, worker: Worker, *args: object, link: Link | None = N
     """Run ``worker(*args)`` on ranks of a gloo group on this machine, one thread each.
 
     Args:
-        world_size: how many; two over a link.
-        worker: runs on each.
+        world_size: number of ranks; two if there is a link.
+        worker: runs on each rank. It must return plain values.
         *args: its arguments.
-        link: puts each rank at its end of it.
+        link: connects the two ranks, each in its namespace.
 
     Returns:
-        What each rank returned, by rank; must be plain values.
+        What each rank returned, by rank.
     """
     with tempfile.TemporaryDirectory() as folder:
         spawn(_run_rank, (world_size, folder, worker, args, link), nprocs=world_size)  # type: ignore[no-untyped-call]
@@ -97,7 +97,7 @@ def time_interleaved(
 ) -> dict[str, list[float]]:
     """Time contenders in turns; all ranks call.
 
-    Each round runs every contender once, behind a barrier, beginning with another one each time.
+    Each round runs every contender once, each after a barrier. Each round starts with another contender.
 
     Returns:
         For each contender the seconds of its slowest rank in each round, without the warm-up rounds.
@@ -119,19 +119,19 @@ def time_interleaved(
 
 
 def medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Take the median of each contender's times."""
+    """Return the median of each contender's times."""
     return {name: median(values) for name, values in times.items()}
 
 
 def resident_nbytes() -> int:
-    """Resident bytes of this process, after its heap returned free memory (Linux, glibc)."""
+    """Return the resident bytes of this process, without free memory of its heap (Linux, glibc)."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # else free memory that the heap still holds would hide a growth
+    ctypes.CDLL(None).malloc_trim(0)  # otherwise free memory in the heap would hide a growth
     return _status("VmRSS")
 
 
 def peak_growth(work: Callable[[], object]) -> int:
-    """Largest growth of resident memory in bytes while ``work`` ran (Linux: the kernel measures it)."""
+    """Return the largest growth of resident memory in bytes during ``work`` (Linux)."""
     before = resident_nbytes()
     Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back to VmRSS
     work()
@@ -155,12 +155,12 @@ def state_nbytes(state: Mapping[Any, Mapping[str, Any]]) -> int:
 def arguments(doc: str | None) -> argparse.ArgumentParser:
     """Make a parser with the options that all benchmarks have."""
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
-    parser.add_argument("--dry", action="store_true", help="print the table, keep no record")
+    parser.add_argument("--dry", action="store_true", help="print the table and keep no record")
     return parser
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table: the first column to the left, figures to the right."""
+    """Print a table. The first column is aligned to the left, the others to the right."""
     table = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left", no_wrap=not number)
@@ -171,7 +171,7 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -
 
 
 def record(name: str, results: object, *, dry: bool) -> None:
-    """Append a run to ``results/NAME.json``: a list of runs, the latest last."""
+    """Append a run to ``results/NAME.json``, a list of runs from old to new."""
     if dry:
         return
     path = RESULTS / f"{name}.json"

@@ -1,4 +1,4 @@
-"""Two emulated hosts: network namespaces joined by a slow link. Only root can make them."""
+"""Two emulated hosts: network namespaces connected by a slow link. Only root can make them."""
 
 import ctypes
 import os
@@ -39,7 +39,7 @@ def require_root() -> None:
 
 @contextmanager
 def emulated(rate: str = "1gbit") -> Iterator[Link]:
-    """Join two new namespaces by a link with a rate in each direction, for the time of a ``with``."""
+    """Connect two new namespaces by a link, for the time of a ``with``; it has the rate in each direction."""
     names = (f"zero-{os.getpid()}-a", f"zero-{os.getpid()}-b")
     interface = "veth-zero"
     try:

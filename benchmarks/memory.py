@@ -1,7 +1,7 @@
-"""Optimizer-state bytes on each rank: AdamW on a GPT of 13.8 M parameters, beside the unsharded optimizer.
+"""Bytes of optimizer state on each rank: AdamW on a GPT of 13.8 M parameters, sharded and unsharded.
 
-Bytes are counted on the storages of the state tensors; growth is that of resident memory over the
-first step, which is when AdamW makes its state.
+Bytes are those of the storages of the state tensors. Growth is that of resident memory in the first step, in
+which AdamW makes its state.
 """
 
 from functools import partial
@@ -27,7 +27,7 @@ SHARDED, UNSHARDED = "zero_optim", "unsharded"
 
 
 def measure(kind: str) -> dict[str, int]:
-    """Make the state by one step and measure it in bytes; runs on each rank."""
+    """Make the state with one step and measure it in bytes; runs on each rank."""
     build: Any = torch.optim.AdamW
     if kind == SHARDED:
         build = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)

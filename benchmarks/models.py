@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 
 class Workload(NamedTuple):
-    """A model and what it is fed."""
+    """A model, its batches and its loss."""
 
     model: nn.Module
     batch: Callable[[torch.Generator], Tensor]
@@ -95,7 +95,7 @@ class ResNet(nn.Module):
 
 
 def workload(name: str) -> Workload:
-    """Build "gpt" (1 x 64 tokens), "tiny" (600 parameters) or "resnet" (2 images), always the same."""
+    """Build "gpt" (1 x 64 tokens), "tiny" (600 parameters) or "resnet" (2 images), with fixed values."""
     torch.manual_seed(0)
     if name == "gpt":
         return Workload(Gpt(), lambda g: torch.randint(4096, (1, 64), generator=g), lambda out: out)

@@ -1,8 +1,8 @@
-"""Muon on a GPT's matrices: what balancing by size and by work does to the load and to the step.
+"""Muon on a GPT's matrices: load and step time when owners are balanced by size or by work.
 
-Newton-Schulz iterations cost far more for a square matrix than for a long one of as many elements,
-so ranks with equal numbers of elements can have unequal work. *Own step* is the class's own step on
-each rank, the part that balance concerns; *step* is the whole one, gathers included.
+Newton-Schulz iterations cost far more for a square matrix than for a long one with as many elements. So ranks
+with equal numbers of elements can have unequal work. *Own step* is the step of the class itself on each rank,
+which the balance changes; *step* also contains the gathers.
 """
 
 import time
@@ -16,14 +16,14 @@ from harness import arguments, launch, make_params, medians, record, show, time_
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.plan.costs import matmul_cost
 
-# Square matrices and long ones in turns, equal in elements, so that dealing out by size alternates too.
+# Square and long matrices in turns, with equally many elements, so that owners chosen by size alternate too.
 LAYERS = [(128, 128), (16, 1024)] * 8
-# A GPT's own matrices, nearly all of one kind of shape.
+# The matrices of a GPT, nearly all of similar shape.
 GPT = [(384, 128), (128, 128), (512, 128), (128, 512)] * 4
 
 
 def measure(shapes: list[tuple[int, int]], rounds: int) -> dict[str, Any]:
-    """Time both balances in turns; runs on each rank."""
+    """Time both cost functions in turns; runs on each rank."""
     sharded = {
         cost: ZeroRedundancyOptimizer(make_params(shapes), torch.optim.Muon, lr=0.01, cost=cost)  # type: ignore[arg-type]
         for cost in ("numel", "matmul")
@@ -89,7 +89,7 @@ def main() -> None:
                     ]
                 )
     columns = ["", "work, max/mean", "slowest own step, ms", "step, ms", "unsharded, ms"]
-    show("Muon, balanced by size and by work", columns, rows)
+    show("Muon, owners balanced by size (numel) and by work (matmul)", columns, rows)
     record("muon", results, dry=options.dry)
 
 

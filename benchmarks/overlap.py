@@ -1,7 +1,7 @@
-"""Iterations with and without overlap, beside PyTorch's DDP and ZeRO at their best settings.
+"""Iterations with and without overlap, compared with PyTorch's DDP and ZeRO at their best settings.
 
-AdamW(fused), one thread a rank, everything interleaved in one run. "compute alone" is forward, backward
-and the step of a rank's own share, without a byte sent; what an iteration takes beyond it is exposed
+AdamW(fused), one thread a rank; contenders take turns in one run. "compute alone" is forward, backward and
+the step of what a rank owns, without communication. The time of an iteration beyond it is exposed
 communication.
 """
 
@@ -25,12 +25,12 @@ from zero_optim.ddp import DistributedDataParallel
 from zero_optim.hooks import zero_step
 
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}
-CONSECUTIVE = 3  # iterations of one contender in a row: what one leaves running is paid for by its next
+CONSECUTIVE = 3  # iterations of one contender in a row: the next one waits for what the last left running
 Iteration = Callable[[], object]
 
 
 def compute_alone(name: str) -> Iteration:
-    """Train on this rank, stepping as many parameters as a rank owns."""
+    """Train on this rank only, and step what a rank owns."""
     work = workload(name)
     params = list(work.model.parameters())
     owned = ZeroRedundancyOptimizer(params, AdamW, **OPTIONS).owned_parameters()
@@ -68,7 +68,7 @@ def iteration(work: Workload, model: nn.Module, optimizer: torch.optim.Optimizer
             work.loss(model(batch)).backward()
             optimizer.step()
         wait = getattr(optimizer, "wait_for_gathers", None)
-        if wait is not None:  # what was left running belongs to these iterations
+        if wait is not None:  # what still runs belongs to these iterations
             wait()
 
     return iterate
@@ -101,9 +101,9 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=20, metavar="N", help="timed iterations (20)")
     parser.add_argument("--models", nargs="+", default=["gpt"], help="gpt, tiny, resnet (gpt)")
-    parser.add_argument("--ranks", nargs="+", type=int, default=[2], help="on loopback (2)")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2], help="ranks over loopback (2)")
     parser.add_argument("--link", action="store_true", help="2 ranks over an emulated link; needs root")
-    parser.add_argument("--rate", default="1gbit", help="of the link, as tc has it (1gbit)")
+    parser.add_argument("--rate", default="1gbit", help="rate of the link, in the notation of tc (1gbit)")
     options = parser.parse_args()
     if options.link:
         require_root()
@@ -116,7 +116,7 @@ def main() -> None:
 
 
 def tell(run: dict[str, Any], rate: str) -> None:
-    """Show one run: times, ratios, exposed communication."""
+    """Print one run: times, ratios, exposed communication."""
     times = run["seconds"]
     alone, theirs = times["compute alone"], times["torch DDP + ZeRO"]
     rows = [

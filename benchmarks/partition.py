@@ -1,8 +1,7 @@
 """Plan 100,000 parameters over 16,384 ranks: time of each part, and balance.
 
-One process, one thread, pure arithmetic. Target: the whole plan in less than a second. The table shows
-CPU seconds, which are wall seconds on an idle machine; the record has both, since other work on the
-machine lengthens the latter.
+One process, one thread, only arithmetic. Target: the whole plan in less than a second. The table shows CPU
+seconds. The record also has wall seconds, which are longer when the machine does other work.
 """
 
 import random
@@ -28,27 +27,27 @@ TARGET_SECONDS = 1.0
 
 
 def uniform(num_params: int) -> list[int]:
-    """Sizes drawn evenly up to 1 M elements: hard to balance, few large enough to fill a rank alone."""
+    """Draw sizes evenly up to 1 M elements: hard to balance, few large enough to fill a rank alone."""
     generator = random.Random(0)
     return [generator.randint(1, 10**6) for _ in range(num_params)]
 
 
 def transformer(num_params: int, width: int = 256) -> list[int]:
-    """Sizes of a very deep transformer: twelve parameters a layer, few distinct sizes, many tiny ones."""
+    """Return the sizes of a very deep transformer: twelve a layer, few different sizes, many tiny."""
     matrices = [3 * width * width, width * width, 4 * width * width, 4 * width * width]
     layer = [*matrices, 3 * width, width, 4 * width, width, *[width] * 4]
     return [layer[index % len(layer)] for index in range(num_params)]
 
 
 def tiny(num_params: int) -> list[int]:
-    """Sizes so small that a bucket holds very many parameters."""
+    """Draw sizes so small that a bucket holds very many parameters."""
     return [64 + index % 7 for index in range(num_params)]
 
 
 def time_parts(
     clock: Callable[[], float], numels: Sequence[int], params: list[Tensor], num_ranks: int
 ) -> dict[str, float]:
-    """Time one plan in seconds, part by part, then all of it through `make_plan`, which reads tensors."""
+    """Time the parts of one plan in seconds, then `make_plan`, which makes the whole plan from tensors."""
     start = clock()
     (owners,) = assign_owners([numels], num_ranks)
     owned = clock()
@@ -64,9 +63,10 @@ def time_parts(
 
 
 def balance(numels: Sequence[int], num_ranks: int) -> tuple[float, float]:
-    """Give the fullest rank's load over the mean, and over a bound no assignment can stay below.
+    """Return the largest load of a rank, divided by the mean and by a lower bound for every assignment.
 
-    Of the ``k * num_ranks + 1`` largest items some rank has ``k + 1``, each at least the smallest of them.
+    The bound: of the ``k * num_ranks + 1`` largest items, some rank has ``k + 1``, each at least as large as
+    the smallest of them.
     """
     loads = rank_loads(numels, assign_owners([numels], num_ranks)[0], num_ranks)
     mean = sum(numels) / num_ranks
@@ -104,7 +104,7 @@ def main() -> None:
     title = f"{options.params:,} parameters over {options.ranks:,} ranks, median CPU seconds"
     show(title, ["sizes", *PARTS, "max/mean load", "max/lower bound"], rows)
     met = all(result["cpu_seconds"]["plan (sum)"] < TARGET_SECONDS for result in results.values())
-    print(f"every plan (sum of parts) in less than {TARGET_SECONDS:g} s: {'yes' if met else 'NO'}")
+    print(f"every plan (sum of parts) takes less than {TARGET_SECONDS:g} s: {'yes' if met else 'NO'}")
     record("partition", {"params": options.params, "ranks": options.ranks, "sizes": results}, dry=options.dry)
 
 

@@ -1,6 +1,6 @@
-"""Our gradient reducer beside PyTorch's: forward, backward and reduction, and the memory that they take.
+"""Our gradient reducer compared with PyTorch's: time of forward, backward and reduction, and peak memory.
 
-Each measurement interleaves both on the same model and batches; a ratio below 1 is in our favour.
+Both take turns on the same model and batches. With a ratio below 1, ours is faster.
 """
 
 import gc
@@ -23,7 +23,7 @@ KINDS = {"torch": TorchDistributedDataParallel, "ours": DistributedDataParallel}
 
 
 def training(kind: str, name: str, as_view: bool) -> Callable[[], object]:
-    """Wrap a model, and give what runs one iteration of it without an optimizer."""
+    """Wrap a model and return a function that runs one iteration, without an optimizer."""
     work = workload(name)
     model = KINDS[kind](work.model, gradient_as_bucket_view=as_view)
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -87,12 +87,12 @@ def main() -> None:
     ]
     columns = ("iteration", "torch ms", "ours ms", "ratio", "torch peak MiB", "ours peak MiB")
     show(
-        "DDP: forward, backward, reduction (median of the slowest rank; growth of resident memory)",
+        "DDP: forward, backward, reduction (median of the slowest rank; peak growth of resident memory)",
         columns,
         rows,
     )
     mean = geometric_mean([run["ratio"] for run in runs])
-    print(f"geometric mean of the ratios {mean:.3f}, worst {max(run['ratio'] for run in runs):.3f}")
+    print(f"ratios: geometric mean {mean:.3f}, worst {max(run['ratio'] for run in runs):.3f}")
     assert math.isfinite(mean)
     record("reducer", {"runs": runs, "geometric_mean": mean}, dry=options.dry)
 

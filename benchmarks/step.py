@@ -1,7 +1,7 @@
-"""Time `opt.step()` beside PyTorch's ZeroRedundancyOptimizer and the unsharded optimizer.
+"""Time `opt.step()`, compared with PyTorch's ZeroRedundancyOptimizer and the unsharded optimizer.
 
-Gradients are set once; a barrier stands before each timing; the slowest rank counts. The unsharded
-optimizer runs on every rank, as it does under DDP, and communicates nothing.
+Gradients are set once, each timing starts after a barrier, and the slowest rank counts. The unsharded
+optimizer runs on every rank, as under DDP, and does not communicate.
 """
 
 import random
@@ -27,7 +27,7 @@ UNSHARDED, TORCH, TORCH_VIEW, OURS, OURS_PACKED = (
 
 @dataclass(frozen=True)
 class Workload:
-    """Parameters and an optimizer; ``rounds`` is scaled so that each workload takes seconds."""
+    """Parameters and an optimizer, with a number of rounds that take some seconds."""
 
     title: str
     shapes: list[Shape]
@@ -37,13 +37,13 @@ class Workload:
 
 
 def tiny_shapes(count: int = 600, largest: int = 64) -> list[Shape]:
-    """Draw matrices of at most 64x64."""
+    """Draw the shapes of matrices of at most 64x64."""
     generator = random.Random(0)
     return [(generator.randint(1, largest), generator.randint(1, largest)) for _ in range(count)]
 
 
 def workloads() -> dict[str, Workload]:
-    """Name the workloads."""
+    """Return the workloads by name."""
     even: list[Shape] = [(2000,)] * 200
     fused = {"lr": 1e-4, "fused": True}
     return {

@@ -6,7 +6,7 @@ The interface is that of FairScale's class of the same name, which its FullyShar
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,14 @@ Callback: TypeAlias = Callable[[Tensor], None]
 
 # More would hide no more of the network's time, and each one holds a bucket.
 _NUM_UNDER_WAY = 2
+
+
+class _Kind(NamedTuple):
+    """What inputs must have in common to be sent together."""
+
+    group: dist.ProcessGroup | None
+    dtype: torch.dtype
+    device: torch.device
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,8 +91,8 @@ class ReduceScatterBucketer:
         if type(bucket_cap_mb) not in (int, float) or not bucket_cap_mb < float("inf"):
             raise TypeError(f"expected bucket_cap_mb to be a finite number of MiB, got {bucket_cap_mb!r}")
         self._cap_nbytes = int(max(0.0, bucket_cap_mb) * 2**20)
-        self._groups: dict[dist.ProcessGroup | None, tuple[RankGroup, Lease]] = {}
-        self._buckets: dict[tuple[dist.ProcessGroup | None, torch.dtype, torch.device], _Bucket] = {}
+        self._ranks: dict[_Kind, tuple[RankGroup, Lease]] = {}
+        self._buckets: dict[_Kind, _Bucket] = {}
         self._sent: deque[_Sent] = deque()
 
     @torch.no_grad()
@@ -112,29 +120,29 @@ class ReduceScatterBucketer:
             ValueError: there is not one chunk for each rank.
             TypeError: chunks differ in dtype or device, or are sparse.
         """
-        ranks, _ = self._ranks(group)
-        _check(input_list, ranks.size)
-        key = (group, input_list[0].dtype, input_list[0].device)
+        _check(input_list, dist.get_world_size(group))
+        kind = _Kind(group, input_list[0].dtype, input_list[0].device)
+        ranks = self._of_kind(kind)[0]
         waiting, size = _Waiting(input_list[ranks.rank].shape, callback_fn), _nbytes(input_list)
         if size > self._cap_nbytes or self._cap_nbytes <= 0:
             alone = _Bucket([[] for _ in range(ranks.size)])
             alone.add(input_list, waiting)
-            self._send(group, alone)
+            self._send(kind, alone)
             return
-        bucket = self._buckets.get(key)
+        bucket = self._buckets.get(kind)
         if bucket is not None and bucket.nbytes + size > self._cap_nbytes:
-            self._send(group, self._buckets.pop(key))
+            self._send(kind, self._buckets.pop(kind))
             bucket = None
         if bucket is None:
-            bucket = self._buckets[key] = _Bucket([[] for _ in range(ranks.size)])
+            bucket = self._buckets[kind] = _Bucket([[] for _ in range(ranks.size)])
         bucket.add(input_list, waiting)
 
     @torch.no_grad()
     def flush(self) -> None:
         """Send what has collected, wait for everything sent, and call all callbacks. All ranks call."""
         buckets, self._buckets = self._buckets, {}
-        for (group, _, _), bucket in buckets.items():
-            self._send(group, bucket)
+        for kind, bucket in buckets.items():
+            self._send(kind, bucket)
         while self._sent:
             self._sent.popleft().finish()
 
@@ -146,17 +154,18 @@ class ReduceScatterBucketer:
         self._buckets = {}
         while self._sent:
             self._sent.popleft().total.wait()
-        self._groups = {}
+        self._ranks = {}
 
-    def _ranks(self, group: dist.ProcessGroup | None) -> tuple[RankGroup, Lease]:
-        found = self._groups.get(group)
+    def _of_kind(self, kind: _Kind) -> tuple[RankGroup, Lease]:
+        """Give the ranks, and the groups beside them on which such inputs are sent."""
+        found = self._ranks.get(kind)
         if found is None:
-            ranks = RankGroup.of(group)
-            found = self._groups[group] = ranks, lanes_beside(ranks)
+            ranks = RankGroup.of(kind.group, kind.device)
+            found = self._ranks[kind] = ranks, lanes_beside(ranks)
         return found
 
-    def _send(self, group: dist.ProcessGroup | None, bucket: _Bucket) -> None:
-        ranks, lease = self._groups[group]
+    def _send(self, kind: _Kind, bucket: _Bucket) -> None:
+        ranks, lease = self._of_kind(kind)
         if len(self._sent) == _NUM_UNDER_WAY:
             self._sent.popleft().finish()
         self._sent.append(_Sent(RowSum(ranks, lease.groups, bucket.packed()), bucket.waiting))

@@ -1,4 +1,4 @@
-"""Fixtures: the worker pool, once a session, and the pool at the world sizes that tests ask for."""
+"""Fixtures: one worker pool for the session, and the pool with a fixed world size for tests."""
 
 import multiprocessing
 from collections.abc import Iterator
@@ -27,33 +27,33 @@ def no_process_left() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def pool(no_process_left: None, pytestconfig: pytest.Config) -> Iterator[Pool]:
-    """The worker pool; most tests want ``ranks`` instead."""
+    """The worker pool; most tests use ``ranks`` instead."""
     with Pool(late_seed=pytestconfig.getoption("--late-seed")) as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
 def forked_pool(no_process_left: None, pytestconfig: pytest.Config) -> Iterator[Pool]:
-    """A pool for calls that fail: its processes are forked, so that new ones are soon there."""
+    """A pool for calls that fail: its processes are forked, so that they are replaced quickly."""
     with Pool(fork_context(), pytestconfig.getoption("--late-seed")) as pool:
         yield pool
 
 
 @pytest.fixture(params=[2, pytest.param(4, marks=pytest.mark.slow)], ids=["2 ranks", "4 ranks"])
 def ranks(pool: Pool, request: pytest.FixtureRequest) -> Ranks:
-    """Two ranks, then four, which is slow: for whatever should hold at any world size."""
+    """Two ranks, then four, which is slow: for what holds at any world size."""
     return Ranks(pool, request.param)
 
 
 @pytest.fixture(params=[2, 4], ids=["2 ranks", "4 ranks"])
 def ranks_2_and_4(pool: Pool, request: pytest.FixtureRequest) -> Ranks:
-    """Two ranks, then four: where more than two do something else, as sums in another order."""
+    """Two ranks, then four: for what differs with more than two ranks, such as the order of a sum."""
     return Ranks(pool, request.param)
 
 
 @pytest.fixture
 def ranks1(pool: Pool) -> Ranks:
-    """A process group of one."""
+    """One rank."""
     return Ranks(pool, 1)
 
 

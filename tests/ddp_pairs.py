@@ -1,4 +1,4 @@
-"""Our wrapper and PyTorch's side by side: equal models, the same batches, gradients compared bit for bit."""
+"""Our wrapper and PyTorch's: equal models, the same batches, gradients compared bit for bit."""
 
 import copy
 import inspect
@@ -19,7 +19,7 @@ SMALL_MB = 0.0002  # a capacity that gives small models several buckets
 
 
 def batch(number: int, *shape: int, rank: int | None = None) -> Tensor:
-    """Random numbers, others for each batch and rank."""
+    """Random numbers, different for each batch and rank."""
     rank = dist.get_rank() if rank is None else rank
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * number + rank))
 
@@ -59,7 +59,7 @@ class Pair:
         self.compare(where, tolerance)
 
     def train(self, loss: Callable[[nn.Module, int], Tensor], steps: int, where: object = "") -> None:
-        """Run plain SGD on both, gradients set to None or to zero in turns, comparing all the while."""
+        """Run plain SGD on both and compare every gradient. Gradients are set to None or to zero in turns."""
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in self]
         for number in range(steps):
             for optimizer in optimizers:
@@ -91,7 +91,7 @@ def assert_same(got: Tensor | None, expected: Tensor | None, where: object, tole
 
 
 def averaged(net: nn.Module, loss: Callable[[nn.Module, int], Tensor], size: int) -> dict[str, Tensor]:
-    """Average over ranks what each would compute alone; for two ranks bit for bit what a reduction gives."""
+    """Average the gradients that each rank computes alone; on two ranks bit for bit those of a reduction."""
     sums: dict[str, Tensor] = {}
     for rank in range(size):
         single = copy.deepcopy(net)

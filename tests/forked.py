@@ -1,4 +1,4 @@
-"""Processes that start in milliseconds: forked from one that has imported torch and does nothing else."""
+"""Processes that start in milliseconds: forked from a process that has only imported torch."""
 
 import multiprocessing
 import os
@@ -6,10 +6,10 @@ import sys
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 
-# Imports start no threads and no work of torch's, so what is forked is as good as new.
+# These imports start no threads and no work of torch, so a fork is like a new process.
 PRELOADED = [
     "pool_worker",
-    "torch._dynamo",  # what every optimizer imports when it is built, a second and a half
+    "torch._dynamo",  # every optimizer imports it when it is built, which takes 1.5 s
     "torch.distributed.checkpoint",
     "zero_optim.checkpoint",
     "zero_optim.ddp",
@@ -17,10 +17,10 @@ PRELOADED = [
 
 
 def fork_context() -> ForkServerContext:
-    """The context whose processes are forked from the server, which ends with the test process."""
+    """The context that forks processes from a server, which ends with the test process."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    # The server looks for modules here, not on sys.path. OpenBLAS would start threads when it is imported.
+    # The server searches PYTHONPATH for modules, not sys.path. OpenBLAS would start threads at import.
     needed = {"PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"}
     before = {name: os.environ.get(name) for name in needed}
     os.environ.update(needed)

@@ -34,6 +34,17 @@ DELAYS = (0.0, 0.0, 0.001, 0.005, 0.02)  # seconds; nothing is decided by them
 FOREVER = timedelta(0)  # what the callers of Work.wait hand in for no timeout of their own
 
 
+@dataclass(frozen=True)
+class Together:
+    """Handles as one."""
+
+    works: list[dist.Work]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
 @dataclass(eq=False)
 class Operation:
     """A collective that was issued.
@@ -207,6 +218,21 @@ class LateGroup(dist.ProcessGroup):
         flat = [tensor for each in outputs for tensor in each]
         _poison(flat)
         return self._issue(lambda gloo=self._gloo: gloo.allgather(outputs, inputs, opts), flat)
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> LateWork:
+        own = self.rank()
+        _poison([tensor for rank, tensor in enumerate(outputs) if rank != own])
+
+        def start(gloo: Any = self._gloo) -> Any:
+            works = []
+            for rank, (output, given) in enumerate(zip(outputs, inputs, strict=True)):
+                if rank != own:
+                    works += [gloo.send([given], rank, 0), gloo.recv([output], rank, 0)]
+                elif output is not given:
+                    output.data.copy_(given)
+            return Together(works)
+
+        return self._issue(start, outputs)
 
     def send(self, tensors: list[Tensor], target: int, tag: int) -> LateWork:
         return self._issue(lambda gloo=self._gloo: gloo.send(tensors, target, tag), [])

@@ -1,7 +1,7 @@
-"""Every optimizer class of torch.optim and torch_optimizer: how it is built and fed, and what comes out.
+"""Every optimizer class of torch.optim and torch_optimizer: options, inputs, and the expected answer.
 
-The table is the one source of tests/test_optimizers.py and of docs/optimizers.md. A class that either package
-has and the table lacks fails a test.
+This table is the source of tests/test_optimizers.py and docs/optimizers.md. A test fails if either package
+has a class that is not in the table.
 """
 
 import inspect
@@ -37,13 +37,13 @@ class Case:
     """One class.
 
     Args:
-        optimizer_class: the class, or for a wrapper what builds it from groups.
-        options: the keyword arguments it is tried with, one set after the other.
-        feed: what parameters and gradients it takes.
-        answer: what sharding it gives.
-        because: for refusals part of the message; else what equality depends on.
-        saves: whether the plain optimizer can give a state dict with this PyTorch.
-        rates: whether groups, and steps that leave parameters out, may have rates of their own.
+        optimizer_class: the class, or for a wrapper the function that builds it from groups.
+        options: sets of keyword arguments; each is tried.
+        feed: the parameters and gradients that it takes.
+        answer: the result of sharding it.
+        because: if it is refused, a part of the message; otherwise what equality depends on.
+        saves: whether the plain optimizer can return a state dict with this PyTorch.
+        rates: whether groups, and steps that leave parameters out, may have their own rates.
     """
 
     optimizer_class: Callable[..., Optimizer]

@@ -1,4 +1,4 @@
-"""What the tests of overlap train: the same run twice, stepped after the backward pass and during it."""
+"""For the tests of overlap: the same run twice, stepped after the backward pass and during it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ BUCKET_CAP_MB = 0.0004  # several buckets, so that their order matters
 
 
 class Bag(nn.Module):
-    """Parameters of any shapes, used in an order of their own, so that DDP's second buckets differ."""
+    """Parameters of any shapes. They are used in another order, so that DDP's second buckets differ."""
 
     def __init__(self, params: Sequence[nn.Parameter], sparse: bool = False) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Bag(nn.Module):
 
 
 class Net(nn.Module):
-    """Convolutions, norms and layers, some of them perhaps not used."""
+    """Convolutions, norms and layers; one layer may stay unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Net(nn.Module):
 
 
 def inputs(step: int, rank: int | None = None) -> Tensor:
-    """A batch for `Net`, another one for each rank and step."""
+    """A batch for `Net`, different for each rank and step."""
     rank = dist.get_rank() if rank is None else rank
     return torch.randn(5, 2, 3, 3, generator=torch.Generator().manual_seed(1000 * step + rank))
 
@@ -82,10 +82,10 @@ class Setting:
 
     Args:
         wrapper: key of `WRAPPERS`.
-        model: builds the model, the same one each time.
+        model: builds the model, with equal values each time.
         optimizer: builds the optimizer over the wrapped model.
         options: of the wrapper.
-        hook: builds state and hook of the reduction.
+        hook: builds the state and the hook that reduces.
         zero: options of `zero_step`.
     """
 
@@ -113,12 +113,12 @@ Step = Callable[[nn.Module, ZeroRedundancyOptimizer, int], Grads]
 
 
 def grads_of(model: nn.Module) -> Grads:
-    """Copies of the gradients as they are now."""
+    """Copies of the current gradients."""
     return [None if param.grad is None else param.grad.clone() for param in model.parameters()]
 
 
 def plain_step(model: nn.Module, optimizer: ZeroRedundancyOptimizer, step: int) -> Grads:
-    """Train one step; gives the gradients after the backward pass."""
+    """Train one step and return the gradients after the backward pass."""
     optimizer.zero_grad()
     loss_of(model, step).backward()
     grads = grads_of(model)
@@ -129,7 +129,7 @@ def plain_step(model: nn.Module, optimizer: ZeroRedundancyOptimizer, step: int) 
 def assert_same_run(
     setting: Setting, step: Step = plain_step, steps: int = 20, moves: bool = True, where: object = ""
 ) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
-    """Train with and without overlap side by side; every bit of parameters and gradients is the same."""
+    """Train with and without overlap, and compare parameters and gradients bit for bit after every step."""
     (plain, one), (model, other) = setting.build(overlap=False), setting.build(overlap=True)
     before = [param.detach().clone() for param in model.parameters()]
     for number in range(steps):

@@ -1,12 +1,12 @@
-"""Runs functions on several ranks at once, on worker processes that are started once and kept.
+"""Runs functions on several ranks at once, in worker processes that all tests share.
 
 Starting a process that imports torch takes seconds, a process group takes milliseconds. So the processes live
-as long as the test session, and every call gets a process group of its own: no test sees another test's
-sub-groups, operation counters or unfinished collectives. What else a call can leave behind (random state,
-default dtype, warning filters) is set anew before the next one.
+as long as the test session, and every call gets its own process group. No test sees subgroups, operation
+counters or unfinished collectives of another test. Random state, default dtype and warning filters are reset
+before each call.
 
-A rank that fails or hangs may leave its peers anywhere. The processes of such a call are killed, and the next
-call starts new ones in their place.
+If a rank fails or hangs, the others may be stuck. So the processes of such a call are killed, and the next
+call starts new ones.
 
     test process                        worker 0 .. n-1
     Pool.run(n, function, *args) -----> init_process_group, function(*args)
@@ -37,19 +37,19 @@ from pool_worker import Failure, Filter, Reply, Request, Success
 
 T = TypeVar("T")
 
-# In seconds, and enough for a machine that has much else to do: what goes well does not wait for them.
-CALL_TIMEOUT = 180.0  # for a call that says nothing else
+# In seconds, long enough for a busy machine. A call that succeeds does not wait for them.
+CALL_TIMEOUT = 180.0  # of a call, if it gives no other
 START_TIMEOUT = 240.0  # for a fresh process to import torch
-PEER_GRACE = 3.0  # that the others get to report too, once one rank has failed; this one is waited for
+PEER_GRACE = 3.0  # for the other ranks to report, after one has failed; it passes in full if one hangs
 STACKS_TIMEOUT = 30.0  # for a process to write its stack
 STACKS_POLL = 0.05  # seconds
 
 
 class RankError(AssertionError):
-    """A call failed on some ranks. The message holds what each of them reported.
+    """A call failed on some ranks. The message holds the report of each rank.
 
     Attributes:
-        reports: by rank, the traceback of a rank that raised, or the stack of one that was still running.
+        reports: by rank; the traceback of a rank that raised, or the stack of a rank that was still running.
     """
 
     def __init__(self, headline: str, reports: dict[int, str]) -> None:
@@ -64,7 +64,7 @@ class RankTimeoutError(RankError):
 
 @dataclass(frozen=True)
 class Ranks:
-    """A pool at a fixed world size: what the fixtures hand to tests."""
+    """A pool with a fixed world size; the fixtures give it to tests."""
 
     pool: "Pool"
     size: int
@@ -79,18 +79,19 @@ class Pool:
     """Worker processes for any world size: rank r of a call runs on worker r.
 
     Args:
-        context: how they start: spawned, or forked from a server, see ``forked``. Not forked from here, which
-            does not go with torch's threads.
+        context: how they start: spawned, or forked from a server (see ``forked``). They cannot be forked from
+            this process, which has torch's threads.
         late_seed: of the backend that lies in wait, see ``late_backend``; None for gloo.
     """
 
     def __init__(self, context: BaseContext | None = None, late_seed: int | None = None) -> None:
-        # Spawned processes differ in how they hash strings, as the ranks of a real run do, so that tests see
-        # it if ranks go through a set each in its own order. Forked ones do not, but start in milliseconds.
+        # Spawned processes hash strings differently, as the ranks of a real run do. So tests notice code that
+        # goes through a set in another order on each rank. Forked processes hash equally, but start in
+        # milliseconds.
         self._context = context or multiprocessing.get_context("spawn")
         self._late_seed = late_seed
         self._folder = tempfile.TemporaryDirectory(prefix="zero-optim-ranks-")
-        # Port 0: the system picks a free one, so that several test runs go side by side.
+        # Port 0: the system picks a free port, so several test runs can run at the same time.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         self._workers: dict[int, _Worker] = {}
         self._calls = 0
@@ -107,7 +108,7 @@ class Pool:
         self.close()
 
     def close(self) -> None:
-        """Ends every worker. The pool cannot be used afterwards."""
+        """Ends all workers. The pool cannot be used after this."""
         self._kill(list(self._workers))
         self._folder.cleanup()
 
@@ -117,9 +118,9 @@ class Pool:
         """Calls ``function(*args)`` on every rank, inside a gloo default process group, and waits for all.
 
         Args:
-            world_size: how many ranks.
-            function: a function at the top level of a test module: it travels by name.
-            *args: the same for every rank; pickled, as are the values that come back.
+            world_size: number of ranks.
+            function: at the top level of a test module, since it is sent by name.
+            *args: equal on every rank. They are pickled, and so are the returned values.
             timeout: seconds for the call, not counting the start of the processes.
 
         Returns:
@@ -138,7 +139,7 @@ class Pool:
             self._start([rank for rank in ranks if rank not in self._workers])
             for rank in ranks:
                 group_name = f"call-{self._calls}"
-                # The group outlives the call's limit, so that it is the hang that gets reported, with stacks.
+                # The group's timeout is longer than the call's, so a hang is reported with stacks.
                 limit = timeout + 60.0
                 request = Request(
                     call, rank, world_size, self._store.port, group_name, limit, filters, self._late_seed
@@ -156,7 +157,7 @@ class Pool:
                 return [pickle.loads(values[rank]) for rank in ranks]
             failures = {rank: reply.text for rank, reply in replies.items() if isinstance(reply, Failure)}
             stacks = self._stacks([rank for rank in ranks if rank not in replies])
-        except BaseException:  # Ctrl-C among others: nobody knows where the ranks are now
+        except BaseException:  # for example Ctrl-C: the ranks may be anywhere now
             self._kill(ranks)
             raise
         self._kill(ranks)
@@ -168,7 +169,7 @@ class Pool:
         )
 
     def _start(self, ranks: Sequence[int]) -> None:
-        """Starts a worker for each rank, all at once, and waits until they listen."""
+        """Starts a worker for each rank, all at the same time, and waits until they listen."""
         for rank in ranks:
             self._workers[rank] = _Worker.start(
                 self._context, Path(self._folder.name) / f"rank-{rank}.stacks"
@@ -181,7 +182,7 @@ class Pool:
             worker.connection.recv_bytes()
 
     def _collect(self, ranks: Sequence[int], timeout: float) -> dict[int, Reply]:
-        """Waits for the replies; those of ranks that are late are missing from the result."""
+        """Waits for the replies. The result has no reply of ranks that are too late."""
         waiting = {self._workers[rank].connection: rank for rank in ranks}
         replies: dict[int, Reply] = {}
         deadline = time.monotonic() + timeout
@@ -208,7 +209,7 @@ class Pool:
         return reply
 
     def _stacks(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Asks the workers where they are, by a signal that they answer from anywhere, C++ included."""
+        """Asks the workers for their stacks, by a signal that they answer even inside C++ code."""
         for rank in ranks:
             self._workers[rank].ask_for_stacks()
         deadline = time.monotonic() + STACKS_TIMEOUT
@@ -232,7 +233,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class _Worker:
-    """One process, this side's end of the pipe to it, and the file that it writes its stack to when asked."""
+    """One process, our end of the pipe to it, and the file to which it writes its stack when asked."""
 
     process: multiprocessing.process.BaseProcess
     connection: "Connection[Any, Any]"
@@ -243,7 +244,7 @@ class _Worker:
         ours, theirs = context.Pipe()
         process = context.Process(target=pool_worker.serve, args=(theirs, stack_file), daemon=True)
         process.start()
-        theirs.close()  # the worker has the other end alone now, so its death reads as end of file here
+        theirs.close()  # now only the worker has the other end, so its death is an end of file here
         return cls(process, ours, stack_file)
 
     def ask_for_stacks(self) -> None:
@@ -255,7 +256,7 @@ class _Worker:
 
 
 def _warning_filters() -> list[Filter]:
-    """The filters in force here, pytest's configuration and the test's own marks included, fit to be sent."""
+    """The warning filters of this process (pytest's configuration, the test's marks), made picklable."""
 
     def pattern(text: Any) -> str:
         return str(getattr(text, "pattern", text or ""))

@@ -1,4 +1,4 @@
-"""What runs in the processes of ``pool``: run a call in a fresh process group, send the outcome."""
+"""Runs in the processes of ``pool``: it runs each call in a new process group, and sends the result."""
 
 import ctypes
 import faulthandler
@@ -34,7 +34,7 @@ PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
 @dataclass(frozen=True)
 class Filter:
-    """One warning filter, as ``warnings.filterwarnings`` takes it."""
+    """The arguments of one ``warnings.filterwarnings``."""
 
     action: Any  # one of the words that warnings.filterwarnings knows
     message: str
@@ -47,7 +47,7 @@ class Filter:
 class Request:
     """One rank's part of a call."""
 
-    call: bytes  # pickled (function, args), unpickled where an error can be reported
+    call: bytes  # pickled (function, args); unpickled late, where an error can be reported
     rank: int
     world_size: int
     store_port: int
@@ -58,7 +58,7 @@ class Request:
 
 
 class Reply:
-    """What a rank answers."""
+    """The answer of a rank."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,14 @@ class Success(Reply):
 class Failure(Reply):
     """The function raised, or something around it did."""
 
-    text: str  # a traceback, mostly
+    text: str  # usually a traceback
 
 
 def serve(connection: "Connection[Any, Any]", stack_file: Path) -> None:
     """Answers requests until the pipe closes. The entry point of a worker process."""
     _die_with_parent()
-    # Ctrl-C goes to the whole terminal session; the parent decides what becomes of the workers. Not SIG_IGN,
-    # which processes that a test starts would inherit.
+    # Ctrl-C reaches the whole terminal session, and the parent ends the workers. Not SIG_IGN, since processes
+    # that a test starts would inherit it.
     signal.signal(signal.SIGINT, lambda *_: None)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = _loopback_interface()
@@ -104,14 +104,15 @@ def _answer(request: Request, connection: "Connection[Any, Any]") -> Reply:
             for rule in reversed(request.filters):  # each goes before those already there
                 warnings.filterwarnings(rule.action, rule.message, rule.category, rule.module, rule.line)
             value = _in_process_group(request, connection, stray)
-            # What a destructor raises is blamed on this call, not on the next one. What is still alive then
-            # is mostly modules: frozen, it is not gone through again, which took 0.1 s a call.
+            # So that an error in a destructor belongs to this call, not to the next one. Most objects that
+            # are still alive are modules. After the freeze, the next collection skips them, which saves 0.1 s
+            # a call.
             gc.collect()
             gc.freeze()
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # noqa: BLE001 - whatever it is (pytest's failures too), the parent reports it
-        # The first frames are this file's, the same every time.
+    except BaseException as error:  # noqa: BLE001 - the parent reports it, pytest's failures too
+        # The first frames are of this file, and always the same.
         own = error.__traceback__
         while own is not None and own.tb_frame.f_code.co_filename == __file__ and own.tb_next is not None:
             own = own.tb_next
@@ -136,18 +137,19 @@ def _in_process_group(request: Request, connection: "Connection[Any, Any]", stra
     value = _call(function, args)
     if stray:  # a failure, which is reported
         return value
-    # Groups end when every rank is done: a rank that still connects to one that has closed its end fails. The
-    # parent collects what was returned, and then sends the word to end.
+    # Groups end when every rank is done: a rank that still connects fails if the other side has closed. So
+    # the parent first collects all replies, and then sends "end".
     connection.send_bytes(pickle.dumps(Success(value)))
     connection.recv_bytes()
-    # A rank that raised skips this: its process is about to be killed, and its peers may be stuck elsewhere.
+    # A rank that raised skips this: its process will be killed, and the other ranks may be stuck elsewhere.
     if dist.is_initialized():
         dist.destroy_process_group()
     return value
 
 
 def _call(function: Callable[..., object], args: tuple[object, ...]) -> bytes:
-    # Plain pickle sends a tensor's bytes; multiprocessing's pickler sends a handle to this process's memory.
+    # Pickle sends the bytes of a tensor. The pickler of multiprocessing sends a handle to this process's
+    # memory.
     return pickle.dumps(function(*args))
 
 
@@ -161,7 +163,7 @@ def _reset_state() -> None:
 
 
 class _StrayExceptions:
-    """Catches exceptions that Python only prints: those raised in destructors and in threads."""
+    """Catches exceptions that Python only prints: those in destructors and in threads."""
 
     def __init__(self, found: list[str]) -> None:
         self._found = found
@@ -181,16 +183,16 @@ class _StrayExceptions:
 
 
 def _loopback_interface() -> str:
-    # gloo looks the host's name up otherwise, which fails or is slow on machines without a network.
+    # Otherwise gloo looks up the host's name, which fails or is slow on machines without a network.
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
 def _die_with_parent() -> None:
-    """Makes sure that no worker outlives the test run, however that ends."""
-    # On Linux the kernel does it, even if this process hangs with Python's lock held.
+    """Ends this worker when the test run ends, whatever ends that."""
+    # On Linux the kernel does this, even if this process hangs and holds Python's lock.
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Elsewhere, or if the parent was gone before that call: a thread that waits for its end.
+    # On other systems, or if the parent ended before that call, a thread waits for the parent's end.
     parent = multiprocessing.parent_process()
     assert parent is not None
 

@@ -1,4 +1,4 @@
-"""On which addresses a process can be reached."""
+"""The addresses on which a process listens."""
 
 import ipaddress
 import struct
@@ -8,7 +8,7 @@ _LISTENING = "0A"  # in the table of /proc/net/tcp
 
 
 def listening(pid: int | str) -> list[str]:
-    """The addresses, with ports, on which a process listens; ``"self"`` for this one."""
+    """The addresses, with ports, on which a process listens; ``"self"`` for this process."""
     links = [_target(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
     own = {link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:[")}
     found = []
@@ -20,7 +20,7 @@ def listening(pid: int | str) -> list[str]:
 
 
 def reachable_from_outside(pid: int | str) -> list[str]:
-    """Those of them that are not on the loopback interface."""
+    """The addresses of `listening` that are not on the loopback interface."""
     return [
         address
         for address in listening(pid)
@@ -36,7 +36,7 @@ def _target(link: Path) -> str:
 
 
 def _address(text: str) -> str:
-    """Read an address as the kernel prints it: words of four bytes, each in the machine's order."""
+    """Read an address as the kernel prints it: words of four bytes, each in the machine's byte order."""
     digits, port = text.split(":")
     words = [int(digits[start : start + 8], 16) for start in range(0, len(digits), 8)]
     address = ipaddress.ip_address(struct.pack(f"={len(words)}I", *words))

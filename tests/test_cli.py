@@ -108,10 +108,10 @@ def write(config: RunConfig, step: int) -> None:
         (["--hook", "zip"], "expected one of the hooks allreduce, fp16, bf16"),
         (["--hook", "top_k", "--hook-opt", "rank=2"], "hook 'top_k' has no option 'rank'"),
         (["--hook-opt", "rank=2"], "--hook-opt without --hook"),
-        (["--overlap", "--clip", "1"], "nothing can be clipped: --clip 0"),
+        (["--overlap", "--clip", "1"], "nothing can be clipped: give --clip 0"),
         (["--overlap", "owners", "--hook", "fp16"], "leave out --hook fp16"),
         (["--overlap", "--optimizer", "MADGRAD"], "--overlap: MADGRAD cannot be stepped in parts"),
-        (["--resume"], "name a run folder"),
+        (["--resume"], "give a run folder"),
         (["--resume", "nowhere"], "no checkpoint at nowhere"),
     ],
     ids=" ".join,
@@ -169,7 +169,7 @@ def test_a_run_is_named_after_its_optimizer_and_its_folder_is_there_before_it_st
 
 def test_a_folder_that_holds_a_run_is_not_written_over(capsys: pytest.CaptureFixture[str]) -> None:
     save("there")
-    assert "there holds a run: go on with --resume there" in refused(capsys, "--out", "there")
+    assert "there holds a run: resume it with --resume there" in refused(capsys, "--out", "there")
     Path("file").touch()
     assert "cannot make the run folder file" in refused(capsys, "--out", "file")
 
@@ -188,10 +188,10 @@ def test_a_resumed_run_keeps_its_options_but_for_those_named() -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--width", "32"], "another run: --width 16 there, --width 32 here"),
-        (["--optimizer", "Adam"], "another run: --optimizer SGD there, --optimizer Adam here"),
-        (["--opt", "lr=1"], "another run: --opt lr=0.5 momentum=0.9 there, --opt lr=1 momentum=0.9 here"),
-        (["--steps", "5"], "the run has made its 5 updates"),
+        (["--width", "32"], "another run: it has --width 16, this run has --width 32"),
+        (["--optimizer", "Adam"], "another run: it has --optimizer SGD, this run has --optimizer Adam"),
+        (["--opt", "lr=1"], "it has --opt lr=0.5 momentum=0.9, this run has --opt lr=1 momentum=0.9"),
+        (["--steps", "5"], "the run has already made 5 updates"),
     ],
     ids=" ".join,
 )
@@ -211,7 +211,7 @@ def test_a_checkpoint_of_another_model_or_a_torn_one_is_refused(
         assert "has other tensors" in refused(capsys, "--resume", "there")
     data = next(Path("there", "checkpoints", "00000005").glob("data-*"))
     data.write_bytes(data.read_bytes()[:1000])
-    assert "no checkpoint at there is whole" in refused(capsys, "--resume", "there")
+    assert "no checkpoint at there is complete" in refused(capsys, "--resume", "there")
 
 
 @pytest.fixture
@@ -231,7 +231,7 @@ def test_a_checkpoint_does_not_choose_what_is_imported(
     line = refused(capsys, "--resume", "there")
     assert "names the optimizer class planted:Mine" in line
     assert "give --optimizer planted:Mine" in line
-    assert "--optimizer planted:Mine there, --optimizer SGD here" in refused(
+    assert "it has --optimizer planted:Mine, this run has --optimizer SGD" in refused(
         capsys, "--resume", "there", "--optimizer", "SGD"
     )
     assert not planted.exists()
@@ -260,7 +260,7 @@ def test_a_run_that_was_ended_says_which_class_of_the_users_to_name_again(
     monkeypatch.setattr(cli, "launch", interrupted)
     assert cli.main(["train", "--optimizer", "planted:Mine", "--out", "there"]) == 128 + signal.SIGTERM
     command = "zero-optim train --resume there --optimizer planted:Mine"
-    assert capsys.readouterr().err.endswith(f"go on with: {command}\n")
+    assert capsys.readouterr().err.endswith(f"resume with: {command}\n")
 
 
 def test_ranks_import_from_where_the_launcher_does_and_not_from_the_current_folder(planted: Path) -> None:
@@ -287,7 +287,7 @@ def test_under_torchrun_one_rank_a_host_tells_of_bad_input(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     under_torchrun(monkeypatch, rank=4)
-    assert "torchrun started 4 ranks here" in refused(capsys, "--nproc", "2")
+    assert "torchrun started 4 ranks on this host" in refused(capsys, "--nproc", "2")
     assert "--batch-size 12 cannot be shared equally by 8 ranks" in refused(capsys, "--batch-size", "12")
     under_torchrun(monkeypatch, rank=1)
     assert cli.main(["train", "--batch-size", "12"]) == 2

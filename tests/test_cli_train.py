@@ -177,7 +177,7 @@ def test_a_run_shows_what_it_came_to_and_goes_on_with_another_number_of_ranks(
     assert [row[0] for row in rows] == ["0", "1"]
     assert sum(int(row[2].replace(",", "")) for row in rows) == int(rows[0][4].replace(",", ""))
     assert "\x1b" not in shown  # no terminal, no colours
-    assert "checkpoints 1 written while training went on, which stood still for" in shown
+    assert "checkpoints 1 written in the background; training waited" in shown
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
         "checkpoints", "config.json", "loss.png", "metrics.jsonl",
     }  # fmt: skip
@@ -202,7 +202,7 @@ def test_a_traced_run_with_a_hook_and_overlap_leaves_a_picture(run: Any, tmp_pat
     options = ("--hook", "bf16", "--overlap", "--trace", "--sample-length", "0", "--steps", "8")
     traced = run(*TINY, *options, "--out", "run")
     assert traced.wait() == 0, traced.output
-    assert "of reducing, stepping and gathering lay under forward and backward" in traced.output
+    assert "of reduce, step and gather overlapped with forward and backward" in traced.output
     assert (tmp_path / "run" / "trace.png").read_bytes().startswith(b"\x89PNG")
     spans = spans_of(tmp_path / "run" / "trace.json")
     assert {span.row for span in spans} == {"compute", "reduce", "step", "gather"}
@@ -225,7 +225,7 @@ def test_an_interrupted_run_says_so_in_a_line_and_leaves_a_whole_checkpoint(
     assert interrupted.wait() == 128 + signum
     last = interrupted.output.splitlines()[-1]
     assert f"ended by {signum.name}; update " in last
-    assert last.endswith("go on with: zero-optim train --resume run")
+    assert last.endswith("resume with: zero-optim train --resume run")
     assert "Traceback" not in interrupted.output
     if signum == signal.SIGTERM:  # once is enough: updates after the checkpoint come again, bit for bit
         before = losses(interrupted.folder / "run")

@@ -122,8 +122,8 @@ def test_the_summary_has_a_line_for_each_rank_and_keeps_paths_whole(terminal: bo
     shown = printed(terminal=terminal)
     rows = [line.split() for line in shown.splitlines() if "25.0%" in line or "75.0%" in line]
     assert rows == [["0", "10", "80", "B", "320", "B", "25.0%"], ["1", "30", "240", "B", "320", "B", "75.0%"]]
-    assert "5.500 -> 1.250 nats a byte" in shown
-    assert "2 written while training went on, which stood still for 20 ms each (at most 30)" in shown
+    assert "5.500 -> 1.250 nats per byte" in shown
+    assert "2 written in the background; training waited 20 ms for each (at most 30)" in shown
     assert "path/" * 30 in shown
     assert "ed[b]" in shown  # the model's text is no markup
     assert "\x1b[2J" not in shown  # and moves no cursor

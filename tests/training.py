@@ -1,7 +1,7 @@
-"""What the multi-process tests train: small parameter sets, fixed gradients, and comparisons.
+"""For tests on several ranks: small parameter sets, fixed gradients, and comparisons.
 
-Every function here is deterministic in its arguments, so that each rank can build the unsharded
-run beside the sharded one and compare bits without communication.
+Every function depends only on its arguments. So each rank can also make the unsharded run, and compare bits
+without communication.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ def twin(params: Sequence[Tensor]) -> list[Parameter]:
 
 
 def set_grads(params: Sequence[Tensor], step: int, scale: float = 1.0) -> None:
-    """Give every trainable parameter the gradient of one step, the same on every rank."""
+    """Give every trainable parameter the gradient of one step, equal on every rank."""
     generator = torch.Generator().manual_seed(1000 + step)
     for p in params:
         grad = torch.randn(p.shape, generator=generator) * scale
@@ -69,7 +69,7 @@ def assert_same_state(got: dict[str, Any], expected: dict[str, Any]) -> None:
 def train_both(
     plain: Optimizer, sharded: Optimizer, steps: int, first: int = 0, after: Callable[[], None] | None = None
 ) -> None:
-    """Step an unsharded and a sharded optimizer side by side, comparing parameters at every step."""
+    """Step an unsharded and a sharded optimizer in turns, and compare parameters after every step."""
     for step in range(first, first + steps):
         for optimizer in (plain, sharded):
             set_grads(params_of(optimizer), step)

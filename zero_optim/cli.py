@@ -1,6 +1,6 @@
-"""The command ``zero-optim``. Only here do errors become lines and exit statuses.
+"""The command ``zero-optim``. Errors become one line and an exit status here, and nowhere else.
 
-Exit status: 0 done, 1 a rank failed or a checkpoint is not whole, 2 bad input, 128 + n ended by signal n.
+Exit status: 0 done, 1 a rank failed or a checkpoint is not complete, 2 bad input, 128 + n ended by signal n.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from zero_optim.errors import InterruptedRunError, RankFailedError, ZeroOptimErr
 
 
 class _Parser(argparse.ArgumentParser):
-    """Prints one line on bad input, like every other error; --help shows the options."""
+    """Prints one line for bad input, as for every other error."""
 
     def error(self, message: str) -> NoReturn:
         _complain(f"{message} (see {self.prog} --help)")
@@ -27,25 +27,25 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; gives the exit status.
+    """Run the command and return the exit status.
 
     Args:
-        arguments: those after the command's name; None for the process's own.
+        arguments: of the command line, without the program's name; None for those of this process.
     """
     options = vars(_parser().parse_args(arguments))
     command = options.pop("command")
     try:
         return int(command(options))
-    except KeyboardInterrupt:  # before the launcher listens
+    except KeyboardInterrupt:  # before the launcher handles signals
         _complain("ended by SIGINT")
         return 130
 
 
 def train(given: dict[str, Any]) -> int:
-    """Run ``zero-optim train``: as a rank when torchrun started us, else as the launcher.
+    """Run ``zero-optim train``: as a rank if torchrun started this process, else as the launcher.
 
     Args:
-        given: the options that were named, by field of `RunConfig`.
+        given: the options on the command line, by field of `RunConfig`.
     """
     ranks = _torchrun()
     try:
@@ -53,7 +53,7 @@ def train(given: dict[str, Any]) -> int:
         if ranks is None or ranks.rank == 0:
             prepare.make_folder(config)
     except ValueError as error:
-        if ranks is None or ranks.local_rank == 0:  # once a host: it may lack a file that others have
+        if ranks is None or ranks.local_rank == 0:  # once on each host: a file may be missing on one of them
             _complain(str(error))
         return 2
     if ranks is None:
@@ -87,7 +87,7 @@ def _launch(config: RunConfig) -> int:
 
 
 def _leave_bar() -> None:
-    """Start a new line and show the cursor: a rank that is killed while it draws its bar does neither."""
+    """Start a new line and show the cursor, which a bar hides until its rank ends it."""
     if sys.stdout.isatty():
         sys.stdout.write("\x1b[?25h\n")
         sys.stdout.flush()
@@ -97,11 +97,11 @@ def _what_is_left(config: RunConfig) -> str:
     try:
         found = saved.look(saved.locate(config.out))
     except ValueError:
-        return "no checkpoint was due yet"
+        return "no checkpoint was saved yet"
     command = ["zero-optim", "train", "--resume", config.out]
     if ":" in config.optimizer:  # not taken from a checkpoint
         command += ["--optimizer", config.optimizer]
-    return f"update {found.step} is saved, go on with: {shlex.join(command)}"
+    return f"update {found.step} is saved; resume with: {shlex.join(command)}"
 
 
 def _complain(line: str) -> None:
@@ -109,14 +109,18 @@ def _complain(line: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="zero-optim", description="Optimizers whose state is sharded over ranks.")
+    parser = _Parser(
+        prog="zero-optim",
+        description="Train with optimizer state that is sharded over ranks; work with its checkpoints.",
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser(
         "train",
-        help="train a small GPT on text, its optimizer state sharded",
+        help="train a small GPT on text, with sharded optimizer state",
         description="Train a small GPT on text with DistributedDataParallel and a sharded optimizer. Under "
-        "torchrun, which may span hosts, it runs as one of its ranks; else it starts --nproc ranks here.",
-        argument_default=argparse.SUPPRESS,  # what is not named comes from the checkpoint or the defaults
+        "torchrun, on one host or several, each process is one rank. Otherwise it starts --nproc ranks on "
+        "this host. Defaults are in parentheses.",
+        argument_default=argparse.SUPPRESS,  # options not given come from the checkpoint or the defaults
     )
     command.set_defaults(command=train)
     for add in (_add_run, _add_optimization, _add_gradients, _add_model):
@@ -126,22 +130,22 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_tools(commands: Any) -> None:  # noqa: ANN401 - argparse has no public name for it
-    """Add the commands on checkpoints, which need one process and no group."""
+    """Add the commands for checkpoints, which need one process and no process group."""
     command = commands.add_parser(
         "consolidate",
         help="write a checkpoint's optimizer state, or its weights, to one file",
-        description="Write the whole optimizer state of a checkpoint to OUT in the format of torch.optim, or "
-        "the model's weights. One tensor at a time is in memory.",
+        description="Write the whole optimizer state of a checkpoint to OUT, in the format of torch.optim. "
+        "With --weights, write the model's state dict instead. One tensor at a time is in memory.",
     )
     command.add_argument("source", metavar="DIR", type=Path, help="a checkpoint")
     command.add_argument("out", metavar="OUT", type=Path, help="a .pt file, or .safetensors for weights")
-    command.add_argument("--weights", action="store_true", help="the model's state dict")
+    command.add_argument("--weights", action="store_true", help="write the model's state dict")
     command.set_defaults(command=_tool("consolidate"))
     command = commands.add_parser(
         "reshard",
         help="write a checkpoint for another number of ranks",
-        description="Write a checkpoint as N ranks would have. Loading does not need it, since a checkpoint "
-        "loads on any number of ranks; with it each rank finds all it owns in one file.",
+        description="Write a checkpoint as N ranks would have written it: each rank then finds all that it "
+        "owns in one file. This is never necessary, since a checkpoint loads on any number of ranks.",
     )
     command.add_argument(
         "source", metavar="DIR", type=Path, help="a checkpoint, or a torch.save file with a state dict"
@@ -151,17 +155,17 @@ def _add_tools(commands: Any) -> None:  # noqa: ANN401 - argparse has no public 
     command.set_defaults(command=_tool("reshard"))
     command = commands.add_parser(
         "inspect",
-        help="show what a checkpoint holds and whether it is whole",
-        description="Show what a checkpoint holds, who wrote it, and whether it is whole: all of it "
-        "is read and compared with its checksums. Exit status 1 if it is not.",
+        help="show what a checkpoint holds and whether it is complete",
+        description="Show what a checkpoint holds, who wrote it, and whether it is complete: all of it "
+        "is read and compared with its checksums. The exit status is 1 if it is not complete.",
     )
     command.add_argument("source", metavar="DIR", type=Path, help="a checkpoint")
-    command.add_argument("--json", action="store_true", help="as JSON")
+    command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(command=_tool("inspect"))
 
 
 def _tool(name: str) -> Callable[[dict[str, Any]], int]:
-    """Make a command of a tool: an error gives one line, and status 2."""
+    """Make the command for a tool; an error prints one line and gives exit status 2."""
 
     def run(given: dict[str, Any]) -> int:
         from zero_optim.checkpoint import inspection, offline
@@ -186,23 +190,28 @@ def _tool(name: str) -> Callable[[dict[str, Any]], int]:
 def _add_run(command: argparse.ArgumentParser, default: dict[str, Any]) -> None:
     group = command.add_argument_group("the run")
     group.add_argument(
-        "--text", nargs="+", metavar="FILE", help="what to train on (the Python language reference)"
+        "--text", nargs="+", metavar="FILE", help="files to train on (the Python language reference)"
     )
     group.add_argument("--nproc", type=int, metavar="N", help=f"ranks on this host ({default['nproc']})")
-    group.add_argument("--device", choices=get_args(Device), help="auto: GPUs if there is one for each rank")
+    group.add_argument(
+        "--device",
+        choices=get_args(Device),
+        help="auto: GPUs if there is one for each rank, else the CPU (auto)",
+    )
     group.add_argument("--out", metavar="DIR", help="run folder (runs/OPTIMIZER-TIME)")
     group.add_argument(
         "--resume",
         nargs="?",
         const="",
         metavar="DIR",
-        help="go on from the checkpoint of a run folder, without DIR of the newest in runs/; "
-        "options that are not named stay those of the run, but a package.module:Class has to be named again",
+        help="continue from the newest checkpoint of the run folder DIR, or of the newest run in runs/; "
+        "options that are not given stay those of the run, but --optimizer package.module:Class must be "
+        "given again",
     )
     for name, text in (
-        ("seed", "of initial weights and the order of the text"),
-        ("eval-every", "updates between validations; 0: first and last only"),
-        ("save-every", "updates between checkpoints; 0: last only"),
+        ("seed", "seed of the initial weights and the order of the text"),
+        ("eval-every", "updates between validations; 0: only first and last"),
+        ("save-every", "updates between checkpoints; 0: only the last"),
         ("sample-length", "bytes of text generated at the end; 0: none"),
     ):
         _add_number(group, name, text, default)
@@ -213,29 +222,31 @@ def _add_optimization(command: argparse.ArgumentParser, default: dict[str, Any])
     group.add_argument(
         "--optimizer",
         metavar="CLASS",
-        help=f"of torch.optim or torch_optimizer, or package.module:Class ({default['optimizer']})",
+        help=f"class of torch.optim or torch_optimizer, or package.module:Class ({default['optimizer']})",
     )
     group.add_argument(
         "--opt",
         dest="options",
         action="append",
         metavar="KEY=VALUE",
-        help="argument of the class, such as lr=3e-4; repeat for more",
+        help="argument of the class, such as lr=3e-4; may be repeated",
     )
     group.add_argument(
         "--lr-schedule",
         dest="schedule",
         choices=get_args(Schedule),
-        help=f"how the learning rate falls, to a tenth ({default['schedule']})",
+        help=f"how the learning rate falls to a tenth ({default['schedule']})",
     )
     group.add_argument(
-        "--clip", type=float, metavar="NORM", help=f"largest gradient norm; 0: any ({default['clip']})"
+        "--clip", type=float, metavar="NORM", help=f"largest gradient norm; 0: no limit ({default['clip']})"
     )
-    group.add_argument("--bf16", action=argparse.BooleanOptionalAction, help="bfloat16 autocast")
+    group.add_argument(
+        "--bf16", action=argparse.BooleanOptionalAction, help="run the forward pass under bfloat16 autocast"
+    )
     for name, text in (
-        ("steps", "updates in all"),
+        ("steps", "updates in the whole run"),
         ("batch-size", "sequences in an update, over all ranks"),
-        ("accumulate", "micro-batches each rank cuts its part of an update into"),
+        ("accumulate", "micro-batches in each rank's part of an update"),
         ("warmup", "updates over which the learning rate rises"),
     ):
         _add_number(group, name, text, default)
@@ -249,34 +260,36 @@ def _add_gradients(command: argparse.ArgumentParser, default: dict[str, Any]) ->
         help=f"DistributedDataParallel of zero_optim or of PyTorch ({default['ddp']})",
     )
     group.add_argument(
-        "--hook", metavar="NAME", help="comm hook that reduces them; an unknown name lists all"
+        "--hook",
+        metavar="NAME",
+        help="comm hook that reduces the gradients; an unknown name prints all names",
     )
     group.add_argument(
         "--hook-opt",
         dest="hook_options",
         action="append",
         metavar="KEY=VALUE",
-        help="option of the hook, such as rank=2; repeat for more",
+        help="option of the hook, such as rank=2; may be repeated",
     )
     group.add_argument(
         "--overlap",
         nargs="?",
         const="everywhere",
         choices=get_args(Overlap),
-        help="step during the backward pass, gradients reduced everywhere (the plain flag) or to owners "
-        "alone; without --clip",
+        help="step during the backward pass, with gradients reduced everywhere (if no value is given) or "
+        "only to their owners; excludes --clip",
     )
     group.add_argument(
         "--trace",
         action=argparse.BooleanOptionalAction,
-        help="profile one update, and draw it: trace.json and trace.png in the run folder",
+        help="profile and draw one update: trace.json and trace.png in the run folder",
     )
 
 
 def _add_model(command: argparse.ArgumentParser, default: dict[str, Any]) -> None:
     group = command.add_argument_group("the model")
     for name, text in (
-        ("context", "bytes it sees at once"),
+        ("context", "bytes that the model sees at once"),
         ("layers", "transformer blocks"),
         ("width", "features of a position"),
         ("heads", "attention heads"),

@@ -1,6 +1,6 @@
-"""Checkpoints: each rank writes what it owns; they load on any number of ranks, and are whole or not there.
+"""Checkpoints: each rank writes what it owns. They load on any number of ranks, and are complete or absent.
 
-docs/checkpoints.md says what is in them.
+docs/checkpoints.md describes the guarantees and the format.
 """
 
 from zero_optim.checkpoint.dcp import Reader, SafeLoadPlanner, Writer

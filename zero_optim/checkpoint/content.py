@@ -1,4 +1,4 @@
-"""What each rank puts into a checkpoint: the state and the parameters it owns, its part of the rest."""
+"""What each rank writes to a checkpoint: the state and parameters that it owns, and its part of the rest."""
 
 import random
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ class RankContent:
         self.tensors.update(tensors)
 
     def staged(self) -> "RankContent":
-        """Copy the tensors into CPU memory, so that training may go on; waits for an accelerator once."""
+        """Copy the tensors into CPU memory, so that training may change them; waits for an accelerator once."""
         copies = HostCopies()
         tensors = {key: copies.add(tensor) for key, tensor in self.tensors.items()}
         copies.wait()
@@ -50,10 +50,10 @@ class RankContent:
 
 
 def collect(group: RankGroup, objects: Objects, extra: object) -> tuple[RankContent, list[str]]:
-    """List what this rank writes; copies nothing, does not communicate.
+    """List what this rank writes. Copies nothing, does not communicate.
 
     Returns:
-        The part, and descriptions of what must be the same on every rank.
+        The content, and descriptions of what must be equal on every rank.
     """
     part, shared = RankContent(), RankContent()
     about: list[str] = []
@@ -72,7 +72,7 @@ def collect(group: RankGroup, objects: Objects, extra: object) -> tuple[RankCont
 
 
 def _described(shared: RankContent) -> list[str]:
-    """Describe what every rank should have alike; state of its own that a rank keeps is not in it."""
+    """Describe what must be equal on every rank, without state that a rank has for itself."""
     values = [f"{key}: {value}" for key, value in shared.values.items() if key != EVERYWHERE]
     sums = [
         f"{key}: tensor with checksum {crc32(bytes_of(tensor))}"
@@ -85,7 +85,7 @@ def _described(shared: RankContent) -> list[str]:
 def _add_model(
     part: RankContent, group: RankGroup, model: nn.Module, optimizer: ZeroRedundancyOptimizer | None
 ) -> list[str]:
-    """Add what this rank writes of the model; describes the model, which must be the same on every rank."""
+    """Add what this rank writes of the model. Returns descriptions that must be equal on all ranks."""
     packed = RankContent()
     packed.add(MODEL, unwrapped(model).state_dict())
     writers = tensor_owners(packed.tensors, optimizer, group.size)
@@ -101,7 +101,7 @@ def _add_model(
 def tensor_owners(
     tensors: Mapping[str, Tensor], optimizer: ZeroRedundancyOptimizer | None, num_ranks: int
 ) -> dict[str, int]:
-    """Choose which rank writes or reads each tensor of a model: its owner, or where it has none, any.
+    """Choose which rank writes or reads each tensor of a model: its owner, or any rank if it has none.
 
     Returns:
         The same on every rank.
@@ -142,10 +142,10 @@ def _add_optimizer(
 
 
 def random_state(device: torch.device | None) -> dict[str, Any]:
-    """Take down this process's random states: Python's, numpy's, PyTorch's of the CPU and of one CUDA device.
+    """Copy this process's random states: Python's, numpy's, PyTorch's of the CPU and of one CUDA device.
 
     Args:
-        device: of the parameters; of none, or where it is no CUDA device, the current CUDA device counts.
+        device: of the parameters; None, or a device that is not CUDA, stands for the current CUDA device.
     """
     kind, internal, gauss = random.getstate()
     state: dict[str, Any] = {
@@ -159,7 +159,7 @@ def random_state(device: torch.device | None) -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device | None) -> None:
-    """Go on from what `random_state` took down, with the same device or another one."""
+    """Restore the random states that `random_state` copied, for the same device or another one."""
     kind, internal, gauss = state["python"]
     random.setstate((kind, tuple(internal.tolist()), gauss))
     np.random.set_state(state["numpy"])

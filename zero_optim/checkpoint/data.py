@@ -1,4 +1,4 @@
-"""Data files: a safetensors file a rank, every tensor with a checksum."""
+"""Data files: one safetensors file for each rank, with a checksum for every tensor. No communication."""
 
 import os
 import zlib
@@ -19,7 +19,7 @@ from zero_optim.errors import CheckpointError
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """View a tensor's elements, row after row, as bytes in CPU memory; copies what is not there so."""
+    """View a tensor's elements, in row-major order, as bytes in CPU memory; copies if necessary."""
     run: Any = memory_of(tensor.detach().cpu().contiguous()).numpy()
     return memoryview(run)
 
@@ -27,16 +27,16 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def write_data(
     path: Path, rank: int, boxes: Iterable[Box], read: Callable[[Box], memoryview]
 ) -> tuple[DataFile, list[tuple[Box, Chunk]]]:
-    """Write a rank's data file, a safetensors file: on the disk when this returns, gone if it fails.
+    """Write a rank's data file. It is flushed to the disk when this returns, and removed if this fails.
 
     Args:
         path: of the file, which does not exist yet.
-        rank: whose it is.
-        boxes: what goes into it.
-        read: gives the bytes of a box.
+        rank: this rank.
+        boxes: what to write.
+        read: returns the bytes of a box.
 
     Returns:
-        The file, and where in it everything lies.
+        The file, and the place of each box in it.
     """
     head, placed = lay_out(boxes)
     chunks, end = [], len(head)
@@ -66,7 +66,7 @@ def _new_file(path: Path) -> Iterator[FileIO]:
 
 
 def _append(file: FileIO, run: memoryview) -> int:
-    """Write a run of bytes and give its checksum."""
+    """Write a run of bytes and return its checksum."""
     checksum = 0
     for first in range(0, run.nbytes, PIECE_NBYTES):
         piece = run[first : first + PIECE_NBYTES]
@@ -76,7 +76,7 @@ def _append(file: FileIO, run: memoryview) -> int:
 
 
 def write_all(file: FileIO, run: memoryview) -> None:
-    """Write a run of bytes, whose system call takes at most some 2 GiB at a time."""
+    """Write a run of bytes in several calls, since a system call takes at most about 2 GiB."""
     while run.nbytes:
         run = run[file.write(run) :]
 
@@ -85,7 +85,7 @@ def read_run(folder: Path, chunk: Chunk, into: memoryview, key: str) -> None:
     """Read a chunk's bytes into memory of the same length, and check them.
 
     Raises:
-        CheckpointError: they are not what was written, or cannot be read.
+        CheckpointError: they differ from what was written, or cannot be read.
     """
     checksum, done = 0, 0
     try:
@@ -109,7 +109,7 @@ def read_box(
 ) -> None:
     """Read a chunk, or the box that begins at ``offsets`` inside it, into a tensor of the box's shape.
 
-    One chunk of extra memory, unless the whole of it goes into a contiguous CPU tensor of its dtype.
+    Needs extra memory for one chunk, unless all of it goes into a contiguous CPU tensor of its dtype.
 
     Raises:
         CheckpointError: as `read_run` does.
@@ -126,7 +126,7 @@ def read_box(
 
 
 def check_run(folder: Path, chunk: Chunk, key: str) -> None:
-    """Read a chunk's bytes for their checksum alone, in bounded memory; raises like `read_run`."""
+    """Check the checksum of a chunk's bytes, in bounded memory; raises like `read_run`."""
     buffer = memoryview(bytearray(min(chunk.nbytes, PIECE_NBYTES)))
     checksum = 0
     with blamed_on(folder), open_regular(folder / chunk.file) as file:
@@ -145,9 +145,9 @@ def check_run(folder: Path, chunk: Chunk, key: str) -> None:
 
 
 def map_file(path: Path, nbytes: int) -> torch.UntypedStorage:
-    """Map the first ``nbytes`` of a file into memory: read when they are needed, dropped when others need it.
+    """Map the first ``nbytes`` of a file into memory. The system reads them when they are used.
 
-    What is written to the memory does not reach the file.
+    Changes of the memory do not change the file.
     """
     storage: Any = torch.UntypedStorage.from_file(str(path), False, nbytes)
     mapped: torch.UntypedStorage = storage
@@ -157,7 +157,7 @@ def map_file(path: Path, nbytes: int) -> torch.UntypedStorage:
 def tensor_in(
     storage: torch.UntypedStorage, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int] = ()
 ) -> Tensor:
-    """Give the tensor whose memory a storage is; contiguous, if no strides are given."""
+    """Return a tensor that uses a storage as its memory; contiguous if no strides are given."""
     return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape), tuple(strides))
 
 

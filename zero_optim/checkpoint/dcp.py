@@ -1,8 +1,8 @@
-"""Our files for those who call ``dcp.save`` and ``dcp.load`` of ``torch.distributed.checkpoint`` themselves.
+"""Adapters for users of ``torch.distributed.checkpoint`` (DCP): ``dcp.save`` and ``dcp.load`` use our files.
 
-DCP's planners decide what goes where; `Writer` and `Reader` put it into our files and get it out of them.
-`save` and `load` of this package do not come this way. Metadata is JSON, where PyTorch's own storage has a
-pickle, which can run code when it is read.
+DCP's planners decide which rank writes what; `Writer` and `Reader` write and read our files. `save` and
+`load` of this package do not use this module. Metadata is JSON. PyTorch's own storage has a pickle, which can
+run code when it is read.
 """
 
 import io
@@ -47,11 +47,11 @@ from zero_optim.checkpoint.storage import complete, data_name, new_token
 class Writer(StorageWriter):
     """Writes a checkpoint into a folder, for ``dcp.save(…, storage_writer=Writer(path))``.
 
-    Each rank writes one data file; the coordinator completes the checkpoint with its manifest. A
-    checkpoint that the folder holds already is replaced in one step at the end.
+    Each rank writes one data file. The coordinator completes the checkpoint with the manifest, which replaces
+    a checkpoint that is already in the folder.
 
     Args:
-        path: the checkpoint's own folder; made if it is not there.
+        path: the checkpoint's own folder; made if it does not exist.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -62,7 +62,7 @@ class Writer(StorageWriter):
         if checkpoint_id is not None:
             self._folder = folders.own_folder(checkpoint_id)
 
-    # DCP hands on arguments of its own where a parameter is called "kwargs", and calls twice on failure.
+    # DCP passes arguments of its own to a parameter called "kwargs", and calls again after a failure.
     def set_up_storage_writer(self, is_coordinator: bool, *_args: object, **_kwargs: object) -> None:
         """See the base class: make the folder."""
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ class Writer(StorageWriter):
         written = [result for part in results for result in part]
         files = {chunk.file: file for chunk, file in (result.storage_data for result in written)}
         entries = _entries(metadata, written)
-        # Not locked until here, as DCP does not say when a save has failed: so others may be writing.
+        # Locked only here, since DCP does not say when a save has failed. So other saves may be writing.
         lock = FolderLock(self._folder)
         try:
             complete(self._folder, len(results), files, entries, {}, paths)
@@ -118,7 +118,7 @@ class Writer(StorageWriter):
 
 
 def _box(item: WriteItem, planner: SavePlanner) -> tuple[Box, memoryview | None]:
-    """Tell how large an item is; with its bytes, of what is no tensor."""
+    """Return the box of an item, and its bytes if it is not a tensor."""
     about = item.tensor_data
     if about is not None:
         box = about.chunk
@@ -131,7 +131,7 @@ def _box(item: WriteItem, planner: SavePlanner) -> tuple[Box, memoryview | None]
 
 
 def _entries(metadata: Metadata, results: Iterable[WriteResult]) -> dict[str, Entry]:
-    """Bring what was planned and where it was written together."""
+    """Combine the planned tensors with the places where they were written."""
     chunks: dict[str, list[Chunk]] = {}
     for result in results:
         chunks.setdefault(result.index.fqn, []).append(result.storage_data[0])
@@ -148,7 +148,7 @@ def _entries(metadata: Metadata, results: Iterable[WriteResult]) -> dict[str, En
 class Reader(StorageReader):
     """Reads a checkpoint, for ``dcp.load(…, storage_reader=Reader(path), planner=SafeLoadPlanner())``.
 
-    Every run of bytes that is read is checked.
+    Everything that is read is compared with its checksum.
 
     Args:
         path: the checkpoint's folder.
@@ -229,10 +229,10 @@ def _metadata_of(entry: Entry) -> TensorStorageMetadata | BytesStorageMetadata:
 
 
 class Owned(dict[str, Any]):
-    """A nested dict to load into, whose ``state`` holds what the checkpoint has of some names.
+    """A nested dict to load into. Its ``state`` holds what the checkpoint has of some parameters.
 
     Args:
-        names: keys of ``state`` that are wanted.
+        names: the wanted keys of ``state``.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -242,10 +242,10 @@ class Owned(dict[str, Any]):
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):
-    """DCP's own planner, but that it runs no pickled code, and asks for all state an optimizer owns here.
+    """DCP's own planner, without pickled code; it asks for all state that an optimizer owns on this rank.
 
-    A fresh optimizer has no state whose keys could be asked for: what there is to load, the checkpoint's
-    metadata says.
+    A new optimizer has no state with keys to ask for. So the metadata of the checkpoint says what there is to
+    load.
     """
 
     def set_up_planner(
@@ -267,7 +267,7 @@ class SafeLoadPlanner(DefaultLoadPlanner):
 
 
 def _ask_for(value: Owned, prefix: str, metadata: Metadata) -> None:
-    """Fill in a place for everything that a checkpoint has of the names wanted."""
+    """Add an entry for everything that a checkpoint has of the wanted names."""
     value.planned = True
     for key, path in (metadata.planner_data or {}).items():
         if path[0] != prefix or (path[1] == "state" and path[2] not in value.names):

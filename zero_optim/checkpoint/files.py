@@ -1,7 +1,7 @@
-"""Files as checkpoints need them: only regular ones are read, a new one is in place whole or not at all.
+"""Reads regular files only, and writes files that are complete or absent.
 
-Whoever can write into the folder may have left anything there: a FIFO, which would be waited for, a link to
-a device without an end, a link in the place of a file that is about to be written.
+Other users of the folder may have left anything there: a FIFO, on which reading waits, a link to a device
+without an end, or a link at the path of a file that is about to be written. Nothing here communicates.
 """
 
 import errno
@@ -16,16 +16,16 @@ from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
-_STALE_SECONDS = 60.0  # below that age a file beside may be one whose writer is about to lock it
+_STALE_SECONDS = 60.0  # the writer of a younger file may be about to lock it
 
 
 def open_regular(path: Path) -> FileIO:
-    """Open a regular file to read, or what a link to one leads to, without waiting.
+    """Open a regular file to read, also through a link, without waiting.
 
     Raises:
         OSError: it cannot be opened, or is a folder, a FIFO, a device.
     """
-    _check_regular(path.stat(), path)  # before it is opened: to open a device may have effects
+    _check_regular(path.stat(), path)  # before it is opened, since opening a device may have effects
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _check_regular(os.fstat(descriptor), path)
@@ -49,7 +49,7 @@ def is_own_file(path: Path) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make what was created, renamed or removed in a folder last."""
+    """Flush to the disk what was created, renamed or removed in a folder."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -58,21 +58,21 @@ def sync_folder(folder: Path) -> None:
 
 
 def new_part(path: Path) -> Path:
-    """Name a new file beside ``path``, which `remove_stale_parts` knows."""
+    """Name a temporary file next to ``path``, which `remove_stale_parts` recognizes."""
     return path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
 
 
 def part_of(name: str) -> re.Pattern[str]:
-    """Tell files apart that are written beside a file of this name, under names of `new_part`."""
+    """Return the pattern of the names that `new_part` gives for this name."""
     return re.compile(re.escape(name) + r"\.[0-9a-f]{16}\.part")
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[FileIO]:
-    """Give a new file beside ``path``; it is on the disk and in place when the ``with`` ends.
+    """Yield a new file next to ``path``. When the ``with`` ends, it is flushed and renamed to ``path``.
 
-    A link at ``path`` is replaced, not followed. The new file is gone if anything fails. It is locked while
-    it is written.
+    A link at ``path`` is replaced, not followed. If anything fails, the new file is removed. It is locked
+    while it is written.
     """
     beside = new_part(path)
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -90,9 +90,9 @@ def replacing(path: Path) -> Iterator[FileIO]:
 
 
 def remove_stale_parts(path: Path) -> None:
-    """Remove what killed processes have left beside a file: what has our kind of name and nobody writes."""
+    """Remove temporary files of killed processes next to a file: those of `new_part` that nobody writes."""
     ours = part_of(path.name)
-    with suppress(PermissionError):  # one may write into a folder that one may not list
+    with suppress(PermissionError):  # some folders can be written but not listed
         for child in path.parent.iterdir():
             if ours.fullmatch(child.name) and is_own_file(child):
                 with suppress(OSError):
@@ -113,7 +113,7 @@ def try_lock(descriptor: int) -> bool | None:
     """Lock an open file against other processes, and other openings in this one, without waiting.
 
     Returns:
-        False if it is locked already; None where the file system has no locks.
+        False if it is locked already; None if the file system has no locks.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

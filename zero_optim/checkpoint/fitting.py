@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits what is to be loaded: sections, names and shapes, all told at once."""
+"""Check that a checkpoint fits the objects to load into: sections, names and shapes. One error names all."""
 
 from collections.abc import Iterable, Mapping
 
@@ -12,10 +12,10 @@ from zero_optim.errors import StateMismatchError
 
 
 class Content:
-    """What is asked of a checkpoint, compared with what it has.
+    """What a load asks of a checkpoint, checked against what the checkpoint has.
 
     Raises:
-        StateMismatchError: it has no such section, or a section that does not fit.
+        StateMismatchError: a section is missing or does not fit.
     """
 
     def __init__(self, reader: CheckpointReader, objects: Objects) -> None:
@@ -45,7 +45,7 @@ def _wrong_names(what: str, saved: Iterable[str], present: Iterable[str]) -> lis
 
 
 def model_parts(values: Mapping[str, Json]) -> dict[str, Json]:
-    """List what a checkpoint has of the model's state dict, packed, by name; nothing without a model."""
+    """Return the packed values of the model's state dict, by name; empty without a model."""
     _, pairs = values.get(MODEL, ["dict", []])
     return dict(pairs)
 
@@ -93,7 +93,7 @@ def _wrong_optimizer(reader: CheckpointReader, objects: Objects) -> list[str]:
 
 
 def names_in(objects: Objects, values: Mapping[str, Json]) -> Names | None:
-    """Name the optimizer's parameters as the checkpoint does: by place, if it knows no names."""
+    """Name the optimizer's parameters as the checkpoint does: by place, if it has no names."""
     if objects.optimizer is None:
         return None
     names = names_of(objects.optimizer, objects.model)

@@ -1,10 +1,10 @@
-"""Folders of checkpoints: the newest whole one, the old ones that may go, and what a killed save left.
+"""Folders of checkpoints: finds the newest complete one, removes old ones and the files of killed saves.
 
 Note [Family]
-    ``keep=`` removes. So it goes by what a caller can see: checkpoints of one family lie in one parent
-    folder, and their names differ in digits alone, as "step-5" and "step-10" do, so that "best" and another
-    run's "b-5" stay. Of those it removes only what is older than everything kept, by a number that only
-    grows. Nothing is removed where a save is under way.
+    ``keep=`` removes checkpoints, so the rule is one that a caller can see. Checkpoints of one family lie in
+    one parent folder, and their names differ only in digits: "step-5" and "step-10", but not "best" or
+    another run's "b-5". Of one family, only checkpoints older than all kept ones are removed. A number that
+    only grows gives the order. A checkpoint that a save is writing is not removed.
 """
 
 import os
@@ -24,7 +24,7 @@ _LAST_NUMBER = 2**63 - 1
 
 
 def resolved(path: object) -> Path:
-    """Find what a path means now, whatever becomes of the current folder.
+    """Make a path absolute, so that it does not depend on the current folder.
 
     Raises:
         TypeError: it is no path.
@@ -36,12 +36,12 @@ def resolved(path: object) -> Path:
 
 
 def own_folder(path: object) -> Path:
-    """Find the folder that is meant to be a checkpoint's own.
+    """Return a checkpoint's own folder.
 
     Raises:
         TypeError: it is no path.
-        ValueError: it names no folder by itself: "" may be a variable that was never set, and what lies in or
-            beside the current folder is not for a save to replace.
+        ValueError: the path does not end in a name. "" may be a variable that was never set, and a save must
+        not replace what is in the current folder or next to it.
     """
     found = resolved(path)
     if Path(str(path)).name in ("", ".."):
@@ -53,22 +53,21 @@ def own_folder(path: object) -> Path:
 
 
 def latest(path: str | os.PathLike[str], *, quick: bool = False) -> Path | None:
-    """Find the newest whole checkpoint: ``path`` itself, or a folder right in it.
+    """Find the newest complete checkpoint: ``path`` itself, or a folder directly in it.
 
-    Does not communicate. Incomplete and damaged ones are passed over, and whatever cannot be read. Newest is
-    the one with the highest number, which each save writes down as one more than those it finds beside it;
-    clocks are asked only where numbers are equal.
+    Does not communicate. Skips incomplete and damaged checkpoints, and what cannot be read. The newest has
+    the highest number: each save takes one more than those next to it. If numbers are equal, the time counts.
 
     Args:
         path: a checkpoint, or the folder that holds several.
-        quick: look at manifests and file sizes only. Otherwise every byte of the newest is read, and
-            compared with its checksum.
+        quick: check only manifests and file sizes. Otherwise every byte of the newest is compared with its
+        checksum.
 
     Returns:
-        The checkpoint's folder; None if there is no whole one.
+        The checkpoint's folder; None if there is no complete one.
 
     Raises:
-        OSError: ``path`` is there and cannot be listed.
+        OSError: ``path`` exists and cannot be listed.
     """
     for folder, manifest in reversed(_whole(folders_in(Path(path)))):
         try:
@@ -84,7 +83,7 @@ def verify(folder: Path, manifest: Manifest) -> None:
     """Read everything that a checkpoint holds and compare checksums.
 
     Raises:
-        CheckpointError: something in it is not as it was written.
+        CheckpointError: something in it differs from what was written.
     """
     for name, file in manifest.files.items():
         check_run(folder, Chunk((), (), name, 0, file.head_nbytes, file.head_crc32), "its header")
@@ -94,14 +93,14 @@ def verify(folder: Path, manifest: Manifest) -> None:
 
 
 def folders_in(path: Path) -> list[Path]:
-    """List a folder and the folders right in it; nothing if there is no such folder."""
+    """List a folder and the folders directly in it; empty if it does not exist."""
     return [path, *sorted(child for child in path.iterdir() if _is_dir(child))] if _is_dir(path) else []
 
 
 def _is_dir(path: Path) -> bool:
     try:
         return path.is_dir()
-    except OSError:  # it may not be looked at
+    except OSError:  # no permission to read it
         return False
 
 
@@ -117,18 +116,18 @@ def _whole(folders: list[Path]) -> list[tuple[Path, Manifest]]:
 
 
 def next_number(folder: Path) -> int:
-    """Give a number higher than that of any checkpoint that `latest` may compare with the one in a folder."""
+    """Return a number higher than those of all checkpoints that `latest` may compare with this folder's."""
     compared = {folder}
     for place in (folder.parent, folder):
-        with suppress(PermissionError):  # one may write into a folder whose parent one may not list
+        with suppress(PermissionError):  # the parent of a folder that can be written may not be listed
             compared.update(folders_in(place))
     return min(max(map(manifests.number_in, compared)) + 1, _LAST_NUMBER)
 
 
 def prune(newest: Path, keep: int) -> None:
-    """Remove older checkpoints of one family: all but the ``keep`` newest whole ones, and torn ones.
+    """Remove older checkpoints of one family: all but the ``keep`` newest complete ones, and incomplete ones.
 
-    Folders that hold anything but a checkpoint's own files keep that. See Note [Family].
+    Other files in their folders stay. See Note [Family].
     """
     family = _family(newest.name)
     inside = [child for child in newest.parent.iterdir() if _family(child.name) == family]
@@ -145,7 +144,7 @@ def _family(name: str) -> str:
 
 
 def _remove_unless_written(folder: Path) -> None:
-    """Remove a checkpoint, or what is left of one, unless somebody is writing it."""
+    """Remove a checkpoint, also an incomplete one, unless somebody is writing it."""
     if not _own_files(folder):
         return
     try:
@@ -156,12 +155,12 @@ def _remove_unless_written(folder: Path) -> None:
         _remove(folder)
     finally:
         lock.release()
-    with suppress(OSError):  # it holds something else
+    with suppress(OSError):  # it holds other files
         folder.rmdir()
 
 
 def _remove(folder: Path) -> None:
-    """Remove a checkpoint's files: its manifest first, so that it is whole or none throughout."""
+    """Remove a checkpoint's files: first the manifest, so that it is complete or absent at every moment."""
     (folder / FILE).unlink(missing_ok=True)
     sync_folder(folder)
     for child in _own_files(folder):
@@ -169,7 +168,7 @@ def _remove(folder: Path) -> None:
 
 
 def _own_files(folder: Path) -> list[Path]:
-    """List what `save` leaves in a folder, finished or not, but for its lock."""
+    """List the files of `save` in a folder, finished or not, without its lock."""
     unfinished = part_of(FILE)
     return [
         child
@@ -189,8 +188,8 @@ def remove_strays(folder: Path, manifest: Manifest, replaced: Manifest | None, *
     Args:
         folder: the checkpoint's.
         manifest: of the checkpoint that is there now.
-        replaced: the one before.
-        alone: nobody else can be writing into the folder: what is unfinished there was left by a killed save.
+        replaced: the manifest before.
+        alone: nobody else can be writing to the folder, so unfinished files are those of a killed save.
     """
     unfinished = part_of(FILE)
     old = set(replaced.files) if replaced is not None else set()
@@ -201,7 +200,7 @@ def remove_strays(folder: Path, manifest: Manifest, replaced: Manifest | None, *
 
 
 def library_version() -> str:
-    """Give the version of zero_optim, "unknown" in a bare checkout."""
+    """Return the version of zero_optim; "unknown" if it is not installed."""
     try:
         return version("zero-optim")
     except PackageNotFoundError:

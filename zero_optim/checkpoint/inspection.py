@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as data and as a table."""
+"""What a checkpoint holds, as data and as a table. Nothing here communicates."""
 
 import re
 from collections.abc import Sequence
@@ -25,16 +25,16 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """A checkpoint as it lies in its folder.
+    """What was found in a checkpoint's folder.
 
     Attributes:
         path: its folder.
-        complete: whether it is whole; every byte was compared with its checksum.
-        reason: why it is not, else empty.
+        complete: whether nothing is missing or damaged; every byte was compared with its checksum.
+        reason: why it is not complete, or empty.
         version: of the format.
-        saved: when, UTC.
-        world_size: ranks that wrote it.
-        software: that wrote it.
+        saved: time of the save, UTC.
+        world_size: number of ranks that wrote it.
+        software: versions that wrote it.
         sections: what is in it.
         files: name, rank that wrote it, bytes.
     """
@@ -50,7 +50,7 @@ class Inspection:
     files: tuple[tuple[str, int, int], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Give it as plain values, for JSON."""
+        """Return plain values, for JSON."""
         return {**asdict(self), "software": dict(self.software)}
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ class Inspection:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lay rows out in columns: the first to the left, figures to the right."""
+    """Align rows in columns: the first to the left, the others to the right."""
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     return [
         "  ".join(
@@ -86,7 +86,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def inspect(folder: Path) -> Inspection:
-    """Look at a checkpoint, and read all of it for its checksums.
+    """Read all of a checkpoint and check it.
 
     Raises:
         CheckpointError: there is no such folder.

@@ -1,4 +1,4 @@
-"""Loading: every rank reads what it owns by now, whoever wrote it, and the parameters are dealt out."""
+"""Loading: every rank reads what it owns now, from any rank's file; then parameters are broadcast."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -46,32 +46,31 @@ def load(
     random: bool = True,
     process_group: dist.ProcessGroup | None = None,
 ) -> Nested:
-    """Go on from a checkpoint; all ranks call, with the same arguments.
+    """Load a checkpoint; all ranks call, with the same arguments.
 
-    The number of ranks, the partition and the buckets may be others than when it was saved, and so may the
-    order and the grouping of parameters. Each rank reads what it owns, and the parameters are then
-    broadcast; everything read is compared with its checksum. Nothing has been changed if this raises one
-    of the errors below: what cannot be checked before, such as whether a scheduler takes its state, is put
-    back.
+    The number of ranks, the partition, the buckets, and the order and grouping of parameters may differ from
+    the save. Each rank reads what it owns, and then the parameters are broadcast. Everything that is read is
+    compared with its checksum. If this raises one of the errors below, nothing has changed: what cannot be
+    checked before, such as whether a scheduler takes its state, is restored.
 
     Args:
         path: a checkpoint's folder; `latest` finds the newest.
-        model: to load into; with the parameters' names of when it was saved.
-        optimizer: to load into, fresh or not. A group made of other parameters than any saved group takes
-            over the options on which their saved groups agree, and keeps its own for the rest.
+        model: to load into; its parameters have the names that they had at the save.
+        optimizer: to load into, new or not. A group with other parameters than every saved group takes the
+        options on which the saved groups of its parameters agree, and keeps its own for the rest.
         scheduler: to load into.
         scaler: to load into.
-        random: restore each rank's random state, where a rank of that number was there to save it.
+        random: restore each rank's random state, if a rank of that number saved one.
         process_group: the ranks that load; None for the optimizer's, or without one the default group.
 
     Returns:
         What was saved as ``extra``.
 
     Raises:
-        CheckpointError: on every rank, when the checkpoint is incomplete or damaged, with the reason.
+        CheckpointError: on every rank, if the checkpoint is incomplete or damaged, with the reason.
         StateMismatchError: on every rank, naming everything in it that does not fit.
-        RankMismatchError: ranks were given different things.
-        TypeError, ValueError: on every rank, when on any an argument is wrong.
+        RankMismatchError: the arguments differ between ranks.
+        TypeError, ValueError: on every rank, if an argument is wrong on any rank.
     """
     group = group_of(model, optimizer, process_group)
     with failing_together(group):
@@ -109,7 +108,7 @@ def load(
     except BaseException:
         undo()
         raise
-    # From here on everything has been checked: only ranks that die can keep it from ending.
+    # Everything is checked now. Only a rank that dies can stop the load from here on.
     _share_model(group, targets, read)
     if objects.optimizer is not None:
         objects.optimizer.gather_parameters()
@@ -118,7 +117,7 @@ def load(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Peek:
-    """What can be known of a checkpoint without loading it.
+    """What `peek` reads of a checkpoint.
 
     Attributes:
         extra: what was saved under that name.
@@ -130,11 +129,11 @@ class Peek:
 
 
 def peek(path: str | os.PathLike[str]) -> Peek:
-    """Look at a checkpoint, in one process; does not communicate, and reads little.
+    """Read ``extra`` and the model's shapes, in one process. Does not communicate, and reads little.
 
     Raises:
         CheckpointError: it is incomplete or damaged, with the reason.
-        StateMismatchError: `save` has not written it.
+        StateMismatchError: it was not written by `save`.
     """
     with blamed_on(Path(path)):
         reader = CheckpointReader(path)
@@ -158,19 +157,19 @@ class _Read:
         self._tensors = {key: reader.read_tensor(key) for key in dict.fromkeys(keys)}
 
     def value(self, key: str) -> Nested:
-        """Put a value together."""
+        """Return a value, with its tensors."""
         return unpack(self.values[key], self.tensor)
 
     def packed(self, value: Json) -> Nested:
-        """Put a value together that is part of another."""
+        """Return a value that is part of another."""
         return unpack(value, self.tensor)
 
     def tensor(self, key: str, strides: Sequence[int]) -> Tensor:
-        """Give a tensor with the strides it was saved with."""
+        """Return a tensor with the strides that it had at the save."""
         return with_strides(self._tensors[key], strides)
 
     def blank(self, key: str) -> Tensor:
-        """Allocate what another rank has read."""
+        """Allocate a tensor that another rank reads."""
         entry = self._entries[key]
         assert entry.dtype is not None  # a tensor's
         return torch.empty(entry.shape, dtype=entry.dtype)
@@ -180,7 +179,7 @@ class _Read:
 
 
 def with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
-    """Lay a tensor out with some strides, which are dense; copies only if it is laid out otherwise."""
+    """Return a tensor with other, dense strides; copies only if the strides differ."""
     if tensor.stride() == tuple(strides) or tensor.numel() == 0:
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
@@ -193,7 +192,7 @@ class _Target:
     tensor: Tensor
     key: str
     owner: int
-    stepped: bool  # its owner is its optimizer's, which gathers it
+    stepped: bool  # the optimizer steps it, and gathers it from its owner
 
 
 def _targets(group: RankGroup, objects: Objects, values: Mapping[str, Json]) -> list[_Target]:
@@ -262,7 +261,7 @@ def _own_state(read: _Read, objects: Objects, names: Names | None) -> dict[Any, 
 
 
 def _options(read: _Read, objects: Objects, names: Names | None) -> list[dict[str, Any]]:
-    """Find the options to go on with, for each group of the optimizer."""
+    """Find the options to load, for each group of the optimizer."""
     if objects.optimizer is None or names is None:
         return []
     saved = [
@@ -275,7 +274,7 @@ def _options(read: _Read, objects: Objects, names: Names | None) -> list[dict[st
 def _agreed(
     own: dict[str, Any], members: set[str], saved: list[tuple[set[str], dict[str, Any]]]
 ) -> dict[str, Any]:
-    """Take over the options on which the saved groups of a group's members agree."""
+    """Return the options on which the saved groups of a group's parameters agree."""
     sources = [options for names, options in saved if names & members] or [
         options for names, options in saved if not names and not members
     ][:1]
@@ -297,7 +296,7 @@ def _same(one: object, other: object) -> bool:
 
 @torch.no_grad()
 def _place_own(group: RankGroup, targets: Sequence[_Target], read: _Read) -> None:
-    """Put what this rank has read into the parameters that it owns."""
+    """Copy what this rank has read to the parameters that it owns."""
     for target in targets:
         if target.stepped and target.owner == group.rank:
             target.tensor.copy_(read[target.key])
@@ -305,7 +304,7 @@ def _place_own(group: RankGroup, targets: Sequence[_Target], read: _Read) -> Non
 
 @torch.no_grad()
 def _share_model(group: RankGroup, targets: Sequence[_Target], read: _Read) -> None:
-    """Put into the model, on all ranks, what no optimizer gathers; all ranks call."""
+    """Load tensors of the model that no optimizer gathers, on all ranks; all ranks call."""
     batch: list[_Target] = []
     for target in [target for target in targets if not target.stepped]:
         batch.append(target)
@@ -328,11 +327,11 @@ def _share(group: RankGroup, batch: Sequence[_Target], read: _Read) -> None:
         target.tensor.copy_(row)
 
 
-# ---------------------------------------------------------------------- what is no tensor
+# ---------------------------------------------------------------------- other values
 
 
 def _rest(objects: Objects, read: _Read) -> dict[str, Nested]:
-    """Read what is no tensor of the model: extra state of its modules."""
+    """Read what is not a tensor of the model: extra state of its modules."""
     parts = model_parts(read.values) if objects.model is not None else {}
     return {name: read.packed(part) for name, part in parts.items() if part[0] != "tensor"}
 
@@ -340,7 +339,7 @@ def _rest(objects: Objects, read: _Read) -> dict[str, Nested]:
 def _hand_over(
     objects: Objects, rest: dict[str, Nested], alike: Mapping[str, Nested], random_state: Nested
 ) -> None:
-    """Let model, scheduler and scaler take over what is theirs, and go on from a random state."""
+    """Load the state of model, scheduler and scaler, and the random state."""
     if objects.model is not None and rest:
         with _fits("the model's extra state"):
             unwrapped(objects.model).load_state_dict(rest, strict=False)
@@ -354,7 +353,7 @@ def _hand_over(
 
 @contextmanager
 def _fits(what: str) -> Iterator[None]:
-    """Say what it was that was not taken over."""
+    """Say in an error which object refused its state."""
     try:
         yield
     except Exception as error:

@@ -1,15 +1,15 @@
-"""One save at a time into a folder.
+"""A lock, so that only one save at a time writes into a folder.
 
 Note [Locks]
-    A lock that is a file's mere existence would be left by a killed process and block for ever. So the file
-    is locked with ``flock``, which ends with the process that holds it; the file itself may stay, and means
-    nothing then. Who releases removes it first. So whoever has locked it looks whether the file is still the
-    one in the folder, and begins anew if it is not.
+    If the existence of a file were the lock, a killed process would leave it, and it would block for ever. So
+    the file is locked with ``flock``, which ends with the process. The file may stay and then means nothing.
+    To release the lock, the holder first removes the file. So a process that has locked a file checks that it
+    is still the one in the folder, and starts again if not.
 
-    On NFS, Linux passes the lock on to the server, and hosts keep each other out; mounted with ``nolock`` or
-    ``local_lock`` they do not. Some file systems refuse (Lustre without ``flock``): then saves go on without
-    a lock, use names that no other save uses, and remove only files of the checkpoint they have replaced, so
-    that the last one counts and nothing is lost. What a killed save has left stays there in that case.
+    On NFS, Linux sends the lock to the server, so it works between hosts, but not if mounted with ``nolock``
+    or ``local_lock``. Some file systems have no locks (Lustre without ``flock``). Then saves run without a
+    lock. They use names that no other save uses, and remove only files of the checkpoint that they replaced.
+    So the last save counts and nothing is lost. The files of a killed save then stay.
 """
 
 import os
@@ -22,16 +22,16 @@ LOCK = "save.lock"
 
 
 class FolderLock:
-    """The right to write into a checkpoint's folder, which is made if it is not there.
+    """The right to write into a checkpoint's folder, which is made if it does not exist.
 
     Args:
         folder: the checkpoint's.
 
     Attributes:
-        keeps_out: False where the file system has no locks, so that others may be writing too.
+        keeps_out: False if the file system has no locks, so that other saves may be writing too.
 
     Raises:
-        CheckpointError: another save has it.
+        CheckpointError: another save holds it.
         OSError: the folder cannot be made or written to.
     """
 
@@ -65,7 +65,7 @@ class FolderLock:
         return os.path.samestat(there, os.fstat(self._descriptor))
 
     def release(self) -> None:
-        """Let others write; the file is removed."""
+        """Release the lock and remove the file."""
         try:
             if self._is_in_place():
                 self._path.unlink(missing_ok=True)

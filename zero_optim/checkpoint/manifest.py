@@ -1,7 +1,7 @@
-"""What a checkpoint holds and where: one JSON file, whose presence says that the checkpoint is complete.
+"""The manifest: a JSON file that says what a checkpoint holds and where, and completes the checkpoint.
 
-No part of a checkpoint is a pickle: this file is JSON, and the data files are safetensors files.
-docs/checkpoints.md has the format.
+No part of a checkpoint is a pickle: the data files are safetensors files. docs/checkpoints.md has the format.
+Nothing here communicates.
 """
 
 import json
@@ -30,7 +30,7 @@ _MAX_INT = 2**63 - 1
 
 
 def _check_numbers(what: str, numbers: tuple[Any, ...]) -> None:
-    """Refuse what are no whole numbers from 0: JSON has fractions, and Python's bools count as ints."""
+    """Refuse what is not an integer of at least 0. JSON has fractions, and Python's bools count as ints."""
     wrong = [n for n in numbers if type(n) is not int or not 0 <= n <= _MAX_INT]
     if wrong:
         raise ValueError(f"expected {what} to be a whole number from 0, got {wrong[0]!r}")
@@ -38,10 +38,10 @@ def _check_numbers(what: str, numbers: tuple[Any, ...]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor's elements, row after row, in one run of bytes of a data file.
+    """A box of a tensor's elements, in row-major order, in one run of bytes of a data file.
 
     Attributes:
-        offsets, sizes: the box; of a value that is no tensor both are empty.
+        offsets, sizes: the box; both are empty if the value is not a tensor.
         file: name of the data file.
         start, nbytes: the run, in bytes.
         crc32: checksum of the run.
@@ -67,7 +67,7 @@ class Entry:
     Attributes:
         dtype: None for bytes.
         shape: of the whole tensor.
-        chunks: which together hold it.
+        chunks: together they hold all of it.
     """
 
     dtype: torch.dtype | None
@@ -75,7 +75,7 @@ class Entry:
     chunks: tuple[Chunk, ...]
 
     def __post_init__(self) -> None:
-        """Prove that the runs are as long as the boxes are large, and that the boxes fill the tensor."""
+        """Check that the runs have the length of their boxes, and that the boxes fill the tensor."""
         _check_numbers("a shape", self.shape)
         for chunk in self.chunks:
             wanted = math.prod(chunk.sizes) * self.dtype.itemsize if self.dtype is not None else chunk.nbytes
@@ -100,7 +100,7 @@ class DataFile:
     Attributes:
         rank: that wrote it.
         nbytes: its length.
-        head_nbytes, head_crc32: length and checksum of what lies before the tensors; version 1 had none.
+        head_nbytes, head_crc32: length and checksum of what is before the tensors; version 1 had none.
     """
 
     rank: int
@@ -119,13 +119,13 @@ class Manifest:
 
     Attributes:
         time_ns: when it was completed, in ns since 1970.
-        world_size: ranks that wrote it.
-        software: versions of what wrote it.
+        world_size: number of ranks that wrote it.
+        software: versions that wrote it.
         files: the data files, by name.
         entries: tensors and bytes, by key.
         values: values in JSON, by key; see `values`.
-        paths: of keys that ``dcp.save`` wrote, where they belong in the nested dict.
-        number: higher than that of every checkpoint that lay beside it; 0 where it was not yet written down.
+        paths: for keys that ``dcp.save`` wrote, their path in the nested dict.
+        number: higher than that of every checkpoint that was next to it; 0 if an old version wrote none.
         version: of the format.
     """
 
@@ -141,11 +141,11 @@ class Manifest:
 
     @property
     def age(self) -> tuple[int, int]:
-        """What orders checkpoints, the oldest first: clocks are set back at times, the number only grows."""
+        """The key that sorts checkpoints, oldest first. Clocks can be set back; the number only grows."""
         return self.number, self.time_ns
 
     def __post_init__(self) -> None:
-        """Prove that everything is of its kind, and every chunk inside a file of the checkpoint's own."""
+        """Check all types, and that every chunk is inside a file of this checkpoint."""
         numbers = (self.time_ns, self.world_size, self.number, self.version)
         _check_numbers("time, ranks, number and version", numbers)
         for table in (self.software, self.values, self.paths):
@@ -166,7 +166,7 @@ class Manifest:
                     raise ValueError(f"{key} lies outside {chunk.file}")
 
     def to_json(self) -> str:
-        """Write as JSON, with a checksum of its own. The head says the number too, for `number_in`."""
+        """Write as JSON with a checksum. The first line has the number too, for `number_in`."""
         names = {name: number for number, name in enumerate(self.files)}
         content = {
             "number": self.number,
@@ -188,7 +188,7 @@ class Manifest:
         """Read what `to_json` wrote, of this version or an older one.
 
         Raises:
-            ValueError: it is damaged, or of a version to come; the message says which.
+            ValueError: it is damaged, or of a later version; the message says which.
         """
         head_line, _, body = text.partition("\n")
         head = json.loads(head_line)
@@ -232,7 +232,7 @@ def dtype_named(name: str) -> torch.dtype:
     """Find a dtype by its name.
 
     Raises:
-        ValueError: this PyTorch has none of that name.
+        ValueError: this PyTorch has no such dtype.
     """
     found = getattr(torch, name, None)
     if isinstance(found, torch.dtype):
@@ -242,12 +242,12 @@ def dtype_named(name: str) -> torch.dtype:
 
 @contextmanager
 def blamed_on(folder: Path) -> Iterator[None]:
-    """Take whatever goes wrong in the body for damage of a checkpoint.
+    """Turn every error of the body into a `CheckpointError`.
 
-    A checksum proves no meaning: what has a right one may still hold anything, and make anything be raised.
+    Content with a correct checksum can still be wrong in any way, and raise anything.
 
     Raises:
-        CheckpointError: from whatever was raised, but for our own errors, which say more.
+        CheckpointError: from any error but our own, which say more.
     """
     try:
         yield
@@ -264,10 +264,10 @@ def _told(error: Exception) -> str:
 
 
 def parse(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint, whatever became of its data files.
+    """Read the manifest of a checkpoint, without its data files.
 
     Raises:
-        CheckpointError: it is not there or damaged, with the reason.
+        CheckpointError: it is missing or damaged, with the reason.
     """
     with blamed_on(folder):
         try:
@@ -283,7 +283,7 @@ def parse(folder: Path) -> Manifest:
 
 
 def _lines(path: Path) -> tuple[bytes, bytes]:
-    """Read the head, and the rest if the head is one of ours; never more than a manifest may have."""
+    """Read the first line, and the rest if that line is one of ours; never more than the size limit."""
     with open_regular(path) as file:
         head = file.readline(_HEAD_NBYTES)
         try:
@@ -297,7 +297,7 @@ def _lines(path: Path) -> tuple[bytes, bytes]:
 
 
 def number_in(folder: Path) -> int:
-    """Read the number of a checkpoint alone, whole or not; 0 if there is none. Reads one short line."""
+    """Read only the number of a checkpoint, complete or not; 0 if there is none. Reads one short line."""
     try:
         with open_regular(folder / FILE) as file:
             head = json.loads(file.readline(_HEAD_NBYTES))
@@ -309,7 +309,7 @@ def number_in(folder: Path) -> int:
 
 
 def read(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint, and see that its data files are there in full length.
+    """Read the manifest of a checkpoint, and check that its data files exist in full length.
 
     Raises:
         CheckpointError: the checkpoint is incomplete or damaged, with the reason.
@@ -330,8 +330,8 @@ def read(folder: Path) -> Manifest:
 def commit(folder: Path, manifest: Manifest) -> None:
     """Complete a checkpoint, or replace the one that ``folder`` holds, in one atomic step.
 
-    The data files are on the disk already. Whatever ends the process, the folder holds the checkpoint
-    before or this one.
+    The data files are on the disk already. Even if the process is killed, the folder holds either the old
+    checkpoint or this one.
     """
     content = memoryview(manifest.to_json().encode())
     with replacing(folder / FILE) as file:

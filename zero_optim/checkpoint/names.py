@@ -1,4 +1,4 @@
-"""Parameter names: what a checkpoint's keys are made of, so that order and grouping do not matter."""
+"""Parameter names, from which a checkpoint's keys are made. So order and grouping may change."""
 
 from dataclasses import dataclass
 from typing import Any, cast
@@ -15,12 +15,12 @@ from zero_optim.optimizer import ZeroRedundancyOptimizer
 
 @dataclass(frozen=True, slots=True)
 class Objects:
-    """What is saved or loaded; None for what is not.
+    """The objects to save or to load; None for those that are not.
 
     Attributes:
-        model: in any wrapper.
-        optimizer: whose state is sharded.
-        scheduler, scaler: anything with ``state_dict`` and ``load_state_dict``, the same on every rank.
+        model: with or without wrappers.
+        optimizer: the sharded optimizer.
+        scheduler, scaler: anything with ``state_dict`` and ``load_state_dict``, equal on every rank.
     """
 
     model: nn.Module | None = None
@@ -29,7 +29,7 @@ class Objects:
     scaler: Any = None
 
     def __post_init__(self) -> None:
-        """Refuse what is no such thing."""
+        """Check the types."""
         if self.optimizer is not None and not isinstance(self.optimizer, ZeroRedundancyOptimizer):
             raise TypeError(
                 f"expected optimizer to be a ZeroRedundancyOptimizer, got {type(self.optimizer).__name__}: "
@@ -45,11 +45,11 @@ class Objects:
                     f"expected {name} to have state_dict() and load_state_dict(), got {type(value).__name__}"
                 )
         if self.model is not None and self.optimizer is not None:
-            self.optimizer.check_weights()  # what is saved as the model has to be what training goes on from
+            self.optimizer.check_weights()  # the saved weights must be those that training continues with
 
     @property
     def others(self) -> dict[str, Any]:
-        """What every rank has alike, by section."""
+        """The objects that are equal on every rank, by section."""
         both = {"scheduler": self.scheduler, "scaler": self.scaler}
         return {name: value for name, value in both.items() if value is not None}
 
@@ -61,10 +61,10 @@ class Objects:
 
 
 def group_of(model: object, optimizer: object, process_group: object) -> RankGroup:
-    """Find the ranks that save or load. What is of the wrong kind is refused later, by all of them.
+    """Find the ranks that save or load. Wrong types are refused later, on all of them.
 
     Raises:
-        ValueError: this process is not a member.
+        ValueError: this process is not in the group.
     """
     if isinstance(process_group, dist.ProcessGroup) or process_group is dist.GroupMember.NON_GROUP_MEMBER:
         params = optimizer.param_groups if isinstance(optimizer, ZeroRedundancyOptimizer) else ()
@@ -73,10 +73,10 @@ def group_of(model: object, optimizer: object, process_group: object) -> RankGro
 
 
 def check_group(process_group: object) -> None:
-    """Refuse what is no process group.
+    """Check that this is a process group.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not.
     """
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         kind = type(process_group).__name__
@@ -86,7 +86,7 @@ def check_group(process_group: object) -> None:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Take a model out of DDP and of ``torch.compile``, which put prefixes before its names."""
+    """Remove the wrappers of DDP and ``torch.compile``, which add prefixes to the names."""
     while True:
         if isinstance(model, DistributedDataParallel | DataParallel):
             model = model.module
@@ -106,9 +106,9 @@ class Names:
     """The names of an optimizer's parameters.
 
     Attributes:
-        groups: by group.
-        named: False where names are places.
-        param: by name.
+        groups: the names of each group.
+        named: False if the names are places.
+        param: the parameter of each name.
     """
 
     groups: list[list[str]]
@@ -117,12 +117,12 @@ class Names:
 
     @property
     def name(self) -> dict[Tensor, str]:
-        """The other way round."""
+        """The name of each parameter."""
         return {param: name for name, param in self.param.items()}
 
 
 def names_of(optimizer: ZeroRedundancyOptimizer, model: nn.Module | None) -> Names:
-    """Name an optimizer's parameters: as the model does, else as the optimizer was told, else by place.
+    """Name an optimizer's parameters: by the model, else by the names given to the optimizer, else by place.
 
     Raises:
         ValueError: only some have names, or two have the same.

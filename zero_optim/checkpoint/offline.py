@@ -1,7 +1,7 @@
 """Checkpoints without a cluster: in one process, and never more than one tensor in memory.
 
-`consolidate` writes what ``torch.load`` reads, `reshard` writes a checkpoint for another number of
-ranks, out of a checkpoint or out of a file of ``torch.optim`` or PyTorch's ``ZeroRedundancyOptimizer``.
+`consolidate` writes what ``torch.load`` reads. `reshard` writes a checkpoint for another number of ranks,
+from a checkpoint or from a file of ``torch.optim`` or PyTorch's ``ZeroRedundancyOptimizer``.
 """
 
 import math
@@ -37,7 +37,7 @@ def consolidate(source: Path, out: Path, *, weights: bool = False) -> None:
     Raises:
         CheckpointError: the checkpoint is incomplete or damaged, or ``out`` cannot be written.
         StateMismatchError: it has no optimizer, or no model.
-        ValueError: ``out`` lies in the checkpoint, or is there and no regular file.
+        ValueError: ``out`` is in the checkpoint, or exists and is not a regular file.
     """
     _check_output(source, out)
     if (out.is_symlink() or out.exists()) and not out.is_file():
@@ -59,7 +59,7 @@ def _weights(values: Mapping[str, Json]) -> Callable[[Any], Any]:
 
 
 def _optimizer_dict(values: Mapping[str, Json]) -> Callable[[Any], Any]:
-    """Plan a state dict of ``torch.optim``: built when it is known where tensors come from."""
+    """Return a function that builds a state dict of ``torch.optim`` from a source of tensors."""
     about = values[OPTIMIZER]
     names = [name for group in about["groups"] for name in group["names"]]
 
@@ -79,12 +79,12 @@ def _optimizer_dict(values: Mapping[str, Json]) -> Callable[[Any], Any]:
 
 
 def reshard(source: Path, out: Path, world_size: int) -> None:
-    """Write a checkpoint as so many ranks would have: each finds all it owns in one file.
+    """Write a checkpoint as that many ranks would have written it: each finds all that it owns in one file.
 
     Args:
         source: a checkpoint's folder; or a file of ``torch.save`` with a state dict of an optimizer, of a
-            model, or a dict of both under "optimizer" and "model". Parameters that such a file does not
-            name are known by place.
+            model, or a dict of both under "optimizer" and "model". Parameters without names in such a file
+            are identified by place.
         out: the folder of the new checkpoint.
         world_size: number of ranks, at least 1.
 
@@ -108,13 +108,13 @@ def reshard(source: Path, out: Path, world_size: int) -> None:
 
 
 def _check_output(source: Path, out: Path) -> None:
-    """Refuse an output that is the source, or lies in it, by whatever links it is named.
+    """Refuse an output that is the source, or is in it, also through links.
 
     Raises:
         ValueError: it is or does.
     """
     if not source.exists():
-        return  # reading it says so
+        return  # reading it raises the error
     for place in {out.resolve(), out.parent.resolve() / out.name}:
         for folder in (place, *place.parents):
             if folder.exists() and folder.samefile(source):
@@ -133,7 +133,7 @@ def _from_checkpoint(folder: Path) -> Source:
 
 
 def _owners(source: Source, world_size: int) -> Callable[[str], int]:
-    """Choose a rank for each key, as an optimizer does by default: by their sizes, group by group."""
+    """Choose a rank for each key as an optimizer does by default: by size, group by group."""
     about = source.values.get(OPTIMIZER, {"groups": []})
     costs = [[_cost(source, name) for name in group["names"]] for group in about["groups"]]
     names = [name for group in about["groups"] for name in group["names"]]
@@ -161,7 +161,7 @@ def _owners(source: Source, world_size: int) -> Callable[[str], int]:
 
 
 def _cost(source: Source, name: str) -> float:
-    """Give the elements of a parameter; where its shape is not known, the bytes of its state."""
+    """Return the number of elements of a parameter; if its shape is unknown, the bytes of its state."""
     about = source.values[OPTIMIZER]["params"].get(name)
     prefix = f"{STATE}/{key_of(name)}/"
     return (

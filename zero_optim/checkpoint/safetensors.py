@@ -1,4 +1,4 @@
-"""What a safetensors file begins with: the names, dtypes, shapes and places of its tensors.
+"""The header of a safetensors file: names, dtypes, shapes and places of its tensors.
 
 The format: eight bytes with the header's length, the header in JSON, then the tensors' bytes without gaps.
 """
@@ -24,7 +24,7 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """What is to be written under one name: a tensor, a box of its elements, or bytes.
+    """What is written under one name: a tensor, a box of its elements, or bytes.
 
     Attributes:
         key: of the tensor or the bytes.
@@ -51,7 +51,7 @@ class Box:
 
     @property
     def name(self) -> str:
-        """The key; of a box that is not the whole tensor with its place behind, as in ``weight[0:4,2:8]``."""
+        """The key, with the range of the box if it is not the whole tensor, as in ``weight[0:4,2:8]``."""
         if self.sizes == self.shape:
             return self.key
         ends = zip(self.offsets, self.sizes, strict=True)
@@ -59,25 +59,25 @@ class Box:
 
 
 def whole(key: str, dtype: torch.dtype | None, shape: Sequence[int]) -> Box:
-    """Give the box of a whole tensor."""
+    """Return the box of a whole tensor."""
     return Box(key, dtype, tuple(shape), (0,) * len(shape), tuple(shape))
 
 
 def lay_out(boxes: Iterable[Box]) -> tuple[bytes, list[tuple[Box, int]]]:
-    """Choose where everything goes in a file; each begins at a multiple of its element's size.
+    """Choose the place of each box in a file, at a multiple of its element's size.
 
-    A dtype that the format does not know is written as bytes, with a last dimension of the element's size;
-    ``__metadata__`` has its name under ``dtype of NAME``.
+    A dtype that the format does not know is written as bytes, with one more dimension of the element's size.
+    Then ``__metadata__`` has its name under ``dtype of NAME``.
 
     Returns:
-        What the file begins with; and the boxes in the order in which they lie, with the first byte of each.
+        The header, and the boxes in the order of the file, with the first byte of each.
     """
     about = {"format": "pt"}
     header: dict[str, Any] = {"__metadata__": about}
     end, placed = 0, list[tuple[Box, int]]()
-    for box in sorted(boxes, key=lambda box: -box.itemsize):  # so that nothing lies between them
+    for box in sorted(boxes, key=lambda box: -box.itemsize):  # so that there are no gaps
         name = box.name
-        while name in header:  # the whole tensor "w[0:2]" beside a box of "w"
+        while name in header:  # a whole tensor "w[0:2]" and a box of "w"
             name += "'"
         sizes = list(box.sizes)
         if box.dtype is not None and box.dtype not in DTYPES:

@@ -1,4 +1,4 @@
-"""Saving: every rank writes what it owns, one of them completes the checkpoint."""
+"""Saving: every rank writes what it owns, and rank 0 completes the checkpoint."""
 
 import os
 from collections.abc import Iterator
@@ -41,31 +41,32 @@ def save(
 ) -> None:
     """Save a checkpoint; all ranks call, with the same arguments.
 
-    Each rank writes the state and the parameters it owns, and its random state: no rank ever holds the
-    whole. The checkpoint is complete, or is not there: whatever ends the processes, and if anything
-    fails, ``path`` holds what it held before. Keys are parameter names, taken from ``model``, or from
-    the optimizer where it was built from named parameters.
+    Each rank writes the state and the parameters that it owns, and its random state. No rank ever holds the
+    whole state. The checkpoint is complete or absent: if a save fails or is killed, ``path`` holds what it
+    held before. Keys are parameter names, taken from ``model``, or from the optimizer if it was built from
+    named parameters.
 
     Args:
-        path: the checkpoint's own folder, by name, on a file system that all ranks share. A checkpoint that
-            is there already is replaced in one step. Not "", "." or "..".
+        path: the checkpoint's own folder, by name, on a file system that all ranks share. An existing
+        checkpoint is replaced in one step. Not "", "." or "..".
         model: with equal parameters and buffers on every rank, wrapped in DDP or not.
-        optimizer: with everything it keeps, masters and averages included.
-        scheduler: of learning rates, or anything with a ``state_dict()``, the same on every rank.
-        scaler: the same, such as ``torch.amp.GradScaler``.
-        extra: nested plain values and tensors, the same on every rank: the step, the position in the data.
-        keep: after this one is complete, remove older checkpoints in the same parent folder whose names
-            differ from its own in digits alone ("step-5", "step-10"), but for the ``keep`` newest, this one
-            counted. None removes none.
+        optimizer: saved with master copies and averages.
+        scheduler: of learning rates, or anything with a ``state_dict()``, equal on every rank.
+        scaler: likewise, such as ``torch.amp.GradScaler``.
+        extra: nested plain values and tensors, equal on every rank, such as the step and the position in the
+        data.
+        keep: number of checkpoints to keep, this one included. When this one is complete, older checkpoints
+        in the same parent folder are removed if their names differ from its name only in digits ("step-5",
+        "step-10"). None removes none.
         process_group: the ranks that save; None for the optimizer's, or without one the default group.
 
     Raises:
-        CheckpointError: on every rank, when any could not write: a full disk, a read-only folder, another
-            job that is saving into the same folder. Also what went wrong in a `save_async` before, which
-            is waited for, if nobody has been told.
-        RankMismatchError: ranks were given different things.
-        TypeError, ValueError: on every rank, when on any an argument is wrong, or something to save is
-            neither a tensor nor plain.
+        CheckpointError: on every rank, if any rank could not write: a full disk, a read-only folder, another
+        save to the same folder. Also if an earlier `save_async`, which is waited for, has failed and nobody
+        has seen its error.
+        RankMismatchError: the arguments differ between ranks.
+        TypeError, ValueError: on every rank, if on any rank an argument is wrong, or something to save is
+        neither a tensor nor plain.
     """
     group = group_of(model, optimizer, process_group)
     with failing_together(group):
@@ -86,14 +87,14 @@ def save_async(
     keep: int | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> "PendingSave":
-    """Save a checkpoint while training goes on; all ranks call, with the arguments of `save`.
+    """Save a checkpoint in the background; all ranks call, with the arguments of `save`.
 
-    Returns when this rank's part has been copied into CPU memory, which takes as much memory again until
-    it is written. A thread does the rest. One save is under way at a time: the next one waits for it, and
-    raises what went wrong in it if nobody has waited for it.
+    Returns when this rank's part is copied into CPU memory. The copy needs as much memory again until it is
+    written. A thread does the rest. Only one save runs at a time: the next one waits for it, and raises its
+    error if nobody has waited for it.
 
     Returns:
-        The save under way. Wait for it before the process group is destroyed.
+        The running save. Wait for it before the process group is destroyed.
 
     Raises:
         RankMismatchError, TypeError, ValueError: as `save` does.
@@ -112,11 +113,11 @@ def save_async(
 
 
 class PendingSave:
-    """A save that a thread is carrying out.
+    """A save that runs in a thread.
 
     Attributes:
-        path: the checkpoint's folder, which is whole once `wait` has returned.
-        stall: seconds for which `save_async` held up the caller.
+        path: the checkpoint's folder; the checkpoint is complete when `wait` has returned.
+        stall: seconds that the caller waited in `save_async`.
     """
 
     def __init__(
@@ -136,11 +137,11 @@ class PendingSave:
             self._error = error
 
     def done(self) -> bool:
-        """Whether it has ended, well or not; does not communicate."""
+        """Whether the save has ended, also with an error; does not communicate."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait for the end; does not communicate.
+        """Wait for the end of the save; does not communicate.
 
         Raises:
             CheckpointError: on every rank that waits, if the checkpoint could not be written.
@@ -151,14 +152,14 @@ class PendingSave:
             raise self._error
 
     def wait_unless_told(self) -> None:
-        """Wait, and raise what went wrong unless `wait` has done so already."""
+        """Wait, and raise the error unless `wait` has already raised it."""
         self._thread.join()
         if not self._told:
             self.wait()
 
 
 class _Lane:
-    """Where saves in the background communicate: a group apart from the one that trains."""
+    """The process group for saves in the background, apart from the one that trains."""
 
     def __init__(self, held: Lease) -> None:
         self._lease = held
@@ -166,7 +167,7 @@ class _Lane:
         self.last: PendingSave | None = None
 
 
-# One for each process group, as long as that lives: saves of one group go one after the other.
+# One for each process group, as long as the group lives: saves of one group run one after the other.
 _LANES: WeakKeyDictionary[dist.ProcessGroup, _Lane] = WeakKeyDictionary()
 
 
@@ -177,14 +178,14 @@ def _lane(group: RankGroup) -> _Lane:
 
 
 def _wait_for_last(group: RankGroup) -> None:
-    """Wait for the save in the background, if there is one; raises what went wrong unless it was told."""
+    """Wait for the save in the background, if there is one; raises its error unless `wait` has raised it."""
     lane = _LANES.get(group.process_group)
     if lane is not None and lane.last is not None:
         lane.last.wait_unless_told()
 
 
 def _begin(group: RankGroup, path: Path, objects: Objects, extra: object, keep: int | None) -> RankContent:
-    """See what this rank is to write, and that all ranks are about to write one checkpoint."""
+    """List what this rank will write, and agree that all ranks write the same checkpoint."""
     with failing_together(group):
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ValueError(f"expected keep to be a number of checkpoints from 1, or None, got {keep!r}")
@@ -210,7 +211,7 @@ def _write(group: RankGroup, folder: Path, part: RankContent, keep: int | None) 
         if lock is not None:
             with suppress(OSError):
                 lock.release()
-                folder.rmdir()  # goes only where nothing was written
+                folder.rmdir()  # succeeds only if nothing was written
 
 
 def _write_locked(group: RankGroup, folder: Path, part: RankContent, *, alone: bool) -> None:
@@ -231,7 +232,7 @@ def _write_locked(group: RankGroup, folder: Path, part: RankContent, *, alone: b
 
 @contextmanager
 def _clear(folder: Path) -> Iterator[None]:
-    """Say plainly what an error of the file system means."""
+    """Raise a `CheckpointError` that explains an error of the file system."""
     try:
         yield
     except OSError as error:
@@ -248,7 +249,7 @@ _Parts = tuple[dict[str, DataFile], dict[str, Entry], dict[str, Any]]
 def _gather_parts(
     group: RankGroup, files: dict[str, DataFile], entries: dict[str, Entry], part: RankContent
 ) -> _Parts | None:
-    """Bring what all ranks have written to rank 0; all ranks call."""
+    """Send lists of what the ranks have written to rank 0; all ranks call."""
     if group.rank != 0:
         rows = [[f, *astuple(d)] for f, d in files.items()]
         told = [rows, {key: _row(entry) for key, entry in entries.items()}, part.values]

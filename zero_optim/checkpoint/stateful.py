@@ -1,4 +1,4 @@
-"""A sharded optimizer as ``torch.distributed.checkpoint`` takes it, for those who call that themselves."""
+"""A sharded optimizer in the form that ``torch.distributed.checkpoint`` (DCP) takes."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from zero_optim.plan.groups import options_of
 
 
 class OptimizerState:
-    """What to give ``dcp.save`` and ``dcp.load`` in the place of a sharded optimizer.
+    """What ``dcp.save`` and ``dcp.load`` get instead of a sharded optimizer.
 
     ::
 
@@ -20,11 +20,11 @@ class OptimizerState:
         dcp.save(state, storage_writer=checkpoint.Writer(path))
         dcp.load(state, storage_reader=checkpoint.Reader(path), planner=checkpoint.SafeLoadPlanner())
 
-    Each rank gives and takes the state of what it owns, by parameter name. Any storage of DCP's will do;
-    the planner is needed to load, since a fresh optimizer has nothing yet that could be asked for.
+    Each rank saves and loads the state of what it owns, by parameter name. Any storage of DCP can be used.
+    Loading needs the planner, since a new optimizer has no state to ask for yet.
 
     Args:
-        optimizer: to save or to load into, fresh or not.
+        optimizer: to save or to load into, new or not.
         model: gives the names, unless the optimizer was built from named parameters.
     """
 
@@ -33,7 +33,7 @@ class OptimizerState:
         self._model = model
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the state owned here, and what a load asks for; does not communicate."""
+        """Return the state that this rank owns, or the dict to load into; does not communicate."""
         names = names_of(self._optimizer, self._model)
         name_of = names.name
         state = Owned(name_of[param] for param in self._optimizer.owned_parameters())
@@ -49,10 +49,10 @@ class OptimizerState:
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what was loaded; all ranks call. The parameters are the model's to load.
+        """Load the state; all ranks call. The model loads the parameters.
 
         Raises:
-            StateMismatchError: it was loaded by a planner that asks a fresh optimizer for nothing.
+            StateMismatchError: it was loaded without `SafeLoadPlanner`, so a new optimizer got nothing.
         """
         if not isinstance(state_dict, Owned) or not state_dict.planned:
             raise StateMismatchError(

@@ -1,4 +1,4 @@
-"""A checkpoint's folder: a rank's tensors to its data file, the manifest that completes it, tensors read."""
+"""Writes a rank's data file and the manifest that completes a checkpoint; reads its tensors."""
 
 import os
 import secrets
@@ -27,7 +27,7 @@ from zero_optim.errors import CheckpointError
 
 
 def new_token() -> str:
-    """Name a save, so that its files get in the way of no other's."""
+    """Return a random name for a save, so that its files have names of their own."""
     return secrets.token_hex(6)
 
 
@@ -41,17 +41,17 @@ def write_tensors(
 ) -> tuple[dict[str, DataFile], dict[str, Entry]]:
     """Write a rank's data file, tensor by tensor; does not communicate.
 
-    Extra memory: one tensor, where it is not contiguous or on another device.
+    Extra memory: one tensor, if it is not contiguous or not on the CPU.
 
     Args:
         folder: the checkpoint's, which exists.
         token: of this save.
-        rank: whose file it is.
+        rank: this rank.
         boxes: of whole tensors; no other rank writes the same keys.
-        read: gives the tensor of a key.
+        read: returns the tensor of a key.
 
     Returns:
-        The file, if there was anything to write, and where in it each tensor lies.
+        The file, if there was anything to write, and the place of each tensor in it.
     """
     if not boxes:
         return {}, {}
@@ -72,11 +72,11 @@ def complete(
 ) -> None:
     """Write the manifest, which completes a checkpoint, and remove what it replaces; on one rank.
 
-    The caller holds the folder's lock. The manifest's parts are those of `Manifest`; if ``alone``, nobody
-    else has begun to write into the folder, so that what is unfinished there may be removed.
+    The caller holds the folder's lock. The other arguments are those of `Manifest`. If ``alone``, nobody else
+    writes to the folder, so unfinished files in it are removed.
 
     Raises:
-        CheckpointError: not all data files can be seen from here in full length.
+        CheckpointError: this rank does not see all data files in full length.
     """
     for name, file in files.items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != file.nbytes:
@@ -96,7 +96,7 @@ def complete(
 
 
 def discard(folder: Path, token: str, *ranks: int) -> None:
-    """Remove what some ranks wrote of a checkpoint that came to nothing, as far as possible."""
+    """Remove the files of a save that failed, as far as possible."""
     names = {data_name(token, rank) for rank in ranks}
     with suppress(OSError):
         if not _is_committed(folder, token):
@@ -105,7 +105,7 @@ def discard(folder: Path, token: str, *ranks: int) -> None:
 
 
 def _is_committed(folder: Path, token: str) -> bool:
-    """Whether the manifest has been renamed into place already: then its files stay."""
+    """Whether the manifest is already renamed into place: then the files stay."""
     try:
         names = manifests.parse(folder).files
     except CheckpointError:
@@ -114,7 +114,7 @@ def _is_committed(folder: Path, token: str) -> bool:
 
 
 class CheckpointReader:
-    """Reads a checkpoint's tensors, whole; every run of bytes that is read is checked. Does not communicate.
+    """Reads whole tensors of a checkpoint and checks them. Does not communicate.
 
     Args:
         path: the checkpoint's folder.
@@ -142,9 +142,9 @@ class CheckpointReader:
         return tensor
 
     def map_tensor(self, key: str) -> Tensor:
-        """Give a contiguous tensor whose memory is the file's, after a look at its checksum.
+        """Return a contiguous tensor that is mapped from the file, after checking its checksum.
 
-        Takes no memory but the system's for files, unless the tensor is in several parts.
+        Needs only the system's memory for files, unless the tensor is in several parts.
         """
         entry = self.manifest.entries.get(key)
         if entry is None or entry.dtype is None or len(entry.chunks) != 1 or not entry.nbytes:

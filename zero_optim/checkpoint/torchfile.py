@@ -1,7 +1,7 @@
-"""Files of ``torch.save`` and of safetensors, written and read without the whole in memory.
+"""Files of ``torch.save`` and safetensors, with one tensor in memory at a time.
 
-``torch.save`` and ``torch.load`` work on mapped tensors, whose memory is a file's: the system reads it when
-it is needed, and drops it when others need memory.
+``torch.save`` and ``torch.load`` work on tensors that are mapped from files. The system reads their pages
+when they are used, and drops them when memory is needed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,15 +29,15 @@ Advance = Callable[[int], object]
 
 
 def write_file(out: Path, reader: CheckpointReader, build: Callable[[Any], Any], advance: Advance) -> None:
-    """Write a checkpoint's optimizer or model to one file; beside, then renamed into place.
+    """Write a checkpoint's optimizer or model to one file, which is renamed into place at the end.
 
     A link at ``out`` is replaced, not followed.
 
     Args:
         out: a ``.safetensors`` file, which gets the model's tensors, or any other, for ``torch.load``.
         reader: of the checkpoint.
-        build: makes the value, given what gives a tensor for a key and its strides.
-        advance: is told of bytes that have been read.
+        build: makes the value; its argument returns the tensor of a key, with strides.
+        advance: called with the number of bytes read.
 
     Raises:
         CheckpointError: the file cannot be written.
@@ -65,13 +65,13 @@ def _write_pt(
         advance(tensor.nbytes)
         return tensor
 
-    buffered = BufferedRandom(file)  # writes until everything is written
+    buffered = BufferedRandom(file)  # a write writes everything
     torch.save(build(mapped), buffered)
     buffered.detach()
 
 
 def _spooled(tensor: Tensor, out: Path) -> Tensor:
-    """Map a tensor that lies in memory: from a file that has no name any more when this returns."""
+    """Map a tensor from a temporary file without a name, to which its memory is written."""
     path = new_part(out)
     try:
         with path.open("xb", buffering=0) as file:
@@ -88,7 +88,7 @@ def _write_safetensors(file: FileIO, reader: CheckpointReader, advance: Advance)
     for name, (kind, body) in model_parts(reader.manifest.values).items():
         if kind in ("sparse", "subclass", "wrapper"):
             raise CheckpointError(f"{name} is no plain tensor, as safetensors needs them: write a .pt file")
-        if kind == "tensor":  # what else there is is extra state of a module
+        if kind == "tensor":  # other values are extra state of a module
             keys[name] = body[0]
     entries = reader.manifest.entries
     boxes = [whole(name, entries[key].dtype, entries[key].shape) for name, key in keys.items()]
@@ -113,7 +113,7 @@ class Source:
 
     Attributes:
         values: packed, by key.
-        boxes: of each tensor the whole, by key.
+        boxes: whole tensors, by key.
         read: reads a tensor.
     """
 
@@ -123,14 +123,14 @@ class Source:
 
 
 def read_source(path: Path) -> Source:
-    """Look at a file of ``torch.save``; its tensors are mapped, and read when they are used.
+    """Open a file of ``torch.save``. Its tensors are mapped, and read when they are used.
 
     Raises:
-        ValueError: it is no state dict, or one that only running code could read.
+        ValueError: it is not a state dict, or reading it would run code.
     """
     try:
         content = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
-    except Exception as error:  # pickle and torch raise anything for files that are none
+    except Exception as error:  # pickle and torch raise anything for other files
         raise ValueError(
             f"{path} is no file of torch.save that holds tensors and plain values only: {error}"
         ) from error

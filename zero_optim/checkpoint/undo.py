@@ -1,4 +1,4 @@
-"""What a load changes can be put back, as only its own class can tell whether some of it fits."""
+"""Restores what a load has changed: whether some state fits is only known when its object loads it."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,10 +12,10 @@ from zero_optim.checkpoint.names import Objects, unwrapped
 
 
 class Undo:
-    """Takes note of what is about to be loaded into, and puts it back when it is called.
+    """Copies what a load will change, and restores it when it is called.
 
-    Copies the parameters that the optimizer owns here and what is no tensor in the model; the model's tensors
-    are the caller's business, as they can be checked before they are changed. Does not communicate.
+    Copies the parameters that the optimizer owns here, and what is not a tensor in the model. It does not
+    copy the model's tensors, since the caller can check them before it changes them. Does not communicate.
 
     Args:
         objects: that are loaded into.
@@ -36,14 +36,14 @@ class Undo:
         self._random = random_state(self._device)
 
     def __call__(self) -> None:
-        """Put everything back."""
-        for step in reversed(self._steps):  # a scheduler that is put back may write to its optimizer
+        """Restore everything."""
+        for step in reversed(self._steps):  # restoring a scheduler may write to its optimizer
             step()
         set_random_state(self._random, self._device)
 
 
 def _put_back(value: Any) -> Callable[[], None]:  # noqa: ANN401 - torch has no one class of schedulers
-    """Take note of a scheduler or scaler: its state dict, for what is nested, and its attributes."""
+    """Copy a scheduler or scaler: its state dict, for nested values, and its attributes."""
     held, attributes = deepcopy(value.state_dict()), dict(getattr(value, "__dict__", {}))
 
     def step() -> None:
@@ -56,6 +56,6 @@ def _put_back(value: Any) -> Callable[[], None]:  # noqa: ANN401 - torch has no 
 
 
 def _ignored(call: Callable[..., Any], *args: object, **kwargs: object) -> None:
-    """Call what may refuse: the error that made us put things back is the one to be told."""
+    """Call a function and ignore its error: the error that led to the undo is the one to report."""
     with suppress(Exception):
         call(*args, **kwargs)

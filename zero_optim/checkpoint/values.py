@@ -1,7 +1,7 @@
 """Nested values as JSON and named tensors, and back.
 
-The form of `wire`'s skeletons, with plain values spelled in JSON and each tensor named by its path:
-``["tensor", [key, strides]]``.
+The form is that of `wire`'s skeletons. Plain values are in JSON, and a tensor is ``["tensor", [key,
+strides]]``. Nothing here communicates.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ _DICTS = ("dict", "ordered", "counter")
 
 
 def key_of(*parts: object) -> str:
-    """Join the parts of a key, each spelled so that no two paths give the same key."""
+    """Join the parts of a key. They are encoded so that no two paths give the same key."""
     return "/".join(quote(part if isinstance(part, str) else f"#{part!r}", safe=" []()") for part in parts)
 
 
@@ -27,12 +27,12 @@ def pack(key: str, value: object, where: str) -> tuple[Json, dict[str, Tensor]]:
     """Split a nested value into JSON and tensors.
 
     Args:
-        key: under which it is kept; the tensors' keys begin with it.
+        key: of the value; the tensors' keys begin with it.
         value: as `wire.encode` takes it.
-        where: what it is, for the message.
+        where: what it is, for error messages.
 
     Returns:
-        The JSON, and the tensors by key. Tensors that are the same memory have one key.
+        The JSON, and the tensors by key. Tensors with the same memory have one key.
 
     Raises:
         TypeError: something in it is neither a tensor nor plain.
@@ -70,7 +70,7 @@ class _Packer:
         return [self.json(part, f"{key}/{number}") for number, part in enumerate(parts)]
 
     def _key(self, tensor: Tensor, key: str) -> str:
-        """Name a tensor, or give the name it has: tied weights are written once."""
+        """Return the key of a tensor; tied weights have one key and are written once."""
         place = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
         known = self._keys.setdefault(place, key) if tensor.numel() and not tensor.is_meta else key
         if known == key:
@@ -96,11 +96,11 @@ def tensors_in(value: Json) -> dict[str, tuple[int, ...]]:
 
 
 def unpack(value: Json, get: Callable[[str, tuple[int, ...]], Tensor]) -> Nested:
-    """Put a packed value together again.
+    """Rebuild a packed value.
 
     Args:
-        value: what `pack` gave.
-        get: gives the tensor of a key, with the strides named.
+        value: what `pack` returned.
+        get: returns the tensor of a key, with the given strides.
 
     Raises:
         TypeError: it needs a tensor subclass that is not imported here.
@@ -132,7 +132,7 @@ def _skeleton(value: Json, get: Callable[[str, tuple[int, ...]], Tensor], tensor
 
 
 def plain_json(value: object) -> Json:
-    """Spell a plain value in JSON; what JSON lacks becomes an object of one entry, named after its type."""
+    """Write a plain value in JSON. What JSON lacks becomes an object with one entry, named after its type."""
     if isinstance(value, float):
         return value if value - value == 0 else {"float": str(value)}
     if isinstance(value, complex):
@@ -145,7 +145,7 @@ def plain_json(value: object) -> Json:
 
 
 def plain_value(value: Json) -> Any:  # noqa: ANN401 - whatever was spelled
-    """Read what `plain_json` spelled."""
+    """Read what `plain_json` wrote."""
     if not isinstance(value, dict):
         return value
     ((kind, body),) = value.items()

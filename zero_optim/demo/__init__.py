@@ -1,5 +1,5 @@
-"""The main job: a small GPT trained with its optimizer state sharded, on real text.
+"""The job of ``zero-optim train``: a small GPT trained on text with a sharded optimizer.
 
-`config` has the options, and `prepare` checks them before any process starts. `elastic` launches the ranks.
-Each of them runs `worker`, with a `trainer`, and on rank 0 a `run_log`, which uses `metrics` and `display`.
+`config` has the options. `prepare` checks them before any process starts. `elastic` launches the ranks. Each
+rank runs `worker` with a `trainer`. Rank 0 also has a `run_log`, which uses `metrics` and `display`.
 """

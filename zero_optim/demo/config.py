@@ -1,4 +1,4 @@
-"""The configuration of a run: one immutable object, checked when made, written to JSON and read back."""
+"""The configuration of a run: one immutable object that checks itself and is saved as JSON."""
 
 import json
 import math
@@ -20,10 +20,10 @@ class ModelShape:
     """The sizes that a checkpoint's tensors depend on.
 
     Attributes:
-        context: bytes the model sees at once.
+        context: bytes that the model sees at once.
         layers: transformer blocks.
         width: features of a position.
-        heads: attention heads; divides ``width`` into an even number of features each.
+        heads: attention heads. Each gets ``width / heads`` features, which must be an even number.
     """
 
     context: int
@@ -32,7 +32,7 @@ class ModelShape:
     heads: int
 
     def __post_init__(self) -> None:
-        """Refuse heads that do not divide the width evenly."""
+        """Check that each head gets an even number of features."""
         if self.width % self.heads:
             raise ValueError(f"--width {self.width} is not divisible by --heads {self.heads}")
         if self.width // self.heads % 2:
@@ -44,32 +44,32 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """Everything a run depends on. Fields are named as the options of ``zero-optim train``.
+    """Everything that a run depends on. Fields have the names of the options of ``zero-optim train``.
 
     Attributes:
-        text: files to train on; none for the Python language reference.
+        text: files to train on; empty for the Python language reference.
         nproc: ranks on this host.
         optimizer: a class, as `optimizers.find` understands it.
         options: its keyword arguments, as sorted pairs.
         steps: updates in the whole run.
         batch_size: sequences in an update, over all ranks.
-        accumulate: micro-batches that each rank's part of an update is cut into.
+        accumulate: micro-batches in each rank's part of an update.
         schedule: how the learning rate falls after the warm-up.
         warmup: updates over which the learning rate rises.
-        clip: largest norm of all gradients together; 0 for no limit.
+        clip: largest norm of all gradients together; 0: no limit.
         bf16: whether the forward pass runs under bfloat16 autocast.
-        seed: of the initial weights, the order of the text, and the sample at the end.
+        seed: of the initial weights, the order of the text, and the sample text at the end.
         out: the run folder.
-        resume: the checkpoint to go on from, or None.
-        eval_every: updates between validations; 0 for the first and the last only.
-        save_every: updates between checkpoints; 0 for the last only.
+        resume: the checkpoint to continue from, or None.
+        eval_every: updates between validations; 0: only the first and the last.
+        save_every: updates between checkpoints; 0: only the last.
         sample_length: bytes of text generated at the end.
-        device: where to train; "auto" takes GPUs when there is one for each rank of this host.
+        device: where to train; "auto" takes GPUs if there is one for each rank of this host.
         ddp: whose DistributedDataParallel averages the gradients.
-        hook: the comm hook that does, by its name in `zero_optim.hooks`; "" for none.
-        hook_options: its options, as sorted pairs of texts.
-        overlap: whether the optimizer steps during the backward pass, with gradients reduced everywhere or to
-            their owners alone.
+        hook: name of a comm hook in `zero_optim.hooks`; "" for none.
+        hook_options: options of the hook, as sorted pairs of strings.
+        overlap: whether the optimizer steps during the backward pass, and whether gradients are then reduced
+            everywhere or only to their owners.
         trace: whether one update is profiled and drawn.
         context, layers, width, heads: see `ModelShape`.
     """
@@ -103,7 +103,7 @@ class RunConfig:
     heads: int = 4
 
     def __post_init__(self) -> None:
-        """Refuse sizes that make no run."""
+        """Check every field, and which fields go together."""
         for name in _COUNTS:
             _check(name, getattr(self, name), least=1)
         for name in _COUNTS_OR_ZERO:
@@ -116,7 +116,7 @@ class RunConfig:
                 raise ValueError(f"{flag(name)} must be one of {', '.join(get_args(kind))}")
         if self.overlap != "off" and self.clip:
             raise ValueError(
-                "--overlap steps before all gradients are known, so nothing can be clipped: --clip 0"
+                "--overlap steps before all gradients are known, so nothing can be clipped: give --clip 0"
             )
         if self.overlap == "owners" and self.hook:
             raise ValueError(f"--overlap owners has a reduction of its own: leave out --hook {self.hook}")
@@ -128,10 +128,10 @@ class RunConfig:
         return ModelShape(context=self.context, layers=self.layers, width=self.width, heads=self.heads)
 
     def check_ranks(self, world_size: int) -> None:
-        """Refuse a batch that ``world_size`` ranks cannot share equally.
+        """Check that ``world_size`` ranks can share a batch equally.
 
         Raises:
-            ValueError: saying what must divide what.
+            ValueError: they cannot.
         """
         if self.batch_size % (world_size * self.accumulate):
             raise ValueError(
@@ -141,7 +141,7 @@ class RunConfig:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Give the fields by name."""
+        """Return the fields by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def to_json(self) -> str:
@@ -153,19 +153,19 @@ class RunConfig:
         """Read what `to_json` wrote.
 
         Raises:
-            ValueError: not JSON, or values that make no run.
-            TypeError: other fields than this version's.
+            ValueError: not JSON, or a value is refused.
+            TypeError: the fields are not those of this version.
         """
         return RunConfig(**{name: _tuples(value) for name, value in json.loads(text).items()})
 
 
 def defaults() -> dict[str, Any]:
-    """Give the default of every field that has one."""
+    """Return the default of every field that has one."""
     return {field.name: field.default for field in fields(RunConfig) if field.name != "out"}
 
 
 def flag(name: str) -> str:
-    """Spell a field as the command line does."""
+    """Return the option of the command line for a field."""
     return "--lr-schedule" if name == "schedule" else "--" + name.replace("_", "-")
 
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from zero_optim.demo.metrics import Metric
     from zero_optim.demo.trainer import Shard
 
-_LINES = 20  # about as many, where there is no bar
-_PLAIN_WIDTH = 100  # columns, where there is no terminal to ask
+_LINES = 20  # about this many lines, where there is no bar
+_PLAIN_WIDTH = 100  # columns, where no terminal tells its width
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,11 @@ class Summary:
 
     Attributes:
         shards: what each rank keeps, by rank.
-        first_loss, last_loss: on the held-out text, nats a byte, over the whole run.
+        first_loss, last_loss: of the whole run, on the held-out text, in nats per byte.
         seconds: of this part of the run, validation and checkpoints included.
-        folder: where the run is.
-        sample: what the model was given and what it added; None for no sample.
-        stalls: seconds for which training stood still, for each checkpoint.
+        folder: the run folder.
+        sample: the prompt and the text that the model generated; None for no sample.
+        stalls: seconds that training waited, for each checkpoint.
     """
 
     shards: Sequence["Shard"]
@@ -70,7 +70,7 @@ class Display:
         self._val_loss: float | None = None
 
     def __enter__(self) -> "Self":
-        """Begin to count time."""
+        """Start the clock."""
         self._began = perf_counter()
         return self
 
@@ -81,7 +81,7 @@ class Display:
 
     @property
     def seconds(self) -> float:
-        """Time since the loop began."""
+        """Seconds since the loop began."""
         return perf_counter() - self._began
 
     def say(self, line: str) -> None:
@@ -93,7 +93,7 @@ class Display:
         print_fact(self._console, name, value)
 
     def update(self, record: "Metric") -> None:
-        """Tell of an update, or of the validation before the first."""
+        """Show an update, or the validation before the first."""
         every = max(1, self._steps // _LINES)
         if record.val_loss is not None:
             self._val_loss = record.val_loss
@@ -143,7 +143,7 @@ class BarDisplay(Display):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Take the bar away; it has become the last line."""
+        """Stop drawing; the bar stays as the last line."""
         self._bar.stop()
 
     def update(self, record: "Metric") -> None:
@@ -166,7 +166,7 @@ def make_display(done: int, steps: int) -> Display:
 
 
 def print_fact(console: Console, name: str, value: str) -> None:
-    """Write one labelled line, never wrapped: paths in it must stay in one piece, to be copied."""
+    """Write one labelled line. It is never wrapped, so that a path in it can be copied."""
     console.print(Text.assemble((f"{name:<12}", "dim"), value), soft_wrap=True)
 
 
@@ -175,18 +175,18 @@ def print_summary(console: Console, summary: Summary) -> None:
     console.print()
     console.print(_table(summary.shards, plain=not console.is_terminal))
     console.print()
-    losses = f"{summary.first_loss:.3f} -> {summary.last_loss:.3f} nats a byte"
+    losses = f"{summary.first_loss:.3f} -> {summary.last_loss:.3f} nats per byte"
     print_fact(console, "validation", losses)
     print_fact(console, "time", f"{summary.seconds:.0f} s")
     if summary.stalls:
         mean, most = sum(summary.stalls) / len(summary.stalls), max(summary.stalls)
-        count = f"{len(summary.stalls)} written while training went on"
-        told = f"{count}, which stood still for {1e3 * mean:.0f} ms each"
-        print_fact(console, "checkpoints", f"{told} (at most {1e3 * most:.0f})")
+        count = f"{len(summary.stalls)} written in the background"
+        waits = f"training waited {1e3 * mean:.0f} ms for each (at most {1e3 * most:.0f})"
+        print_fact(console, "checkpoints", f"{count}; {waits}")
     print_fact(console, "run folder", summary.folder)
     if summary.sample is not None:
         given, added = map(printable, summary.sample)
-        console.print(Text("\nsample, from the start of the held-out text on:", style="dim"))
+        console.print(Text("\nsample, which continues the start of the held-out text:", style="dim"))
         console.print(Text.assemble((given, "dim"), ("|", "bold cyan"), added))
 
 
@@ -196,7 +196,7 @@ def _table(shards: Sequence["Shard"], *, plain: bool) -> Table:
     for heading in ("rank", "parameters owned", "optimizer state held", "unsharded", "part"):
         table.add_column(heading, justify="right")
     for rank, shard in enumerate(shards):
-        part = f"{shard.state_nbytes / whole:.1%}" if whole else "-"  # plain SGD keeps none
+        part = f"{shard.state_nbytes / whole:.1%}" if whole else "-"  # plain SGD has no state
         table.add_row(str(rank), f"{shard.num_parameters:,}", _bytes(shard.state_nbytes), _bytes(whole), part)
     return table
 

@@ -1,14 +1,14 @@
-"""Launch the ranks on this host through PyTorch's elastic launcher, and say in one line how they ended.
+"""Launch the ranks on this host with PyTorch's elastic launcher, and report a failure in one line.
 
 Note [How a run ends]
     The launcher is the parent. It turns SIGINT, SIGTERM, SIGHUP and SIGQUIT into an exception and ends its
-    workers. They are in their own sessions, so a Ctrl-C at the terminal reaches only the parent, and once.
-    When a worker fails or is killed, the launcher ends the others. When the parent itself is killed,
-    `end_with_parent` ends the workers. Checkpoints stay whole in every case, see `zero_optim.checkpoint`.
+    workers. Each worker has a session of its own, so a Ctrl-C at the terminal reaches only the parent, and
+    once. When a worker fails or is killed, the launcher ends the others. When the parent itself is killed,
+    `end_with_parent` ends the workers. Checkpoints stay complete in every case, see `zero_optim.checkpoint`.
 
 Note [Files in place of sockets]
-    PyTorch's store listens on every address of the host, and anybody who reaches it can change what ranks
-    read. A run that this launcher starts is on one host. So the launcher and the ranks meet in files, in a
+    PyTorch's store listens on every address of the host, and whoever reaches it can change what ranks read. A
+    run of this launcher stays on one host. So the launcher and the ranks exchange addresses in files, in a
     private folder. Only gloo and NCCL listen, on the loopback interface.
 """
 
@@ -43,11 +43,11 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def launch(config: "RunConfig") -> None:
-    """Run ``config.nproc`` ranks to their end; none is left when this returns or raises.
+    """Run ``config.nproc`` ranks to their end. None still runs when this returns or raises.
 
     Raises:
-        RankFailedError: a rank did not end well.
-        InterruptedRunError: a signal came.
+        RankFailedError: a rank failed.
+        InterruptedRunError: a signal arrived.
     """
     with _quiet(), _signals_raise(), _no_store(), tempfile.TemporaryDirectory(prefix="zero-optim-") as folder:
         start = elastic_launch(_launch_config(config.nproc, folder), sys.executable)
@@ -69,7 +69,7 @@ def _launch_config(nproc: int, folder: str) -> LaunchConfig:
         rdzv_backend="c10d",
         rdzv_endpoint=f"{folder}/launcher",
         rdzv_configs={"store_type": "file"},  # see Note [Files in place of sockets]
-        local_addr="127.0.0.1",  # else the host's name is looked up, and may lead nowhere
+        local_addr="127.0.0.1",  # else the host's name is looked up, which may fail
         max_restarts=0,
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=folder),
@@ -78,20 +78,21 @@ def _launch_config(nproc: int, folder: str) -> LaunchConfig:
 
 
 def importing_from(path: Sequence[str], code: str) -> str:
-    """Have code given to ``python -c`` import from this path alone.
+    """Make code for ``python -c`` that imports from this path only.
 
-    Python puts the current folder first, where a run or somebody else's checkpoint may have left modules.
+    Python puts the current folder first. A run, or a checkpoint of somebody else, may have left modules
+    there.
     """
     return f"import sys; sys.path[:] = {[str(entry) for entry in path]!r}; {code}"
 
 
 def _heard() -> list[signal.Signals]:
-    """Name the signals that end a run: not those the caller wants ignored, as nohup and shells do."""
+    """Return the signals that end a run, without those that the caller ignores, as nohup and shells do."""
     return [signum for signum in _SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
 
 
 def _signals_option() -> dict[str, Any]:
-    """Tell the launcher the same, where it can be told: older launchers hear all four."""
+    """Tell the launcher which signals to handle. Older launchers have no such option and handle all four."""
     if "signals_to_handle" not in {field.name for field in fields(LaunchConfig)}:
         return {}
     return {"signals_to_handle": ",".join(signum.name for signum in _heard())}
@@ -99,7 +100,7 @@ def _signals_option() -> dict[str, Any]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the launcher's own log off the terminal: what matters in it we say in a line."""
+    """Keep the launcher's own log off the terminal; `describe` says what matters in one line."""
     loggers = [logging.getLogger(f"torch.distributed.{name}") for name in ("elastic", "launcher")]
     before = [logger.propagate for logger in loggers]
     handler = logging.NullHandler()
@@ -116,7 +117,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _no_store() -> Iterator[None]:
-    """Keep the elastic launcher from making a store for its workers, which would listen everywhere."""
+    """Keep the elastic launcher from making a store for its workers, which listens on every address."""
     name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -145,10 +146,11 @@ def _signals_raise() -> Iterator[None]:
 
 
 def first_failed(failures: Mapping[int, ProcessFailure]) -> int:
-    """Find the rank that failed first, among the failed ones.
+    """Find the rank that failed first.
 
-    A killed rank comes first: without it the others fail as well, and may say so earlier. SIGTERM does not
-    count, as the launcher sends it to the remaining ranks. Otherwise the earliest traceback is the cause.
+    A killed rank counts as first: the others fail because of it, and may report that earlier. SIGTERM does
+    not count, since the launcher sends it to the remaining ranks. Otherwise the earliest traceback is the
+    cause.
     """
     killed = [rank for rank, failure in failures.items() if failure.exitcode < 0 and not _ended(failure)]
     if killed:
@@ -157,7 +159,11 @@ def first_failed(failures: Mapping[int, ProcessFailure]) -> int:
 
 
 def describe(failures: Mapping[int, ProcessFailure]) -> str:
-    """Tell how the first of the failed ranks failed; failures by rank."""
+    """Say in one line how the rank that failed first did so.
+
+    Args:
+        failures: by rank.
+    """
     rank = first_failed(failures)
     failure, report = failures[rank], _report(failures[rank])
     if failure.exitcode < 0 and not _ended(failure):
@@ -172,12 +178,12 @@ def _ended(failure: ProcessFailure) -> bool:
 
 
 def _when(failure: ProcessFailure) -> int:
-    """Give the time of a failure in ns; the launcher's own has seconds, too coarse to find the first."""
+    """Return the time of a failure in ns. The launcher records seconds, too coarse to find the first."""
     return int(_report(failure).get("time_ns", sys.maxsize))
 
 
 def _report(failure: ProcessFailure) -> dict[str, str]:
-    """Give what `worker` recorded about a failure; nothing if it could not."""
+    """Return what `worker` recorded about a failure; empty if it could not."""
     message = failure.error_file_data.get("message")
     report = message.get("extraInfo", {}) if isinstance(message, dict) else {}
     return dict(report)

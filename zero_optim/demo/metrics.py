@@ -1,4 +1,4 @@
-"""The files of a run for people to read: ``metrics.jsonl``, one line for each update, and ``loss.png``."""
+"""The readable files of a run: ``metrics.jsonl``, one line for each update, and ``loss.png``."""
 
 import json
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ class Metric:
         grad_norm: of all gradients together, before clipping.
         seconds: its duration, without validation.
         tokens_per_second: over all ranks.
-        save_stall: seconds for which training stood still before it, for a checkpoint.
+        save_stall: seconds that training waited before it, for a checkpoint.
     """
 
     step: int
@@ -34,7 +34,7 @@ class Metric:
     save_stall: float | None = None
 
     def to_json(self) -> str:
-        """Write as one line, without what is not known."""
+        """Write as one line, without the fields that are None."""
         return json.dumps({key: value for key, value in asdict(self).items() if value is not None})
 
 
@@ -69,7 +69,7 @@ class MetricsFile:
         from matplotlib.figure import Figure  # an extra; without pyplot it needs no display
 
         figure = Figure(figsize=(8, 4.5), layout="constrained")
-        axes = figure.add_subplot(title=title, xlabel="update", ylabel="loss, nats a byte")
+        axes = figure.add_subplot(title=title, xlabel="update", ylabel="loss, nats per byte")
         trained = [
             (record.step, record.train_loss) for record in self.entries if record.train_loss is not None
         ]
@@ -82,11 +82,11 @@ class MetricsFile:
 
 
 def read(folder: Path, through: int) -> list[Metric]:
-    """Read a run's records up to a step, that of the checkpoint gone on from.
+    """Read a run's records up to the step of the checkpoint that it resumes from.
 
     Raises:
-        ValueError: a line that is no record, unless it is the last: a process that was killed may
-            leave half a line.
+        ValueError: a line is no record. Not for the last line, since a process that was killed may leave half
+            a line.
     """
     path = folder / METRICS
     lines = path.read_text().splitlines() if path.exists() else []

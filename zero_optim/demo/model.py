@@ -1,7 +1,7 @@
-"""A small GPT over bytes, made of matrices only.
+"""A small GPT over bytes, in which every parameter is a matrix.
 
-Norms have no gain and linear maps no bias, so that every parameter is a matrix: any optimizer can
-train it, those made for matrices alone (Muon) too, and one parameter group does for all.
+Norms have no weights and linear layers no bias. So any optimizer can train it with one parameter group, even
+one for matrices only (Muon).
 """
 
 import torch
@@ -13,7 +13,7 @@ from zero_optim.demo.text import VOCABULARY
 
 
 class Block(nn.Module):
-    """Attention, then a two-layer network, each added to what came in."""
+    """Attention, then a two-layer network, each with a residual connection."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -57,9 +57,9 @@ class GPT(nn.Module):
         self.head = _matrix(shape.width, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Give logits (samples, positions, 256) for (samples, positions) tokens, positions <= context."""
+        """Return logits (samples, positions, 256) for tokens (samples, positions), positions <= context."""
         x = self.embedding(tokens)
-        # Made anew, at little cost: as a buffer, DDP would send it before every pass.
+        # Computed again each time, which is cheap. If it were a buffer, DDP would send it before every pass.
         turns = _turns(tokens.shape[1], self.head_width, x.device)
         for block in self.blocks:
             x = block(x, turns)
@@ -74,9 +74,9 @@ def generate(
     length: int,  # bytes to add
     seed: int,
 ) -> bytes:
-    """Go on from a prompt, one sampled byte after another; gives the new bytes.
+    """Continue a prompt, one sampled byte after another, and return the new bytes.
 
-    Drawn a little sharper than the model's own odds, on the CPU: equal weights give equal text.
+    Sampling uses temperature 0.8 and runs on the CPU, so that equal weights give equal text.
     """
     device = model.embedding.weight.device
     generator = torch.Generator().manual_seed(seed)
@@ -89,7 +89,7 @@ def generate(
 
 
 def _matrix(inputs: int, outputs: int, *, zero: bool = False) -> nn.Linear:
-    """Make a linear map; those that end a block start at zero, so that a fresh block changes nothing."""
+    """Make a linear layer. The last of each branch starts at zero, so that a new block is the identity."""
     matrix = nn.Linear(inputs, outputs, bias=False)
     nn.init.normal_(matrix.weight, std=0.0 if zero else 0.5 * inputs**-0.5)
     return matrix
@@ -100,14 +100,14 @@ def _norm(x: Tensor) -> Tensor:
 
 
 def _turns(positions: int, features: int, device: torch.device) -> Tensor:
-    """Cosines and sines of every position's angles (Su et al., "RoFormer", 2021)."""
+    """Return cosines and sines of every position's angles (Su et al., "RoFormer", 2021)."""
     speeds = 10_000.0 ** (-torch.arange(0, features, 2, device=device) / features)
     angles = torch.outer(torch.arange(positions, device=device), speeds)
     return torch.stack((angles.cos(), angles.sin()))
 
 
 def _rotate(x: Tensor, turns: Tensor) -> Tensor:
-    """Turn pairs of features by their position's angles, so that products depend on distance."""
+    """Rotate pairs of features by their position's angles, so that dot products depend on distance."""
     cos, sin = turns
     left, right = x.chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).type_as(x)

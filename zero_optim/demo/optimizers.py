@@ -1,4 +1,4 @@
-"""From ``--optimizer`` and ``--opt`` to a class and its options, checked by trying them."""
+"""Turns ``--optimizer`` and ``--opt`` into a class and its options, and tries them on a small matrix."""
 
 import ast
 import importlib
@@ -25,7 +25,7 @@ def find(name: str) -> type[Optimizer]:
     """Find a class by name in torch.optim, then in torch_optimizer, or as ``package.module:Class``.
 
     Raises:
-        ValueError: there is none, with the names that come close.
+        ValueError: there is none. The message has similar names.
     """
     if ":" in name:
         return _find_in_module(name)
@@ -49,10 +49,10 @@ def _where_to_look() -> str:
 def _find_in_module(name: str) -> type[Optimizer]:
     module_name, _, class_name = name.partition(":")
     if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)  # as `python -m` would: people try classes from the folder they are in
+        sys.path.insert(0, here)  # as `python -m` does: users try classes of their current folder
     try:
         found = getattr(importlib.import_module(module_name), class_name)
-    except Exception as error:  # importing runs code of the user's: it may raise anything
+    except Exception as error:  # importing runs the user's code, which may raise anything
         raise ValueError(f"cannot import {name}: {_one_line(error)}") from error
     if not (inspect.isclass(found) and issubclass(found, Optimizer)):
         raise ValueError(f"{name} is not a class derived from torch.optim.Optimizer")
@@ -68,10 +68,10 @@ def _classes(module: ModuleType) -> dict[str, type[Optimizer]]:
 
 
 def parse(arguments: Iterable[str]) -> dict[str, OptionValue]:
-    """Read ``key=value`` pairs; values are Python literals, and strings where they are none.
+    """Read ``key=value`` pairs. A value that is not a Python literal is a string.
 
     Raises:
-        ValueError: no pair, or a value that is neither a number, a string, a truth value nor a tuple.
+        ValueError: not a pair, or a value that is not a number, a string, a boolean, None or a tuple.
     """
     options = {}
     for argument in arguments:
@@ -84,7 +84,7 @@ def parse(arguments: Iterable[str]) -> dict[str, OptionValue]:
 
 def _literal(key: str, text: str) -> OptionValue:
     words: dict[str, OptionValue] = {"true": True, "false": False, "none": None}
-    if text.lower() in words:  # else "false" would be a string, and true
+    if text.lower() in words:  # otherwise "false" would be a string, which counts as true
         return words[text.lower()]
     try:
         value = ast.literal_eval(text)
@@ -98,11 +98,11 @@ def _immutable(key: str, value: object) -> OptionValue:
         return tuple(_immutable(key, item) for item in value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise ValueError(f"--opt {key} must be a number, a string, a truth value or a tuple, got {value!r}")
+    raise ValueError(f"--opt {key} must be a number, a string, a boolean or a tuple, got {value!r}")
 
 
 def with_presets(optimizer: str, options: Mapping[str, OptionValue]) -> Options:
-    """Fill in what suits the demo's model, where the user names nothing else: AdamW only."""
+    """Add options that suit the demo's model, where the user gives none. Only for AdamW."""
     presets: dict[str, OptionValue] = {}
     if optimizer == "AdamW":
         presets = {"lr": 4e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -110,24 +110,24 @@ def with_presets(optimizer: str, options: Mapping[str, OptionValue]) -> Options:
 
 
 def keywords(options: Options) -> dict[str, Any]:
-    """Give options as keyword arguments, whose types only the class knows."""
+    """Return options as keyword arguments."""
     return dict(options)
 
 
 def has_rate(optimizer: Optimizer) -> bool:
-    """Say whether there is a learning rate to schedule; a few classes find their own."""
+    """Return whether there is a learning rate to schedule. A few classes choose their own."""
     return isinstance(optimizer.param_groups[0].get("lr"), int | float)
 
 
 def check(name: str, options: Options) -> Optimizer:
-    """See whether the class takes the options and steps a matrix with them.
+    """Check that the class takes the options, steps a matrix with them, and can be sharded.
 
     Returns:
         The optimizer of the trial.
 
     Raises:
-        ValueError: an option it does not know, values it refuses, or a class that needs more than a
-            gradient (a closure, sparse gradients), or that does not treat parameters one by one.
+        ValueError: the class does not know an option or refuses its value, needs more than a gradient (a
+            closure, sparse gradients), or is not separable.
     """
     optimizer_class = find(name)
     _check_names(name, optimizer_class, options)
@@ -135,10 +135,10 @@ def check(name: str, options: Options) -> Optimizer:
     weight.grad = torch.full_like(weight, 0.5)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # rank 0 will give them
+            warnings.simplefilter("ignore")  # rank 0 will show them
             trial = optimizer_class([weight], **keywords(options))
             trial.step()
-    except Exception as error:  # likewise
+    except Exception as error:  # a class may raise anything
         raise ValueError(f"{name} failed on a small trial: {_one_line(error)}") from error
     traits = probe(optimizer_class, keywords(options))
     if not traits.separable:

@@ -20,12 +20,19 @@ from zero_optim.hooks import make_hook, parse_hook_options
 from zero_optim.probe.probe import probe
 
 _EXTRAS = ("matplotlib", "rich")
-_FIXED = ("optimizer", "options", "context", "layers", "width", "heads")  # what a checkpoint decides
+_FIXED = (
+    "optimizer",
+    "options",
+    "context",
+    "layers",
+    "width",
+    "heads",
+)  # these must be equal when a run is resumed
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A rank of a run that torchrun has started."""
+    """The place of a rank that torchrun started."""
 
     rank: int
     world_size: int
@@ -34,13 +41,13 @@ class Started:
 
 
 def prepare(given: Mapping[str, Any], started: Started | None) -> RunConfig:
-    """Make a run of what the command line gives, and check it; starts nothing.
+    """Make the configuration of a run from the command line, and check it. Starts no process.
 
     Args:
-        given: fields of `RunConfig` that were named, with ``options`` still a list of KEY=VALUE and
-            ``resume`` as `saved.locate` takes it. The rest comes from the checkpoint that is
-            resumed, or from the defaults.
-        started: this process, if ranks are running already.
+        given: the fields of `RunConfig` on the command line, with ``options`` still a list of KEY=VALUE and
+            ``resume`` as `saved.locate` takes it. The others come from the checkpoint that is resumed, or are
+            the defaults.
+        started: this rank, if torchrun started it.
 
     Raises:
         ValueError: what is wrong, in one line.
@@ -65,7 +72,7 @@ def prepare(given: Mapping[str, Any], started: Started | None) -> RunConfig:
     if config.hook:
         make_hook(config.hook, None, **dict(config.hook_options))
     elif config.hook_options:
-        raise ValueError("--hook-opt without --hook: name the hook")
+        raise ValueError("--hook-opt without --hook: give the hook too")
     if config.overlap != "off":
         traits = probe(type(trial), dict(config.options), [{}])
         if not traits.steppable_in_parts:
@@ -77,7 +84,7 @@ def check_extras() -> None:
     """Check that the packages for the display and the pictures are installed.
 
     Raises:
-        ValueError: naming what is missing, and the command that installs it.
+        ValueError: one is missing. The message has the command that installs it.
     """
     missing = [name for name in _EXTRAS if importlib.util.find_spec(name) is None]
     if missing:
@@ -85,15 +92,15 @@ def check_extras() -> None:
 
 
 def make_folder(config: RunConfig) -> None:
-    """Make the run folder, or see that the one there is this run's own; called on one rank or before any.
+    """Make the run folder, or check that an existing one belongs to this run. Only one process calls.
 
     Raises:
-        ValueError: it holds another run, or cannot be written to.
+        ValueError: the folder holds another run, or cannot be written to.
     """
     folder = Path(config.out)
     own = config.resume is not None and saved.run_folder(config.resume) == folder
     if not own and any((folder / name).exists() for name in (saved.FOLDER, METRICS)):
-        raise ValueError(f"{folder} holds a run: go on with --resume {folder}, or name another --out")
+        raise ValueError(f"{folder} holds a run: resume it with --resume {folder}, or give another --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -103,12 +110,12 @@ def make_folder(config: RunConfig) -> None:
 
 
 def _check_class(name: object, *, named: bool) -> None:
-    """Refuse to import what only a checkpoint names: its text must never choose which code runs."""
+    """Refuse to import a module that only the checkpoint names: a file must never choose which code runs."""
     if not isinstance(name, str) or not re.fullmatch(r"[\w.]+(:[\w.]+)?", name):
         raise ValueError(f"the checkpoint names no optimizer class, but {ascii(name)[:80]}")
     if ":" in name and not named:
         raise ValueError(
-            f"the checkpoint names the optimizer class {name}, whose module would be run: "
+            f"the checkpoint names the optimizer class {name}, and importing it runs its module: "
             f"if you trust it, give --optimizer {name}"
         )
 
@@ -122,7 +129,7 @@ def _merge(
         here = started.local_world_size
         if given.get("nproc", here) != here:
             raise ValueError(
-                f"--nproc {given['nproc']}, but torchrun started {here} ranks here: leave it out"
+                f"--nproc {given['nproc']}, but torchrun started {here} ranks on this host: leave --nproc out"
             )
         fields["nproc"] = here
     named = optimizers.parse(given.get("options", ()))
@@ -142,7 +149,7 @@ def _merge(
 
 
 def _new_folder(optimizer: str) -> str:
-    """Name a run after its optimizer and the time, and after others of the same second."""
+    """Name a run after its optimizer and the time, with a number if others have the same name."""
     word = re.sub(r"[^A-Za-z0-9]+", "-", optimizer.rpartition(":")[2]).strip("-").lower()
     name = Path("runs") / f"{word}-{time.strftime('%Y%m%d-%H%M%S')}"
     others = sum(1 for _ in name.parent.glob(name.name + "*"))
@@ -154,16 +161,15 @@ def _check_fits(config: RunConfig, found: Saved) -> None:
         now, then = getattr(config, name), getattr(found.run, name)
         if now != then:
             raise ValueError(
-                f"the checkpoint is of another run: {_spell(name, then)} there, {_spell(name, now)} here"
+                f"the checkpoint is of another run: it has {_spell(name, then)}, "
+                f"this run has {_spell(name, now)}"
             )
     with torch.device("meta"):  # sizes without memory
         expected = {name: tuple(tensor.shape) for name, tensor in GPT(config.shape).state_dict().items()}
     if found.shapes != expected:
         raise ValueError("the checkpoint's model has other tensors than this version's")
     if config.steps <= found.step:
-        raise ValueError(
-            f"the run has made its {found.step} updates: to go on, give more than that as --steps"
-        )
+        raise ValueError(f"the run has already made {found.step} updates: to continue, give a larger --steps")
 
 
 def _spell(name: str, value: Any) -> str:  # noqa: ANN401 - any field's value

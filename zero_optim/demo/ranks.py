@@ -1,4 +1,4 @@
-"""This process as a rank of the run: its number, its device, and sums over all ranks."""
+"""This process as a rank: its number, its device, and sums over all ranks."""
 
 import os
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from zero_optim.run.host import num_cores, use_loopback
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """A rank's place.
+    """This rank among the others.
 
     Attributes:
         rank: of this process, over all hosts.
@@ -41,7 +41,7 @@ class Ranks:
         return value
 
     def collect(self, *numbers: int) -> list[list[int]]:
-        """Return every rank's numbers, by rank; all ranks call, with equally many."""
+        """Return every rank's numbers, by rank; all ranks call, with the same count of numbers."""
         mine = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(everyone, mine)

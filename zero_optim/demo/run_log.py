@@ -33,20 +33,20 @@ class RunLog:
         for name, value in _header(self._trainer):
             self.display.fact(name, value)
         if saved is not None:
-            self.display.fact("goes on", f"from update {saved.step}, {self._trainer.config.resume}")
+            self.display.fact("resumed", f"from update {saved.step}, {self._trainer.config.resume}")
             if saved.text_digest != self._trainer.corpus.digest:
-                self.display.fact("note", "the checkpoint was trained on another text than this one")
+                self.display.fact("note", "the text is not the one that the checkpoint was trained on")
 
     def tell(self, record: Metric) -> None:
-        """Keep and show one update."""
+        """Record and show one update."""
         self._records.add(record)
         self.display.update(record)
 
     def saved(self, stall: float) -> None:
-        """Note that a checkpoint was begun, and draw the losses so far.
+        """Record that a save has begun, and draw the losses so far.
 
         Args:
-            stall: seconds for which training stood still.
+            stall: seconds that training waited.
         """
         self._stalls.append(stall)
         config = self._trainer.config
@@ -56,11 +56,10 @@ class RunLog:
         """Show the result of the profiled update.
 
         Args:
-            hidden: fraction of communication and stepping that ran during the forward or backward pass, 0 to
-                1.
+            hidden: fraction of communication and stepping that overlapped with forward or backward, 0 to 1.
         """
         self.display.say(
-            f"traced: {hidden:.0%} of reducing, stepping and gathering lay under forward and backward, see "
+            f"traced: {hidden:.0%} of reduce, step and gather overlapped with forward and backward, see "
             f"{self._folder / trace.PICTURE}"
         )
 

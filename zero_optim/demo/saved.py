@@ -1,7 +1,7 @@
-"""The checkpoints of a run: where they are, and what one holds, read before any rank starts.
+"""The checkpoints of a run: where they are and what they hold. They are read before any rank starts.
 
-The only data position that they hold is the step. The order of samples follows from the step and from the
-seed, which is in the config. Nothing here communicates.
+A checkpoint has the step, and in the config the seed. The order of samples follows from these two. Nothing
+here communicates.
 """
 
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ _KIND = "zero-optim train"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Saved:
-    """A checkpoint as it is before it is loaded.
+    """What a checkpoint holds, read without loading it.
 
     Attributes:
-        run: the run that saved it.
+        run: configuration of the run that saved it.
         step: number of updates made.
         text_digest: of the text that the run trained on.
         shapes: of the model's tensors.
@@ -44,12 +44,15 @@ def run_folder(path: str | Path) -> Path:
 
 
 def extra(config: RunConfig, step: int, text_digest: str) -> dict[str, Any]:
-    """Return what to save with model, optimizer and scheduler."""
+    """Return what a checkpoint holds beside model, optimizer and scheduler."""
     return {"kind": _KIND, "config": config.to_json(), "step": step, "text_digest": text_digest}
 
 
 def locate(place: str) -> Path:
-    """Find a whole checkpoint: the newest of a run folder, of the newest run for "", or the one at ``place``.
+    """Find the newest complete checkpoint.
+
+    Args:
+        place: a run folder, a checkpoint itself, or "" for the newest run in ``runs``.
 
     Raises:
         ValueError: there is none.
@@ -58,18 +61,18 @@ def locate(place: str) -> Path:
         runs = sorted(Path("runs").glob(f"*/{FOLDER}"), key=lambda path: path.stat().st_mtime, reverse=True)
         found = next(filter(None, map(checkpoint.latest, runs)), None)
         if found is None:
-            raise ValueError(f"--resume found no runs/*/{FOLDER} here: name a run folder")
+            raise ValueError(f"--resume found no complete checkpoint in runs/*/{FOLDER}: give a run folder")
         return found
     path = Path(place)
     inside = path / FOLDER
     newest = checkpoint.latest(inside if inside.is_dir() else path)
     if newest is None or newest.parent not in (inside, path.parent):
-        raise ValueError(f"no checkpoint at {path}" + (" is whole" if inside.is_dir() else ""))
+        raise ValueError(f"no checkpoint at {path}" + (" is complete" if inside.is_dir() else ""))
     return newest
 
 
 def look(path: Path) -> Saved:
-    """Read what a checkpoint is, without loading it.
+    """Read what a checkpoint holds, without loading it.
 
     Raises:
         ValueError: it is incomplete or damaged, or not of ``zero-optim train``.

@@ -1,10 +1,10 @@
-"""The text: bytes as tokens, a tenth held out, and an order of samples that no number of ranks changes.
+"""The text: bytes as tokens, the last tenth held out, and an order of samples for any number of ranks.
 
 Note [Data order]
-    Sample ``n`` of a run, counted over all ranks and updates, is a function of (seed, n) alone:
-    which pass over the text it falls in, where that pass's windows begin, and which window comes
-    n-th. Update ``s`` takes samples ``s * batch_size`` onwards and the ranks split those between
-    them. So a resumed run goes on with the samples it would have had, on any number of ranks.
+    Sample ``n``, counted over all ranks and updates, depends on (seed, n) only. They give the pass over the
+    text, where the windows of that pass begin, and which window is the n-th. Update ``s`` takes
+    ``batch_size`` samples from number ``s * batch_size`` on, and the ranks divide them among themselves. So a
+    resumed run sees the same samples as one that was not interrupted, on any number of ranks.
 """
 
 import hashlib
@@ -27,10 +27,10 @@ class Corpus:
     """A text split in two.
 
     Attributes:
-        name: for people.
+        name: what the user is shown.
         train: (bytes,) uint8, the first nine tenths.
         held_out: (bytes,) uint8, the last tenth.
-        digest: of the whole text, to tell whether a resumed run sees the same one.
+        digest: of the whole text, to notice that a resumed run reads another text.
     """
 
     name: str
@@ -40,19 +40,19 @@ class Corpus:
 
     @property
     def numel(self) -> int:
-        """Bytes in all."""
+        """Number of bytes in both parts."""
         return self.train.numel() + self.held_out.numel()
 
 
 def load(paths: Sequence[str], context: int) -> Corpus:
-    """Read the text; every rank calls, and the parent to see whether it can.
+    """Read the text. Every rank does, and before them the parent process as a check.
 
     Args:
-        paths: files, joined by newlines; none for the reference that comes with Python.
+        paths: files, joined by newlines; empty for the language reference that comes with Python.
         context: bytes of a sample; both parts of the text must hold one.
 
     Raises:
-        ValueError: a path that is no readable file, or a text too short.
+        ValueError: a path is not a readable file, or the text is too short.
     """
     content = b"\n".join(map(_read, paths)) if paths else _language_reference()
     held_out = len(content) // 10
@@ -68,7 +68,7 @@ def load(paths: Sequence[str], context: int) -> Corpus:
 
 
 def _language_reference() -> bytes:
-    """Give what Python's own ``help()`` shows on its topics: about 0.47 MB of English."""
+    """Return the topics of Python's own ``help()``: about 0.47 MB of English."""
     from pydoc_data.topics import topics
 
     return "\n".join(topics.values()).encode()
@@ -77,7 +77,7 @@ def _language_reference() -> bytes:
 def _read(path: str) -> bytes:
     if not Path(path).exists():
         raise ValueError(f"no such file: {path}")
-    if not Path(path).is_file():  # every rank reads it, so no pipe will do
+    if not Path(path).is_file():  # every rank reads it, so it cannot be a pipe
         raise ValueError(f"not a regular file: {path}")
     try:
         return Path(path).read_bytes()
@@ -92,7 +92,7 @@ class Samples:
     Attributes:
         tokens: (bytes,) uint8, at least ``context + 1``.
         context: bytes of a sample.
-        seed: of the order.
+        seed: gives the order.
     """
 
     tokens: Tensor
@@ -100,7 +100,7 @@ class Samples:
     seed: int
 
     def take(self, first: int, count: int) -> Windows:
-        """Give ``count`` samples from number ``first`` on."""
+        """Return ``count`` samples, from number ``first`` on."""
         num_windows = max(1, (len(self.tokens) - 1) // self.context - 1)
         slack = len(self.tokens) - 1 - num_windows * self.context
         starts = [
@@ -110,16 +110,16 @@ class Samples:
         return cut(self.tokens, torch.stack(starts), self.context)
 
 
-# A cache of a pure function: a pass is asked for once for each sample drawn from it.
+# A cache of a pure function, which is called once for each sample.
 @lru_cache(maxsize=2)
 def _one_pass(seed: int, number: int, num_windows: int, slack: int, context: int) -> Tensor:
-    """Order the windows of one pass over the text: first byte of each, shuffled.
+    """Return the first byte of each window of one pass over the text, in shuffled order.
 
     Args:
         seed: of the run.
-        number: which pass.
-        num_windows: windows in it, back to back.
-        slack: bytes the first window may be shifted by, so that passes cut the text differently.
+        number: of the pass.
+        num_windows: number of windows, which follow each other without gaps.
+        slack: largest shift of the first window in bytes, so that each pass cuts the text differently.
         context: bytes of a window.
     """
     generator = torch.Generator().manual_seed(mix(seed, number))
@@ -128,7 +128,7 @@ def _one_pass(seed: int, number: int, num_windows: int, slack: int, context: int
 
 
 def held_out_windows(tokens: Tensor, context: int, rank: int, world_size: int) -> Iterator[Windows]:
-    """Give this rank's part of the validation samples, in chunks; ranks together give each once.
+    """Yield this rank's part of the validation samples, in chunks. Each sample is on one rank only.
 
     Args:
         tokens: (bytes,) uint8, the held-out text.
@@ -138,18 +138,18 @@ def held_out_windows(tokens: Tensor, context: int, rank: int, world_size: int) -
     """
     available = (len(tokens) - 1) // context
     count = min(available, MAX_EVAL_WINDOWS)
-    starts = torch.arange(count) * available // count * context  # spread evenly where there are too many
+    starts = torch.arange(count) * available // count * context  # spread evenly if there are too many
     for part in torch.split(starts[rank::world_size], 32):
         yield cut(tokens, part, context)
 
 
 def cut(tokens: Tensor, starts: Tensor, context: int) -> Windows:
-    """Cut samples out of a text: inputs, and as targets the byte that follows each."""
+    """Cut samples out of a text: inputs, and as target of each byte the next one."""
     windows = tokens[starts[:, None] + torch.arange(context + 1)].long()
     return windows[:, :-1], windows[:, 1:]
 
 
 def mix(*numbers: int) -> int:
-    """Make one 32-bit seed of several numbers. Torch's CPU generator uses no more bits."""
+    """Make one 32-bit seed from several numbers. Torch's CPU generator uses no more bits."""
     text = " ".join(map(str, numbers)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "big")

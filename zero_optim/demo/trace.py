@@ -1,4 +1,4 @@
-"""One iteration, seen: a Chrome trace by ``torch.profiler``, and a picture of who does what when."""
+"""A profile of one iteration: a Chrome trace of ``torch.profiler``, and a picture of it."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,14 +16,14 @@ EVENTS, PICTURE = "trace.json", "trace.png"
 
 ROWS: tuple[Row, ...] = ("compute", "reduce", "step", "gather")
 FORWARD, BACKWARD = "forward", "backward"  # ranges that the trainer marks
-# Starts of the names under which the profiler tells of an event. Sends are left out: each has its receive.
+# How the profiler's names of events begin. Sends are left out, since each has a receive.
 _NAMES: Mapping[Row, tuple[str, ...]] = {
     "compute": (FORWARD, BACKWARD),
     "reduce": ("gloo:all_reduce", "gloo:recv", "gloo:all_gather", "nccl:all_reduce", "nccl:all_to_all"),
     "step": ("Optimizer.step#",),
     "gather": ("gloo:broadcast", "nccl:broadcast"),
 }
-_OUTER_STEP = "Optimizer.step#ZeroRedundancyOptimizer"  # holds the local step and the gather
+_OUTER_STEP = "Optimizer.step#ZeroRedundancyOptimizer"  # contains the local step and the gather
 _NODE = "autograd::engine::evaluate_function"
 _COLOURS: Mapping[Row, str] = {
     "compute": "#4477aa",
@@ -35,12 +35,12 @@ _COLOURS: Mapping[Row, str] = {
 
 @dataclass(frozen=True, slots=True, order=True)
 class Span:
-    """Something that took time.
+    """A time interval of one event.
 
     Attributes:
-        start, stop: in ms from the first span's start.
-        row: what it is.
-        name: as the profiler has it.
+        start, stop: in ms, from the start of the first span.
+        row: row of the picture.
+        name: in the profile.
     """
 
     start: float
@@ -51,7 +51,7 @@ class Span:
 
 @contextmanager
 def traced(path: Path) -> Iterator[None]:
-    """Profile the body on this rank, all threads, and write a Chrome trace (load it at ui.perfetto.dev)."""
+    """Profile all threads of this rank, and write a Chrome trace, which ui.perfetto.dev shows."""
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
@@ -61,7 +61,7 @@ def traced(path: Path) -> Iterator[None]:
 
 
 def _all_threads() -> dict[str, Any]:
-    """Have the profiler see the thread that steps, where this PyTorch can."""
+    """Return the option with which the profiler records the thread that steps, if this PyTorch has it."""
     try:
         from torch._C._profiler import _ExperimentalConfig
 
@@ -71,7 +71,7 @@ def _all_threads() -> dict[str, Any]:
 
 
 def spans_of(path: Path) -> list[Span]:
-    """Read the spans of the four rows from a Chrome trace, by start."""
+    """Read the spans of the four rows from a Chrome trace, sorted by start."""
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
     found = [(row, event) for event in events for row in _rows(event["name"])]
     if not found:
@@ -81,7 +81,7 @@ def spans_of(path: Path) -> list[Span]:
     spans = []
     for row, event in found:
         stop = _stop(event)
-        if event["name"].startswith(BACKWARD):  # at its end it waits for buckets, which is no computing
+        if event["name"].startswith(BACKWARD):  # at its end it waits for buckets and computes nothing
             stop = max((end for end in ends if event["ts"] < end <= stop), default=stop)
         spans.append(Span((event["ts"] - origin) / 1e3, (stop - origin) / 1e3, row, event["name"]))
     return sorted(spans)
@@ -98,7 +98,7 @@ def _stop(event: Mapping[str, Any]) -> float:
 
 
 def hidden(spans: Iterable[Span]) -> float:
-    """Tell what share of the time of reductions, steps and gathers lay under forward or backward, 0 to 1."""
+    """Return which fraction of reductions, steps and gathers overlapped with forward or backward, 0 to 1."""
     spans = list(spans)
     compute = [span for span in spans if span.row == "compute"]
     others = [span for span in spans if span.row != "compute"]
@@ -108,10 +108,10 @@ def hidden(spans: Iterable[Span]) -> float:
 
 
 def draw(pictures: Sequence[tuple[str, Sequence[Span]]], path: Path) -> None:
-    """Draw iterations one under the other, on one scale: a row each for compute, reduce, step, gather.
+    """Draw iterations below each other on one time axis, each with the rows compute, reduce, step, gather.
 
     Args:
-        pictures: a title and the spans of each.
+        pictures: title and spans of each iteration.
         path: of the PNG file.
     """
     import matplotlib as mpl

@@ -1,11 +1,10 @@
 """The training loop of one rank: DDP averages the gradients, the sharded optimizer steps.
 
 Note [Bitwise resume]
-    A resumed run on as many ranks repeats the uninterrupted one bit for bit. Its samples are the
-    same, see Note [Data order], and nothing in an update draws random numbers. Besides, DDP must sum
-    in the same order. It moves gradients to other buckets after its first backward pass, which
-    changes that order on three ranks or more, so a pass that trains nothing comes first, in fresh
-    and resumed runs alike.
+    On the same number of ranks, a resumed run equals the uninterrupted one bit for bit. It sees the same
+    samples (Note [Data order]), and no update draws random numbers. DDP must also sum in the same order. On
+    three ranks or more its first backward pass sums in another order than the later ones, since it then makes
+    other buckets. So every run, new or resumed, starts with a pass that trains nothing.
 """
 
 import math
@@ -38,18 +37,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one rank keeps: numbers of parameters, and bytes of optimizer state measured."""
+    """What one rank keeps: elements of the parameters it owns, and measured bytes of optimizer state."""
 
     num_parameters: int
     state_nbytes: int
 
 
 class Trainer:
-    """A model, its sharded optimizer and the text; every rank has one and calls the same methods.
+    """A model, its sharded optimizer and the text. Every rank has a trainer and calls the same methods.
 
     Args:
-        config: of the run, the same on every rank.
-        ranks: this rank's place; the process group exists.
+        config: of the run, equal on every rank.
+        ranks: this rank; the default process group exists.
         corpus: the text.
     """
 
@@ -72,7 +71,7 @@ class Trainer:
         self._register_hook()
 
     def _register_hook(self) -> None:
-        """Have a hook reduce the gradients, and step as well; after the pass that must train nothing."""
+        """Register the comm hook, if any. Called after `_settle_buckets`, whose pass must not step."""
         config = self.config
         state, hook = None, None
         if config.hook:
@@ -83,12 +82,12 @@ class Trainer:
             self._ddp.register_comm_hook(state, hook)
 
     def _settle_buckets(self) -> None:
-        """See Note [Bitwise resume]."""
+        """Run the pass that trains nothing: Note [Bitwise resume]."""
         torch.autograd.backward(self._loss(*self._samples.take(0, 1)))
         self._optimizer.zero_grad()
 
     def update(self) -> Metric:
-        """Make one update."""
+        """Make one update; all ranks call."""
         began = perf_counter()
         loss = self.ranks.mean(self._backward())
         if not math.isfinite(loss):
@@ -111,7 +110,7 @@ class Trainer:
         )
 
     def _clip(self) -> float | None:
-        """Clip the gradients, and give their norm before; None where each rank has only those it owns."""
+        """Clip the gradients and return their norm before; None if each rank has only those it owns."""
         if self.config.overlap == "owners":
             return None
         if self.config.clip:
@@ -120,7 +119,7 @@ class Trainer:
         return get_total_norm(grads).item()
 
     def _backward(self) -> Tensor:
-        """Accumulate the gradients of this rank's part of a batch; gives the mean loss of that part."""
+        """Compute the gradients of this rank's part of a batch, and return its mean loss."""
         passes = self.config.accumulate
         count = self.config.batch_size // self.ranks.world_size // passes
         first = self.step * self.config.batch_size + self.ranks.rank * count * passes
@@ -136,7 +135,7 @@ class Trainer:
         return total
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Give the mean loss, in nats a byte, through DDP."""
+        """Return the mean loss in nats per byte, computed through DDP."""
         return self._entropy(self._ddp, inputs, targets, reduction="mean")
 
     def _entropy(self, model: torch.nn.Module, inputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
@@ -149,7 +148,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Give the loss on the held-out text, in nats a byte; the ranks share the work."""
+        """Return the loss on the held-out text, in nats per byte; all ranks call and share the work."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)  # nats, bytes
         parts = held_out_windows(
             self.corpus.held_out, self.config.context, self.ranks.rank, self.ranks.world_size
@@ -161,13 +160,13 @@ class Trainer:
         return nats / count
 
     def save(self) -> float:
-        """Begin a checkpoint, each rank of what it owns, and train on while it is written; all ranks call.
+        """Start a save in the background; all ranks call, and each writes what it owns.
 
         Returns:
-            Seconds for which training stood still on this rank.
+            Seconds that training waited on this rank.
 
         Raises:
-            CheckpointError: on every rank, if the save before has failed.
+            CheckpointError: on every rank, if the previous save failed.
         """
         self._saving = checkpoint.save_async(
             saved.folder_of(self.config.out, self.step),
@@ -180,7 +179,7 @@ class Trainer:
         return self._saving.stall
 
     def finish_saving(self) -> None:
-        """Wait until the last checkpoint is whole; all ranks call.
+        """Wait until the last checkpoint is complete; all ranks call.
 
         Raises:
             CheckpointError: on every rank, if it could not be written.
@@ -189,21 +188,21 @@ class Trainer:
             self._saving.wait()
 
     def restore(self, path: str) -> None:
-        """Go on from a checkpoint, saved on any number of ranks; all ranks call, with the same one."""
+        """Load a checkpoint that any number of ranks saved; all ranks call with the same path."""
         self.step = checkpoint.load(
             path, model=self.gpt, optimizer=self._optimizer, scheduler=self._scheduler, random=False
         )["step"]
 
     def shards(self) -> list[Shard]:
-        """Measure what each rank keeps, by rank; all ranks call."""
+        """Return what each rank keeps, by rank; all ranks call."""
         owned = sum(parameter.numel() for parameter in self._optimizer.owned_parameters())
         return [Shard(*numbers) for numbers in self.ranks.collect(owned, self._optimizer.state_nbytes())]
 
     def sample(self) -> tuple[str, str]:
-        """Let the model go on from the start of the held-out text; does not communicate.
+        """Let the model continue the start of the held-out text; does not communicate.
 
         Returns:
-            What it was given, and what it made of it.
+            The prompt, and the text that the model generated.
         """
         prompt = self.corpus.held_out[: min(64, self.config.context)]
         added = generate(self.gpt, prompt, self.config.sample_length, self.config.seed)

@@ -1,4 +1,4 @@
-"""What every rank runs: it joins the others and trains; rank 0 also informs the user. It communicates."""
+"""What every rank runs: it enters the process group and trains. Rank 0 also informs the user."""
 
 import json
 import os
@@ -21,26 +21,26 @@ from zero_optim.demo.trainer import Trainer
 from zero_optim.errors import CheckpointError, DivergedError
 from zero_optim.run.host import end_with_parent
 
-TRACED_AFTER = 5  # updates: by then the allocator and the buckets have settled
-_EXPECTED = (DivergedError, BrokenPipeError, CheckpointError)  # their message needs no traceback
+TRACED_AFTER = 5  # updates: the allocator and the buckets no longer change then
+_EXPECTED = (DivergedError, BrokenPipeError, CheckpointError)  # their message is enough, without a traceback
 
 
 def main() -> None:
-    """Run as a rank of `launch`; arguments: the run, the parent's process id, a file in which ranks meet."""
+    """Run as a rank of `launch`. Arguments: the run, the parent's process id, the file of the store."""
     end_with_parent(int(sys.argv[2]))
     if os.environ["RANK"] != "0":
-        warnings.simplefilter("ignore")  # the same ones come from rank 0
+        warnings.simplefilter("ignore")  # rank 0 shows the same ones
     try:
         work(RunConfig.from_json(sys.argv[1]), sys.argv[3])
-    except Exception as error:  # noqa: BLE001 - whatever it is, the parent tells
+    except Exception as error:  # noqa: BLE001 - the parent reports whatever it is
         record_failure(error)
         sys.exit(1)
 
 
 def run_under_torchrun(config: RunConfig) -> None:
-    """Run as a rank that torchrun started; a failure is recorded for torchrun, and raised."""
+    """Run as a rank that torchrun started. A failure is recorded for torchrun and raised."""
     end_with_parent(os.getppid())
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher reports a Ctrl-C; the ranks just end
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback: the launcher reports a Ctrl-C
     try:
         work(config)
     except Exception as error:
@@ -49,7 +49,7 @@ def run_under_torchrun(config: RunConfig) -> None:
 
 
 def record_failure(error: Exception) -> None:
-    """Write a failure where the launcher looks for it, in its format, with the time in ns as well."""
+    """Write a failure to the launcher's error file, in its format, with the time in ns added."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
@@ -65,7 +65,7 @@ def record_failure(error: Exception) -> None:
 
 
 def work(config: RunConfig, meeting: str | None = None) -> None:
-    """Train; all ranks call, and rank 0 keeps a run_log.
+    """Train; all ranks call, and rank 0 writes a `RunLog`.
 
     Args:
         config: the run.
@@ -88,7 +88,7 @@ def work(config: RunConfig, meeting: str | None = None) -> None:
 
 
 def train(trainer: Trainer, run_log: RunLog | None) -> None:
-    """Make the updates that are left; all ranks call, rank 0 with a run_log."""
+    """Make the remaining updates; all ranks call, only rank 0 with a ``run_log``."""
     config = trainer.config
     if trainer.step == 0:
         _tell(run_log, Metric(step=0, val_loss=trainer.evaluate()))

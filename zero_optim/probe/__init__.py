@@ -1,1 +1,1 @@
-"""What an optimizer class tolerates, found out by running it on small tensors."""
+"""Find out what an optimizer class tolerates, by running it on small tensors."""

@@ -1,4 +1,4 @@
-"""What an optimizer class accepts: the first feed that it takes, or what it needs that no feed gives."""
+"""Find parameters and gradients that an optimizer class accepts, or what else it needs; for `probe`."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ def first_accepted(subject: OptimizerUnderTest) -> tuple[OptimizerUnderTest, Tri
         for feed in _FEEDS:
             try:
                 return candidate, record(candidate, feed.with_groups(candidate))
-            except Exception as error:  # noqa: BLE001 - the class is the user's, and may raise anything
+            except Exception as error:  # noqa: BLE001 - the user's class may raise anything
                 errors.append(first_line_of(error))
     return _why_untried(plain, errors)
 
@@ -65,7 +65,7 @@ def _needed_by_step(subject: OptimizerUnderTest) -> str:
     try:
         step = start(subject, _FEEDS[0], starts_of(_FEEDS[0])).optimizer.step
         given = inspect.signature(step).parameters.values()
-    except Exception:  # noqa: BLE001 - it is not step() that lacks something
+    except Exception:  # noqa: BLE001 - the reason is not an argument of step()
         return ""
     extra = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return ", ".join(p.name for p in given if p.default is p.empty and p.kind not in extra)
@@ -99,6 +99,6 @@ def _call(optimizer: Optimizer, closure: Callable[[], Any]) -> None:
 
 
 def first_line_of(error: Exception) -> str:
-    """Give the name of an error and the first line of what it says."""
+    """Return the name of an error and the first line of its message."""
     first_line = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {first_line}"

@@ -1,4 +1,4 @@
-"""What came out different when a run of an optimizer class was made in another way than the first one."""
+"""Compare a trial of an optimizer class with the first one, and say in words what differs; for `probe`."""
 
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
@@ -22,13 +22,13 @@ def difference(
     begin: Callable[[], TrialRun],
     step_run: StepRun = step_whole,
 ) -> str | None:
-    """Make a run with the recorded gradients, and say what came out different from the record."""
+    """Repeat a trial with the recorded gradients, and say what differs from the record; None if equal."""
     try:
         run = begin()
         differs = _first_difference(made, run, step_run) or state_difference(made, run)
         if differs is None:
             differs = _group_difference(subject, made, run)
-    except Exception as error:  # noqa: BLE001 - it ran with all parameters, so this tells the two apart
+    except Exception as error:  # noqa: BLE001 - the first trial did not raise, so this is a difference
         return f"{how}, it raises {first_line_of(error)}"
     return None if differs is None else f"{how}, {differs}"
 
@@ -49,7 +49,7 @@ def _param_text(made: TrialRecord, index: int) -> str:
 
 
 def _how_much(got: bytes, expected: bytes, dtype: torch.dtype) -> str:
-    """Tell rounding from another algorithm."""
+    """Say how large a difference is, to tell rounding from another algorithm."""
     a, b = (torch.frombuffer(bytearray(bits), dtype=dtype).double().numpy() for bits in (got, expected))
     with np.errstate(all="ignore"):
         apart = float(np.nanmax(np.abs(a - b) / np.maximum(np.abs(b), 1e-30), initial=0.0))
@@ -57,7 +57,7 @@ def _how_much(got: bytes, expected: bytes, dtype: torch.dtype) -> str:
 
 
 def state_difference(made: TrialRecord, run: TrialRun) -> str | None:
-    """Compare at the end the state of each parameter, and the state of none."""
+    """Compare the final state of each parameter, and the state that belongs to no parameter."""
     for index in run.leaves:
         (whole,) = made.run.leaves[index]
         if not same_pieces(made.run.state_of(index)[0], run.state_of(index), whole.shape):
@@ -68,9 +68,9 @@ def state_difference(made: TrialRecord, run: TrialRun) -> str | None:
 
 
 def _group_difference(subject: OptimizerUnderTest, made: TrialRecord, run: TrialRun) -> str | None:
-    """Compare group entries at the end; caches that may hold anything (RAdam's buffer) do not count.
+    """Compare the final group entries. Caches, which may hold anything (RAdam's buffer), do not count.
 
-    An entry is one if the class, given this run's entry before every step, does the same.
+    An entry is a cache if the class gives equal results with this trial's entry before every step.
     """
     differing = []
     both = zip(made.run.optimizer.param_groups, run.optimizer.param_groups, strict=True)

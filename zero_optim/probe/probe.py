@@ -1,8 +1,8 @@
 """Find out what an optimizer class tolerates, by trying it.
 
-Sharding must not change the algorithm, and only the class itself knows what it does; so `probe`
-runs it on small tensors, in `trials`, and compares bits. An answer that allows rests on runs that
-agreed; whatever could not be tried, or never moved a parameter, is not allowed.
+Sharding must not change the algorithm, and only the class itself knows what it does. So `probe` runs it on
+small tensors (`trials`) and compares bits. It allows only what gave equal bits. What could not be tried, or
+never changed a parameter, is not allowed. Nothing here communicates.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ from zero_optim.probe.subject import OptimizerUnderTest
 from zero_optim.probe.traits import Traits
 from zero_optim.probe.trials import Feed, TrialRecord, isolated, record, start, step_in_parts, step_whole
 
-# Factored or quantized state often begins at some size: 128 rows, or 4096 elements.
+# Some classes factor or quantize state from some size on: 128 rows, or 4096 elements.
 _LARGE = ((130, 130),)
 
 
@@ -28,30 +28,30 @@ def probe(
     options: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]] = (),
 ) -> Traits:
-    """Find out by trying what a class with some options tolerates.
+    """Try what a class with some options tolerates.
 
-    Takes some 10 to 40 ms, and nothing the second time; does not communicate, draws no random
-    number and leaves nothing behind. Ranks with equal arguments get equal answers.
+    Takes 10 to 40 ms; the result is cached. Does not communicate, draws no random number and has no side
+    effect. Ranks with equal arguments get equal answers.
 
     Args:
-        optimizer_class: as given to `ZeroRedundancyOptimizer`; anything that builds an optimizer
-            from groups and keyword arguments.
-        options: its keyword arguments. Tensors are tried as copies on the CPU; ``lr=0`` as a small
-            rate; ``capturable``, ``fused`` and ``differentiable``, which choose an implementation
-            of the same algorithm, are switched off if the CPU has none.
-        groups: the options of each parameter group, if groups have some of their own.
+        optimizer_class: as given to `ZeroRedundancyOptimizer`: a class, or a function that builds an
+        optimizer from groups and keyword arguments.
+        options: its keyword arguments. Tensors are copied to the CPU. ``lr=0`` becomes a small rate.
+        ``capturable``, ``fused`` and ``differentiable`` choose an implementation of the same algorithm; they
+        are switched off if the CPU has none.
+        groups: the options of each parameter group, if groups have their own.
     """
     subject = OptimizerUnderTest.of(optimizer_class, options, groups)
     try:
         hash(subject)
-    except TypeError:  # some option cannot be copied: it may change, so nothing is remembered
+    except TypeError:  # an option that cannot be copied may change, so nothing is cached
         return _try(subject)
     return _remembered(subject)
 
 
 @lru_cache(maxsize=256)
 def _remembered(subject: OptimizerUnderTest) -> Traits:
-    """Keys hold the class weakly and options as values, so nothing of the user's is kept alive."""
+    """Cache the answers. Keys hold the class weakly and options as values, so no user object stays alive."""
     return _try(subject)
 
 
@@ -75,7 +75,7 @@ def _try(subject: OptimizerUnderTest) -> Traits:
 
 
 def _why_coupled(subject: OptimizerUnderTest, made: TrialRecord) -> str | None:
-    """Step each parameter by an optimizer of its own, and none at all by another."""
+    """Step each parameter with a separate optimizer, and compare; another optimizer steps none."""
     if made.drew:
         return "it draws random numbers, and each rank would draw others"
     for indices in (*([index] for index in made.starts), []):
@@ -89,7 +89,7 @@ def _why_coupled(subject: OptimizerUnderTest, made: TrialRecord) -> str | None:
 
 
 def _why_coupled_otherwise(subject: OptimizerUnderTest, made: TrialRecord) -> str | None:
-    """Try again where something may have been hidden: by NaN, or by single precision."""
+    """Try again where NaN or single precision may have hidden a difference."""
     tamer = [] if made.finite or made.feed.huge == 1 else [replace(made.feed, huge=1.0)]
     half = [] if made.feed.dtype != torch.float32 else [replace(made.feed, dtype=torch.bfloat16, num_steps=2)]
     for feed in (*tamer, *half):
@@ -101,22 +101,22 @@ def _why_coupled_otherwise(subject: OptimizerUnderTest, made: TrialRecord) -> st
 
 
 def _holds_leftovers(subject: OptimizerUnderTest, made: TrialRecord) -> bool:
-    """Whether equal runs give equal parameters and unequal state: parts of it were never written to.
+    """Whether equal trials give equal parameters but unequal state, parts of which were never written.
 
-    The momentum of PyTorch's fused SGD in bfloat16 on the CPU is of that kind.
+    PyTorch's fused SGD in bfloat16 on the CPU does this with its momentum.
     """
     repeated = record(subject, made.feed)
     return repeated.values == made.values and state_difference(made, repeated.run) is not None
 
 
 def _why_counting(subject: OptimizerUnderTest, made: TrialRecord) -> str | None:
-    """Step one optimizer bucket by bucket."""
+    """Step one optimizer bucket by bucket, and compare."""
     begin = partial(start, subject, made.feed, made.starts)
     return difference(subject, made, "stepped in parts", begin, step_in_parts)
 
 
 def _why_shape_used(subject: OptimizerUnderTest, made: TrialRecord) -> str | None:
-    """Cut every parameter in pieces; if that makes no difference, a larger one too."""
+    """Cut every parameter in pieces, and compare; if there is no difference, cut a larger one too."""
     if made.feed.sparse:
         return "it takes sparse gradients, which are not cut"
     feed = replace(made.feed, shapes=_LARGE, num_groups=1, num_in_group=1, num_steps=1, gaps=False)
@@ -136,7 +136,7 @@ _WITHOUT_GRADIENT = "it changes parameters that have no gradient, and these are 
 
 
 def _moves_frozen(subject: OptimizerUnderTest, made: TrialRecord) -> bool:
-    """Step with every second parameter frozen, then with the others: does one that is frozen change?"""
+    """Step with every second parameter frozen, then with the others: return whether a frozen one changes."""
     for kind in (0, 1):
         try:
             run = start(subject, made.feed, made.starts)
@@ -146,7 +146,7 @@ def _moves_frozen(subject: OptimizerUnderTest, made: TrialRecord) -> bool:
             before = [run.bits(index) for index in still]
             for step, gradients in enumerate(made.gradients):
                 step_whole(run, step, {**gradients, **dict.fromkeys(still)})
-        except Exception:  # noqa: BLE001 - a class that needs every gradient says so in a step too
+        except Exception:  # noqa: BLE001 - a class that needs every gradient also says so in a step
             continue
         if [run.bits(index) for index in still] != before:
             return True
@@ -156,5 +156,5 @@ def _moves_frozen(subject: OptimizerUnderTest, made: TrialRecord) -> bool:
 def _recorded(subject: OptimizerUnderTest, feed: Feed) -> TrialRecord | None:
     try:
         return record(subject, feed)
-    except Exception:  # noqa: BLE001 - a class that knows no bfloat16, say, is none the worse
+    except Exception:  # noqa: BLE001 - a class need not know bfloat16, for example
         return None

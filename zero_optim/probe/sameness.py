@@ -1,4 +1,4 @@
-"""Whether two values are the same bit for bit."""
+"""Compare two values bit for bit."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,7 +32,7 @@ def same_tensors(a: Tensor, b: Tensor) -> bool:
 
 
 def same_pieces(whole: object, pieces: Sequence[Any], shape: torch.Size) -> bool:
-    """Compare a parameter's state with that of its pieces: what has its shape is cut, the rest repeated."""
+    """Compare a parameter's state with that of its pieces: only entries of the parameter's shape are cut."""
     if len(pieces) == 1:
         return same(whole, pieces[0])
     if isinstance(whole, Tensor) and whole.shape == shape:

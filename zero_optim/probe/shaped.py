@@ -1,4 +1,4 @@
-"""Which entries of an optimizer's state have the shape of their parameter, found by trying the class."""
+"""Find by a trial which entries of an optimizer's state have the shape of their parameter."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -19,8 +19,8 @@ class ShapedKeys:
     """Which entries of a class's state have the shape of their parameter.
 
     A loaded state dict can be checked against this before the optimizer has any state of its own.
-    Found by one step of a throwaway optimizer for each number of dimensions asked for; draws no
-    random numbers and does not communicate.
+    One step of a temporary optimizer finds them, for each number of dimensions. Draws no random numbers and
+    does not communicate.
 
     Args:
         optimizer_class: as given to `ZeroRedundancyOptimizer`.
@@ -32,7 +32,7 @@ class ShapedKeys:
     _found: dict[int, frozenset[str]] = field(default_factory=dict)
 
     def of(self, num_dims: int) -> frozenset[str]:
-        """Name the entries with the parameter's shape; none where the class cannot be tried."""
+        """Name the entries that have the parameter's shape; none if the class cannot be tried."""
         if num_dims not in self._found:
             self._found[num_dims] = self._try(num_dims) if 0 < num_dims <= len(_TRIAL_SIZES) else frozenset()
         return self._found[num_dims]
@@ -45,7 +45,7 @@ class ShapedKeys:
                 for tried in (feed, replace(feed, sparse=True)):
                     try:
                         made = record(candidate, tried)
-                    except Exception:  # noqa: BLE001 - one that needs more than this is not checked
+                    except Exception:  # noqa: BLE001 - a class that needs more than this is not checked
                         continue
                     return _shaped(made.run)
         return frozenset()

@@ -1,4 +1,4 @@
-"""What is tried: an optimizer class and its options, held as a value that a cache may keep."""
+"""What a trial runs: an optimizer class and its options, as a value that can be a key of a cache."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -15,22 +15,22 @@ Builder: TypeAlias = Callable[..., Optimizer]
 
 # Options that choose an implementation of the same algorithm. Some need an accelerator.
 _SWITCHES = ("capturable", "fused", "differentiable")
-_NUM_EXACT_GROUPS = 4  # this many different groups are tried as they are; of more, one of each kind
+_NUM_EXACT_GROUPS = 4  # up to this many different groups are all tried; of more, one of each kind
 
 
 @dataclass(slots=True)
 class Held:
-    """An option that cannot be copied, kept as it is; unhashable, so that no cache keeps it."""
+    """An option that cannot be copied. It is not hashable, so no cache keeps it."""
 
     value: Any
 
     def __call__(self) -> Any:  # noqa: ANN401 - whatever it was
-        """Stand in for a weak reference, where the object allows none."""
+        """Return the object; stands in for a weak reference if the object allows none."""
         return self.value
 
 
 def to_hashable(value: object) -> object:
-    """Turn an option into a hashable value that no one can change; see `from_hashable`."""
+    """Turn an option into an immutable, hashable value; `from_hashable` reverses it."""
     if value is None or isinstance(value, bool | int | float | complex | str | torch.dtype | torch.device):
         return type(value), value
     if type(value) in (list, tuple):
@@ -44,7 +44,7 @@ def to_hashable(value: object) -> object:
 
 
 def from_hashable(value: Any) -> Any:  # noqa: ANN401 - whatever it was
-    """Give a fresh copy of such an option: a trial may change its own."""
+    """Return a new copy of the option: a trial may change it."""
     if isinstance(value, Held):
         return value.value
     if value[0] is Tensor:
@@ -56,7 +56,7 @@ def from_hashable(value: Any) -> Any:  # noqa: ANN401 - whatever it was
 
 
 def bits(tensor: Tensor) -> bytes:
-    """Copy a tensor's elements, in order, as bytes."""
+    """Return a tensor's elements, in order, as bytes."""
     if tensor.dtype == torch.float32:
         return tensor.detach().numpy().tobytes()
     whole = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
@@ -65,7 +65,7 @@ def bits(tensor: Tensor) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerUnderTest:
-    """What is tried: a class and its options, held without keeping the class alive.
+    """A class and its options, without keeping the class alive.
 
     Hashable if its options are; equal for equal classes and options.
     """
@@ -78,7 +78,7 @@ class OptimizerUnderTest:
     def of(
         cls, build: Builder, options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
     ) -> "OptimizerUnderTest":
-        """Make options hashable; those bound by functools.partial count as options too."""
+        """Make options hashable, also those that functools.partial binds."""
         function = getattr(build, "func", None)
         if callable(function) and not getattr(build, "args", True):
             return cls.of(function, {**build.keywords, **options}, groups)  # type: ignore[attr-defined]
@@ -89,7 +89,7 @@ class OptimizerUnderTest:
         return cls(_reference(build), to_hashable(_awake(options)), tuple(reversed(distinct.values())))
 
     def build(self, params: Sequence[Sequence[Tensor]]) -> Optimizer:
-        """Build the optimizer; a group stays even if it has no parameter, as on a rank that owns none."""
+        """Build the optimizer. A group without parameters stays, as on a rank that owns none of it."""
         own = [from_hashable(group) for group in self.groups] or [{}]
         groups = [{**own[index % len(own)], "params": list(members)} for index, members in enumerate(params)]
         optimizer: Optimizer = self.reference()(groups, **from_hashable(self.options))
@@ -97,7 +97,7 @@ class OptimizerUnderTest:
         return optimizer
 
     def without_switches(self) -> "OptimizerUnderTest":
-        """The same with implementation switches off: a CPU may lack what they choose."""
+        """Return the same without the options that choose an implementation, which the CPU may lack."""
         options, *groups = (_without_switches(held) for held in (self.options, *self.groups))
         return replace(self, options=options, groups=tuple(groups))
 
@@ -115,7 +115,7 @@ def _reference(build: Builder) -> Callable[[], Any]:
 
 
 def _awake(options: Mapping[str, Any]) -> ParamGroup:
-    """Leave out the parameters, and replace a rate of zero (a warm-up's start): it would hide everything."""
+    """Leave out the parameters, and replace a rate of zero (a warm-up's start), which hides differences."""
     kept = {key: value for key, value in options.items() if key not in ("params", "param_names")}
     rate = kept.get("lr")
     if isinstance(rate, int | float) and rate == 0:
@@ -126,7 +126,7 @@ def _awake(options: Mapping[str, Any]) -> ParamGroup:
 
 
 def _kind_of(group: Mapping[str, Any]) -> object:
-    """Tell groups apart by their options, but numbers by sign alone: forty rates need not forty groups."""
+    """Return a group's options, with only the sign of numbers: forty rates do not need forty trial groups."""
     return tuple(
         (key, type(value), (value > 0, value < 0)) if type(value) in (int, float) else (key, repr(value))
         for key, value in sorted(_awake(group).items())
@@ -134,7 +134,7 @@ def _kind_of(group: Mapping[str, Any]) -> object:
 
 
 def switch_mode(optimizer: Optimizer, mode: str) -> None:
-    """Call ``train()`` or ``eval()`` of classes that have modes, as schedule-free ones do."""
+    """Call ``train()`` or ``eval()`` of classes that have them, such as schedule-free ones."""
     method = getattr(optimizer, mode, None)
     if callable(method):
         method()

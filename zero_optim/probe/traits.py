@@ -1,11 +1,11 @@
-"""What an optimizer class tolerates: the answers of `probe`, and what users are told when it is refused."""
+"""What an optimizer class tolerates: the answers of `probe`, and the message when a class is refused."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch.optim import Optimizer
 
-# Why a class could not be tried: these two are something against it.
+# Reasons why a class could not be tried that are also reasons to refuse it.
 NEEDS_CLOSURE = (
     "its step() needs a closure that evaluates the model, and while it searches, each rank would "
     "have changed its own parameters only"

@@ -1,16 +1,15 @@
 """Trial runs of a user's optimizer class on a few small tensors, for `probe` to compare.
 
-A first run steps all parameters together and records the gradients it was given. Other runs get
-the same gradients, but step the parameters one by one, in parts, or cut in pieces; they are
-compared with the first bit by bit. Nothing here communicates, and `isolated` keeps it from
-touching the process's own state.
+The first trial steps all parameters together and records its gradients. Other trials get the same gradients,
+but step the parameters one by one, in parts, or cut in pieces. Their results are compared with the first bit
+by bit. Nothing here communicates. `isolated` protects the state of the process.
 
 Note [Gradients that trigger]
-    An optimizer may couple parameters only under a condition, so gradients are chosen to meet
-    conditions known of: a huge steady gradient (SWATS switches a whole group to SGD when two
-    estimates agree), a norm far beyond any clipping threshold, gradients orthogonal to the weights
-    (AdamP and SGDP project then), tiny and zero and missing ones, changing signs, weights of zero
-    (LARS leaves them unscaled), and more steps than RAdam's warm-up and Ranger's look-ahead take.
+    Some optimizers couple parameters only under a condition. So the gradients meet all known conditions: a
+    huge constant gradient (SWATS switches a whole group to SGD when two estimates agree), a norm far above
+    any clipping threshold, gradients orthogonal to the weights (AdamP and SGDP then project), tiny, zero and
+    missing gradients, changing signs, weights of zero (LARS does not scale them), and more steps than RAdam's
+    warm-up and Ranger's look-ahead need.
 """
 
 import random
@@ -38,7 +37,7 @@ _GAPS = frozenset({(1, 3), (1, 5), (3, 5), (5, 5), (0, 6)})
 _STEP_OF_EVALUATION = 5
 
 
-# ---------------------------------------------------------------------- what is fed
+# ---------------------------------------------------------------------- parameters and gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class Feed:
     huge: float = _HUGE
 
     def with_groups(self, subject: OptimizerUnderTest) -> "Feed":
-        """Give every group of the subject a turn."""
+        """Return a feed with enough parameters for every group of the subject."""
         return replace(self, num_groups=max(self.num_groups, len(subject.groups)))
 
     @property
@@ -68,7 +67,7 @@ class Feed:
         return self.shapes[index % len(self.shapes)]
 
     def noise(self) -> list[Tensor]:
-        """Fixed normal numbers, for each parameter one row a step and a last one for its start."""
+        """Fixed normal numbers: for each parameter one row for each step, and the last row for its start."""
         generator = torch.Generator().manual_seed(20)
         sizes = [torch.Size(self.shape(index)).numel() for index in range(self.num_params)]
         rows = torch.randn((self.num_steps + 1, sum(sizes)), generator=generator, dtype=torch.float32)
@@ -81,13 +80,13 @@ class Feed:
         return values.reshape(self.shape(index)).to(self.dtype)
 
     def gradient(self, index: int, step: int, noise: Tensor, weights: Tensor) -> Tensor | None:
-        """The gradient of one parameter at one step, given its present value."""
+        """The gradient of one parameter at one step, from its current value."""
         if self.gaps and (index, step) in _GAPS:
             return None
         dense = self._dense(index % 6, step, noise, weights).reshape(weights.shape).to(self.dtype)
         if not self.sparse:
             return dense
-        rows = torch.zeros_like(dense)  # one row: more would start threads, which cost a millisecond
+        rows = torch.zeros_like(dense)  # one row: more rows start threads, which costs a millisecond
         rows[step % len(rows)] = dense[step % len(rows)]
         return rows.to_sparse(1)
 
@@ -106,7 +105,7 @@ class Feed:
 
 
 def _orthogonal(rows: Tensor, weights: Tensor) -> Tensor:
-    """Take out of each row its part along the weights; a vector is one row."""
+    """Make each row orthogonal to the weights; a vector is one row."""
     flat = rows.flatten(1) if rows.dim() > 1 else rows.reshape(1, -1)
     along = weights.detach().to(flat.dtype).reshape(flat.shape)
     factor = (flat * along).sum(1, keepdim=True) / (along * along).sum(1, keepdim=True).clamp(min=1e-30)
@@ -124,7 +123,7 @@ class TrialRun:
     leaves: dict[int, list[Tensor]]
 
     def give(self, gradients: Mapping[int, Tensor | None]) -> None:
-        """Set copies of gradients, cut as the parameters are: classes change them in place."""
+        """Set copies of gradients, cut like the parameters; classes change gradients in place."""
         for index, gradient in gradients.items():
             pieces = self.leaves[index]
             if len(pieces) == 1 or gradient is None:
@@ -136,7 +135,7 @@ class TrialRun:
                 leaf.grad = part.clone()
 
     def bits(self, index: int) -> bytes:
-        """The present value of a parameter."""
+        """The current value of a parameter."""
         pieces = self.leaves[index]
         return bits(pieces[0]) if len(pieces) == 1 else b"".join(map(bits, pieces))
 
@@ -153,7 +152,7 @@ class TrialRun:
 def start(
     subject: OptimizerUnderTest, feed: Feed, values: Mapping[int, Tensor], *, cut: bool = False
 ) -> TrialRun:
-    """Build an optimizer over some parameters; the groups are the same whichever they are."""
+    """Build an optimizer over some parameters. The groups are the same for any choice."""
     leaves = {index: _leaves(value, cut and (3 if index == 1 else 2)) for index, value in values.items()}
     groups: list[list[Tensor]] = [[] for _ in range(feed.num_groups)]
     for index, pieces in leaves.items():
@@ -168,7 +167,7 @@ def starts_of(feed: Feed, noise: list[Tensor] | None = None) -> dict[int, Tensor
 
 
 def _leaves(value: Tensor, num_pieces: int) -> list[Tensor]:
-    """Cut where vector instructions would not; a third piece has a single element."""
+    """Return the parameter or pieces of it, which do not fit vector instructions; a third has one element."""
     if not num_pieces:
         return [value.clone().requires_grad_()]
     middle = value.numel() * 3 // 8 | 1
@@ -177,7 +176,7 @@ def _leaves(value: Tensor, num_pieces: int) -> list[Tensor]:
 
 
 def step_whole(run: TrialRun, step: int, gradients: Mapping[int, Tensor | None]) -> None:
-    """Step everything; halfway, look at the model as an evaluation does, where the class has modes."""
+    """Step everything. If the class has modes, switch to evaluation and back halfway."""
     run.give(gradients)
     run.optimizer.step()
     if step == _STEP_OF_EVALUATION:
@@ -186,7 +185,7 @@ def step_whole(run: TrialRun, step: int, gradients: Mapping[int, Tensor | None])
 
 
 def step_in_parts(run: TrialRun, step: int, gradients: Mapping[int, Tensor | None]) -> None:
-    """Step bucket by bucket, the last parameters first; a bucket's gradients arrive just before."""
+    """Step bucket by bucket, the last parameters first; each bucket gets its gradients just before."""
     groups = run.optimizer.param_groups
     members = [group["params"] for group in groups]
     order = sorted(run.leaves, reverse=True)
@@ -207,7 +206,7 @@ def step_in_parts(run: TrialRun, step: int, gradients: Mapping[int, Tensor | Non
 
 @dataclass(slots=True)
 class TrialRecord:
-    """A run of all parameters together: what it was given and what came out."""
+    """A trial of all parameters together: its gradients and its results."""
 
     feed: Feed
     run: TrialRun
@@ -228,7 +227,7 @@ class TrialRecord:
 
 
 def record(subject: OptimizerUnderTest, feed: Feed) -> TrialRecord:
-    """Run all parameters together, choosing the gradients on the way.
+    """Run all parameters together and choose the gradients.
 
     Raises:
         Exception: whatever the class raises.
@@ -248,7 +247,7 @@ def record(subject: OptimizerUnderTest, feed: Feed) -> TrialRecord:
     return made
 
 
-# ---------------------------------------------------------------------- leaving no trace
+# ---------------------------------------------------------------------- isolation
 
 
 def _random_states() -> tuple[object, ...]:
@@ -258,9 +257,9 @@ def _random_states() -> tuple[object, ...]:
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Try things without a trace: random numbers, modes, hooks and warnings are as before afterwards.
+    """Restore random states, modes, hooks and warnings after a trial.
 
-    On the CPU whatever the default device, outside ``no_grad`` and ``inference_mode``.
+    A trial runs on the CPU, outside of ``no_grad`` and ``inference_mode``.
     """
     ours = random.getstate(), np.random.get_state(), torch.get_rng_state()
     # Not by get_default_device(): in PyTorch 2.8 it raises once somebody has called set_default_device(None).
@@ -283,7 +282,7 @@ def isolated() -> Iterator[None]:
 
 @contextmanager
 def _without_global_hooks() -> Iterator[None]:
-    """Silence hooks registered for the steps of every optimizer: a trial is no step of the user's."""
+    """Disable hooks on the steps of every optimizer: a trial is not a step of the user."""
     tables: list[dict[int, Any]] = [
         torch_optimizer_module._global_optimizer_pre_hooks,
         torch_optimizer_module._global_optimizer_post_hooks,

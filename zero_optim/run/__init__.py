@@ -1,1 +1,1 @@
-"""Around the training: launching ranks, sending them a call, progress on a terminal."""
+"""Around the training: launch ranks, send them a call, show progress on a terminal."""

@@ -1,4 +1,4 @@
-"""What a rank arranges with its host before any work: when it ends, its network interface, its cores.
+"""The set-up of a rank on its host before any work: when it ends, its network interface, its cores.
 
 The functions that run on each rank call these: `run.launch`, ``demo`` and the tests. Nothing communicates.
 """
@@ -28,7 +28,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def _ask_kernel() -> bool:
-    """Ask Linux to do it, which acts at once, even while this process hangs in C++; False if it cannot."""
+    """Ask Linux to kill this process, which works at once, even if it hangs in C++; False if Linux cannot."""
     if not sys.platform.startswith("linux"):
         return False
     try:

@@ -9,14 +9,14 @@ Note [Processes]
 
 Note [Which failure is reported]
     When a rank fails, the others lose their connections and fail as well, and may end first. So each rank
-    writes down the time of its exception before it closes anything; the earliest one is the cause. A killed
-    rank could write nothing, and comes before those. An exception that only repeats what another rank has
-    said comes last.
+    writes down the time of its exception before it closes anything. The earliest one is the cause. A killed
+    rank writes nothing, and comes before those. An exception that only repeats that of another rank comes
+    last.
 
 Note [No process left]
     Before `launch` returns or raises, it kills the ranks without asking them. If the caller itself is killed,
-    the kernel kills the ranks. Ctrl-C reaches the caller alone: it is blocked while processes start, and each
-    rank is in its own session.
+    the kernel kills the ranks. Ctrl-C reaches only the caller: it is blocked while processes start, and each
+    rank has its own session.
 """
 
 import faulthandler
@@ -135,7 +135,7 @@ class _Failure:
 
     Attributes:
         rank: the rank.
-        order: sorts causes before consequences.
+        order: smaller for causes than for consequences.
         text: the traceback, or what is known without one.
         line: the kind of exception, or the same as ``text``.
     """
@@ -317,7 +317,7 @@ def _run(rank: int, job: _Job) -> None:
 
 
 def _wait_for_connections(store: dist.Store, nproc: int) -> None:  # type: ignore[name-defined]
-    """Wait until every rank has connected: one that ends at once would break connections in the making."""
+    """Wait until every rank has connected: a rank that ends early breaks the connections of the others."""
     if store.add("connected", 1) == nproc:
         store.set("all connected", "")
     store.wait(["all connected"])

@@ -1,1 +1,1 @@
-"""An optimizer whose parameters have owners; its state: brought together, checked, and dealt out to them."""
+"""An optimizer whose parameters have owners. Its state is consolidated, checked, and dealt out."""

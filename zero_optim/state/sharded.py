@@ -1,6 +1,6 @@
 """A ``torch.optim.Optimizer`` whose parameters have owners: how it is built, given groups, and copied.
 
-It has all its parts when its constructor returns. What steps it, and its state dicts, are in subclasses.
+All its parts exist when its constructor returns. Subclasses add the state dicts and the step.
 """
 
 from collections.abc import Iterable, Iterator
@@ -33,9 +33,9 @@ Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tenso
 
 @dataclass(frozen=True, slots=True)
 class ShardingOptions:
-    """What a constructor was given beside parameters and class, on this rank; not checked yet, see there.
+    """The options of a constructor on this rank, without parameters and class. Not checked yet.
 
-    The attributes are arguments of `ZeroRedundancyOptimizer`.
+    The attributes are arguments of `ZeroRedundancyOptimizer`; see there.
     """
 
     parameters_as_bucket_view: bool
@@ -55,15 +55,15 @@ class ShardingOptions:
         }
 
     def check_flags(self) -> None:
-        """Refuse flags of the wrong kind; who uses one of the other options checks that one.
+        """Refuse flags of the wrong type. The other options are checked where they are used.
 
         Raises:
-            TypeError: names the first one.
+            TypeError: with the name of the first one.
         """
         check_flags(**self._flags)
 
     def describe(self) -> list[str]:
-        """Put the options into words, for comparison between ranks; `Sharding` compares the capacity."""
+        """Describe the options, so that ranks can compare them; `Sharding` compares the capacity."""
         cost = describe(self.cost)
         return [
             f"master_dtype={self.master_dtype}, ema_decay={self.ema_decay}, cost={cost}",
@@ -74,11 +74,11 @@ class ShardingOptions:
 class _GroupReader(Optimizer):
     """Reads parameter groups as ``torch.optim`` does, and checks them.
 
-    It has no defaults: the user's class fills in its own, so that groups read as they do without sharding.
+    It has no defaults: the user's class fills in its own, so that groups are as without sharding.
 
     Raises:
-        ValueError: there is no parameter, or one is twice in them; or another error of ``torch.optim``.
-        TypeError: these are no parameters, or their order differs between ranks.
+        ValueError: there is no parameter, or one is there twice; or another error of ``torch.optim``.
+        TypeError: an object is not a parameter, or their order differs between ranks.
     """
 
     def __init__(self, params: Params) -> None:
@@ -95,18 +95,18 @@ class _GroupReader(Optimizer):
 
 
 def _copied(group: Any) -> Any:  # noqa: ANN401 - torch.optim refuses what is no dict
-    """Copy a group that a user gave: keys of ours are taken out of it, not out of the caller's."""
+    """Copy a group of the user, since keys of ours are removed from it."""
     return dict(group) if isinstance(group, dict) else group
 
 
 class ShardedOptimizer(Optimizer):
-    """An optimizer whose parameters have owners among some ranks; all ranks construct it.
+    """An optimizer whose parameters are owned by the ranks of a group; all ranks construct it.
 
     Args:
         params: as `ZeroRedundancyOptimizer` takes them.
-        default: how the optimizer of groups is built that name no class of their own.
+        default: builds the optimizer of groups that name no class of their own.
         group: the ranks.
-        options: what else the constructor was given.
+        options: the other arguments of the constructor.
 
     Raises:
         Exception: on every rank, see `ZeroRedundancyOptimizer`.
@@ -137,7 +137,7 @@ class ShardedOptimizer(Optimizer):
             leaf_of = {param: leaves.leaf(param) for param in owned}
             local = LocalOptimizer(default, groups, specs, leaf_of, options.assume_separable)
         sharding.add(every, plan)
-        # Takes over what the reader has, hooks included, as an optimizer does when it is unpickled.
+        # Takes the attributes of the reader, also the hooks, as an optimizer does when it is unpickled.
         Optimizer.__setstate__(self, vars(reader))
         self._group = group
         self._options = options
@@ -148,7 +148,7 @@ class ShardedOptimizer(Optimizer):
         self._show_state()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickle all but the hooks, as ``torch.optim`` does; does not communicate."""
+        """Copy and pickle everything but the hooks, as ``torch.optim`` does; does not communicate."""
         self.wait_for_gathers()
         names = ("_group", "_options", "_sharding", "_owned", "_snapshot")
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in names}}
@@ -162,8 +162,8 @@ class ShardedOptimizer(Optimizer):
         """Add a group; all ranks call, with the same group. No parameter changes its owner.
 
         Raises:
-            ValueError: on every rank, and nothing is added, when the group is wrong on any.
-            RankMismatchError: likewise, when ranks were given different groups.
+            ValueError: on every rank, if the group is wrong on any rank. Nothing is added then.
+            RankMismatchError: likewise, if the groups differ between ranks.
         """
         before = len(self.param_groups)
         try:
@@ -172,11 +172,11 @@ class ShardedOptimizer(Optimizer):
             del self.param_groups[before:]
             raise
         self._show_state()
-        if not self._snapshot.untouched:  # before any step the whole state is known, with the new group too
+        if not self._snapshot.untouched:  # before any step the whole state is known, also with the new group
             self._snapshot.changed()
 
     def _plan_and_add(self, group: ParamGroup, before: int) -> None:
-        defaults, self.defaults = self.defaults, {}  # those of another class are not for this group
+        defaults, self.defaults = self.defaults, {}  # defaults of another class are not for this group
         try:
             with failing_together(self._group):
                 super().add_param_group(group)
@@ -205,24 +205,24 @@ class ShardedOptimizer(Optimizer):
         return [param for param in self._params() if self._sharding.owners[param] == self._group.rank]
 
     def owners(self) -> dict[Tensor, int]:
-        """Tell for each parameter the group rank that keeps its state, the same on every rank."""
+        """List for each parameter the group rank that keeps its state; equal on every rank."""
         return {param: self._sharding.owners[param] for param in self._params()}
 
     @property
     def optim(self) -> Optimizer | OptimizerView:
-        """What steps this rank's parameters: the local optimizer, or where classes are mixed a view of them.
+        """The local optimizer of this rank, or with several classes a view of all local optimizers.
 
-        As PyTorch's has it, with ``state`` and ``param_groups`` of what this rank owns, or of its masters; to
-        be read, not written to. Does not communicate.
+        PyTorch's class has it too. Its ``state`` and ``param_groups`` are those of what this rank owns, or of
+        the master copies. Only read it. Does not communicate.
         """
         return self._owned.local.shown()
 
     def state_nbytes(self) -> int:
-        """Measure the optimizer state held on this rank now, in bytes of distinct storage."""
+        """Return the bytes of the optimizer state that this rank holds now, each storage counted once."""
         return nbytes_held(self.state)
 
     def explain(self, *, quiet: bool = False) -> Explanation:
-        """Print, on rank 0, what is really held: parameters, state, balance, buckets; all ranks call.
+        """Print on rank 0 what each rank really holds: parameters, state, balance, buckets; all ranks call.
 
         Args:
             quiet: print nothing.
@@ -239,37 +239,37 @@ class ShardedOptimizer(Optimizer):
     # ------------------------------------------------------------------ the parameters' values
 
     def gather_parameters(self) -> None:
-        """Bring every parameter to what its owner holds; all ranks call. Communicates like a step."""
+        """Give every parameter its owner's value, on every rank; all ranks call. Communicates like a step."""
         with failing_together(self._group):
             self._sharding.refresh(self.param_groups)
         self._sharding.gather_all()
 
     def gather_lazily(self, model: torch.nn.Module) -> LazyGather:
-        """Leave gathers running after `step`: forward passes of ``model`` wait for what they need.
+        """Let gathers run on after `step`: forward passes of ``model`` wait for the parameters they need.
 
-        Each rank calls, before a step. Does not communicate. What reads parameters through this optimizer or
-        through ``model.state_dict()`` waits too. What reads them in another way calls `wait_for_gathers`
-        first: ``param.norm()``, ``copy.deepcopy(model)``, a ``forward`` that reads the weight of a module
-        before it calls that module. To be called before ``torch.compile``, not after.
+        All ranks call, before a step. Does not communicate. Reading parameters through this optimizer or
+        through ``model.state_dict()`` also waits. Code that reads them in another way must call
+        `wait_for_gathers` first: ``param.norm()``, ``copy.deepcopy(model)``, a ``forward`` that reads the
+        weight of a module before it calls that module. Call this before ``torch.compile``, not after.
 
         Args:
-            model: holds the parameters; a wrapper such as DDP may be given too.
+            model: the model with the parameters, or a wrapper such as DDP.
 
         Returns:
-            Its ``remove()`` ends it.
+            A handle; its ``remove()`` makes `step` wait again.
         """
         return LazyGather(model, self._sharding)
 
     def wait_for_gathers(self) -> None:
-        """Wait until every parameter has its new value on this rank; free if nothing is under way."""
+        """Wait until every parameter has its new value on this rank; returns at once if no gather runs."""
         self._sharding.under_way.wait()
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Hold the averaged weights in the model for the time of a ``with``; all ranks enter and leave.
+        """Put the averaged weights into the model for the time of a ``with``; all ranks enter and leave it.
 
-        Needs ``ema_decay``. Communicates like a step, on entering and on leaving. Inside, stepping raises,
-        and so does loading, or saving a checkpoint of model and optimizer together.
+        Needs ``ema_decay``. Communicates like a step, at the start and at the end. Inside, a step raises, and
+        so does a load, or a save of model and optimizer together.
         """
         with failing_together(self._group):
             self._sharding.refresh(self.param_groups)
@@ -282,9 +282,9 @@ class ShardedOptimizer(Optimizer):
             self._sharding.gather_all()
 
     def check_weights(self) -> None:
-        """Refuse to go on while averages stand in for the model's weights; does not communicate.
+        """Raise if the model holds averaged weights; does not communicate.
 
         Raises:
-            RuntimeError: they do.
+            RuntimeError: it does.
         """
         self._owned.average.check_out()

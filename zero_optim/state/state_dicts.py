@@ -1,10 +1,10 @@
-"""State dicts of a sharded optimizer: consolidated, loaded, or what one rank owns of the state alone.
+"""State dicts of a sharded optimizer: of the whole state, or of what one rank owns.
 
 Note [Whole state]
-    Before any step every rank can say what the whole state is: what the class's constructor makes,
-    the same everywhere. Frameworks ask for a state dict then. After a step or a load each rank
-    knows what it owns; the whole is a snapshot that `consolidate_state_dict` brings to one rank,
-    and it counts only until the next step, load or added group.
+    Before any step, every rank knows the whole state: it is what the class's constructor makes, equal on
+    every rank. Frameworks ask for a state dict at that time. After a step or a load, each rank knows only
+    what it owns. Then the whole state is a snapshot, which `consolidate_state_dict` brings to one or more
+    ranks. It is valid until the next step, load or added group.
 """
 
 import inspect
@@ -31,24 +31,24 @@ from zero_optim.state.whole import (
 
 
 class ShardedStateDicts(ShardedOptimizer):
-    """An optimizer that gives and takes its state as dicts; what steps it is the subclass's business."""
+    """An optimizer that saves and loads its state as dicts. The subclass adds the step."""
 
     # ------------------------------------------------------------------ the whole
 
     def consolidate_state_dict(self, to: int | Sequence[int] | None = 0) -> None:
         """Bring the whole optimizer state to some ranks, for `state_dict` there; all ranks call.
 
-        Owners send straight to the targets; other ranks receive nothing. The state received is a copy
-        in CPU memory that later steps do not change. What other ranks hold already stays valid.
+        Owners send directly to the targets; other ranks receive nothing. The received state is a copy in CPU
+        memory that later steps do not change. What other ranks already hold stays valid.
 
         Args:
             to: group rank that receives, or several, or None for all.
 
         Raises:
-            ValueError: on every rank, if ``to`` names what is no rank of the group.
-            RankMismatchError: ranks named different targets.
-            TypeError: state cannot be sent without running code of its own, or the class keeps some
-                outside its ``state``.
+            ValueError: on every rank, if ``to`` names a rank that is not in the group.
+            RankMismatchError: ``to`` differs between ranks.
+            TypeError: sending some state would run its own code, or the class keeps state outside of
+            ``state``.
         """
         self._owned.local.check_dicts()
         agree(self._group, [f"to={describe(to)}"], "the target of consolidate_state_dict")
@@ -58,15 +58,15 @@ class ShardedStateDicts(ShardedOptimizer):
             self._snapshot.hold(whole)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the whole state in the format of ``torch.optim``; does not communicate.
+        """Return the whole state in the format of ``torch.optim``; does not communicate.
 
-        Before any step it answers on every rank; after one, on the ranks to which
-        `consolidate_state_dict` brought the state, until the next step. Options are those of the
-        moment. Loads into the plain optimizer and into this one at any world size. Two calls share
-        tensors, which nothing here ever writes to.
+        Before any step it works on every rank. After a step it works on the ranks to which
+        `consolidate_state_dict` brought the state, until the next step. Options are the current ones. The
+        dict loads into the plain optimizer, and into this one with any world size. Two calls share tensors,
+        which are never written to.
 
         Raises:
-            NotConsolidatedError: the state is not on this rank, or a step has been made since.
+            NotConsolidatedError: the state is not on this rank, or a step was made after it was consolidated.
         """
         params = self._params()
         if self._snapshot.untouched:
@@ -74,7 +74,7 @@ class ShardedStateDicts(ShardedOptimizer):
         else:
             whole = self._snapshot.get(self._group.rank)
         held = self.state
-        # torch's own method packs the indices and runs the hooks; for the call it sees the whole.
+        # torch's own method packs the indices and runs the hooks. During the call it sees the whole state.
         self.state = {params[key] if isinstance(key, int) else key: value for key, value in whole.items()}  # type: ignore[assignment]
         try:
             return super().state_dict()
@@ -82,34 +82,36 @@ class ShardedStateDicts(ShardedOptimizer):
             self.state = held
 
     def leaves_out_step(self) -> bool:
-        """Whether a step is none of training, and must not be taken; does not communicate.
+        """Whether a step is not one of training, and must not run; does not communicate.
 
         ``torch.distributed.checkpoint.state_dict`` steps an optimizer whose ``state`` is empty, to fill it.
-        Here that is so on a rank that owns nothing, which would step alone, while the others wait for ever.
+        On a rank that owns nothing the ``state`` is empty. That rank would step alone, and wait for the
+        others for ever.
         """
         if torch.compiler.is_compiling() or any(self._owned.local.states) or not _called_by_dcp():
             return False
         if self._snapshot.untouched and not self._owned.local.initial_state(self.param_groups):
-            self._snapshot.changed()  # an empty state must not be taken for the whole: state_dict() raises
+            self._snapshot.changed()  # so that state_dict() raises and returns no empty state
         return True
 
     def load_state_dict(self, state_dict: dict[str, Any] | None, src: int | None = None) -> None:
-        """Take over a whole state; all ranks call.
+        """Load a whole state; all ranks call.
 
         Takes dicts of ``torch.optim``, of PyTorch's ``ZeroRedundancyOptimizer`` and of this class.
-        Each rank copies what it owns; the caller's dict and its tensors are left as they are.
+        Each rank copies what it owns. The caller's dict and its tensors do not change.
 
         Args:
-            state_dict: the same dict on every rank; with ``src`` on that rank, and None on the others.
-            src: the group rank that alone has the dict, for instance has read it from a file. It sends
-                each rank what that one owns; nobody else ever holds the whole.
+            state_dict: the same dict on every rank. With ``src``, the dict on that rank and None on the
+            others.
+            src: the only group rank that has the dict, for example from a file. It sends each rank what that
+            rank owns; no other rank ever holds the whole state.
 
         Raises:
             StateMismatchError: on every rank, naming each parameter whose state does not fit.
-            RankMismatchError: ranks were given dicts with different options, or different ``src``.
-            ValueError: a rank gives a dict that ``src`` has to give, or none where it has to.
-            Exception: on every rank, what the class itself raises on any. Nothing has been changed
-                after any of these.
+            RankMismatchError: the options in the dicts, or ``src``, differ between ranks.
+            ValueError: a rank gives a dict although only ``src`` may, or a rank that must give one does not.
+            Exception: on every rank, what the class itself raises on any rank. After any of these errors
+            nothing has changed.
         """
         agree(self._group, [f"src={describe(src)}"], "the source of load_state_dict")
         params = self._params()
@@ -136,7 +138,7 @@ class ShardedStateDicts(ShardedOptimizer):
             done_hook(self)
 
     def _checked(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Run the hooks that may change a state dict before it is loaded, then see whether it fits."""
+        """Run the hooks that may change a state dict before it is loaded, then check that it fits."""
         state_dict = dict(state_dict)
         for load_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = load_hook(self, state_dict)
@@ -149,13 +151,13 @@ class ShardedStateDicts(ShardedOptimizer):
     # ------------------------------------------------------------------ what a rank owns
 
     def owned_state(self) -> dict[Any, Any]:
-        """Give the state that this rank owns, by parameter, and global entries; does not communicate."""
-        # Whoever looked at opt.state[p] has left an empty entry there, also for what others own.
+        """Return the state that this rank owns, by parameter, and global entries; does not communicate."""
+        # Reading opt.state[p] leaves an empty entry there, also for parameters of other owners.
         others = set(self._params()).difference(self.owned_parameters())
         return {key: value for key, value in self.state.items() if key not in others}
 
     def load_owned_state(self, state: Mapping[Any, Any], options: Sequence[Mapping[str, Any]]) -> None:
-        """Take over the state that this rank owns, as `owned_state` gave it; all ranks call.
+        """Load the state that this rank owns, as `owned_state` returned it; all ranks call.
 
         Unlike `load_state_dict`, which casts state to the parameters' dtype as ``torch.optim`` does,
         every tensor keeps its dtype.
@@ -163,10 +165,10 @@ class ShardedStateDicts(ShardedOptimizer):
         Args:
             state: parameter -> entries for what this rank owns, and global entries. The tensors become
                 the optimizer's own.
-            options: for each group its options, the same on every rank.
+            options: for each group its options, equal on every rank.
 
         Raises:
-            Exception: on every rank, what the class itself raises on any; nothing has been changed then.
+            Exception: on every rank, what the class itself raises on any rank; then nothing has changed.
         """
         with failing_together(self._group):
             self._owned.local.check_dicts()
@@ -188,12 +190,12 @@ class ShardedStateDicts(ShardedOptimizer):
         ]
 
     def remember(self) -> Callable[[], None]:
-        """Take note of this rank's state, options and owned parameters, for a load that may fail later.
+        """Copy this rank's state, options and owned parameters, for a load that may fail later.
 
-        Copies the parameters owned here, masters and averages; does not communicate.
+        Copies the owned parameters, master copies and averages; does not communicate.
 
         Returns:
-            What puts everything back as it is now, on this rank; all ranks call it, or none.
+            A function that restores all of it on this rank; all ranks call it, or none.
         """
         self.wait_for_gathers()
         put_back = self._owned.remember(self.owned_parameters())
@@ -216,7 +218,7 @@ class ShardedStateDicts(ShardedOptimizer):
 
 
 def _called_by_dcp() -> bool:
-    """Whether what makes initial state for state dicts of DCP is among the callers."""
+    """Whether the function of DCP that makes initial state is in the call stack."""
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_name == "_init_optim_state":

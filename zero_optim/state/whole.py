@@ -1,7 +1,7 @@
-"""The whole optimizer state: brought together from its owners, and dealt out to them.
+"""The whole optimizer state: consolidated from its owners, and dealt out to them.
 
-Whole state is keyed as ``torch.optim`` keys it: by the index of the parameter, counted through all
-groups, with a class's global entries under keys of their own.
+Its keys are those of ``torch.optim``: the index of the parameter, counted over all groups. Global entries of
+a class have their own keys.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,18 +42,18 @@ class Snapshot:
         self._was_held = False
 
     def hold(self, whole: WholeState) -> None:
-        """Keep a whole state that is the present one."""
+        """Keep a whole state that is the current one."""
         self._whole, self._was_held = whole, True
 
     def changed(self) -> None:
-        """Note that the state is another one now; what was held is let go."""
+        """Note that the state has changed, and drop the whole state."""
         self.untouched, self._whole = False, None
 
     def get(self, rank: int) -> WholeState:
-        """Give the whole state, in containers of its own.
+        """Return the whole state, in new containers.
 
         Raises:
-            NotConsolidatedError: it is not here, or not the present one any more.
+            NotConsolidatedError: it is not on this rank, or no longer the current one.
         """
         if self._whole is None:
             call = f"call consolidate_state_dict(to={rank}) on all ranks"
@@ -67,10 +67,10 @@ class Snapshot:
 
 
 def check_targets(to: object, num_ranks: int) -> list[int]:
-    """List the group ranks that ``to`` stands for: one, several, or None for all.
+    """Return the group ranks that ``to`` means: one, several, or None for all.
 
     Raises:
-        ValueError: it names no rank, or one that is none of the group's.
+        ValueError: it names no rank, or a rank that is not in the group.
     """
     if to is None:
         return list(range(num_ranks))
@@ -89,29 +89,29 @@ def consolidate(
 ) -> WholeState | None:
     """Bring the whole state to some ranks; all ranks call.
 
-    Each owner sends straight to the targets, one owner after the other; other ranks receive
-    nothing and hold one piece of `wire.PIECE_NBYTES` more for the time. State on an accelerator is sent from
-    the CPU where the group has a backend for it; in a group of NCCL alone it goes from device to device, and
-    each pair of ranks that exchanges something makes a communicator for that. Where it takes more than a
-    second, the first target shows a bar on a terminal.
+    The owners send directly to the targets, one owner after the other. Other ranks receive nothing; while
+    they send, they need extra memory for one piece of `wire.PIECE_NBYTES`. State on an accelerator is sent
+    from the CPU where the group has a backend for it; in a group of NCCL alone it goes from device to device,
+    and each pair of ranks makes a communicator for that. After a second, the first target shows a bar on a
+    terminal.
 
     Args:
         group: the ranks that own the state.
-        to: group ranks that receive, rising.
+        to: group ranks that receive, in ascending order.
         owned: the state that this rank owns, parameter -> entries, and global entries.
         params: all parameters in the order of their groups.
 
     Returns:
-        On the targets the whole state, in CPU memory that nothing else uses; None elsewhere.
+        On the targets the whole state, in CPU memory that nothing else uses; None on other ranks.
 
     Raises:
-        TypeError: on every rank, when some state cannot be sent without pickle.
+        TypeError: on every rank, if some state cannot be sent without pickle.
     """
     with failing_together(group):
         mine = by_index(owned, params)
         skeleton, tensors = encode(mine, "optimizer state")
     merged: WholeState = {}
-    # Every rank owns about as much, so this rank's bytes tell how many are to come.
+    # All ranks own about the same number of bytes, so this rank's number gives the total.
     total = group.size * sum(tensor.nbytes for tensor in tensors)
     with progress("consolidating", total, shown=group.rank == to[0]) as advance:
         for owner in range(group.size):
@@ -133,7 +133,7 @@ def by_index(state: Mapping[Any, Any], params: Sequence[Tensor]) -> WholeState:
 
 
 def in_order(state: WholeState) -> WholeState:
-    """Sort entries as ``torch.optim`` has them: by parameter index, global entries last."""
+    """Sort entries as ``torch.optim`` does: by parameter index, global entries last."""
     numbers = sorted(key for key in state if isinstance(key, int))
     return {key: state[key] for key in [*numbers, *(key for key in state if not isinstance(key, int))]}
 
@@ -144,16 +144,16 @@ def check_fits(
     names: Sequence[str],
     shaped: Callable[[int], ShapedKeys],
 ) -> None:
-    """Check a whole state dict against the parameters it is to be loaded for.
+    """Check that a whole state dict fits the parameters.
 
     Args:
         state_dict: in the format of ``torch.optim``.
         groups: this optimizer's groups.
         names: a name for each parameter.
-        shaped: for a group's index, tells which state of its class must have the parameter's shape.
+        shaped: returns, for a group's index, the state entries that must have the parameter's shape.
 
     Raises:
-        StateMismatchError: with every mismatch, one a line.
+        StateMismatchError: with every mismatch, one for each line.
     """
     missing = [key for key in ("state", "param_groups") if key not in state_dict]
     if missing:
@@ -198,7 +198,7 @@ def saved_keys(state_dict: Mapping[str, Any]) -> list[Any]:
 def pick_owned(
     state_dict: Mapping[str, Any], params: Sequence[Tensor], owned: Sequence[Tensor]
 ) -> dict[Any, Any]:
-    """Copy out of a whole state dict what this rank needs: the state of what it owns, and global entries.
+    """Copy from a whole state dict what this rank needs: the state of what it owns, and global entries.
 
     The caller's tensors are neither kept nor changed.
     """
@@ -215,10 +215,10 @@ def pick_owned(
 
 
 def check_source(state_dict: object, src: int | None, group: RankGroup) -> None:
-    """Check who gives the dict to load: every rank, or ``src`` alone.
+    """Check which ranks give the dict to load: every rank, or only ``src``.
 
     Raises:
-        ValueError: ``src`` is no rank, or a rank gives what another has to.
+        ValueError: ``src`` is not a rank, or the wrong rank gives a dict.
     """
     if src is not None and (type(src) is not int or src not in range(group.size)):
         raise ValueError(f"expected src to be a group rank from 0 to {group.size - 1}, or None, got {src!r}")
@@ -237,12 +237,12 @@ def deal_out(
 ) -> tuple[dict[Any, Any], list[ParamGroup]]:
     """Send each rank what it owns of a whole state dict that one rank holds; all ranks call.
 
-    A rank receives what it owns and no more; the caller's tensors are neither kept nor changed.
+    A rank receives only what it owns. The caller's tensors are neither kept nor changed.
 
     Args:
         group: the ranks.
         src: group rank that holds the dict.
-        state_dict: in the format of ``torch.optim`` on ``src``, checked; None elsewhere.
+        state_dict: on ``src`` in the format of ``torch.optim``, checked; None on other ranks.
         params: all parameters in the order of their groups.
         owners: group rank that owns each.
 
@@ -250,7 +250,7 @@ def deal_out(
         Parameter -> entries for what this rank owns, with global entries; and the saved groups' options.
 
     Raises:
-        TypeError: on every rank, when some state cannot be sent without pickle.
+        TypeError: on every rank, if some state cannot be sent without pickle.
     """
     with failing_together(group):
         messages = []
@@ -281,7 +281,7 @@ def _message(state_dict: Mapping[str, Any], owners: list[int], rank: int) -> dic
 
 
 def nbytes_held(value: object) -> int:
-    """Measure the bytes of memory behind a nested state value, each storage counted once."""
+    """Return the bytes of memory of a nested state value, each storage counted once."""
     storages: dict[int, torch.UntypedStorage] = {}
     for tensor in inner_tensors(value):
         storage = tensor.untyped_storage()
