@@ -42,7 +42,7 @@ class RankContent:
         self.tensors.update(tensors)
 
     def staged(self) -> "RankContent":
-        """Copy the tensors into CPU memory, so that training may change them; waits for an accelerator once."""
+        """Copy the tensors into CPU memory, so that training may change them. Waits once for a device."""
         copies = HostCopies()
         tensors = {key: copies.add(tensor) for key, tensor in self.tensors.items()}
         copies.wait()
