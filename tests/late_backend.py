@@ -131,7 +131,8 @@ class Line:
             except Exception as error:  # noqa: BLE001 - raised where it is waited for
                 operation.future.set_exception(error)  # type: ignore[arg-type]
             else:
-                operation.future.set_result(None)
+                # Callbacks of the future run here, and may wait for other collectives.
+                threading.Thread(target=operation.future.set_result, args=(None,), daemon=True).start()
             del found, operation, work
 
 
