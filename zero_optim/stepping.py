@@ -118,6 +118,8 @@ class SteppedOptimizer(ShardedStateDicts, Joinable):
     def wait_for_gathers(self) -> None:
         """Wait until every parameter has its new value on this rank; free if nothing is under way.
 
+        On CUDA with NCCL the current stream waits for the gathers, not the CPU.
+
         To be called when ``backward()`` has raised and training goes on all the same: part of the
         step may have been taken.
         """

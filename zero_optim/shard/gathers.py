@@ -66,7 +66,8 @@ def start_gather(group: RankGroup, bucket: ParamBucket) -> Pending:
     One broadcast for each owner that has a row in the bucket.
 
     Returns:
-        The gather. Parameters of other owners have their new values after ``wait()``. Until then nothing may
+        The gather. Parameters of other owners have their new values after ``wait()``, on CUDA
+        for work of the stream that waited. Until then nothing may
         write to any parameter of the bucket.
     """
     flat = bucket.fill()
