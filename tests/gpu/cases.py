@@ -62,6 +62,10 @@ def _starting() -> Iterator[Case]:
         yield _case(f"start: {how}, no set_device", starting.started, how, setups=own, starts_itself=True)
     gloo = {"setups": (GLOO,), "starts_itself": True}
     yield _case("start: gloo, no set_device", starting.started, "backend", **gloo)
+    yield _case("start: launch()", costs.apart, "launch", {}, "1", setups=(NCCL,), starts_itself=True)
+    for more in ((), ("--overlap", "owners"), ("--bf16",)):
+        name = " ".join(("start: zero-optim train", *more))
+        yield _case(name, costs.command_line, *more, setups=(NCCL,), starts_itself=True)
 
 
 def _parity() -> Iterator[Case]:
@@ -76,6 +80,8 @@ def _parity() -> Iterator[Case]:
         name = f"parity: GradScaler, {'fused' if fused else 'foreach'}{', unscale_ first' if first else ''}"
         yield _case(name, parity.scaling, fused, first)
     yield _case("parity: groups, frozen and thawed", parity.frozen_groups)
+    for as_views in (True, False):
+        yield _case(f"parity: handle for another process, {_views(as_views)}", parity.sent, as_views)
 
 
 def _data_parallel() -> Iterator[Case]:
@@ -164,7 +170,11 @@ def _costs() -> Iterator[Case]:
     yield _case("waits: both, on two cards", costs.synchronizations, "both", False, 0, 1, setups=(NCCL_2,))
     for kind, world in product(("both", "zero_step"), (1, 2)):
         about = f"{kind}{', pretended group of 2' if world > 1 else ''}"
-        yield _case(f"sanitizer: {about}", costs.sanitized, kind, world, setups=(NCCL,))
+        yield _case(f"sanitizer: {about}", costs.apart, "watch", {}, kind, str(world), setups=(NCCL,))
+    for allocator in ("backend:cudaMallocAsync", "expandable_segments:True"):
+        settings = {"PYTORCH_CUDA_ALLOC_CONF": allocator, "PYTORCH_ALLOC_CONF": allocator}
+        given = "train", settings, "zero_step", "1"
+        yield _case(f"allocator: {allocator}", costs.apart, *given, setups=(NCCL,))
     for setup in EVERYWHERE:
         yield _case("memory: peak", costs.memory, 1024, 16, setups=(setup,))
         yield _case("speed: an iteration", costs.speed, 1024, 16, 40, setups=(setup,))

@@ -6,7 +6,8 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,7 +39,7 @@ def layers(width: int, depth: int) -> nn.Sequential:
 TRAININGS = ("optimizer", "DDP", "both", "masters", "lazily", "zero_step")
 
 
-def _training(here: Here, kind: str, clips: bool) -> Iterate:
+def training(here: Here, kind: str, clips: bool) -> Iterate:
     """Build an ordinary loop's iteration, with its inputs on the device."""
     model: nn.Module = layers(32, 4).to(here.device, torch.bfloat16 if kind == "masters" else torch.float32)
     x = torch.randn(8, 32, device=here.device).to(next(model.parameters()).dtype)
@@ -78,8 +79,8 @@ def synchronizations(here: Here, kind: str, clips: bool, most: int, world: int) 
             several ranks runs in one process; 1 for the group there is. Not gloo: it waits itself.
     """
     if world > 1:
-        _pretend(here, world)
-    iterate = _training(here, kind, clips)
+        pretend(here, world)
+    iterate = training(here, kind, clips)
     for _ in range(WARM_UP):
         iterate()
     here.synchronize()
@@ -103,7 +104,7 @@ def synchronizations(here: Here, kind: str, clips: bool, most: int, world: int) 
     return {"waits": len(found) / 2, "at": ", ".join(where) or "-"}
 
 
-def _pretend(here: Here, world: int) -> None:
+def pretend(here: Here, world: int) -> None:
     """Put a group of several ranks, which does nothing, in the place of the one there is."""
     if dist.get_world_size() > 1:
         raise NotHere("a pretended group needs a process alone")
@@ -229,18 +230,42 @@ def _timed(here: Here, iterate: Iterate) -> float:
     return float(start.elapsed_time(end))  # type: ignore[no-untyped-call]
 
 
-# ---------------------------------------------------------------------- the sanitizer
+# ---------------------------------------------------------------------- in a process of its own
 
 
-def sanitized(here: Here, kind: str, world: int) -> Figures:
-    """Run overlapped iterations in a process of their own under PyTorch's CUDA sanitizer."""
-    command = [sys.executable, "-m", "gpu.sanitized", str(here.device), here.backend, kind, str(world)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        [*command, str(here.store)], capture_output=True, text=True, timeout=150, env=environment, check=False
-    )
-    text = done.stdout + done.stderr
-    assert done.returncode == 0, text[-6000:]
+def apart(here: Here, job: str, settings: dict[str, str], *arguments: str) -> Figures:
+    """Run a job of `gpu.apart` in a process of its own.
+
+    Args:
+        here: where.
+        job: "watch" trains under PyTorch's sanitizer, "train" without it, "launch" as `launch` starts it.
+        settings: environment variables.
+        *arguments: of the job.
+    """
+    command = [sys.executable, "-m", "gpu.apart", str(here.device), here.backend, str(here.store), job]
+    text = _output_of([*command, *arguments], settings)
     assert "CSAN detected" not in text, text[-6000:]
-    assert "iterations done" in done.stdout, text[-6000:]
-    return {"reports": 0}
+    assert "job done" in text, text[-6000:]
+    return {"reports": 0} if job == "watch" else {}
+
+
+def command_line(here: Here, *arguments: str) -> None:
+    """Run ``zero-optim train`` for a few updates, on one rank."""
+    for name in ("rich", "matplotlib"):
+        if find_spec(name) is None:
+            raise NotHere(f"zero-optim train needs {name}")
+    text = here.folder / "corpus.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    small = "--steps 4 --layers 1 --width 32 --heads 2 --context 16 --batch-size 4 --eval-every 2"
+    command = [sys.executable, "-m", "zero_optim", "train", "--nproc", "1", "--device", here.device.type]
+    paths = ["--text", str(text), "--out", str(here.folder / "run")]
+    _output_of([*command, *small.split(), *paths, *arguments], {})
+    assert (here.folder / "run" / "metrics.jsonl").exists()
+
+
+def _output_of(command: Sequence[str], settings: dict[str, str]) -> str:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **settings}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment, check=False)
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-6000:]
+    return output

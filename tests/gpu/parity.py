@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import reduce_tensor
 from torch.optim import Optimizer
 
 from gpu.setting import Figures, Here, NotHere, on_cpu
@@ -178,3 +179,27 @@ def frozen_groups(here: Here) -> None:
         optimizer.add_param_group({"params": own[6:], "lr": 0.2})
     train_both(plain, sharded, 3, first=3)
     assert str(sharded.explain())
+
+
+def sent(here: Here, as_views: bool) -> Figures:
+    """Handles for another process, as ``torch.multiprocessing`` makes them; then training goes on as before.
+
+    Whether CUDA gives a handle for a parameter in a bucket is a figure, no claim: see
+    Note [A storage for each parameter] in `zero_optim.shard.storage`.
+    """
+    params = here.moved(make_params(MATRICES))
+    mine = twin(params)
+    plain = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    sharded = ZeroRedundancyOptimizer(
+        mine, torch.optim.SGD, parameters_as_bucket_view=as_views, lr=0.1, momentum=0.9
+    )
+    train_both(plain, sharded, 2)
+    given = "given"
+    try:
+        handles = [reduce_tensor(param.detach()) for param in mine]
+    except RuntimeError as error:
+        given = str(error).splitlines()[0]
+    else:
+        assert len(handles) == len(mine)
+    train_both(plain, sharded, 2, first=2)
+    return {"handles": given}

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from ddp_pairs import SMALL_MB, mlp, mlp_loss
 from gpu.overlapping import averaging
 from gpu.setting import Figures, Here, NotHere, restart
-from training import assert_same_bits, set_grads
+from training import assert_same_bits, make_params, set_grads, train_both, twin
 from zero_optim import ZeroRedundancyOptimizer, checkpoint
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.hooks import zero_step
@@ -47,6 +47,16 @@ def started(here: Here, how: str) -> Figures:
         strays = torch.cuda.memory_allocated(0)
         assert not strays, f"{strays} bytes on the first card, which belongs to another rank"
     return {"backend": dist.get_backend_config()}
+
+
+def launched(device_type: str) -> bool:
+    """Train on a rank that `zero_optim.launch` started."""
+    device = torch.device(device_type, dist.get_rank()) if device_type == "cuda" else torch.device("cpu")
+    params = [nn.Parameter(p.detach().to(device)) for p in make_params()]
+    mine = twin(params)
+    plain = torch.optim.AdamW(params, lr=0.01)
+    train_both(plain, ZeroRedundancyOptimizer(mine, torch.optim.AdamW, lr=0.01), 4)
+    return True
 
 
 class Run:
