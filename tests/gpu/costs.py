@@ -80,6 +80,7 @@ def synchronizations(here: Here, kind: str, clips: bool, most: int, world: int) 
     """
     if world > 1:
         pretend(here, world)
+    torch.use_deterministic_algorithms(False)  # its kernels may wait where the others do not
     iterate = training(here, kind, clips)
     for _ in range(WARM_UP):
         iterate()
