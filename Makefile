@@ -14,10 +14,14 @@ TORCH ?=
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 STAMP := $(VENV)/.complete
 
+# make gpu PYTHON=/path/to/python3 takes that interpreter as it is, with the PyTorch that it has, and makes no
+# environment: for a machine with a GPU and no network. It needs PyTorch, numpy and pytest there, nothing installed.
+GPU_GIVEN := $(filter command,$(origin PYTHON))
+
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all bench lint style types imports format clean
+.PHONY: help train test test-all gpu bench lint style types imports format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -31,6 +35,9 @@ test: $(STAMP)  ## run the quick tests; TORCH=2.8.0 runs them on that PyTorch, i
 
 test-all: $(STAMP)  ## run every test: compilers, notebooks, all classes and all moments of a kill too
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+gpu: $(if $(GPU_GIVEN),,$(STAMP))  ## run every claim on the GPUs there are, minutes; ARGS='--device cpu --dry' without one
+	PYTHONPATH=tests:. $(if $(GPU_GIVEN),$(PYTHON),$(VENV)/bin/python) -m gpu $(ARGS)
 
 bench: $(STAMP)  ## run every benchmark, about a quarter of an hour
 	@for name in partition memory muon consolidate checkpoint step reducer overlap; do $(VENV)/bin/python benchmarks/$$name.py || exit 1; done

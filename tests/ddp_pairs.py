@@ -31,7 +31,8 @@ def mlp(width: int = 8, depth: int = 4, seed: int = 0) -> nn.Sequential:
 
 
 def mlp_loss(net: nn.Module, number: int, rank: int | None = None) -> Tensor:
-    loss: Tensor = net(batch(number, 5, 8, rank=rank)).square().mean()
+    x = batch(number, 5, 8, rank=rank).to(next(net.parameters()).device)
+    loss: Tensor = net(x).square().mean()
     return loss
 
 

@@ -67,7 +67,7 @@ def inputs(step: int, rank: int | None = None) -> Tensor:
 
 
 def loss_of(model: nn.Module, step: int) -> Tensor:
-    loss: Tensor = model(inputs(step)).square().mean()
+    loss: Tensor = model(inputs(step).to(next(model.parameters()).device)).square().mean()
     return loss
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from pool import Ranks
 from training import make_params, params_of, set_grads, train_both, twin
 from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.plan.plan import make_plan
 
 
 def count_collectives(optimizer: torch.optim.Optimizer) -> dict[str, int]:
@@ -106,6 +107,16 @@ def test_state_memory_is_shared_out_evenly_and_counted_nowhere_twice(ranks_2_and
     assert sum(nbytes for nbytes, _, _ in held) == unsharded
     mean = unsharded / ranks_2_and_4.size
     assert max(nbytes for nbytes, _, _ in held) <= max(1.1 * mean, largest)
+
+
+def test_extents_are_aligned_as_new_tensors_of_the_device_are() -> None:
+    for device, nbytes in (("cpu", 64), ("meta", 512)):  # meta stands for an accelerator
+        for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.uint8):
+            params = [torch.empty(size, dtype=dtype, device=device) for size in (3, 700, 65, 1)]
+            (bucket,) = make_plan([params], [[1.0] * 4], 2, 2**20).buckets
+            for row in bucket.layout.rows:
+                offsets = [row.start, *(extent.offset for extent in row.extents)]
+                assert all(offset * dtype.itemsize % nbytes == 0 for offset in offsets)
 
 
 def check_storage(view: bool) -> None:

@@ -62,6 +62,7 @@ def by_hand(net: nn.Module, number: int, precision: _MixedPrecision, passes: int
         for later in range(passes):
             copies = narrow(net, precision.param_dtype)
             x = batch(number + later, 5, 8, rank=rank).to(precision.param_dtype or WHOLE)
+            x = x.to(next(net.parameters()).device)
             functional_call(net, copies, (x,)).square().mean().backward()
             for name, param in copies.items():
                 if param.grad is not None:

@@ -40,7 +40,7 @@ def set_grads(params: Sequence[Tensor], step: int, scale: float = 1.0) -> None:
     generator = torch.Generator().manual_seed(1000 + step)
     for p in params:
         grad = torch.randn(p.shape, generator=generator) * scale
-        p.grad = grad.to(p.dtype) if p.requires_grad else None
+        p.grad = grad.to(p.device, p.dtype) if p.requires_grad else None
 
 
 def assert_same_bits(got: Sequence[Tensor], expected: Sequence[Tensor], when: object = "") -> None:

@@ -94,6 +94,7 @@ class _Task:
     done: TensorFuture
 
 
+_END_TIMEOUT = 10.0  # seconds
 _Line: TypeAlias = "queue.SimpleQueue[tuple[Stepper, _Task] | None]"
 
 
@@ -118,8 +119,9 @@ class Stepper:
         self._plans: dict[int, tuple[StepPart, BucketOwnership | None]] = {}
         self._pass: _BackwardPass | None = None
         self._line: _Line = queue.SimpleQueue()
-        threading.Thread(target=_work, args=(self._line,), name="zero_step", daemon=True).start()
-        weakref.finalize(self, self._line.put, None)
+        thread = threading.Thread(target=_work, args=(self._line,), name="zero_step", daemon=True)
+        thread.start()
+        weakref.finalize(self, _end_thread, self._line, thread)
 
     def take(self, state: object, bucket: GradBucket) -> TensorFuture:
         """Launch a bucket's reduction and put it in line."""
@@ -267,6 +269,17 @@ def _work(line: "_Line") -> None:
         with torch.no_grad(), streams.using(task.buffer.device):
             stepper.work(task)
         del found, stepper, task
+
+
+def _end_thread(line: "_Line", thread: threading.Thread) -> None:
+    """End the thread and wait for it, also when the process ends.
+
+    An interpreter that ends while a thread is inside PyTorch aborts the process. At other times the thread is
+    idle, as what stands in line keeps the stepper. It does not wait for ever: another rank may be gone.
+    """
+    line.put(None)
+    if thread is not threading.current_thread():
+        thread.join(_END_TIMEOUT)
 
 
 def _tensor(value: Any) -> Tensor:  # noqa: ANN401 - whatever a hook's future holds

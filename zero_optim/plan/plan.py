@@ -20,6 +20,9 @@ from zero_optim.plan.partition import assign_owners
 # New CPU tensors start at such addresses, and so do extents. Some kernels look at the alignment (MKL's matrix
 # product does): with the same alignment they give the same bits as without sharding.
 ALIGNMENT_NBYTES = 64
+# The same for other devices: CUDA's caching allocator gives memory in blocks of 512 bytes. PyTorch tells
+# cuBLASLt how its operands are aligned, up to 256 bytes; it may choose another kernel for another alignment.
+ACCELERATOR_ALIGNMENT_NBYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,9 @@ def make_plan(
 
 
 def _lay_out(bucket: list[int], params: Sequence[Tensor], owners: Sequence[int]) -> BucketPlan:
-    alignment = max(1, ALIGNMENT_NBYTES // params[bucket[0]].element_size())
+    first = params[bucket[0]]
+    nbytes = ALIGNMENT_NBYTES if first.device.type == "cpu" else ACCELERATOR_ALIGNMENT_NBYTES
+    alignment = max(1, nbytes // first.element_size())
     layout = whole([params[i].numel() for i in bucket], [owners[i] for i in bucket], alignment)
     return BucketPlan(tuple(bucket), layout)
 

@@ -21,7 +21,9 @@ Note [A storage for each parameter]
     On CUDA the memory belongs to the flat tensor's block of the caching allocator. ``param.record_stream``
     does nothing, as for every tensor whose memory does not come from that allocator directly. The block is
     reused when the last parameter of the bucket is gone. Streams need no care here: the capsule is made and
-    used at once, and nothing is read.
+    used at once, and nothing is read. PyTorch makes a CUDA handle for another process only of what begins a
+    block of the allocator, by its source. So such a parameter can hardly be sent to one;
+    ``parameters_as_bucket_view=False`` avoids that. No GPU has been asked yet.
 """
 
 from collections.abc import Callable, Collection, Sequence

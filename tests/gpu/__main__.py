@@ -1,0 +1,63 @@
+"""``python -m gpu``, with ``tests`` and the root on the path; ``make gpu`` calls it. See ``--help``."""
+
+import argparse
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from gpu.cases import all_cases
+from gpu.record import RESULTS, summary, table, write
+from gpu.running import run_all, show
+from pool import Pool
+
+
+def main() -> int:
+    """Run, print, keep the record; gives 1 if a case fails, 2 if there is no such device."""
+    parser = argparse.ArgumentParser(prog="make gpu", description="Every claim on a GPU, in one table.")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu proves the suite itself"
+    )
+    parser.add_argument("--only", metavar="PATTERN", default="", help="cases whose names this is found in")
+    parser.add_argument(
+        "--setup", nargs="*", default=[], help="process groups by the beginning of their names"
+    )
+    parser.add_argument("--list", action="store_true", help="name the cases, and run none")
+    parser.add_argument("--dry", action="store_true", help="print the table, keep no record")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="where the record goes")
+    options = parser.parse_args()
+    cases = [case for case in all_cases() if re.search(options.only, case.name)]
+    if options.list:
+        sys.stdout.writelines(f"{case.name} | {setup.name}\n" for case in cases for setup in case.setups)
+        return 0
+    if options.device == "cuda" and not torch.cuda.is_available():
+        sys.stderr.write("no GPU that PyTorch can use: --device cpu runs the suite on the CPU instead\n")
+        return 2
+    # For the ranks, before they start: cuBLAS then gives the same bits in every call.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    rows = []
+    total = sum(
+        not options.setup or setup.name.startswith(tuple(options.setup))
+        for case in cases
+        for setup in case.setups
+    )
+    with tempfile.TemporaryDirectory(prefix="zero-optim-gpu-") as folder, Pool() as pool:
+        for row in run_all(pool, cases, options.device, Path(folder), options.setup):
+            rows.append(row)
+            show(row, len(rows), total)
+    for row in rows:
+        if row.report:
+            sys.stdout.write(f"\n======== {row.name} | {row.setup}\n{row.report[-6000:]}\n")
+    sys.stdout.write(f"\n{table(rows)}\n\n{summary(rows)}\n")
+    if not options.dry:
+        command = " ".join(["python", "-m", "gpu", *sys.argv[1:]])
+        for path in write(rows, options.device, command, options.out):
+            sys.stdout.write(f"{path}\n")
+    return int(any(row.result == "fails" for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

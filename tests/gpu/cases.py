@@ -1,0 +1,187 @@
+"""The list of cases, and in which process groups each is run."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+
+from gpu import costs, data_parallel, overlapping, parity, starting
+from gpu.setting import Figures, Setup
+
+GLOO = Setup("gloo, 2 ranks, 1 card", "gloo", 2)
+NCCL = Setup("nccl, 1 rank", "nccl", 1)
+NCCL_2 = Setup("nccl, 2 cards", "nccl", 2, 2)
+EVERYWHERE = (GLOO, NCCL, NCCL_2)
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One call on several ranks.
+
+    Args:
+        function: takes a `Here`, then ``args``.
+        args: pickled.
+        num_ranks: other than the setup's.
+    """
+
+    function: Callable[..., Figures | None]
+    args: tuple[object, ...] = ()
+    num_ranks: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row of the table in each of its setups.
+
+    Args:
+        name: what it shows.
+        phases: one after the other, with one folder.
+        setups: where it is run.
+        starts_itself: it makes its process group itself.
+    """
+
+    name: str
+    phases: tuple[Phase, ...]
+    setups: tuple[Setup, ...] = EVERYWHERE
+    starts_itself: bool = False
+
+
+def _case(name: str, function: Callable[..., Figures | None], *args: object, **options: Any) -> Case:
+    return Case(name, (Phase(function, args),), **options)
+
+
+def _views(as_views: bool) -> str:
+    return "as views" if as_views else "packed"
+
+
+def _starting() -> Iterator[Case]:
+    own = (NCCL, NCCL_2)
+    for how in ("no backend", "device_id", "backend"):
+        yield _case(f"start: {how}, no set_device", starting.started, how, setups=own, starts_itself=True)
+    gloo = {"setups": (GLOO,), "starts_itself": True}
+    yield _case("start: gloo, no set_device", starting.started, "backend", **gloo)
+    yield _case("start: launch()", costs.apart, "launch", {}, "1", setups=(NCCL,), starts_itself=True)
+    for more in ((), ("--overlap", "owners"), ("--bf16",)):
+        name = " ".join(("start: zero-optim train", *more))
+        yield _case(name, costs.command_line, *more, setups=(NCCL,), starts_itself=True)
+
+
+def _parity() -> Iterator[Case]:
+    for name, as_views in product(parity.OPTIMIZERS, (True, False)):
+        yield _case(f"parity: {name}, {_views(as_views)}", parity.steps, name, as_views)
+    for as_views in (True, False):
+        yield _case(f"parity: several dtypes, {_views(as_views)}", parity.dtypes, as_views)
+        yield _case(f"parity: masters and averages, {_views(as_views)}", parity.masters, as_views)
+    for norm_type in (2.0, float("inf")):
+        yield _case(f"parity: clipping by norm {norm_type:g}", parity.clipping, norm_type)
+    for fused, first in product((False, True), (False, True)):
+        name = f"parity: GradScaler, {'fused' if fused else 'foreach'}{', unscale_ first' if first else ''}"
+        yield _case(name, parity.scaling, fused, first)
+    yield _case("parity: groups, frozen and thawed", parity.frozen_groups)
+    for as_views in (True, False):
+        yield _case(f"parity: handle for another process, {_views(as_views)}", parity.sent, as_views)
+
+
+def _data_parallel() -> Iterator[Case]:
+    options: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "device_ids": {"names_device": True},
+        "gradients as views": {"gradient_as_bucket_view": True},
+        "static graph": {"static_graph": True},
+    }
+    for name, given in options.items():
+        yield _case(f"DDP: {name}", data_parallel.gradients, given)
+    unused: dict[str, tuple[dict[str, Any], bool]] = {
+        "unused parameters": ({"find_unused_parameters": True}, False),
+        "unused parameters, as views": (
+            {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+            False,
+        ),
+        "activation checkpointing": ({}, True),
+        "activation checkpointing, static graph": ({"static_graph": True}, True),
+    }
+    for name, (given, again) in unused.items():
+        yield _case(f"DDP: {name}", data_parallel.unused, given, again)
+    for as_views in (False, True):
+        yield _case(f"DDP: no_sync, gradients {_views(as_views)}", data_parallel.accumulated, as_views)
+    half, bf16, whole = torch.float16, torch.bfloat16, torch.float32
+    for (param, reduce), sharded in product(((bf16, None), (half, None), (bf16, whole)), (False, True)):
+        about = f"{param}, reduced in {reduce or param}".replace("torch.", "")
+        who = "sharded" if sharded else "torch.optim"
+        yield _case(f"mixed precision: {about}, {who}", data_parallel.precision, param, reduce, sharded)
+    for autocast in (False, True):
+        name = "autocast and GradScaler" if autocast else "clipped"
+        yield _case(f"DDP and optimizer: {name}", data_parallel.sharded_training, autocast)
+    yield _case("DDP and optimizer: Join", data_parallel.joined)
+
+
+HOOKS: dict[str, dict[str, Any]] = {
+    "allreduce": {},
+    "fp16": {},
+    "bf16": {},
+    "quantize_tensor": {},
+    "quantize_channel": {"group_size": 64},
+    "power_sgd": {"rank": 2, "min_rate": 1.0},
+    "batched_power_sgd": {"rank": 1},
+    "top_k": {"ratio": 0.1},
+}
+
+
+def _hooks() -> Iterator[Case]:
+    for name, options in HOOKS.items():
+        yield _case(f"hook: {name}, on both DDPs", data_parallel.hook_on_both, name, options)
+    for name in ("allreduce", "fp16", "bf16"):
+        yield _case(f"hook: {name}, beside PyTorch's", data_parallel.hook_beside_torchs, name)
+
+
+def _overlap() -> Iterator[Case]:
+    for wrapper, gradients, lazily in product(("torch", "ours"), ("everywhere", "owners"), (False, True)):
+        name = f"overlap: {wrapper} DDP, {gradients}{', lazily' if lazily else ''}"
+        yield _case(name, overlapping.overlapped, wrapper, gradients, lazily, True)
+    yield _case("overlap: ours DDP, packed", overlapping.overlapped, "ours", "everywhere", False, False)
+    for wrapper in ("torch", "ours"):
+        yield _case(f"overlap: param.data replaced, {wrapper} DDP", overlapping.replaced, wrapper)
+    yield _case("overlap: step() never called", overlapping.after_no_step)
+    yield _case("overlap: several streams", overlapping.in_streams)
+    for name in ("fp16", "power_sgd", "top_k"):
+        yield _case(f"overlap: around {name}", overlapping.hooked, name, HOOKS[name])
+    yield _case("lazy gathers", overlapping.lazily)
+
+
+def _checkpoints() -> Iterator[Case]:
+    for background, num_ranks in ((False, None), (True, None), (False, 1), (True, 1)):
+        name = (
+            f"checkpoint: {'save_async' if background else 'save'}, {'on one rank' if num_ranks else 'load'}"
+        )
+        phases = (Phase(starting.saved, (background,)), Phase(starting.resumed, (), num_ranks))
+        yield Case(name, phases, (GLOO, NCCL_2) if num_ranks else EVERYWHERE)
+
+
+def _costs() -> Iterator[Case]:
+    for kind, world in product(costs.TRAININGS, (1, 2)):
+        for clips in (False, True):
+            if kind in ("DDP", "zero_step") and clips:
+                continue  # torch.optim has no such method; overlap refuses it
+            about = f"{kind}{', clipped' if clips else ''}{', pretended group of 2' if world > 1 else ''}"
+            given = kind, clips, int(clips), world
+            yield _case(f"waits: {about}", costs.synchronizations, *given, setups=(NCCL,))
+    yield _case("waits: both, on two cards", costs.synchronizations, "both", False, 0, 1, setups=(NCCL_2,))
+    for kind, world in product(("both", "zero_step"), (1, 2)):
+        about = f"{kind}{', pretended group of 2' if world > 1 else ''}"
+        yield _case(f"sanitizer: {about}", costs.apart, "watch", {}, kind, str(world), setups=(NCCL,))
+    for allocator in ("backend:cudaMallocAsync", "expandable_segments:True"):
+        settings = {"PYTORCH_CUDA_ALLOC_CONF": allocator, "PYTORCH_ALLOC_CONF": allocator}
+        given = "train", settings, "zero_step", "1"
+        yield _case(f"allocator: {allocator}", costs.apart, *given, setups=(NCCL,))
+    for setup in EVERYWHERE:
+        yield _case("memory: peak", costs.memory, 1024, 16, setups=(setup,))
+        yield _case("speed: an iteration", costs.speed, 1024, 16, 40, setups=(setup,))
+    yield _case("speed: an iteration, small", costs.speed, 128, 24, 40, setups=(NCCL, NCCL_2))
+
+
+def all_cases() -> list[Case]:
+    """List the cases in the order of the table."""
+    parts = (_starting, _parity, _data_parallel, _hooks, _overlap, _checkpoints, _costs)
+    return [case for part in parts for case in part()]

@@ -1,0 +1,272 @@
+"""Cases: what an iteration costs beside PyTorch's: synchronizations, memory, time; and the sanitizer."""
+
+import gc
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+from gpu.overlapping import averaging
+from gpu.setting import Figures, Here, NotHere
+from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.ddp import DistributedDataParallel
+from zero_optim.hooks import zero_step
+
+MIB = 2**20
+WARM_UP = 4  # iterations: PyTorch's DDP makes its buckets anew after the first
+Iterate = Callable[[], None]
+
+
+def layers(width: int, depth: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    pairs = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())]
+    return nn.Sequential(*pairs, nn.Linear(width, 16))
+
+
+# ---------------------------------------------------------------------- synchronizations
+
+TRAININGS = ("optimizer", "DDP", "both", "masters", "lazily", "zero_step")
+
+
+def training(here: Here, kind: str, clips: bool) -> Iterate:
+    """Build an ordinary loop's iteration, with its inputs on the device."""
+    model: nn.Module = layers(32, 4).to(here.device, torch.bfloat16 if kind == "masters" else torch.float32)
+    x = torch.randn(8, 32, device=here.device).to(next(model.parameters()).dtype)
+    if kind != "optimizer":
+        model = DistributedDataParallel(model, bucket_cap_mb=0.005)
+    sharded: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if kind != "DDP":
+        master = torch.float32 if kind == "masters" else None
+        sharded = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, master_dtype=master, bucket_cap_mb=0.005, lr=0.01
+        )
+    if kind == "zero_step":
+        assert isinstance(model, DistributedDataParallel)
+        model.register_comm_hook(None, zero_step(sharded, averaging(here)))
+    if kind == "lazily":
+        sharded.gather_lazily(model)
+
+    def iterate() -> None:
+        sharded.zero_grad()
+        model(x).square().mean().backward()
+        if clips:
+            sharded.clip_grad_norm_(1.0)
+        sharded.step()
+
+    return iterate
+
+
+def synchronizations(here: Here, kind: str, clips: bool, most: int, world: int) -> Figures:
+    """Count the calls that make the CPU wait for the GPU in an iteration after warm-up.
+
+    Args:
+        here: where.
+        kind: one of `TRAININGS`.
+        clips: whether it clips.
+        most: how many are promised.
+        world: ranks of a group whose collectives do nothing (PyTorch's "fake" backend), so that the code of
+            several ranks runs in one process; 1 for the group there is. Not gloo: it waits itself.
+    """
+    if world > 1:
+        pretend(here, world)
+    torch.use_deterministic_algorithms(False)  # its kernels may wait where the others do not
+    iterate = training(here, kind, clips)
+    for _ in range(WARM_UP):
+        iterate()
+    here.synchronize()
+    if not here.is_cuda:
+        iterate()
+        return {"waits": "not counted on the CPU"}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        iterate()
+        iterate()
+        torch.cuda.set_sync_debug_mode("default")
+    found = [w for w in caught if "called a synchronizing" in str(w.message)]
+    where = sorted({f"{Path(w.filename).name}:{w.lineno}" for w in found})
+    assert len(found) <= 2 * most, f"{len(found)} waits in two iterations, at {', '.join(where)}"
+    if not found:  # warnings of other threads may be lost: an error is not
+        torch.cuda.set_sync_debug_mode("error")
+        iterate()
+        torch.cuda.set_sync_debug_mode("default")
+        here.synchronize()
+    return {"waits": len(found) / 2, "at": ", ".join(where) or "-"}
+
+
+def pretend(here: Here, world: int) -> None:
+    """Put a group of several ranks, which does nothing, in the place of the one there is."""
+    if dist.get_world_size() > 1:
+        raise NotHere("a pretended group needs a process alone")
+    try:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+    except ImportError as error:
+        raise NotHere("this PyTorch has no fake process group") from error
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    del here
+
+
+# ---------------------------------------------------------------------- memory and time
+
+
+def _contender(here: Here, kind: str, width: int, depth: int) -> Iterate:
+    """Build training with PyTorch's ZeRO and DDP at their best settings, or with ours.
+
+    Args:
+        here: where.
+        kind: "torch", "ours", "ours, zero_step".
+        width: of the layers.
+        depth: how many.
+    """
+    model = layers(width, depth).to(here.device)
+    wrapper = TorchDistributedDataParallel if kind == "torch" else DistributedDataParallel
+    wrapped = wrapper(model, gradient_as_bucket_view=True)
+    options = {"lr": 1e-3, "fused": here.is_cuda}
+    optimizer: Any
+    if kind == "torch":
+        with warnings.catch_warnings():  # the module uses torch.jit.script, which is deprecated
+            warnings.simplefilter("ignore")
+            from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZeroRedundancyOptimizer
+
+        optimizer = TorchZeroRedundancyOptimizer(
+            wrapped.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, **options
+        )
+    else:
+        optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, **options)
+    if kind == "ours, zero_step":
+        from gpu.overlapping import futures_work, waiting_hook
+        from zero_optim.hooks import allreduce_hook
+
+        hook: Any = allreduce_hook if futures_work(here) else waiting_hook
+        wrapped.register_comm_hook(None, zero_step(optimizer, hook))
+    x = torch.randn(64, width, device=here.device)
+
+    def iterate() -> None:
+        optimizer.zero_grad()
+        wrapped(x).square().mean().backward()
+        optimizer.step()
+
+    return iterate
+
+
+def _sizes(here: Here, width: int, depth: int) -> tuple[int, int]:
+    return (width, depth) if here.is_cuda else (32, 2)  # on the CPU only the code is of interest
+
+
+CONTENDERS = ("torch", "ours", "ours, zero_step")
+
+
+def memory(here: Here, width: int, depth: int) -> Figures:
+    """Peak of what training allocates, each contender alone, in MiB."""
+    width, depth = _sizes(here, width, depth)
+    figures: Figures = {}
+    for kind in CONTENDERS:
+        gc.collect()
+        if here.is_cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(here.device)
+        before = torch.cuda.memory_allocated(here.device) if here.is_cuda else 0
+        iterate = _contender(here, kind, width, depth)
+        for _ in range(WARM_UP):
+            iterate()
+        here.synchronize()
+        if here.is_cuda:
+            peak = torch.cuda.max_memory_allocated(here.device) - before
+            figures[f"{kind} MiB"] = round(peak / MIB, 1)
+        del iterate
+    return figures or {"MiB": "not measured on the CPU"}
+
+
+def speed(here: Here, width: int, depth: int, rounds: int) -> Figures:
+    """Median time of an iteration in ms, in turns, of the slowest rank; and the ratio to PyTorch's."""
+    width, depth = _sizes(here, width, depth)
+    torch.use_deterministic_algorithms(False)  # what it costs is no contender's
+    contenders = {kind: _contender(here, kind, width, depth) for kind in CONTENDERS}
+    names = list(contenders)
+    times = torch.zeros(WARM_UP + rounds, len(names), dtype=torch.float64)
+    gc.collect()
+    gc.disable()  # a collection belongs to no contender
+    try:
+        for turn in range(WARM_UP + rounds):
+            for place in range(len(names)):
+                index = (place + turn) % len(names)
+                times[turn, index] = _timed(here, contenders[names[index]])
+    finally:
+        gc.enable()
+    slowest = times.to(here.device)  # NCCL sends nothing else
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    columns = slowest[WARM_UP:].t().tolist()
+    medians = {kind: median(column) for kind, column in zip(names, columns, strict=True)}
+    figures: Figures = {f"{kind} ms": round(value, 3) for kind, value in medians.items()}
+    for kind in names[1:]:
+        figures[f"{kind}/torch"] = round(medians[kind] / medians["torch"], 3)
+    return figures
+
+
+def _timed(here: Here, iterate: Iterate) -> float:
+    """Time an iteration in ms: all ranks begin together."""
+    dist.all_reduce(torch.zeros(1, device=here.device))
+    here.synchronize()
+    if not here.is_cuda:
+        begin = time.perf_counter()
+        iterate()
+        return 1e3 * (time.perf_counter() - begin)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()  # type: ignore[no-untyped-call]
+    iterate()
+    end.record()  # type: ignore[no-untyped-call]
+    here.synchronize()
+    return float(start.elapsed_time(end))  # type: ignore[no-untyped-call]
+
+
+# ---------------------------------------------------------------------- in a process of its own
+
+
+def apart(here: Here, job: str, settings: dict[str, str], *arguments: str) -> Figures:
+    """Run a job of `gpu.apart` in a process of its own.
+
+    Args:
+        here: where.
+        job: "watch" trains under PyTorch's sanitizer, "train" without it, "launch" as `launch` starts it.
+        settings: environment variables.
+        *arguments: of the job.
+    """
+    command = [sys.executable, "-m", "gpu.apart", str(here.device), here.backend, str(here.store), job]
+    text = _output_of([*command, *arguments], settings)
+    assert "CSAN detected" not in text, text[-6000:]
+    assert "job done" in text, text[-6000:]
+    return {"reports": 0} if job == "watch" else {}
+
+
+def command_line(here: Here, *arguments: str) -> None:
+    """Run ``zero-optim train`` for a few updates, on one rank."""
+    for name in ("rich", "matplotlib"):
+        if find_spec(name) is None:
+            raise NotHere(f"zero-optim train needs {name}")
+    text = here.folder / "corpus.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    small = "--steps 4 --layers 1 --width 32 --heads 2 --context 16 --batch-size 4 --eval-every 2"
+    command = [sys.executable, "-m", "zero_optim", "train", "--nproc", "1", "--device", here.device.type]
+    paths = ["--text", str(text), "--out", str(here.folder / "run")]
+    _output_of([*command, *small.split(), *paths, *arguments], {})
+    assert (here.folder / "run" / "metrics.jsonl").exists()
+
+
+def _output_of(command: Sequence[str], settings: dict[str, str]) -> str:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **settings}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment, check=False)
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-6000:]
+    return output

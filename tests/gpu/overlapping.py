@@ -1,0 +1,194 @@
+"""Cases: steps taken during the backward pass, with kernels that sleep wherever an order may be missing."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gpu.setting import Here, futures_work, need_futures
+from overlap import BUCKET_CAP_MB, Net, Setting, assert_same_params, inputs
+from training import assert_same_bits
+from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.ddp import DistributedDataParallel
+from zero_optim.hooks import allreduce_hook, make_hook, zero_step
+from zero_optim.hooks.exchange import landed
+
+NUM_STEPS = 6
+
+
+def waiting_hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average a bucket without the backend's futures: for gloo, where it gives none on CUDA."""
+    buffer = bucket.buffer().div_(dist.get_world_size())
+    dist.all_reduce(buffer)
+    return landed(buffer)
+
+
+def averaging(here: Here) -> Callable[[Any, Any], torch.futures.Future[Tensor]]:
+    """A hook that averages, whose reduction begins behind a kernel that sleeps."""
+    inner: Any = allreduce_hook if futures_work(here) else waiting_hook
+
+    def sleeping_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        here.sleep()
+        future: torch.futures.Future[Tensor] = inner(state, bucket)
+        return future
+
+    return sleeping_hook
+
+
+def net(here: Here) -> nn.Module:
+    """A model whose forward and backward passes fall asleep in each layer."""
+
+    def sleep(*_: object) -> None:
+        here.sleep(0.5)
+
+    def sleep_on_the_way_back(_: nn.Module, __: object, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(sleep)  # type: ignore[no-untyped-call]
+
+    model = Net().to(here.device)
+    for module in model.modules():
+        module.register_forward_pre_hook(sleep)
+        module.register_forward_hook(sleep_on_the_way_back)
+    return model
+
+
+def train(here: Here, model: nn.Module, optimizer: Any, steps: int = NUM_STEPS) -> None:
+    """An ordinary loop, with sleeping kernels between its parts. Nothing waits for the device."""
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=step % 3 != 2)
+        here.sleep()
+        model(inputs(step).to(here.device, non_blocking=True)).square().mean().backward()
+        here.sleep()
+        optimizer.step()
+        here.sleep()
+
+
+def overlapped(here: Here, wrapper: str, gradients: str, lazily: bool, as_views: bool) -> None:
+    """`zero_step` on either DDP: the bits of the same run without it."""
+
+    def adamw(model: nn.Module) -> ZeroRedundancyOptimizer:
+        return ZeroRedundancyOptimizer(
+            model.parameters(),
+            torch.optim.AdamW,
+            parameters_as_bucket_view=as_views,
+            bucket_cap_mb=0.001,
+            lr=0.01,
+        )
+
+    setting = Setting(
+        wrapper=wrapper,
+        model=lambda: net(here),
+        optimizer=adamw,
+        hook=lambda: (None, averaging(here)),
+        zero={"gradients": gradients} if gradients == "owners" else {},
+    )
+    (plain, one), (model, other) = setting.build(overlap=False), setting.build(overlap=True)
+    if lazily:
+        other.gather_lazily(model)
+    train(here, plain, one)
+    train(here, model, other)
+    other.wait_for_gathers()
+    assert_same_params(model, plain)
+
+
+def replaced(here: Here, wrapper: str) -> None:
+    """``param.data`` is replaced between steps, as a swap of averages does it, while streams are behind."""
+    setting = Setting(wrapper=wrapper, model=lambda: net(here), hook=lambda: (None, averaging(here)))
+    runs = setting.build(overlap=False), setting.build(overlap=True)
+    for step in range(NUM_STEPS):
+        for model, optimizer in runs:
+            optimizer.zero_grad()
+            for param in list(model.parameters())[step % 2 :: 2]:
+                param.data = param.data * 1.5  # computed late, behind the kernel that sleeps
+            model(inputs(step).to(here.device)).square().mean().backward()
+            optimizer.step()
+            here.sleep()
+    assert_same_params(runs[1][0], runs[0][0])
+
+
+def lazily(here: Here) -> None:
+    """Gathers under way in the forward pass, beside ``torch.optim`` under the same DDP."""
+    plain, model = (DistributedDataParallel(net(here), bucket_cap_mb=BUCKET_CAP_MB) for _ in range(2))
+    one = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    other = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, bucket_cap_mb=0.001, lr=0.01)
+    other.gather_lazily(model)
+    train(here, plain, one)
+    train(here, model, other)
+    with torch.no_grad():  # evaluation waits too
+        x = inputs(99).to(here.device)
+        assert torch.equal(model(x), plain(x))
+    other.wait_for_gathers()
+    assert_same_params(model, plain)
+
+
+def in_streams(here: Here) -> None:
+    """The loop on a stream of its own, and two streams in one model, each with a layer."""
+    beside = torch.cuda.Stream(here.device) if here.is_cuda else None
+
+    class Split(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+            self.side = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden: Tensor = self.net(x)
+            if beside is None:
+                out: Tensor = self.side(hidden)
+                return out
+            current = torch.cuda.current_stream()
+            beside.wait_stream(current)
+            hidden.record_stream(beside)
+            with torch.cuda.stream(beside):
+                here.sleep()
+                out = self.side(hidden)
+            current.wait_stream(beside)
+            out.record_stream(current)
+            return out
+
+    setting = Setting(
+        wrapper="ours",
+        model=lambda: Split().to(here.device),
+        hook=lambda: (None, averaging(here)),
+        options={"bucket_cap_mb": 25.0},  # one bucket, which both streams fill
+    )
+    (plain, one), (model, other) = setting.build(overlap=False), setting.build(overlap=True)
+    train(here, plain, one)
+    if here.is_cuda:
+        outer = torch.cuda.Stream(here.device)
+        outer.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(outer):
+            train(here, model, other)
+        torch.cuda.current_stream().wait_stream(outer)
+    else:
+        train(here, model, other)
+    assert_same_params(model, plain)
+
+
+def hooked(here: Here, name: str, options: dict[str, Any]) -> None:
+    """`zero_step` around another hook: the bits of the hook alone."""
+    need_futures(here)
+    setting = Setting(wrapper="ours", model=lambda: net(here), hook=lambda: make_hook(name, **options))
+    (plain, one), (model, other) = setting.build(overlap=False), setting.build(overlap=True)
+    train(here, plain, one)
+    train(here, model, other)
+    assert_same_params(model, plain)
+
+
+def after_no_step(here: Here) -> None:
+    """A loop that never calls ``step()``, which with `zero_step` trains as well."""
+    models = [DistributedDataParallel(net(here), bucket_cap_mb=BUCKET_CAP_MB) for _ in range(2)]
+    optimizers = [
+        ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9) for model in models
+    ]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        model.register_comm_hook(None, zero_step(optimizer, averaging(here)))
+    for step in range(NUM_STEPS):
+        for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            model(inputs(step).to(here.device)).square().mean().backward()
+            if number:
+                optimizer.step()
+    assert_same_bits(list(models[0].parameters()), list(models[1].parameters()))

@@ -1,0 +1,196 @@
+"""Where a case runs: its device and process group, and what makes a run repeatable there."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+Figures: TypeAlias = dict[str, float | str]
+
+
+class NotHere(Exception):
+    """A case that cannot be tried here; raised on every rank. The message is the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A process group to run cases in.
+
+    Args:
+        name: in the table.
+        backend: "gloo" or "nccl"; on the CPU gloo takes the place of the other.
+        num_ranks: how many ranks.
+        num_cards: rank r uses card r modulo this.
+    """
+
+    name: str
+    backend: str
+    num_ranks: int
+    num_cards: int = 1
+
+    def missing(self, device_type: str) -> str:
+        """Say why it cannot be had, in words; empty if it can."""
+        if device_type == "cpu":
+            return "" if self.num_cards == 1 else "the CPU has no cards"
+        if self.backend == "nccl" and not dist.is_nccl_available():
+            return "this PyTorch has no NCCL"
+        count = torch.cuda.device_count()
+        return "" if count >= self.num_cards else f"needs {self.num_cards} cards, there is {count}"
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """What a case is told of where it runs.
+
+    Args:
+        device: of this rank.
+        backend: of the default group.
+        folder: of this case, empty at first, the same one for all ranks and phases.
+        store: a path that nothing has used yet, for a process group's store.
+    """
+
+    device: torch.device
+    backend: str
+    folder: Path
+    store: Path
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether it is a GPU; else a case leaves out what only a GPU has."""
+        return self.device.type == "cuda"
+
+    def sleep(self, milliseconds: float = 2.0) -> None:
+        """Keep the current stream busy, so that whoever does not wait for it reads or writes too early."""
+        if self.is_cuda:
+            torch.cuda._sleep(int(milliseconds * 1.5e6))  # in cycles; the clocks have 1.4 to 2 GHz
+
+    def moved(self, params: list[Parameter]) -> list[Parameter]:
+        """Copy parameters to the device."""
+        return [Parameter(p.detach().to(self.device), requires_grad=p.requires_grad) for p in params]
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a rank sends back.
+
+    Args:
+        figures: what was measured.
+        not_here: why the case could not be tried; empty if it was.
+    """
+
+    figures: Figures
+    not_here: str = ""
+
+
+def on_rank(
+    setup: Setup,
+    device_type: str,
+    paths: tuple[Path, Path],
+    starts_itself: bool,
+    function: Callable[..., Figures | None],
+    args: tuple[object, ...],
+) -> Outcome:
+    """Run a case on this rank; called by the pool.
+
+    Args:
+        setup: the process group.
+        device_type: "cuda" or "cpu".
+        paths: folder and store, see `Here`.
+        starts_itself: the case makes its process group, and chooses its device, itself.
+        function: the case.
+        args: its arguments, after a `Here`.
+    """
+    backend = setup.backend if device_type == "cuda" else "gloo"
+    device = torch.device("cpu")
+    if device_type == "cuda":
+        device = torch.device("cuda", dist.get_rank() % setup.num_cards)
+    here = Here(device, backend, *paths)
+    with repeatable(here):
+        try:
+            if not starts_itself:
+                if here.is_cuda:
+                    torch.cuda.set_device(device)
+                if backend != "gloo":
+                    restart(here, backend)
+            figures = function(here, *args)
+        except NotHere as reason:
+            return Outcome({}, str(reason))
+        here.synchronize()  # what still runs may fail, and belongs to this case
+    return Outcome({} if figures is None else figures)
+
+
+def restart(here: Here, backend: str | None, **options: Any) -> None:
+    """Put another default group of the same ranks in the place of the one there is; all ranks call.
+
+    Args:
+        here: where.
+        backend: None to leave it out, as a script may.
+        **options: of ``init_process_group``.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # a rank that still connects to one that has closed its end fails
+    dist.destroy_process_group()
+    store = dist.FileStore(str(here.store), size)  # type: ignore[attr-defined]
+    limit = {"store": store, "rank": rank, "world_size": size, "timeout": timedelta(minutes=3)}
+    dist.init_process_group(backend, **limit, **options)
+
+
+@contextmanager
+def repeatable(here: Here) -> Iterator[None]:
+    """Choose kernels that give the same bits in each run, and that show memory which nobody has written.
+
+    Only warnings for the rest: an operation without such a kernel is no defect. TF32 may stay what it is, as
+    both runs that are compared use it. ``CUBLAS_WORKSPACE_CONFIG`` is set by whoever starts the processes.
+    """
+    cudnn = torch.backends.cudnn
+    before = cudnn.deterministic, cudnn.benchmark
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    cudnn.deterministic, cudnn.benchmark = True, False
+    try:
+        yield
+    finally:
+        cudnn.deterministic, cudnn.benchmark = before
+        torch.use_deterministic_algorithms(False)
+        if here.is_cuda:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def futures_work(here: Here) -> bool:
+    """Whether the backend gives futures of collectives on tensors of this device; all ranks call."""
+    tensor = torch.ones(1, device=here.device)
+    work = dist.all_reduce(tensor, async_op=True)
+    assert isinstance(work, dist.Work)
+    try:
+        value = work.get_future().wait()
+    except (RuntimeError, ValueError):
+        return False
+    finally:
+        work.wait()
+    return isinstance(value, list) and isinstance(value[0], Tensor)  # a pretended group's holds nothing
+
+
+def need_futures(here: Here) -> None:
+    """Leave a case out where `futures_work` says no: no comm hook can work there, PyTorch's neither."""
+    if not futures_work(here):
+        raise NotHere(f"{here.backend} gives no futures for tensors on {here.device.type}")
+
+
+def on_cpu(value: Any) -> Any:
+    """Copy nested dicts and lists with every tensor on the CPU."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    if isinstance(value, dict):
+        return {key: on_cpu(part) for key, part in value.items()}
+    return type(value)(on_cpu(part) for part in value) if isinstance(value, list | tuple) else value

@@ -1,0 +1,104 @@
+"""The GPU suite, on the CPU: its cases run, and what comes out is told as it is."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpu.cases import EVERYWHERE, GLOO, NCCL, Case, Phase, all_cases
+from gpu.record import summary, table, write
+from gpu.running import Row, run_all, run_case
+from gpu.setting import Figures, Here, NotHere
+from pool import Pool
+
+# One of each kind; the others are slow tests.
+QUICK = (
+    "start: no backend, no set_device",
+    "parity: AdamW capturable, as views",
+    "parity: masters and averages, packed",
+    "parity: GradScaler, fused",
+    "DDP: unused parameters",
+    "hook: power_sgd, on both DDPs",
+    "overlap: ours DDP, owners, lazily",
+    "overlap: several streams",
+    "checkpoint: save_async, on one rank",
+    "waits: zero_step, pretended group of 2",
+    "memory: peak",
+)
+
+
+def run_named(pool: Pool, names: set[str], folder: Path) -> list[Row]:
+    cases = [case for case in all_cases() if case.name in names]
+    assert {case.name for case in cases} == names
+    return list(run_all(pool, cases, "cpu", folder))
+
+
+def check_rows(rows: list[Row]) -> None:
+    assert rows
+    for row in rows:
+        assert row.result != "fails", (row.name, row.setup, row.report)
+    # What the CPU leaves out is known; a case that nobody can run would not be noticed otherwise.
+    reasons = {row.why for row in rows if row.result == "left out"}
+    assert reasons <= {
+        "the CPU has no cards",
+        "the CPU takes no device_id",
+        "this PyTorch does not have torch.optim.Muon",
+    }
+
+
+def test_cases_of_each_kind_run_on_the_cpu(pool: Pool, tmp_path: Path) -> None:
+    check_rows(run_named(pool, set(QUICK), tmp_path))
+
+
+@pytest.mark.slow
+def test_every_case_runs_on_the_cpu(pool: Pool, tmp_path: Path) -> None:
+    rest = {case.name for case in all_cases()} - set(QUICK)
+    check_rows(run_named(pool, rest, tmp_path))
+
+
+def test_every_row_has_a_name_of_its_own() -> None:
+    rows = [(case.name, setup.name) for case in all_cases() for setup in case.setups]
+    assert len(set(rows)) == len(rows)
+
+
+def claim_that_is_false(here: Here) -> None:
+    assert here.is_cuda, "the device is not CUDA"
+
+
+def claim_that_cannot_be_tried(here: Here) -> None:
+    raise NotHere(f"nothing to try on {here.device.type}")
+
+
+def figures_of(here: Here, value: float) -> Figures:
+    assert torch.are_deterministic_algorithms_enabled()
+    return {"value": value}
+
+
+def test_failures_and_what_was_left_out_are_rows_too(forked_pool: Pool, tmp_path: Path) -> None:
+    cases = {
+        "figures": Case("figures", (Phase(figures_of, (1.5,)), Phase(figures_of, (2.5,), 1))),
+        "false": Case("false", (Phase(claim_that_is_false),)),
+        "not tried": Case("not tried", (Phase(claim_that_cannot_be_tried),)),
+        "cards": Case("cards", (Phase(figures_of, (1.5,)),)),
+    }
+    setups = {"figures": GLOO, "false": NCCL, "not tried": GLOO, "cards": EVERYWHERE[-1]}
+    rows = [
+        run_case(forked_pool, case, setups[name], "cpu", tmp_path / name.replace(" ", "-"))
+        for name, case in cases.items()
+    ]
+    assert [row.result for row in rows] == ["holds", "fails", "left out", "left out"]
+    assert rows[0].figures == {"value": 2.5}
+    assert rows[1].why == "AssertionError: the device is not CUDA"
+    assert "claim_that_is_false" in rows[1].report
+    assert rows[2].why == "nothing to try on cpu"
+    assert rows[3].why == "the CPU has no cards"
+    assert summary(rows) == "1 holds, 1 fails, 2 left out"
+
+    kept, shown = write(rows, "cpu", "make gpu", tmp_path)
+    assert (kept.name, shown.name) == ("gpu-cpu.json", "gpu-cpu.md")
+    record = json.loads(kept.read_text())
+    assert [row["result"] for row in record["rows"]] == [row.result for row in rows]
+    assert record["machine"]["device"] == "cpu"
+    assert table(rows) in shown.read_text()
+    assert "| figures | gloo, 2 ranks, 1 card | holds | value 2.5 |" in shown.read_text()

@@ -1,0 +1,48 @@
+"""A script that ends while the stepping thread is still at work ends well."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.ddp import DistributedDataParallel
+from zero_optim.hooks import zero_step
+from zero_optim.hooks.overlap.stepper import Stepper
+
+work = Stepper.work
+
+
+def work_on(stepper, task):  # inside PyTorch still, when the script has ended
+    work(stepper, task)
+    for _ in range(20_000):
+        torch.zeros(1).add_(1)
+
+
+Stepper.work = work_on
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 1), rank=0, world_size=1)
+model = DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+model.register_comm_hook(None, zero_step(optimizer))
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+dist.destroy_process_group()
+print("trained")
+"""
+
+
+def test_a_script_ends_well_while_the_thread_that_steps_is_still_in_pytorch(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "store")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
