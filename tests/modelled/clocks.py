@@ -69,11 +69,17 @@ class Event:
 
 
 class Stream(Timeline):
-    """A stream, as ``torch.cuda.Stream``."""
+    """A stream, as ``torch.cuda.Stream``.
+
+    Attributes:
+        gets_memory_in_order: whoever uses it lets it wait first, so that memory need not be safe when it is freed,
+            but when it is handed out again.
+    """
 
     def __init__(self, clocks: "Clocks", name: str, number: int) -> None:
         super().__init__(name, number)
         self._clocks = clocks
+        self.gets_memory_in_order = False
         self.device = torch.device("cpu")
 
     def record_event(self, event: Event | None = None) -> Event:

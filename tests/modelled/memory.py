@@ -56,7 +56,7 @@ class Stack:
         lines = [
             f"      {Path(code.co_filename).name}:{line} in {code.co_name}" for code, line in self.frames
         ]
-        return "\n".join(lines[-14:])
+        return "\n".join(lines[-8:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +174,7 @@ class Memory:
         self._blocks: dict[int, Block] = {}
         self._known: dict[int, tuple[weakref.ref[object], Block]] = {}  # by the address of a StorageImpl
         self._freed: deque[tuple[Block, Stack]] = deque()
+        self._free: dict[Stream, list[tuple[Block, Stack]]] = {}  # of streams that get memory in order
 
     def block_of(
         self, tensor: Tensor, owner: Stream, allocated: Callable[[], Access] | None = None
@@ -199,6 +200,8 @@ class Memory:
         block, is_new = self._over(start, stop), False
         if block is None:
             made = None if allocated is None else allocated()
+            if made is not None:
+                self._check_free(owner)
             block, is_new = self._add(storage, start, stop, owner, made), True
         self._known[storage._cdata] = weakref.ref(storage, self._forgetting(storage._cdata)), block
         return block, is_new
@@ -248,6 +251,14 @@ class Memory:
         while self._freed:
             block, stack = self._freed.popleft()
             self._drop(block)
+            if block.owner.gets_memory_in_order:
+                self._free.setdefault(block.owner, []).append((block, stack))
+            else:
+                self._check_reuse(block, stack)
+
+    def _check_free(self, owner: Stream) -> None:
+        """See to memory that may be handed out now."""
+        for block, stack in self._free.pop(owner, ()):
             self._check_reuse(block, stack)
 
     def _check_reuse(self, block: Block, stack: Stack) -> None:

@@ -169,7 +169,17 @@ class StreamsModel:
             left: Tensor = _Switch.apply(result, None, self, main, stream)
             return left
 
+        stream.gets_memory_in_order = True  # it waits whenever something is to be done there
         return there
+
+    def sum(self, branch: Tensor, other: Tensor) -> Tensor:
+        """Add what came from another stream and something else.
+
+        In the backward pass the other stream waits for the gradient made here. It does not wait for the backward
+        pass of the other branch, though that may have been asked for before.
+        """
+        total: Tensor = _Sum.apply(branch, other, self)
+        return total
 
 
 class _Switch(torch.autograd.Function):
@@ -189,11 +199,29 @@ class _Switch(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor, Tensor | None, None, None, None]:
-        ctx.back.wait_stream(ctx.to)
+        made = getattr(grad, "made_at", None)
+        if made is None:
+            ctx.back.wait_stream(ctx.to)
+        else:
+            ctx.back.wait_event(made)
         ctx.model.clocks.current = ctx.back
         ctx.model.record_use(grad)
         zero = torch.zeros((), device=grad.device) if ctx.needs_input_grad[1] else None
         return grad, zero, None, None, None
+
+
+class _Sum(torch.autograd.Function):
+    """A sum whose gradient knows when it was made."""
+
+    @staticmethod
+    def forward(ctx: Any, branch: Tensor, other: Tensor, model: StreamsModel) -> Tensor:
+        ctx.model = model
+        return branch + other
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        grad.made_at = ctx.model.current_stream.record_event()  # type: ignore[attr-defined]
+        return grad, grad, None
 
 
 class _Queue:
