@@ -36,10 +36,11 @@ def agree_on_model(given: dict[str, Any]) -> None:
     module, process_group = given["module"], given.get("process_group")
     if process_group is None and given.get("device_mesh") is not None:
         process_group = given["device_mesh"].get_group(mesh_dim=0)
-    group = RankGroup.of(process_group)
+    group = RankGroup.of(process_group, module)
     with failing_together(group):
         if not isinstance(module, nn.Module):
             raise TypeError(f"expected a module to wrap, got {type(module).__name__}")
+        group.check_serves(list(module.parameters()))
         Precision.of(given)
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         params = describe_params(pair for pair in module.named_parameters() if pair[0] not in ignored)

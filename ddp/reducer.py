@@ -24,7 +24,9 @@ from torch import Tensor
 from torch.futures import Future
 
 from zero_optim.comm.agreement import agree, failing_together
+from zero_optim.comm.backends import held
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.compat.streams import is_asynchronous
 from zero_optim.ddp.assignment import BucketAssignment, ReducedParams, ReducerOptions, assign
 from zero_optim.ddp.backward_pass import BackwardPass, PassTerms, PassWithGraph, Phase
 from zero_optim.ddp.bucket import ReducerBucket
@@ -84,11 +86,13 @@ class Reducer:
         checks: bool = True,
     ) -> None:
         self.options = ReducerOptions() if options is None else options
-        self._group = RankGroup.of(process_group)
-        self.defers_reports = self._group.device.type == "cuda"
+        params = held(params)
+        self._group = RankGroup.of(process_group, params)
+        self.defers_reports = any(map(is_asynchronous, self._group.data_devices))
         if checks:
             with failing_together(self._group):
                 self._reduced = ReducedParams.of(params, sparse)
+                self._group.check_serves(self._reduced.params)
             agree(self._group, [repr(self.options), *self._reduced.describe()], "what the reducer was given")
         else:
             self._reduced = ReducedParams.of(params, sparse)
@@ -126,8 +130,7 @@ class Reducer:
 
     def use_group(self, process_group: dist.ProcessGroup | None) -> None:
         """Average over other ranks from now on. All of these must call, between iterations, and `reset`."""
-        self._group = RankGroup.of(process_group)
-        self.defers_reports = self._group.device.type == "cuda"
+        self._group = RankGroup.of(process_group, self.params)
 
     @property
     def assignment(self) -> BucketAssignment:
@@ -152,7 +155,7 @@ class Reducer:
             return False
         history.rebuild_is_due = False
         agreed = torch.tensor(history.order(), dtype=torch.int64, device=self._group.device)
-        for work in self._group.share_rows([(0, agreed)]):
+        for work in self._group.broadcast_rows([(0, agreed)]):
             work.wait()
         self._assign(agreed.tolist())
         history.has_rebuilt = True

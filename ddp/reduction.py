@@ -199,7 +199,8 @@ def all_reduce(group: RankGroup, tensor: Tensor) -> dist.Work:
 
 
 def _result(work: dist.Work) -> Tensor:
-    result = tensor_of(work.get_future().value())
+    # Waited for, not only asked for its value: so the memory is kept until the current stream has read it.
+    result = tensor_of(work.get_future().wait())
     assert result is not None  # the sum of one tensor is one tensor
     return result
 

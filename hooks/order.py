@@ -45,6 +45,8 @@ from zero_optim.comm.lanes import Lease, lease
 from zero_optim.compat.streams import future_on, keeping_stream
 from zero_optim.hooks.bucket import TensorFuture
 
+_QUEUED = ("nccl", "xccl")  # backends whose futures are done once their work is queued on the device
+
 
 @dataclass(slots=True)
 class Turnstile:
@@ -108,10 +110,10 @@ class LaterStage:
         Raises:
             RemoteRankError: a rank does not answer within the group's timeout, or has ended.
         """
-        ranks = RankGroup.of(group)
-        if device.type == "cuda" and "cuda:nccl" in dist.get_backend_config(group):
+        ranks = RankGroup.of(group, device)
+        if ranks.backend_of(device) in _QUEUED:
             return cls(Lease.of(ranks))
-        return cls(lease(ranks, 1, dist.get_backend(group)))
+        return cls(lease(ranks, 1, ranks.data_backend))
 
     def follow(
         self,

@@ -90,17 +90,17 @@ def slow_gathers(delay: float = 0.003) -> Iterator[list[Any]]:
 
     Gives the list of the handles that have been waited for, in order.
     """
-    share_rows = RankGroup.share_rows
+    broadcast_rows = RankGroup.broadcast_rows
     waited: list[Any] = []
 
     def late(self: RankGroup, rows: Any) -> list[Any]:
-        return [_Late(work, time.monotonic() + delay, waited) for work in share_rows(self, rows)]
+        return [_Late(work, time.monotonic() + delay, waited) for work in broadcast_rows(self, rows)]
 
-    RankGroup.share_rows = late  # type: ignore[method-assign, assignment]
+    RankGroup.broadcast_rows = late  # type: ignore[method-assign, assignment]
     try:
         yield waited
     finally:
-        RankGroup.share_rows = share_rows  # type: ignore[method-assign]
+        RankGroup.broadcast_rows = broadcast_rows  # type: ignore[method-assign]
 
 
 class _Late:

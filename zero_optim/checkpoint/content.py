@@ -14,7 +14,7 @@ from zero_optim.checkpoint.data import bytes_of
 from zero_optim.checkpoint.names import Names, Objects, names_of, unwrapped
 from zero_optim.checkpoint.values import Json, key_of, pack
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.wire import copied_to_cpu
+from zero_optim.compat.streams import HostCopies
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.groups import options_of
 from zero_optim.plan.partition import assign_owners
@@ -42,8 +42,11 @@ class RankContent:
         self.tensors.update(tensors)
 
     def staged(self) -> "RankContent":
-        """Copy the tensors into CPU memory, so that training may go on."""
-        return RankContent(self.values, {key: copied_to_cpu(tensor) for key, tensor in self.tensors.items()})
+        """Copy the tensors into CPU memory, so that training may go on; waits for an accelerator once."""
+        copies = HostCopies()
+        tensors = {key: copies.add(tensor) for key, tensor in self.tensors.items()}
+        copies.wait()
+        return RankContent(self.values, tensors)
 
 
 def collect(group: RankGroup, objects: Objects, extra: object) -> tuple[RankContent, list[str]]:

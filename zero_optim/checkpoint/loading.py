@@ -73,7 +73,7 @@ def load(
         RankMismatchError: ranks were given different things.
         TypeError, ValueError: on every rank, when on any an argument is wrong.
     """
-    group = group_of(optimizer, process_group)
+    group = group_of(model, optimizer, process_group)
     with failing_together(group):
         check_group(process_group)
         folder = resolved(path)
@@ -322,7 +322,7 @@ def _share(group: RankGroup, batch: Sequence[_Target], read: _Read) -> None:
         saved = read[target.key] if target.owner == group.rank else read.blank(target.key)
         rows.append(saved.to(group.device))
     live = [(t.owner, memory_of(row)) for t, row in zip(batch, rows, strict=True) if row.numel()]
-    for work in group.share_rows(live):
+    for work in group.broadcast_rows(live):
         work.wait()
     for target, row in zip(batch, rows, strict=True):
         target.tensor.copy_(row)

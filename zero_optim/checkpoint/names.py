@@ -52,15 +52,16 @@ class Objects:
         return {name: value for name, value in both.items() if value is not None}
 
 
-def group_of(optimizer: object, process_group: object) -> RankGroup:
+def group_of(model: object, optimizer: object, process_group: object) -> RankGroup:
     """Find the ranks that save or load. What is of the wrong kind is refused later, by all of them.
 
     Raises:
         ValueError: this process is not a member.
     """
     if isinstance(process_group, dist.ProcessGroup) or process_group is dist.GroupMember.NON_GROUP_MEMBER:
-        return RankGroup.of(cast("dist.ProcessGroup", process_group))
-    return optimizer.ranks if isinstance(optimizer, ZeroRedundancyOptimizer) else RankGroup.of(None)
+        params = optimizer.param_groups if isinstance(optimizer, ZeroRedundancyOptimizer) else ()
+        return RankGroup.of(cast("dist.ProcessGroup", process_group), [params, model])
+    return optimizer.ranks if isinstance(optimizer, ZeroRedundancyOptimizer) else RankGroup.of(None, model)
 
 
 def check_group(process_group: object) -> None:

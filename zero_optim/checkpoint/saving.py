@@ -67,7 +67,7 @@ def save(
         TypeError, ValueError: on every rank, when on any an argument is wrong, or something to save is
             neither a tensor nor plain.
     """
-    group = group_of(optimizer, process_group)
+    group = group_of(model, optimizer, process_group)
     with failing_together(group):
         check_group(process_group)
         folder, objects = folders.own_folder(path), Objects(model, optimizer, scheduler, scaler)
@@ -100,7 +100,7 @@ def save_async(
         RemoteRankError: at the first save, if a rank has ended or does not come within the group's timeout.
     """
     began = perf_counter()
-    group = group_of(optimizer, process_group)
+    group = group_of(model, optimizer, process_group)
     with failing_together(group):
         check_group(process_group)
         folder, objects = folders.own_folder(path), Objects(model, optimizer, scheduler, scaler)

@@ -83,7 +83,12 @@ def failing_together(group: RankGroup) -> Iterator[None]:
         yield
     except Exception as error:  # noqa: BLE001 - kept, sent to the others, raised again below
         mine = error
-    flags = group.all_gather_fixed(b"\0" if mine is None else b"\1")
+    try:
+        flags = group.all_gather_fixed(b"\0" if mine is None else b"\1")
+    except RemoteRankError as unanswered:
+        if mine is None:
+            raise
+        raise mine from unanswered  # it tells more, and may be why nobody answered: a device of no use
     if not any(flag != b"\0" for flag in flags):
         return
     _raise_any(mine, group.all_gather_bytes(b"" if mine is None else _encoded(mine)))

@@ -3,16 +3,38 @@
 Only this module knows global ranks and backends: everywhere else a rank is a group rank. All ranks of the
 group must call every method that communicates, in the same order, except `send` and `recv`, which concern
 two ranks.
+
+Note [Rows at once]
+    Where a backend can take several collectives as one (NCCL, XCCL), all broadcasts of a bucket are one
+    launch: without that, each is a kernel of its own with its own latency, one after the other on NCCL's
+    stream. An all-gather would be one launch too. But it takes one tensor of each rank, and an owner may have
+    several spans in a bucket; and where all rows have one length, PyTorch's gathers them into a copy of the
+    whole bucket, and copies them out. Broadcasts write in place. gloo has no such thing: there all broadcasts
+    are started, and its threads work on them side by side.
+
+Note [gloo and CUDA]
+    gloo brings CUDA tensors to the host by itself in its collectives, on streams and threads of its own. In
+    `isend` and `irecv` it does not: it takes the pointer for one to host memory. So on gloo CUDA tensors
+    are exchanged by an all-to-all, and `send` and `recv` go by way of the device of small tensors, which on
+    gloo is the CPU. gloo's all-to-all knows few dtypes and no list of tensors, hence one tensor of bytes.
+    CPU tensors are sent piece by piece, which takes no second copy of them.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_optim.compat.engine import timeout_of
+from zero_optim.comm.backends import (
+    backend_for,
+    backends_of,
+    device_for_small_tensors,
+    devices_of,
+    unserved,
+)
+from zero_optim.compat.engine import coalesced, coalesces, timeout_of
 from zero_optim.errors import RemoteRankError
 
 
@@ -49,22 +71,29 @@ class RankGroup:
     """A process group as its members see it: group ranks 0 … size-1, this process among them.
 
     Args:
-        process_group: the group; gloo or NCCL, the default group or a part of it.
+        process_group: the group, the default group or a part of it.
         rank: group rank of this process.
         size: number of ranks.
-        device: where the library's own small tensors must lie, so that this backend can send them.
+        device: where the library's own small tensors lie, see Note [Devices of a group] in
+            `zero_optim.comm.backends`.
+        data_devices: where the parameters lie; empty where nothing is known of them.
+        backends: what serves each type of device, such as ``{"cpu": "gloo", "cuda": "nccl"}``.
     """
 
     process_group: dist.ProcessGroup
     rank: int
     size: int
     device: torch.device
+    data_devices: tuple[torch.device, ...]
+    backends: Mapping[str, str] = field(compare=False)
 
     def __deepcopy__(self, memo: object) -> "RankGroup":
         """Return this object: a process group cannot be copied."""
         return self
 
-    def __reduce__(self) -> tuple[Callable[..., "RankGroup"], tuple[None]]:
+    def __reduce__(
+        self,
+    ) -> tuple[Callable[..., "RankGroup"], tuple[None, tuple[torch.device, ...]]]:
         """Pickle the default group as "the default group"; no other group can be found again.
 
         Raises:
@@ -72,14 +101,16 @@ class RankGroup:
         """
         if self.process_group is not dist.group.WORLD:
             raise TypeError("an optimizer over a sub-group cannot be pickled: save its state_dict() instead")
-        return RankGroup.of, (None,)
+        return RankGroup.of, (None, self.data_devices)
 
     @classmethod
-    def of(cls, process_group: dist.ProcessGroup | None) -> "RankGroup":
+    def of(cls, process_group: dist.ProcessGroup | None, data: object = None) -> "RankGroup":
         """Make one for a process group, as this process sees it. Does not communicate.
 
         Args:
             process_group: None stands for the default group.
+            data: what is to be sent: parameters, modules, devices, or collections of them, see `devices_of`;
+                None where nothing is known. Nothing in it is refused here, see `check_serves`.
 
         Raises:
             RuntimeError: torch.distributed is not initialised.
@@ -95,32 +126,61 @@ class RankGroup:
             raise ValueError(
                 "this process is not a member of the process_group given: build it on members only"
             )
-        on_cuda = "nccl" in dist.get_backend(group)
-        device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
-        return cls(group, dist.get_rank(group), dist.get_world_size(group), device)
+        devices, backends = devices_of(data), backends_of(group)
+        small = device_for_small_tensors(backends, devices, getattr(group, "bound_device_id", None))
+        return cls(group, dist.get_rank(group), dist.get_world_size(group), small, devices, backends)
 
-    def share_rows(self, rows: Iterable[tuple[int, Tensor]]) -> list[dist.Work]:
+    def check_serves(self, data: object) -> None:
+        """Refuse tensors on a device that the group cannot send. Does not communicate.
+
+        A group of one sends nothing, and takes all.
+
+        Raises:
+            ValueError: there are some; names the device, what the group has, and what to do.
+        """
+        wrong = unserved(self.backends, devices_of(data)) if self.size > 1 else None
+        if wrong is not None:
+            raise ValueError(wrong)
+
+    def backend_of(self, device: torch.device) -> str:
+        """Name the backend that sends tensors of a device; "" if none does."""
+        return self.backends.get(device.type, "")
+
+    @property
+    def data_backend(self) -> str:
+        """What a group beside this one needs to send the same data, as `init_process_group` takes it."""
+        known = backend_for(self.backends, self.data_devices) if self.backends else ""
+        return known or str(dist.get_backend(self.process_group))
+
+    def broadcast_rows(self, rows: Iterable[tuple[int, Tensor]]) -> list[dist.Work]:
         """Start the broadcast of each row from its owner; all run at the same time. All ranks call.
 
         Measured on gloo, broadcasts by the owners take a third of the time of an all-gather of the same
-        bytes. Nor do they need rows of equal length.
+        bytes. Nor do they need rows of equal length. See Note [Rows at once].
 
         Args:
-            rows: (owner, 1-D tensor) in the same order on every rank. The broadcast reads the owner's tensor
-                and writes the others.
+            rows: (owner, 1-D tensor) in the same order on every rank, all on one device. The broadcast reads
+                the owner's tensor and writes the others.
 
         Returns:
-            One handle for each row; none in a group of one.
+            Their handles: one for each row, or one for all; none in a group of one.
         """
-        if self.size == 1:
-            return []
-        return [self._broadcast(row, owner) for owner, row in rows]
+        listed = list(rows) if self.size > 1 else []
+        if len(listed) < 2 or not coalesces(self.process_group, listed[0][1].device):
+            works = [self._broadcast(row, owner) for owner, row in listed]
+            assert None not in works  # async_op=True on a member always returns a handle
+            return [work for work in works if work is not None]
+        with coalesced(self.process_group, listed[0][1].device) as started:
+            for owner, row in listed:
+                self._broadcast(row, owner)
+        return started
 
-    def _broadcast(self, tensor: Tensor, source: int) -> dist.Work:
+    def _broadcast(self, tensor: Tensor, source: int) -> dist.Work | None:
         # As bytes, because no backend knows every dtype (gloo lacks float8, NCCL lacks int16).
         row = tensor.view(torch.uint8)
-        work = dist.broadcast(row, self._global(source), group=self.process_group, async_op=True)
-        assert isinstance(work, dist.Work)  # async_op=True on a member always returns a handle
+        work: dist.Work | None = dist.broadcast(
+            row, self._global(source), group=self.process_group, async_op=True
+        )
         return work
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
@@ -141,12 +201,13 @@ class RankGroup:
         if self.size == 1 or not payload:
             return [payload] * self.size
         mine = bytes_to_tensor(payload).to(self.device)
-        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        came = mine.new_empty(self.size * mine.numel())
         try:
-            dist.all_gather(parts, mine, group=self.process_group)
+            dist.all_gather(list(came.chunk(self.size)), mine, group=self.process_group)
         except RuntimeError as error:  # of the backend, whose text does not tell who waited for whom
             raise self.unanswered("the ranks could not agree", error) from error
-        return [tensor_to_bytes(part) for part in parts]
+        everything = tensor_to_bytes(came)  # one copy from the device, not one for each rank
+        return [everything[start : start + len(payload)] for start in range(0, len(everything), len(payload))]
 
     def unanswered(self, what: str, error: RuntimeError) -> RemoteRankError:
         """Make the error for a collective that a rank did not take part in.
@@ -168,7 +229,7 @@ class RankGroup:
             pieces: by receiving rank; 1-D, contiguous, of one dtype. The piece for this rank is not sent.
                 Rank r's piece has the same length on every rank.
             lanes: groups of the same ranks. One gloo group is not reliably full duplex, so on gloo each
-                sender gets its own lane, modulo their number.
+                sender gets its own lane, modulo their number. See also Note [gloo and CUDA].
 
         Returns:
             The handles; the pieces received, by sending rank, complete when the handles have ended. This
@@ -178,8 +239,10 @@ class RankGroup:
         received = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
         if self.size == 1:
             return [], received
-        if self.device.type == "cuda":
+        if lanes[0].backend_of(mine.device) != "gloo":
             return self._exchange_at_once(pieces, received, lanes[0]), received
+        if mine.device.type != "cpu":
+            return self._exchange_packed(pieces, received, lanes[0])
         works: list[dist.Work | None] = []
         for rank in range(self.size):
             if rank != self.rank:
@@ -191,9 +254,27 @@ class RankGroup:
     def _exchange_at_once(
         self, pieces: Sequence[Tensor], received: list[Tensor], lane: "RankGroup"
     ) -> list[dist.Work]:
-        work = dist.all_to_all(received, list(pieces), group=lane.process_group, async_op=True)
+        own = pieces[self.rank][:0]  # this rank's piece stays where it is
+        sent = [own if rank == self.rank else piece for rank, piece in enumerate(pieces)]
+        into = [own if rank == self.rank else piece for rank, piece in enumerate(received)]
+        work = dist.all_to_all(into, sent, group=lane.process_group, async_op=True)
         assert isinstance(work, dist.Work)  # async_op=True on a member always returns a handle
         return [work]
+
+    def _exchange_packed(
+        self, pieces: Sequence[Tensor], received: list[Tensor], lane: "RankGroup"
+    ) -> tuple[list[dist.Work], list[Tensor]]:
+        """Exchange as one tensor each way, and as bytes: see Note [gloo and CUDA]."""
+        own = pieces[self.rank]
+        sent = [own[:0] if rank == self.rank else piece for rank, piece in enumerate(pieces)]
+        into = [own[:0] if rank == self.rank else piece for rank, piece in enumerate(received)]
+        packed = torch.cat(sent).view(torch.uint8)
+        came = torch.empty(sum(part.nbytes for part in into), dtype=torch.uint8, device=own.device)
+        there, back = ([part.nbytes for part in parts] for parts in (sent, into))
+        work = dist.all_to_all_single(came, packed, back, there, group=lane.process_group, async_op=True)
+        assert isinstance(work, dist.Work)  # async_op=True on a member always returns a handle
+        arrived = torch.split(came.view(own.dtype), [part.numel() for part in into])
+        return [work], [own if rank == self.rank else part for rank, part in enumerate(arrived)]
 
     def send(self, tensor: Tensor, *to: int) -> None:
         """Send a contiguous tensor to some ranks, which must call `recv`; returns when all have read it."""

@@ -89,8 +89,8 @@ class _Pool:
         self.free -= free
         return {name for name in free if name in self.lanes}
 
-    def lend(self, names: Iterable[str]) -> Lease:
-        return Lease({name: RankGroup.of(self.lanes[name]) for name in names}, self.free)
+    def lend(self, names: Iterable[str], data: object) -> Lease:
+        return Lease({name: RankGroup.of(self.lanes[name], data) for name in names}, self.free)
 
 
 # By the default group, then by ranks, backend and timeout. PyTorch keeps groups in globals, so this has to be
@@ -99,13 +99,14 @@ _POOLS: WeakKeyDictionary[dist.ProcessGroup, dict[object, _Pool]] = WeakKeyDicti
 
 
 def lanes_beside(group: RankGroup) -> Lease:
-    """Take lanes with the backend of a group, for traffic that must not wait behind the group's own.
+    """Take lanes with the backend that sends a group's data, for what must not wait behind its own traffic.
 
-    On gloo one lane for each rank, up to eight, as a gloo group sends for few ranks at a time. On NCCL one
-    lane, as NCCL's groups must not run at the same time. All ranks call; communicates and raises as `lease`.
+    On gloo one lane for each rank, up to eight, as a gloo group sends for few ranks at a time. On NCCL, and
+    whatever else there is, one lane, as NCCL's groups must not run at the same time. All ranks call;
+    communicates and raises as `lease`.
     """
-    number = min(group.size, _MOST) if group.device.type == "cpu" else 1
-    return lease(group, number, dist.get_backend(group.process_group))
+    backend = group.data_backend
+    return lease(group, min(group.size, _MOST) if backend == "gloo" else 1, backend)
 
 
 def lease(group: RankGroup, number: int, backend: str) -> Lease:
@@ -137,7 +138,7 @@ def lease(group: RankGroup, number: int, backend: str) -> Lease:
             offered.add(name)
             chosen.append(name)
         offered.difference_update(chosen)
-        return pool.lend(chosen)
+        return pool.lend(chosen, group.data_devices)
     finally:
         pool.free |= offered
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup, bytes_to_tensor, tensor_to_bytes
 from zero_optim.compat.engine import wraps_tensors
+from zero_optim.compat.streams import joined_on_host
 from zero_optim.plan.memory import dense_strides
 
 PIECE_NBYTES = 16 * 2**20
@@ -224,8 +225,17 @@ def send_value(group: RankGroup, to: Sequence[int], skeleton: Skeleton, tensors:
     memories = [memory_of(tensor) for tensor in tensors]
     for piece in _pieces([memory.numel() for memory in memories]):
         parts = [memories[index][start:stop] for index, start, stop in piece]
-        # All parts to one device first: Adam on CUDA keeps its step counts on the CPU.
-        group.send(parts[0] if len(parts) == 1 else torch.cat([part.to(group.device) for part in parts]), *to)
+        group.send(_joined(parts, group.device), *to)
+
+
+def _joined(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Make one tensor of a piece, on the device that it is sent from. Parts may lie on several devices.
+
+    Adam on CUDA keeps its step counts on the CPU.
+    """
+    if device.type == "cpu" and any(part.device != device for part in parts):
+        return joined_on_host(parts)
+    return parts[0] if len(parts) == 1 else torch.cat([part.to(device) for part in parts])
 
 
 def recv_value(group: RankGroup, source: int, advance: Callable[[int], object] = int) -> Nested:

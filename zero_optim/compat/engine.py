@@ -5,9 +5,20 @@ Note [Private names]
     ``zero_optim.hooks``. So a missing name shows at import, with what to do, and not in the middle of a run.
     PyTorch 2.8.0 and 2.13.0 have all of them. Names that the library can do without are read with a default,
     and are not listed.
+
+Note [No split communicators]
+    If the default group was made with ``device_id=``, PyTorch makes every later NCCL communicator by
+    splitting that of the default group: at once if the new group is given a device too, else with its first
+    collective. All ranks of the default group have to take part in a split (``ncclCommSplit``); in
+    `new_group` those that are no members do so by a call of their own. Here they do not know of the
+    group, so that the members would wait for ever. Nor may a split run while the default group is used on
+    another thread, which is when a lane is first used. So no device is handed in, and the source to split
+    from is taken out of the options before there is a communicator. The members then make one as they do
+    without ``device_id=``: by way of the store, under the group's own name.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -34,7 +45,9 @@ NEEDED: tuple[tuple[object, str], ...] = (
     (torch.amp.GradScaler, "_get_scale_async"),
     (torch.amp.GradScaler, "_per_optimizer_states"),
     (dist.ProcessGroup, "_device_types"),
+    (dist.ProcessGroup, "_end_coalescing"),
     (dist.ProcessGroup, "_get_backend"),
+    (dist.ProcessGroup, "_start_coalescing"),
     (Joinable, "_join_config"),
     (torch.nn.Module, "_forward_pre_hooks"),
     (torch.optim.Optimizer, "_optimizer_load_state_dict_post_hooks"),
@@ -174,9 +187,7 @@ def eager(function: F) -> F:
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """Return how long a collective of a group may take; None if it cannot be known."""
     for device in group._device_types:
-        backend = group._get_backend(device)
-        backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
-        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+        timeout = getattr(getattr(_bare(group._get_backend(device)), "options", None), "_timeout", None)
         if isinstance(timeout, timedelta):
             return timeout
     return None
@@ -186,7 +197,8 @@ def make_group(ranks: Sequence[int], backend: str, name: str, timeout: timedelta
     """Make a process group with a given name. Its members call, and no other rank; communicates.
 
     `torch.distributed.new_group` takes no name. If only members call it, it derives the name from the number
-    of groups in the process, which may differ: see Note [Lanes] in `zero_optim.comm.lanes`.
+    of groups in the process, which may differ: see Note [Lanes] in `zero_optim.comm.lanes`. See also
+    Note [No split communicators].
 
     Args:
         ranks: global ranks of the members, by group rank; this process is one of them.
@@ -208,12 +220,51 @@ def make_group(ranks: Sequence[int], backend: str, name: str, timeout: timedelta
         store,
         name,
         timeout=c10d.default_pg_timeout if timeout is None else timeout,
-        device_id=getattr(dist.group.WORLD, "bound_device_id", None),
         group_desc="zero_optim",
     )
+    _keep_whole(made)
     world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(ranks)}
     group: dist.ProcessGroup = made
     return group
+
+
+def _keep_whole(group: dist.ProcessGroup) -> None:
+    """Let a new group make communicators of its own; see Note [No split communicators]."""
+    for device in group._device_types:
+        options: Any = getattr(_bare(group._get_backend(device)), "options", None)
+        if getattr(options, "split_from", None) is not None:
+            options.split_from = None
+
+
+def _bare(backend: Any) -> Any:  # noqa: ANN401 - PyTorch's class of backends has few of their attributes
+    """Take a backend out of the wrapper that ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` puts around it."""
+    return getattr(backend, "wrapped_pg", backend)
+
+
+def coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the backend for a device can take several collectives as one."""
+    # A subclass of ProcessGroup does everything itself; PyTorch's `batch_isend_irecv` asks in the same way.
+    return type(group) is dist.ProcessGroup and bool(group._get_backend(device).supports_coalescing)
+
+
+@contextmanager
+def coalesced(group: dist.ProcessGroup, device: torch.device) -> Iterator[list[dist.Work]]:
+    """Start the asynchronous collectives of the body as one; only where `coalesces`.
+
+    Yields:
+        A list, empty at first. When the body ends it gets the handle for all of them. Those that the
+        collectives themselves return are of no use.
+    """
+    works: list[dist.Work] = []
+    start: Any = group._start_coalescing
+    end: Any = group._end_coalescing
+    start(device)
+    try:
+        yield works
+    finally:  # else everything started later on the group would wait for the end
+        work = end(device)
+    if work is not None:
+        works.append(work)
 
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

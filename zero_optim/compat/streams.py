@@ -10,8 +10,8 @@ Note [Streams]
     stream has got there. A CPU that reads a value waits for all of that; `HostCopy` lets it look later.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -40,10 +40,13 @@ class Accelerator:
         """Make a stream beside the others."""
         return self.module.Stream(device=device)
 
-    def using(self, stream: Stream) -> AbstractContextManager[Any]:
+    @contextmanager
+    def using(self, stream: Stream) -> Iterator[None]:
         """Use a stream, and its device, on this thread while the context lasts."""
-        context: AbstractContextManager[Any] = self.module.stream(stream)
-        return context
+        # The device first: on a thread that has none yet, PyTorch's stream context returns to device 0 when
+        # it ends, by the call that makes a context there, of half a GB. Its device context does not.
+        with self.module.device(stream.device), self.module.stream(stream):
+            yield
 
     def recorded_event(self, device: torch.device) -> Event:
         """Make an event that happens when the current stream has done what it was given so far."""
@@ -69,6 +72,12 @@ def accelerator_of(device: torch.device) -> Accelerator | None:
     if device.type in ("cpu", "meta"):
         return None
     return Accelerator(torch.get_device_module(device))
+
+
+def current_device(kind: str) -> torch.device:
+    """Return the device of a type that this thread uses where none is named."""
+    index = getattr(torch.get_device_module(kind), "current_device", None)
+    return torch.device(kind) if index is None else torch.device(kind, index())
 
 
 def is_asynchronous(device: torch.device) -> bool:
@@ -150,6 +159,59 @@ class HostCopy:
             self._event.synchronize()
             self._event = None
         return self._value
+
+
+class HostCopies:
+    """Copies of many tensors for the host. The CPU waits once for all of them, not once for each.
+
+    The host memory is pinned where the device is asynchronous: only to such memory do copies run beside the
+    CPU. PyTorch keeps it for later copies.
+    """
+
+    def __init__(self) -> None:
+        self._devices: dict[torch.device, None] = {}
+
+    def add(self, tensor: Tensor) -> Tensor:
+        """Start a copy.
+
+        Args:
+            tensor: is read by the current stream; may be changed by later work of that stream.
+
+        Returns:
+            The copy, on the CPU, with the tensor's strides if it is dense; complete after `wait`.
+        """
+        accelerator = accelerator_of(tensor.device)
+        if accelerator is None:
+            return tensor.detach().clone()
+        copy = accelerator.host_tensor(tensor)
+        copy.copy_(tensor.detach(), non_blocking=True)
+        self._devices[tensor.device] = None
+        return copy
+
+    def wait(self) -> None:
+        """Wait on the CPU until all copies are complete. The current streams must be those of `add`."""
+        devices, self._devices = self._devices, {}
+        for event in [recorded_event(device) for device in devices]:
+            if event is not None:
+                event.synchronize()
+
+
+def joined_on_host(parts: Sequence[Tensor]) -> Tensor:
+    """Copy 1-D tensors of one dtype, from any devices, one after the other into one; the CPU waits once."""
+    asynchronous = next((part for part in parts if is_asynchronous(part.device)), None)
+    if asynchronous is None:
+        return torch.cat(list(parts))
+    accelerator = accelerator_of(asynchronous.device)
+    assert accelerator is not None  # it is asynchronous
+    sizes = [part.numel() for part in parts]
+    joined = accelerator.host_tensor(asynchronous.new_empty(sum(sizes), device="meta"))
+    for place, part in zip(torch.split(joined, sizes), parts, strict=True):
+        place.copy_(part, non_blocking=True)
+    for device in dict.fromkeys(part.device for part in parts):
+        event = recorded_event(device)
+        if event is not None:
+            event.synchronize()
+    return joined
 
 
 class StreamBeside:

@@ -63,14 +63,15 @@ class UnderWay:
 def start_gather(group: RankGroup, bucket: ParamBucket) -> Pending:
     """Start the gather of one bucket; all ranks call, in the same order of buckets.
 
-    One broadcast for each owner that has a row in the bucket.
+    One broadcast for each owner that has a row in the bucket; one launch for all of them where the backend
+    has such a thing.
 
     Returns:
         The gather. Parameters of other owners have their new values after ``wait()``. Until then nothing may
         write to any parameter of the bucket.
     """
     flat = bucket.fill()
-    works = group.share_rows(rows_of(flat, bucket.layout))
+    works = group.broadcast_rows(rows_of(flat, bucket.layout))
     return Pending(works, [flat], lambda: bucket.settle(flat))
 
 
@@ -90,7 +91,7 @@ def start_gather_of_part(
     works = []
     for number, lane in enumerate(lanes):
         mine = [span for span in spans if span.owner % len(lanes) == number]
-        works += lane.share_rows([(span.owner, flat[span.start : span.stop]) for span in mine])
+        works += lane.broadcast_rows([(span.owner, flat[span.start : span.stop]) for span in mine])
     return Pending(works, [flat], lambda: bucket.settle(flat, chosen))
 
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.arguments import check_flags
+from zero_optim.comm.backends import held
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.explain import Explanation, explain
 from zero_optim.plan.costs import Cost, CostName, cost_named
@@ -115,7 +116,10 @@ class ShardedOptimizer(Optimizer):
         self, params: Params, default: OptimizerSpec, group: RankGroup, options: ShardingOptions
     ) -> None:
         """Plan, agree on the plan with the other ranks, and build."""
+        params = held(params)
+        group = RankGroup.of(group.process_group, params)
         with failing_together(group):
+            group.check_serves(params)
             options.check_flags()
             sharding = Sharding(group, options.parameters_as_bucket_view, options.bucket_cap_mb)
             leaves = Leaves(options.master_dtype)
@@ -176,6 +180,7 @@ class ShardedOptimizer(Optimizer):
         try:
             with failing_together(self._group):
                 super().add_param_group(group)
+                self._group.check_serves(group)
                 cost = cost_named(group.pop("cost", self._options.cost))
                 spec = OptimizerSpec.taken_from(group)
                 about = [f"optimizer {spec.describe()}"] if spec is not None else []

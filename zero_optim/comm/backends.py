@@ -1,0 +1,152 @@
+"""What a process group can send: which backend serves tensors of which device. Does not communicate.
+
+Note [Devices of a group]
+    A process group has a backend for each type of device whose tensors it can send. Its name does not tell
+    which: "undefined" after a plain ``init_process_group()`` is NCCL alone on a GPU host, and gloo alone on
+    others; a name of one's own may stand for anything. What tells is the group's configuration, such as
+    ``cpu:gloo,cuda:nccl``, and which types are really registered.
+
+    The library's own small tensors (flags, lengths, digests) lie on the CPU where the group has a backend for
+    it: they come from there, are read there, and then no CPU waits for a GPU. Otherwise they lie where the
+    parameters lie, with its index. The current device would be another one in scripts that never set it
+    (``model.to(rank)``): then all ranks would use GPU 0, which NCCL refuses. So whoever makes a `RankGroup`
+    hands in what it has; the current device is asked only where there is nothing.
+
+    How to send is decided by the backend that serves the tensor, not by the device: gloo takes CUDA tensors
+    too, but not everywhere (Note [gloo and CUDA] in `zero_optim.comm.collectives`).
+"""
+
+from collections.abc import Iterator, KeysView, Mapping, Sequence, ValuesView
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zero_optim.compat.streams import current_device
+
+T = TypeVar("T")
+
+_PLACELESS = "meta"  # tensors on it have no memory, so nothing of theirs is sent
+
+
+def devices_of(given: object) -> tuple[torch.device, ...]:
+    """List the devices of the tensors in something, each once, in the order of their first tensor.
+
+    Args:
+        given: tensors, devices, modules (their parameters count), parameter groups (likewise), and other
+            collections of them, nested. What can be read only once (a generator) is left alone, and so is
+            everything else.
+    """
+    return tuple(dict.fromkeys(device for device in _found(given) if device.type != _PLACELESS))
+
+
+def held(given: T) -> T:
+    """Make parameters that can be read only once into some that can be read again; raises nothing.
+
+    Args:
+        given: parameters, or groups of them, as ``torch.optim`` takes them. What an iterator in it raises,
+            the result raises when it is read.
+    """
+    if not isinstance(given, Iterator | list | tuple):
+        return given
+    read: list[Any] = []
+    kept: Any = read
+    try:
+        read.extend(given)
+    except Exception as error:  # noqa: BLE001 - raised where it is read, which all ranks do together
+        kept = _Broken(error)
+    for place, each in enumerate(read):
+        if isinstance(each, dict) and isinstance(each.get("params"), Iterator):
+            read[place] = {**each, "params": held(each["params"])}
+    result: T = kept
+    return result
+
+
+class _Broken(Iterator[Any]):
+    """An iterator that raises what another one raised."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __next__(self) -> Any:  # noqa: ANN401 - never returns
+        raise self._error
+
+
+def _found(given: object) -> Iterator[torch.device]:
+    if isinstance(given, torch.device):
+        yield given
+    elif isinstance(given, Tensor):
+        yield given.device
+    elif isinstance(given, nn.Module):
+        yield from (param.device for param in given.parameters())
+    elif isinstance(given, Mapping):
+        yield from _found(given.get("params"))
+    elif isinstance(given, list | tuple | set | frozenset | KeysView | ValuesView):
+        for part in given:
+            yield from _found(part)
+
+
+def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """Tell the backend for each type of device that a group can send, such as ``{"cpu": "gloo"}``."""
+    configured = parse_config(dist.get_backend_config(group))
+    registered = [device.type for device in group._device_types]
+    if not registered:  # a subclass of ProcessGroup does everything itself
+        return configured
+    name = str(dist.get_backend(group))
+    # In the order of the configuration, as that of the types differs between processes.
+    types = [*(kind for kind in configured if kind in registered), *sorted({*registered} - {*configured})]
+    return {kind: configured.get(kind, name) for kind in types}
+
+
+def parse_config(config: str) -> dict[str, str]:
+    """Read a configuration such as ``cpu:gloo,cuda:nccl``; what names no device is left out."""
+    pairs = (part.partition(":") for part in config.lower().split(","))
+    return {kind: name for kind, colon, name in pairs if colon}
+
+
+def device_for_small_tensors(
+    backends: Mapping[str, str], data: Sequence[torch.device], bound: torch.device | None = None
+) -> torch.device:
+    """Choose where the library's own small tensors lie, see Note [Devices of a group].
+
+    Args:
+        backends: by type of device.
+        data: devices of the parameters; empty where nothing is known.
+        bound: the device that the group was made for, with ``device_id=``.
+    """
+    if "cpu" in backends or not backends:
+        return torch.device("cpu")
+    served = (device for device in (*data, bound) if device is not None and device.type in backends)
+    found = next(served, None)
+    return current_device(next(iter(backends))) if found is None else found
+
+
+def backend_for(backends: Mapping[str, str], data: Sequence[torch.device]) -> str:
+    """Name a backend that serves some devices, as `init_process_group` takes it: no more than they need.
+
+    Args:
+        backends: by type of device.
+        data: the devices; empty for all that ``backends`` serves.
+    """
+    types = {device.type for device in data} & backends.keys() or backends.keys()
+    needed = {kind: name for kind, name in backends.items() if kind in types}
+    if len(set(needed.values())) == 1:
+        return next(iter(needed.values()))
+    return ",".join(f"{kind}:{name}" for kind, name in needed.items())
+
+
+def unserved(backends: Mapping[str, str], data: Sequence[torch.device]) -> str | None:
+    """Say what is wrong if a group has no backend for one of some devices; None if it has."""
+    missing = [device for device in data if device.type not in backends]
+    if not missing or not backends:
+        return None
+    has = ",".join(f"{kind}:{name}" for kind, name in backends.items())
+    kind = missing[0].type
+    default = dist.Backend.default_device_backend_map.get(kind, "BACKEND")
+    return (
+        f"expected parameters on a device that the process group can send, got some on {missing[0]}, and the "
+        f"group has no backend for {kind} tensors (it has {has}). Move the model to "
+        f"{' or '.join(backends)} before, or make the group with one, such as "
+        f'init_process_group("{has},{kind}:{default}")'
+    )
