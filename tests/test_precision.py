@@ -1,6 +1,7 @@
 """Master copies, averaged weights, and gradient scaling."""
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pool import Ranks
+from sync_calls import cpu_as_accelerator
 from training import (
     MIXED,
     assert_same_bits,
@@ -122,6 +124,34 @@ def check_model_loaded() -> None:
 
 def test_a_stale_master_does_not_undo_what_was_loaded_into_the_model(ranks2: Ranks) -> None:
     ranks2.run(check_model_loaded)
+
+
+def check_row_zeroed(pretend_asynchronous: bool) -> None:
+    """A padding row that the script zeroes after each step, and a NaN; the rest follows an fp32 run."""
+    param = nn.Parameter(torch.randn(4, 8).to(torch.bfloat16))
+    wide = nn.Parameter(param.detach().float())
+    plain = torch.optim.SGD([wide], lr=2.0**-12)
+    sharded = ZeroRedundancyOptimizer([param], torch.optim.SGD, master_dtype=torch.float32, lr=2.0**-12)
+    with cpu_as_accelerator() if pretend_asynchronous else nullcontext():
+        for _ in range(40):
+            param.grad, wide.grad = torch.ones_like(param), torch.ones_like(wide)
+            plain.step()
+            sharded.step()
+            with torch.no_grad():
+                for p in (param, wide):
+                    p[0] = 0.0
+                    p[3, 0] = math.nan
+    assert_same_bits([param.nan_to_num()], [wide.to(torch.bfloat16).nan_to_num()])
+    if sharded.owned_parameters():
+        master = sharded.state[param]["master"]
+        assert torch.equal(master[1:3], wide[1:3])
+
+
+@pytest.mark.parametrize("pretend_asynchronous", [False, True], ids=["cpu", "asynchronous"])
+def test_a_row_written_after_each_step_leaves_the_other_masters_alone(
+    ranks1: Ranks, pretend_asynchronous: bool
+) -> None:
+    ranks1.run(check_row_zeroed, pretend_asynchronous)
 
 
 def check_closure_with_masters() -> None:

@@ -295,7 +295,7 @@ class ZeroRedundancyOptimizer(ShardedStateDicts, Joinable):
         """Scale all gradients down so that their global norm is at most ``max_norm``; all ranks call.
 
         ``torch.nn.utils.clip_grad_norm_`` with the owners' gradients: the norm is the same on every
-        rank. One collective of 16 bytes a parameter; the norms are computed once, not on every rank.
+        rank, and each is taken once, by its owner. One small collective; on CUDA the CPU waits for it, once.
 
         Args:
             max_norm: the norm wanted at most.

@@ -4,7 +4,6 @@ A rank that fails alone leaves the others waiting in their next collective. Ever
 
 - `agree`: compares what ranks are about to do; if it differs, raises on every rank and names the difference;
 - `failing_together`: runs work that may raise on some ranks only, and then raises on all;
-- `gather_together`: the same, inside a gather that is needed anyway;
 - `SharedCall`: the same, for a function that other code calls.
 """
 
@@ -92,21 +91,6 @@ def failing_together(group: RankGroup) -> Iterator[None]:
     if not any(flag != b"\0" for flag in flags):
         return
     _raise_any(mine, group.all_gather_bytes(b"" if mine is None else _encoded(mine)))
-
-
-def gather_together(group: RankGroup, work: Callable[[], bytes]) -> list[bytes]:
-    """Return on every rank what the work returns on each, by rank; if it raised on any rank, raise on all.
-
-    All ranks call. It communicates no more than `RankGroup.all_gather_bytes`.
-    """
-    mine: Exception | None = None
-    try:
-        payload = b"\0" + work()
-    except Exception as error:  # noqa: BLE001 - kept, sent to the others, raised again below
-        mine, payload = error, b"\1" + _encoded(error)
-    payloads = group.all_gather_bytes(payload)
-    _raise_any(mine, [payload[1:] if payload[:1] == b"\1" else b"" for payload in payloads])
-    return [payload[1:] for payload in payloads]
 
 
 class SharedCall:

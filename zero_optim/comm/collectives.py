@@ -35,6 +35,7 @@ from zero_optim.comm.backends import (
     unserved,
 )
 from zero_optim.compat.engine import coalesced, coalesces, timeout_of
+from zero_optim.compat.streams import HostCopy, sent_to
 from zero_optim.errors import RemoteRankError
 
 
@@ -200,14 +201,31 @@ class RankGroup:
         """
         if self.size == 1 or not payload:
             return [payload] * self.size
-        mine = bytes_to_tensor(payload).to(self.device)
-        came = mine.new_empty(self.size * mine.numel())
+        gathered = self.all_gather_rows(sent_to(bytes_to_tensor(payload), self.device))
+        return [tensor_to_bytes(row) for row in HostCopy(gathered).read()]
+
+    def all_gather_rows(self, mine: Tensor) -> Tensor:
+        """Gather the tensors of all ranks, which must have equal length. One collective.
+
+        On an asynchronous device neither this nor what made the tensor lets the CPU wait.
+
+        Args:
+            mine: 1-D, uint8, on `device`.
+
+        Returns:
+            Shape (number of ranks, length), on `device`.
+
+        Raises:
+            RemoteRankError: a rank has ended, or did not come within the group's timeout.
+        """
+        if self.size == 1 or not mine.numel():
+            return mine.expand(self.size, -1)
+        gathered = mine.new_empty(self.size, mine.numel())
         try:
-            dist.all_gather(list(came.chunk(self.size)), mine, group=self.process_group)
+            dist.all_gather(list(gathered.unbind()), mine, group=self.process_group)
         except RuntimeError as error:  # of the backend, whose text does not tell who waited for whom
             raise self.unanswered("the ranks could not agree", error) from error
-        everything = tensor_to_bytes(came)  # one copy from the device, not one for each rank
-        return [everything[start : start + len(payload)] for start in range(0, len(everything), len(payload))]
+        return gathered
 
     def unanswered(self, what: str, error: RuntimeError) -> RemoteRankError:
         """Make the error for a collective that a rank did not take part in.

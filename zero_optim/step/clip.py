@@ -4,21 +4,33 @@ Every parameter's norm is taken by its owner, from the gradient that the step wi
 the norms are then combined on every rank in the same order. So the result is equal on all ranks
 even where gradients are not, and equal bit for bit to ``torch.nn.utils.clip_grad_norm_`` where they
 are (several dtypes or devices aside: PyTorch combines those group by group, in no fixed order).
+
+Note [One gather, one wait]
+    Every rank knows who owns what, so what a rank tells has a fixed length: a byte and a float64 for each
+    parameter of the rank that owns most. The bytes say which of its parameters have gradients, the float64s
+    are their norms, in order and without gaps. In front stand a byte that says whether the rank has failed,
+    and a digest of its arguments; only where these tell of an error do the ranks exchange more. The norms
+    stay on their device until they are gathered. So on an asynchronous device the CPU waits once: where the
+    result is read or, if the group sends from the CPU, where the rank's own norms are brought there.
 """
 
+import hashlib
 import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
 
-from zero_optim.comm.agreement import gather_together
+from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.arguments import check_flags
-from zero_optim.comm.collectives import RankGroup, ranks_text
-from zero_optim.errors import RankMismatchError
+from zero_optim.comm.collectives import RankGroup, bytes_to_tensor, tensor_to_bytes
+from zero_optim.compat.streams import HostCopy, is_asynchronous, sent_to
 from zero_optim.plan.description import describe
+
+_HEADING_NBYTES = 16  # a byte for failure, then the digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +81,8 @@ def clip_together(
 ) -> Tensor:
     """Scale all gradients down, if their norm as one vector is above what was asked for; all ranks call.
 
-    Communicates: one small collective.
+    Communicates: one small collective. The CPU waits for the gradients once; with ``error_if_nonfinite`` it
+    waits for the result as well.
 
     Args:
         group: the ranks that own the parameters.
@@ -112,48 +125,99 @@ def global_grad_norm(
         RankMismatchError: on every rank, when ranks gave different arguments.
         TypeError: likewise, when an argument is of the wrong kind on any; or ValueError.
     """
-
-    def arguments_and_norms() -> bytes:
-        mine = [i for i, p in enumerate(params) if owners[i] == group.rank and p.grad is not None]
-        norms = _norms([params[i].grad for i in mine], asked.check(), asked.foreach)
-        arguments = str(asked).encode()
-        packed = (struct.pack("<qd", i, norm) for i, norm in zip(mine, norms, strict=True))
-        return b"".join([struct.pack("<q", len(arguments)), arguments, *packed])
-
-    told: list[tuple[int, float]] = []
-    arguments: list[str] = []
-    for payload in gather_together(group, arguments_and_norms):
-        start = 8 + int.from_bytes(payload[:8], "little")
-        arguments.append(payload[8:start].decode())
-        told += struct.iter_unpack("<qd", payload[start:])
-    if len(set(arguments)) > 1:
-        held = {given: [r for r, other in enumerate(arguments) if other == given] for given in arguments}
-        text = "; ".join(f"{ranks_text(ranks)} has {given}" for given, ranks in held.items())
-        raise RankMismatchError(f"ranks disagree about the arguments of clip_grad_norm_: {text}")
-    norm_type = asked.check()
-    told.sort()
-    if not told:
+    owned: list[list[int]] = [[] for _ in range(group.size)]
+    for index, owner in enumerate(owners):
+        owned[owner].append(index)
+    grads = [params[index].grad for index in owned[group.rank]]
+    heading, norms, failure = b"\1", None, None
+    try:
+        norms = _norms([grad for grad in grads if grad is not None], asked.check(), asked.foreach)
+        heading = b"\0" + hashlib.sha256(str(asked).encode()).digest()[: _HEADING_NBYTES - 1]
+    except Exception as error:  # noqa: BLE001 - told to the others, and raised on every rank below
+        failure = error
+    has_grad = [norms is not None and grad is not None for grad in grads]
+    told = _exchanged(group, heading, has_grad, norms, max(map(len, owned)))
+    if any(heading[0] for heading, _ in told):
+        with failing_together(group):
+            if failure is not None:
+                raise failure
+    if len({heading for heading, _ in told}) > 1:
+        agree(group, [str(asked)], "the arguments of clip_grad_norm_")
+    of_param = {
+        index: norm
+        for indices, (_, found) in zip(owned, told, strict=True)
+        for index, norm in zip(indices, found, strict=False)  # there are slots for the most that a rank owns
+        if norm is not None
+    }
+    if not of_param:
         return torch.tensor(0.0)
-    # A float64 holds every float of the gradients' dtypes exactly, so the trip changes no bit.
-    stacked = torch.stack([torch.tensor(norm, dtype=_norm_dtype(params[i])) for i, norm in told])
-    norm: Tensor = torch.linalg.vector_norm(stacked.to(params[0].device), norm_type)
+    dtype = reduce(torch.promote_types, (_norm_dtype(params[index]) for index in of_param))
+    stacked = torch.tensor([of_param[index] for index in sorted(of_param)], dtype=dtype)
+    norm: Tensor = torch.linalg.vector_norm(sent_to(stacked, params[0].device), asked.check())
     return norm
 
 
-def _norms(grads: Sequence[Tensor | None], norm_type: float, foreach: bool | None) -> list[float]:
-    """Take the norm of each gradient, as ``torch.nn.utils`` does."""
-    dense = [grad.to_dense() if grad.is_sparse else grad for grad in grads if grad is not None]
-    if foreach is False:
-        return [float(torch.linalg.vector_norm(grad, norm_type)) for grad in dense]
+def _exchanged(
+    group: RankGroup, heading: bytes, has_grad: Sequence[bool], norms: Tensor | None, num_slots: int
+) -> list[tuple[bytes, list[float | None]]]:
+    """Tell every rank this one's norms; all ranks call; see Note [One gather, one wait].
+
+    Args:
+        group: the ranks.
+        heading: what else to tell, at most `_HEADING_NBYTES`.
+        has_grad: for each parameter owned here, whether a norm is told.
+        norms: these norms, 1-D, float64; None for none.
+        num_slots: how many parameters a rank owns at most.
+
+    Returns:
+        By rank, its heading; for each of ``num_slots`` the norm, or None.
+    """
+    start = _HEADING_NBYTES + num_slots
+    known = heading.ljust(_HEADING_NBYTES, b"\0") + bytes(has_grad).ljust(num_slots, b"\0")
+    parts = [sent_to(bytes_to_tensor(known), group.device)]
+    if norms is not None:
+        parts.append(_moved(norms, group.device).view(torch.uint8))
+    parts.append(parts[0].new_zeros(start + 8 * num_slots - sum(part.numel() for part in parts)))
+    told = []
+    for row in HostCopy(group.all_gather_rows(torch.cat(parts))).read():
+        payload = tensor_to_bytes(row)
+        values = iter(struct.unpack(f"={num_slots}d", payload[start:]))
+        present = payload[_HEADING_NBYTES:start]
+        told.append((payload[:_HEADING_NBYTES], [next(values) if has else None for has in present]))
+    return told
+
+
+def _norms(grads: Sequence[Tensor], norm_type: float, foreach: bool | None) -> Tensor | None:
+    """Take the norm of each gradient, as ``torch.nn.utils`` does; the CPU does not wait.
+
+    Returns:
+        1-D, float64, which holds every float of the gradients' dtypes exactly. On the gradients' device; of
+        several, on an asynchronous one. None without gradients.
+    """
+    dense = [grad.to_dense() if grad.is_sparse else grad for grad in grads]
     by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, grad in enumerate(dense):
         by_kind.setdefault((grad.device, grad.dtype), []).append(index)
-    norms = [0.0] * len(dense)
+    by_index: dict[int, Tensor] = {}
     for indices in by_kind.values():
-        together = torch._foreach_norm([dense[index] for index in indices], norm_type)
-        for index, norm in zip(indices, torch.stack(list(together)).tolist(), strict=True):
-            norms[index] = norm
-    return norms
+        alike = [dense[index] for index in indices]
+        if foreach is False:
+            norms = [torch.linalg.vector_norm(grad, norm_type) for grad in alike]
+        else:
+            norms = list(torch._foreach_norm(alike, norm_type))
+        stacked = torch.stack(norms).double()
+        if len(by_kind) == 1:
+            return stacked
+        by_index.update(zip(indices, stacked.unbind(), strict=True))
+    if not dense:
+        return None
+    device = next((device for device, _ in by_kind if is_asynchronous(device)), dense[0].device)
+    return torch.stack([_moved(by_index[index], device) for index in range(len(dense))])
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Bring a tensor to a device; the CPU waits only if that is the CPU, and the tensor is elsewhere."""
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=is_asynchronous(device))
 
 
 def _norm_dtype(param: Tensor) -> torch.dtype:

@@ -2,6 +2,14 @@
 
 Both are made for owned parameters only, so a rank holds few of them, and both travel in state
 dicts as entries of the parameter's state, "master" and "ema".
+
+Note [Masters and their parameters]
+    A checkpoint loaded into the model must not be undone by a stale master. No version counter sees every
+    way of writing to a parameter, so the values are compared: an element that is not its master rounded was
+    changed from outside, and its master becomes that value. The other elements keep their masters. A mask, a
+    clamp or a padding row that a script writes after each step would otherwise round the whole tensor each
+    time, and what masters are for would be lost. A NaN is not equal to itself and is taken over, which
+    changes nothing; 0.0 and -0.0 are equal, and the master stays.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from zero_optim.compat.streams import is_asynchronous
 from zero_optim.errors import StateMismatchError
 
 MASTER = "master"
@@ -52,15 +61,13 @@ class Leaves:
     def take_in(self, params: Iterable[Tensor] | None = None) -> None:
         """Give the masters the parameters' gradients, and values where those were changed from outside.
 
-        A checkpoint loaded into the model must not be undone by a stale master. No version counter
-        sees every way of writing to a parameter, so the bits are compared.
+        See Note [Masters and their parameters]. The CPU does not wait for an asynchronous device.
 
         Args:
             params: those whose masters are meant; None for all.
         """
         for param, master in self._some(params).items():
-            if not torch.equal(param, master.to(param.dtype)):
-                master.data.copy_(param)
+            _follow(param, master)
             master.grad = None if param.grad is None else param.grad.to(master.dtype)
 
     @torch.no_grad()
@@ -177,6 +184,15 @@ class WeightAverage:
         for param, average in self.averages.items():
             saved = entries.get(param, {}).get(EMA)
             average.copy_(self._leaves.leaf(param).detach() if saved is None else saved)
+
+
+@torch.no_grad()
+def _follow(param: Tensor, master: Tensor) -> None:
+    """Give a master those elements of its parameter that are not the master's, rounded."""
+    rounded = master.to(param.dtype)
+    # To look first whether any differ is quicker on the CPU. Elsewhere it would wait for the device.
+    if is_asynchronous(param.device) or not torch.equal(param, rounded):
+        torch.where(param == rounded, master, param.to(master.dtype), out=master.data)
 
 
 def _check_shapes(name: str, held: Iterable[Tensor], entries: Mapping[Tensor, dict[str, Any]]) -> None:

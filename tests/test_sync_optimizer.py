@@ -1,0 +1,65 @@
+"""The optimizer's part of an ordinary iteration: the CPU does not wait for an accelerator.
+
+The classes of ``torch.optim`` are not what is looked at; SGD reads nothing.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pool import Ranks
+from sync_calls import SyncCall, cpu_as_accelerator, recorded, texts
+from training import make_params, set_grads
+from zero_optim import ZeroRedundancyOptimizer
+
+WAYS: dict[str, dict[str, Any]] = {
+    "views": {},
+    "packed": {"parameters_as_bucket_view": False},
+    "masters": {"master_dtype": torch.float32},
+    "averages": {"ema_decay": 0.9},
+    "masters and averages, packed": {
+        "master_dtype": torch.float32,
+        "ema_decay": 0.9,
+        "parameters_as_bucket_view": False,
+    },
+}
+
+
+def own(calls: list[SyncCall]) -> list[SyncCall]:
+    """Leave out where PyTorch brings the factor of clipping to the gradients' device: it is there already."""
+    return [call for call in calls if "clip_grad.py" not in call.stack.splitlines()[-2]]
+
+
+def calls_of_steps(ways: dict[str, Any], max_norm: float | None, lazily: bool) -> None:
+    """Two groups, two dtypes, some frozen; also after a user has written to a parameter."""
+    model = nn.ParameterList([*make_params(dtype=torch.bfloat16), *make_params(seed=1)])
+    model[1].requires_grad_(False)
+    groups = [{"params": list(model)[:4]}, {"params": list(model)[4:], "lr": 0.5}]
+    with cpu_as_accelerator():
+        sharded = ZeroRedundancyOptimizer(groups, torch.optim.SGD, lr=0.1, momentum=0.9, **ways)
+        if lazily:
+            sharded.gather_lazily(model)
+        for step in range(3):
+            sharded.zero_grad()
+            trained = [p for p in model if p.requires_grad]
+            set_grads(trained, step)
+            with torch.no_grad():
+                model[0][0] = 0.0
+            with recorded() as calls:
+                if max_norm is not None:
+                    sharded.clip_grad_norm_(max_norm)
+                sharded.step()
+                sharded.wait_for_gathers()
+                sharded.zero_grad()
+            assert len(own(calls)) == (max_norm is not None), texts(own(calls))
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("lazily", [False, True], ids=["at once", "lazily"])
+@pytest.mark.parametrize("ways", WAYS)
+def test_the_cpu_waits_once_to_clip_and_not_at_all_to_step(
+    ranks2: Ranks, ways: str, lazily: bool, max_norm: float | None
+) -> None:
+    ranks2.run(calls_of_steps, WAYS[ways], max_norm, lazily)
