@@ -72,7 +72,7 @@ class Stream(Timeline):
     """A stream, as ``torch.cuda.Stream``.
 
     Attributes:
-        gets_memory_in_order: whoever uses it lets it wait first, so that memory need not be safe when it is freed,
+        gets_memory_in_order: whoever uses it lets it wait first. So memory need not be safe when it is freed,
             but when it is handed out again.
     """
 

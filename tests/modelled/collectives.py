@@ -1,8 +1,8 @@
 """Collectives: their data moves at once, over gloo; in the model they end late.
 
 As with NCCL, a collective runs on a stream of its group. It begins when the stream that asked for it has
-come so far, and ``Work.wait`` makes the current stream wait, not the CPU. A handle keeps the tensors until
-somebody has waited for it.
+come so far, and ``Work.wait`` makes the current stream wait, not the CPU. The tensors are kept until
+somebody has waited for the handle, or, as the watchdog of NCCL does it, until it has ended.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +41,8 @@ class Work(dist.Work):
         super().__init__()
         self._accesses = accesses
         self._clock = clock
-        self._kept = list(kept)
+        self._key = object()
+        accesses.stash[self._key] = kept
         self._result = result
         self._real = real
 
@@ -51,7 +52,7 @@ class Work(dist.Work):
             self._real = None
         with self._accesses.clocks.lock:
             self._accesses.clocks.current.see(self._clock)
-        self._kept = []
+        self._accesses.stash.pop(self._key, None)
         return True
 
     def synchronize(self) -> None:

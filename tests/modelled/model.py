@@ -17,8 +17,7 @@ What is modelled as on CUDA:
 - Each operator (a `TorchDispatchMode`) is work of its thread's current stream. Threads begin with the default
   stream. What was asked for after the CPU had waited comes after what it waited for.
 - Collectives run on a stream of their group, which waits for the current one; `Work.wait` makes the current
-  stream wait. A handle keeps its tensors until it has been waited for. Futures' callbacks have streams of
-  their own.
+  stream wait. Its tensors are kept until then. Futures' callbacks have streams of their own.
 - Memory belongs to the stream it was allocated on. When the last tensor goes, it may be used again by that
   stream at once.
 - `.item()`, `.tolist()`, `.nonzero()` and their like make the CPU wait for the current stream.
@@ -79,15 +78,15 @@ class ModelledAccelerator(streams.Accelerator):
 
     accesses: Accesses
 
+    def using(self, stream: Stream) -> AbstractContextManager[None]:
+        return self.module.stream(stream)
+
     def record_use(self, tensor: Tensor) -> None:
         record_use(self.accesses, tensor)
 
     def host_tensor(self, like: Tensor) -> Tensor:
-        tensor = torch.empty_like(like, device="cpu")
-        with self.accesses.clocks.lock:
-            block = self.accesses.block_of(tensor)
-            if block is not None:
-                block.become("pinned")
+        tensor = torch.empty_like(like, device="cpu")  # of the sizes and strides alone
+        self.accesses.make(tensor, "pinned")
         return tensor
 
     def future(self, device: torch.device) -> Future:
@@ -144,11 +143,8 @@ class StreamsModel:
 
     def on_device(self, tensor: Tensor) -> Tensor:
         """Take a tensor for one on the device, as `Tensor.to` does; the current stream writes it."""
-        with self.clocks.lock:
-            block = self._accesses.block_of(tensor)
-            if block is not None:
-                block.kind, block.owner = "device", self.clocks.current
-                self._accesses.on(self.clocks.current, "the copy to the device", [], [tensor])
+        self._accesses.make(tensor, "device")
+        self._accesses.on(self.clocks.current, "the copy to the device", [], [tensor])
         return tensor
 
     def settle(self) -> list[Race]:
@@ -175,8 +171,8 @@ class StreamsModel:
     def sum(self, branch: Tensor, other: Tensor) -> Tensor:
         """Add what came from another stream and something else.
 
-        In the backward pass the other stream waits for the gradient made here. It does not wait for the backward
-        pass of the other branch, though that may have been asked for before.
+        In the backward pass the other stream waits for the gradient made here. It does not wait for the
+        backward pass of the other branch, though that may have been asked for before.
         """
         total: Tensor = _Sum.apply(branch, other, self)
         return total

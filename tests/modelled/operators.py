@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from modelled.clocks import Clock, Clocks, Timeline
-from modelled.memory import Access, Block, Memory, Stack, runs_of
+from modelled.memory import Access, Block, Kind, Memory, Stack, runs_of
 
 # These make the CPU wait, since what they return has to be known, or has a size that has to be.
 _WAITING = {
@@ -36,9 +36,12 @@ _READING = {"tolist", "numpy", "cpu", "__array__"}  # methods that do so without
 _NO_ACCESS = {"set_", "resize_", "detach_", "record_stream", "lift_fresh", "_unsafe_view", "_reshape_alias"}
 _FACTORIES = {
     torch.arange,
+    torch.as_tensor,
     torch.empty,
     torch.empty_strided,
     torch.eye,
+    torch.frombuffer,
+    torch.from_numpy,
     torch.full,
     torch.linspace,
     torch.ones,
@@ -90,12 +93,14 @@ class Accesses:
         clocks: the timelines.
         memory: the memory.
         host_waits: stacks at which the CPU waited for a stream.
+        stash: what collectives use that nobody has waited for.
     """
 
     def __init__(self, clocks: Clocks, memory: Memory) -> None:
         self.clocks = clocks
         self.memory = memory
         self.host_waits: list[Stack] = []
+        self.stash: dict[object, Sequence[Tensor]] = {}
 
     def on(
         self,
@@ -142,6 +147,22 @@ class Accesses:
 
         block, is_new = self.memory.block_of(tensor, stream, access)
         return block if is_new else None
+
+    def make(self, tensor: Tensor, kind: Kind) -> None:
+        """Take a tensor, which nobody has used, for one on the device or on the host."""
+        with self.clocks.lock:
+            block = self.block_of(tensor)
+            if block is not None:
+                block.become(kind)
+                block.owner = self.clocks.current
+
+    def note_copy(self, source: Tensor, result: Tensor) -> None:
+        """Note a copy of memory of the host to the device, which the current stream makes."""
+        with self.clocks.lock:
+            self.make(result, "device")
+            pinned, staged = ([source], []) if self._kind(source) == "pinned" else ([], [source])
+            self.on(self.clocks.host, "Tensor.to", staged, [])
+            self.on(self.clocks.current, "Tensor.to", pinned, [result])
 
     def host_reads(self, tensors: Sequence[Tensor], what: str) -> None:
         """Note that the CPU reads values: it waits for the current stream, unless they lie on the host."""
@@ -285,6 +306,16 @@ class _Functions(TorchFunctionMode):
         to_host = name == "to" and any(_names_host(value) for value in (*args[1:], kwargs.get("device")))
         if (name in _READING or to_host) and isinstance(args[0], Tensor):
             self._accesses.host_reads(list(tensors_in(args[0])), f"Tensor.{name}")
+        if name == "pin_memory":
+            result = args[0].clone()
+            self._accesses.make(result, "pinned")
+            return result
+        to_device = name == "to" and any(isinstance(v, torch.device) for v in (*args[1:], *kwargs.values()))
+        if to_device and not self._accesses.is_of_device(args[0]):
+            with self._watching.looking_away():
+                result = func(*args, **{**kwargs, "copy": True})
+            self._accesses.note_copy(args[0], result)
+            return result
         result = func(*args, **kwargs)
         if func in _FACTORIES and isinstance(result, Tensor):
             self._made(result, kwargs.get("device"))
@@ -293,9 +324,8 @@ class _Functions(TorchFunctionMode):
     def _made(self, tensor: Tensor, device: object) -> None:
         with self._accesses.clocks.lock:
             self._accesses.allocated(tensor)  # that of `torch.tensor` is not seen as an operator
-            block = self._accesses.block_of(tensor)
-            if block is not None and (device is None or _names_host(device)):
-                block.become("host")
+            if device is None or _names_host(device):
+                self._accesses.make(tensor, "host")
 
 
 def _names_host(device: object) -> bool:
