@@ -15,7 +15,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from pool import Ranks
 from zero_optim import RemoteRankError, ZeroRedundancyOptimizer
-from zero_optim.checkpoint.content import RankContent
+from zero_optim.checkpoint.content import RankContent, random_state, set_random_state
+from zero_optim.checkpoint.names import Objects
 from zero_optim.comm import collectives, lanes, wire
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.backends import (
@@ -31,6 +32,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import lanes_beside
 from zero_optim.compat import streams
 from zero_optim.compat.engine import coalesced, coalesces, make_group
+from zero_optim.ddp import DistributedDataParallel
 from zero_optim.ddp.reducer import Reducer
 from zero_optim.hooks.order import LaterStage
 
@@ -240,6 +242,8 @@ def check_unserved_on_one_rank() -> None:
             ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
         with pytest.raises(ValueError, match=r"on cuda:3, and the group has no backend for cuda tensors"):
             Reducer(params)
+        with pytest.raises(ValueError, match=r"on cuda:3, and the group has no backend for cuda tensors"):
+            DistributedDataParallel(nn.Linear(2, 2))
     group = RankGroup.of(None)
     optimizer._group = replace(group, backends={"xpu": "xccl"} if group.rank else group.backends)
     with pytest.raises(ValueError, match="on cpu, and the group has no backend for cpu tensors"):
@@ -486,6 +490,18 @@ def test_a_stream_is_used_within_its_device_so_that_a_thread_never_returns_to_de
     assert module.log == ["enter device cuda:3", "enter stream", "leave stream", "leave device cuda:3"]
 
 
+def test_a_device_whose_module_has_no_streams_is_taken_for_one_that_works_in_order() -> None:
+    assert not streams.is_asynchronous(torch.device("mps"))
+    assert streams.is_asynchronous(GPU3)
+    copies = streams.HostCopies()
+    given = torch.arange(6.0).reshape(2, 3).t()
+    copy = copies.add(given)
+    copies.wait()
+    assert torch.equal(copy, given)
+    assert (copy.stride(), copy.device) == (given.stride(), CPU)
+    assert copy.data_ptr() != given.data_ptr()
+
+
 class CountingAccelerator:
     """Takes the CPU for an asynchronous device; counts copies that the CPU has waited for."""
 
@@ -521,6 +537,20 @@ def test_a_save_in_the_background_waits_for_the_device_once_however_many_tensors
         assert torch.equal(tensor, staged.tensors[key])
         assert tensor.stride() == staged.tensors[key].stride()
         assert tensor.data_ptr() != staged.tensors[key].data_ptr()
+
+
+def test_the_random_state_is_that_of_the_parameters_device_not_of_the_current_one() -> None:
+    cuda = {"is_available": True, "is_initialized": True, "get_rng_state": torch.zeros(16, dtype=torch.uint8)}
+    with mock.patch.multiple(
+        torch.cuda, **{name: mock.Mock(return_value=value) for name, value in cuda.items()}
+    ):
+        for device, asked in [(GPU3, GPU3), (None, torch.device("cuda")), (XPU1, torch.device("cuda"))]:
+            state = random_state(device)
+            torch.cuda.get_rng_state.assert_called_with(asked)  # type: ignore[attr-defined]
+            with mock.patch.object(torch.cuda, "set_rng_state") as setting:
+                set_random_state(state, device)
+            assert setting.call_args.args[1] == asked
+    assert Objects(model=nn.Linear(2, 2)).device is None
 
 
 def test_a_piece_of_many_tensors_is_brought_to_the_host_with_one_wait() -> None:

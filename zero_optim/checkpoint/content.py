@@ -64,7 +64,7 @@ def collect(group: RankGroup, objects: Objects, extra: object) -> tuple[RankCont
     for name, value in objects.others.items():
         shared.add(name, value.state_dict())
     shared.add(EXTRA, extra)
-    part.add(key_of(RANDOM, str(group.rank)), random_state())
+    part.add(key_of(RANDOM, str(group.rank)), random_state(objects.device))
     if group.rank == 0:
         part.values.update(shared.values)
         part.tensors.update(shared.tensors)
@@ -141,8 +141,12 @@ def _add_optimizer(
     shared.add(EVERYWHERE, everywhere)
 
 
-def random_state() -> dict[str, Any]:
-    """Take down this process's random states: Python's, numpy's, PyTorch's of the CPU and the CUDA device."""
+def random_state(device: torch.device | None) -> dict[str, Any]:
+    """Take down this process's random states: Python's, numpy's, PyTorch's of the CPU and of one CUDA device.
+
+    Args:
+        device: of the parameters; of none, or where it is no CUDA device, the current CUDA device counts.
+    """
     kind, internal, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": (kind, torch.tensor(internal), gauss),
@@ -150,15 +154,19 @@ def random_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = torch.cuda.get_rng_state()
+        state["cuda"] = torch.cuda.get_rng_state(_cuda(device))
     return state
 
 
-def set_random_state(state: Mapping[str, Any]) -> None:
-    """Go on from what `random_state` took down."""
+def set_random_state(state: Mapping[str, Any], device: torch.device | None) -> None:
+    """Go on from what `random_state` took down, with the same device or another one."""
     kind, internal, gauss = state["python"]
     random.setstate((kind, tuple(internal.tolist()), gauss))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+        torch.cuda.set_rng_state(state["cuda"], _cuda(device))
+
+
+def _cuda(device: torch.device | None) -> torch.device:
+    return device if device is not None and device.type == "cuda" else torch.device("cuda")

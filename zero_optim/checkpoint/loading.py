@@ -349,7 +349,7 @@ def _hand_over(
             value.load_state_dict(alike[name])
     if random_state is not None:
         with _fits("the random state"):
-            set_random_state(random_state)
+            set_random_state(random_state, objects.device)
 
 
 @contextmanager

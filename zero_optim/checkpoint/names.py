@@ -3,10 +3,12 @@
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from zero_optim.comm.backends import devices_of
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 
@@ -50,6 +52,12 @@ class Objects:
         """What every rank has alike, by section."""
         both = {"scheduler": self.scheduler, "scaler": self.scaler}
         return {name: value for name, value in both.items() if value is not None}
+
+    @property
+    def device(self) -> torch.device | None:
+        """The first device of the parameters that is not the CPU; None if there is none."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else ()
+        return next((device for device in devices_of([groups, self.model]) if device.type != "cpu"), None)
 
 
 def group_of(model: object, optimizer: object, process_group: object) -> RankGroup:

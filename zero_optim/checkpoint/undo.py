@@ -32,13 +32,14 @@ class Undo:
                 held = deepcopy(rest)
                 self._steps.append(lambda: _ignored(model.load_state_dict, held, strict=False))
         self._steps += [_put_back(value) for value in objects.others.values()]
-        self._random = random_state()
+        self._device = objects.device
+        self._random = random_state(self._device)
 
     def __call__(self) -> None:
         """Put everything back."""
         for step in reversed(self._steps):  # a scheduler that is put back may write to its optimizer
             step()
-        set_random_state(self._random)
+        set_random_state(self._random, self._device)
 
 
 def _put_back(value: Any) -> Callable[[], None]:  # noqa: ANN401 - torch has no one class of schedulers

@@ -71,7 +71,8 @@ def accelerator_of(device: torch.device) -> Accelerator | None:
     """Give the streams of a device; None for a device without streams."""
     if device.type in ("cpu", "meta"):
         return None
-    return Accelerator(torch.get_device_module(device))
+    module = torch.get_device_module(device)
+    return Accelerator(module) if hasattr(module, "Stream") else None  # MPS does everything in one order
 
 
 def current_device(kind: str) -> torch.device:
@@ -150,7 +151,7 @@ class HostCopy:
     def __init__(self, tensor: Tensor) -> None:
         accelerator = accelerator_of(tensor.device)
         if accelerator is None:
-            self._value, self._event = tensor.detach().clone(), None
+            self._value, self._event = tensor.detach().to("cpu", copy=True), None
         else:
             self._value = accelerator.host_tensor(tensor)
             self._value.copy_(tensor.detach(), non_blocking=True)
@@ -190,7 +191,7 @@ class HostCopies:
         """
         accelerator = accelerator_of(tensor.device)
         if accelerator is None:
-            return tensor.detach().clone()
+            return tensor.detach().to("cpu", copy=True)
         copy = accelerator.host_tensor(tensor)
         copy.copy_(tensor.detach(), non_blocking=True)
         self._devices[tensor.device] = None
@@ -208,7 +209,7 @@ def joined_on_host(parts: Sequence[Tensor]) -> Tensor:
     """Copy 1-D tensors of one dtype, from any devices, one after the other into one; the CPU waits once."""
     asynchronous = next((part for part in parts if is_asynchronous(part.device)), None)
     if asynchronous is None:
-        return torch.cat(list(parts))
+        return torch.cat([part.cpu() for part in parts])
     accelerator = accelerator_of(asynchronous.device)
     assert accelerator is not None  # it is asynchronous
     sizes = [part.numel() for part in parts]

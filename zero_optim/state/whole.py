@@ -90,7 +90,9 @@ def consolidate(
     """Bring the whole state to some ranks; all ranks call.
 
     Each owner sends straight to the targets, one owner after the other; other ranks receive
-    nothing and hold one piece of `wire.PIECE_NBYTES` more for the time. Where it takes more than a
+    nothing and hold one piece of `wire.PIECE_NBYTES` more for the time. State on an accelerator is sent from
+    the CPU where the group has a backend for it; in a group of NCCL alone it goes from device to device, and
+    each pair of ranks that exchanges something makes a communicator for that. Where it takes more than a
     second, the first target shows a bar on a terminal.
 
     Args:
