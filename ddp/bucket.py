@@ -256,15 +256,17 @@ class GradBucket:
         bucket: whose gradients are to be reduced.
         index: its place in the order of reduction, the same on every rank.
         is_last: whether it is the last of this backward pass.
+        all_used: whether some rank is known to have used each parameter; for our own hooks.
     """
 
-    __slots__ = ("_bucket", "_buffer", "_index", "_is_last")
+    __slots__ = ("_bucket", "_buffer", "_index", "_is_last", "all_used")
 
-    def __init__(self, bucket: ReducerBucket, index: int, is_last: bool) -> None:
+    def __init__(self, bucket: ReducerBucket, index: int, is_last: bool, all_used: bool = False) -> None:
         self._bucket = bucket
         self._buffer = bucket.flat
         self._index = index
         self._is_last = is_last
+        self.all_used = all_used
 
     def index(self) -> int:
         """Place in the order of reduction."""

@@ -244,7 +244,8 @@ class ZeroRedundancyOptimizer(ShardedStateDicts, Joinable):
     def begin_overlapped_step(self, *, joined: bool) -> None:
         """Begin a step during the backward pass; the hook that `zero_step` made calls it on all ranks.
 
-        Communicates inside ``Join`` only, on a process group that the overlap keeps for itself.
+        It calls on the thread of the backward pass, as this moves parameters that the user replaced.
+        Communicates inside ``Join`` only, on a process group of the overlap.
 
         Args:
             joined: this rank ran out of inputs: it is lent the options of the others.
@@ -254,8 +255,8 @@ class ZeroRedundancyOptimizer(ShardedStateDicts, Joinable):
         """
         self._opt_called = True  # for schedulers, which warn if it is step() that never was
         overlap, lends = self.overlap(), self._join_config.enable
-        overlap.begin(joined=joined, lends=lends)
         try:
+            overlap.begin(joined=joined, lends=lends)
             self.begin_step()
         finally:
             if lends:
