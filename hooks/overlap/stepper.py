@@ -137,18 +137,22 @@ class Stepper:
         try:
             self._line.end(of)
             self._overlap.wait_for_steps()
-            try:
-                if not is_inner:
-                    self._step_late(of, [param.grad for param in of.late])
-                if self._owner_lanes is not None:
-                    self._overlap.drop_gradients()
-            finally:
-                self._overlap.end_backward(is_final=not is_inner, failed=of.error is not None)
+            if self._overlap.current is not None:  # None: the step could not even begin
+                self._end_step(of, is_inner)
         except BaseException:
             of.abandon()
             raise
         if of.error is not None:
             raise of.error
+
+    def _end_step(self, of: BackwardPass, is_inner: bool) -> None:
+        try:
+            if not is_inner:
+                self._step_late(of, [param.grad for param in of.late])
+            if self._owner_lanes is not None:
+                self._overlap.drop_gradients()
+        finally:
+            self._overlap.end_backward(is_final=not is_inner, failed=of.error is not None)
 
     def _end_joined(self, of: BackwardPass) -> None:
         """Take part in the same gathers."""
