@@ -56,6 +56,11 @@ class ReducerOptions:
         if not self.bucket_caps_nbytes or min(self.bucket_caps_nbytes) < 1:
             raise ValueError(f"expected a bucket capacity of at least 1 byte, got {self.bucket_caps_nbytes}")
 
+    @property
+    def wants_all_used(self) -> bool:
+        """Whether each parameter must get a gradient in every backward pass."""
+        return not (self.find_unused_parameters or self.static_graph)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReducedParams:

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.compat.streams import record_use
 from zero_optim.ddp import report
 from zero_optim.ddp.assignment import BucketAssignment
 from zero_optim.ddp.bucket import ReducerBucket
 from zero_optim.ddp.reduction import BucketReductions, Launch
 from zero_optim.ddp.report import FailureReport, PassTroubles
+from zero_optim.ddp.stream_order import StreamOrder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,6 +101,7 @@ class BackwardPass:
         self._waiting = [len(bucket.indices) for bucket in assignment.buckets]  # gradients to come, by bucket
         self._kept: dict[int, Tensor] = {}  # gradients of parameters that perhaps no rank used
         self._troubles = PassTroubles()
+        self._streams = StreamOrder.of(assignment.buckets[0].flat.device, len(assignment.buckets))
 
     # ------------------------------------------------------------------ phases
 
@@ -135,12 +138,17 @@ class BackwardPass:
             return
         self.order.append(index)
         bucket, number, slot = self._assignment.places[index]
+        streams = self._streams
+        if streams is not None:
+            streams.came(number)
         if slot in bucket.large_slots:
             bucket.take_one(slot, self._terms.divisor)
         else:
             pending = bucket.pending
             pending.append(slot)
             if len(pending) >= bucket.batch_length:
+                if streams is not None and streams.join(number):
+                    bucket.record_use(pending)
                 bucket.take_pending(self._terms.divisor)
         waiting = self._waiting
         waiting[number] -= 1
@@ -149,6 +157,9 @@ class BackwardPass:
 
     def _unusual(self, index: int) -> None:
         """Sort out a gradient that is not the one that was waited for."""
+        bucket, number, slot = self._assignment.places[index]
+        if self._streams is not None:
+            self._streams.came(number)
         if self._terms.kind == "learning":
             if self.calls[index] == 1:
                 self.order.append(index)
@@ -157,12 +168,10 @@ class BackwardPass:
                 self._note(report.more, index)
         elif self._expected[index] or self.calls[index] > 1:
             self._note(report.twice, index)
-        else:  # the first one of a parameter that was presumed unused
-            bucket, number, slot = self._assignment.places[index]
-            if number < self.reductions.num_passed:
-                self._note(report.late_gradient, index)
-            else:
-                bucket.pending.append(slot)
+        elif number < self.reductions.num_passed:
+            self._note(report.late_gradient, index)
+        else:
+            bucket.pending.append(slot)
 
     def presume_unused(self, indices: Iterable[int]) -> None:
         """Do not wait for some parameters' gradients; to be called before any has come."""
@@ -190,6 +199,8 @@ class BackwardPass:
         if self._terms.skips_unused and not any(used):
             self.reductions.leave_out_next()
             return
+        if self._streams is not None and self._streams.join(number):
+            bucket.record_use(range(len(bucket.params)))
         if bucket.is_sparse:
             bucket.take_sparse(self._terms.divisor)
         else:
@@ -260,6 +271,7 @@ class BackwardPass:
             for slot, index in enumerate(bucket.indices):
                 if unused[index] and index in self._kept:
                     bucket.views[slot].copy_(self._kept[index])
+                    record_use(self._kept[index])
 
 
 class PassWithGraph(BackwardPass):

@@ -1,12 +1,13 @@
 """A bucket: gradients that are reduced together, and the flat tensor in which they travel."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zero_optim.compat import streams
 from zero_optim.compat.engine import copy_each, scale_each
 from zero_optim.plan.memory import consecutive_views
 
@@ -102,6 +103,11 @@ class ReducerBucket:
         slots, self.pending = self.pending, []
         if not self.is_sparse:  # a sparse gradient travels as it is
             self.take(slots, divisor)
+
+    def record_use(self, slots: Iterable[int]) -> None:
+        """Keep the memory of gradients until the current stream has read them; they came on other streams."""
+        grads = [self.params[slot].grad for slot in slots]
+        streams.record_use(*[grad for grad in grads if grad is not None and not grad.is_sparse])
 
     def take(self, slots: Sequence[int], divisor: float) -> None:
         """Copy gradients in, divided, or zeros where there is none; in few calls where all are alike."""
@@ -250,15 +256,17 @@ class GradBucket:
         bucket: whose gradients are to be reduced.
         index: its place in the order of reduction, the same on every rank.
         is_last: whether it is the last of this backward pass.
+        all_used: whether some rank is known to have used each parameter; for our own hooks.
     """
 
-    __slots__ = ("_bucket", "_buffer", "_index", "_is_last")
+    __slots__ = ("_bucket", "_buffer", "_index", "_is_last", "all_used")
 
-    def __init__(self, bucket: ReducerBucket, index: int, is_last: bool) -> None:
+    def __init__(self, bucket: ReducerBucket, index: int, is_last: bool, all_used: bool = False) -> None:
         self._bucket = bucket
         self._buffer = bucket.flat
         self._index = index
         self._is_last = is_last
+        self.all_used = all_used
 
     def index(self) -> int:
         """Place in the order of reduction."""

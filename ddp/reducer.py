@@ -294,7 +294,7 @@ class Reducer:
     def _reduce(self, bucket: ReducerBucket, number: int, is_last: bool) -> Reduction:
         if self._slot.is_empty:
             return SumReduction(self._group, bucket)
-        return self._slot.launch(bucket, number, is_last)
+        return self._slot.launch(bucket, number, is_last, self.options.wants_all_used)
 
     @torch.no_grad()
     def _finish(self, current: BackwardPass) -> None:

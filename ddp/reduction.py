@@ -102,15 +102,18 @@ class HookReduction:
         bucket: the gradients.
         index: the bucket's place in the order of reduction.
         is_last: whether none follows.
+        all_used: see `GradBucket`.
 
     Raises:
         RuntimeError: it did not return a future.
     """
 
-    def __init__(self, hook: Hook, state: object, bucket: ReducerBucket, index: int, is_last: bool) -> None:
+    def __init__(
+        self, hook: Hook, state: object, bucket: ReducerBucket, index: int, is_last: bool, all_used: bool
+    ) -> None:
         self._bucket = bucket
         self._name = hook_name(hook)
-        self._future = hook(state, GradBucket(bucket, index, is_last))
+        self._future = hook(state, GradBucket(bucket, index, is_last, all_used))
         if not isinstance(self._future, torch._C.Future):
             raise RuntimeError(  # noqa: TRY004 - PyTorch's type
                 "DDP communication hook's callback must return a torch.futures.Future object, but got "
@@ -174,12 +177,12 @@ class HookSlot:
             )
         self._hook = (hook, state)
 
-    def launch(self, bucket: ReducerBucket, index: int, is_last: bool) -> HookReduction:
+    def launch(self, bucket: ReducerBucket, index: int, is_last: bool, all_used: bool) -> HookReduction:
         """Call the hook."""
         assert self._hook is not None  # asked for by is_empty
         hook, state = self._hook
         with self.minding():
-            return HookReduction(hook, state, bucket, index, is_last)
+            return HookReduction(hook, state, bucket, index, is_last, all_used)
 
     @contextmanager
     def minding(self) -> Iterator[None]:
@@ -199,7 +202,8 @@ def all_reduce(group: RankGroup, tensor: Tensor) -> dist.Work:
 
 
 def _result(work: dist.Work) -> Tensor:
-    result = tensor_of(work.get_future().value())
+    # Waited for, not only asked for its value: so the memory is kept until the current stream has read it.
+    result = tensor_of(work.get_future().wait())
     assert result is not None  # the sum of one tensor is one tensor
     return result
 

@@ -12,18 +12,18 @@ import torch.distributed as dist
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.hooks import zero_step
-from zero_optim.hooks.overlap.stepper import Stepper
+from zero_optim.hooks.overlap.steps import BucketSteps
 
-work = Stepper.work
+step = BucketSteps.step
 
 
-def work_on(stepper, task):  # inside PyTorch still, when the script has ended
-    work(stepper, task)
+def step_on(steps, task, gradients):  # inside PyTorch still, when the script has ended
+    step(steps, task, gradients)
     for _ in range(20_000):
         torch.zeros(1).add_(1)
 
 
-Stepper.work = work_on
+BucketSteps.step = step_on
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 1), rank=0, world_size=1)
 model = DistributedDataParallel(torch.nn.Linear(4, 4))
 optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)

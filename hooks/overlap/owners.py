@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.compat.streams import record_use, to_device
 from zero_optim.hooks.bucket import GradBucket, dense_buffer
 
 
@@ -57,6 +58,7 @@ class OwnerReduction:
         bucket: the gradients; divided in place by the number of ranks.
         ownership: who owns what of it.
         joined: this rank ran out of inputs: its gradients are old ones.
+        all_used: some rank is known to have used each parameter, so that nobody need tell.
     """
 
     def __init__(
@@ -66,27 +68,31 @@ class OwnerReduction:
         bucket: GradBucket,
         ownership: BucketOwnership,
         joined: bool,
+        all_used: bool = False,
     ) -> None:
         self._group = group
         self._ownership = ownership
-        self._joined = joined
         self._flat = dense_buffer(bucket, "reduction to owners").div_(group.size)
         sent = [self._packed(rank) for rank in range(group.size)]
-        flags = [self._flags(rank) for rank in range(group.size)]
         self._works, self._came = group.exchange(sent, lanes)
-        more, self._used = group.exchange(flags, lanes)
-        self._works += more
-        self._keeps = (sent, flags)  # alive until they have been sent
+        self._used: list[Tensor] | None = None
+        flags = []
+        if not all_used:
+            flags = self._flags(joined)
+            more, self._used = group.exchange(flags, lanes)
+            self._works += more
+        self._keeps = [*sent, *flags]  # alive until they have been sent
 
     def _packed(self, rank: int) -> Tensor:
         parts = [self._flat[start:stop] for start, stop in self._ownership.spans[rank]]
         return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else self._flat[:0]
 
-    def _flags(self, rank: int) -> Tensor:
-        """Tell an owner which of its parameters were used here."""
-        params = [self._ownership.params[slot] for slot in self._ownership.slots[rank]]
-        used = [not self._joined and param.grad is not None for param in params]
-        return torch.tensor(used, dtype=torch.uint8, device=self._flat.device)
+    def _flags(self, joined: bool) -> list[Tensor]:
+        """Tell each owner which of its parameters were used here; brought to the device in one copy."""
+        params, slots = self._ownership.params, self._ownership.slots
+        used = [not joined and params[slot].grad is not None for of_rank in slots for slot in of_rank]
+        flags = to_device(torch.tensor(used, dtype=torch.uint8), self._flat.device)
+        return list(torch.split(flags, [len(of_rank) for of_rank in slots]))
 
     def wait(self) -> Tensor:
         """Wait for what the others send, and add it up.
@@ -103,10 +109,17 @@ class OwnerReduction:
         for begin, end in self._ownership.spans[self._group.rank]:
             self._flat[begin:end] = total[start : start + end - begin]
             start += end - begin
+        # They were made on the stream of the hook, and are dropped before this one has got here.
+        record_use(self._flat, *self._came, *self._keeps, *(self._used or ()))
         return self._flat
 
     def used(self) -> set[int]:
-        """Tell, after `wait`, which places hold own parameters that some rank used."""
-        counts = torch.stack(self._used).sum(0).tolist()
+        """Tell, after `wait`, which places hold own parameters that some rank used.
+
+        On an accelerator the CPU waits for it, unless all are known to be used.
+        """
         slots = self._ownership.slots[self._group.rank]
+        if self._used is None:
+            return set(slots)
+        counts = torch.stack(self._used).sum(0).tolist()
         return {slot for slot, count in zip(slots, counts, strict=True) if count}

@@ -3,6 +3,8 @@
 What happens to a bucket, and when, is told in `zero_optim.hooks.overlap.stepper`.
 """
 
+import weakref
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -23,12 +25,17 @@ def zero_step(
     *,
     interleave: bool = True,
     gradients: Literal["everywhere", "owners"] = "everywhere",
+    ddp: DistributedDataParallel | None = None,
 ) -> Hook:
     """Make a comm hook that steps ``optimizer`` during the backward pass.
 
     ``ddp.register_comm_hook(state, zero_step(optimizer, hook))``, on PyTorch's DDP or ours; ``state`` is that
-    of ``hook``. All ranks call, before the first backward pass; process groups for the gathers are made
-    here, or taken over from an optimizer that is gone.
+    of ``hook``. All ranks call, before the first backward pass. On gloo with parameters on the CPU a thread
+    steps, and process groups for its gathers are made here, or taken over from an optimizer that is gone.
+    Elsewhere the hook of each bucket steps the bucket before, on a stream beside the backward pass, and
+    gathers on the optimizer's process group: no two communicators are in use unless ``hook`` has another one.
+    ``hook`` must complete the future of a bucket without being called for a later one then, unless
+    ``interleave=False``.
 
     The parameters are, bit for bit, those of the same run with ``hook`` alone; for None those of the run
     without a hook. One case differs in the last bits: ``gradient_as_bucket_view=True`` with
@@ -54,6 +61,10 @@ def zero_step(
         gradients: "owners" reduces each gradient to its owner alone (ZeRO stage 2): half the bytes of an
             all-reduce. When backward has ended ``param.grad`` is None on the other ranks. Gradients are
             summed in the order of ranks, so on more than two ranks the last bits differ from an all-reduce's.
+        ddp: the wrapper that the hook will be registered with; not needed for `zero_optim.ddp`. It tells
+            whether parameters may be unused (``find_unused_parameters``, ``static_graph``). If they may, or
+            for None, gradients that are all zeros are looked for in each bucket. That takes time, and on an
+            accelerator the CPU waits for the bucket. The result is the same.
 
     Raises:
         TypeError: on every rank, if ``optimizer`` is not sharded by this library, or another argument is of
@@ -65,11 +76,15 @@ def zero_step(
     with failing_together(optimizer.ranks):
         check_flags(interleave=interleave)
         _check_reduction(hook, gradients)
+        if ddp is not None:
+            _check_wrapper(ddp)
+    all_used = _all_used(ddp)
     items = [f"hook {describe(hook, bound=False)}", f"interleave={interleave}", f"gradients={gradients!r}"]
+    items.append(f"ddp={'None' if ddp is None else f'a wrapper whose parameters are all used: {all_used()}'}")
     agree(optimizer.ranks, items, "the arguments of zero_step")
-    overlap = optimizer.overlap()
     hook = mean_hook if hook is None else hook
-    stepper = Stepper(optimizer, hook, interleave, overlap.new_lanes() if gradients == "owners" else None)
+    to_owners = gradients == "owners"
+    stepper = Stepper(optimizer, hook, interleave=interleave, to_owners=to_owners, all_used=all_used)
 
     def zero_step_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         return stepper.take(state, bucket)
@@ -96,8 +111,8 @@ def hook_with_zero_step(
         TypeError: ``ddp`` is no ``DistributedDataParallel``, or ``zero`` is not sharded by this library.
         ValueError: a class cannot be stepped in parts.
     """
-    _check_wrapper(ddp)
-    return zero_step(zero, hook, interleave=False)
+    _require_wrapper(ddp)
+    return zero_step(zero, hook, interleave=False, ddp=ddp)
 
 
 def hook_with_zero_step_interleaved(
@@ -107,8 +122,8 @@ def hook_with_zero_step_interleaved(
 
     `zero_step`, which says the rest; arguments as in `hook_with_zero_step`.
     """
-    _check_wrapper(ddp)
-    return zero_step(zero, hook)
+    _require_wrapper(ddp)
+    return zero_step(zero, hook, ddp=ddp)
 
 
 def _check_optimizer(optimizer: object) -> None:
@@ -131,4 +146,28 @@ def _check_reduction(hook: object, gradients: object) -> None:
 
 def _check_wrapper(ddp: object) -> None:
     if not isinstance(ddp, DistributedDataParallel):
-        raise_together(TypeError(f"expected a DistributedDataParallel, got {type(ddp).__name__}"))
+        raise TypeError(f"expected a DistributedDataParallel, got {type(ddp).__name__}")
+
+
+def _require_wrapper(ddp: object) -> None:
+    try:
+        _check_wrapper(ddp)
+    except TypeError as error:
+        raise_together(error)
+
+
+def _all_used(ddp: DistributedDataParallel | None) -> Callable[[], bool]:
+    """Make what tells whether some rank uses every parameter of a wrapper, in each backward pass.
+
+    Without these options a bucket is full only when every gradient of it has come. In ``Join`` that holds for
+    the ranks that have inputs left.
+    """
+    if ddp is None:
+        return lambda: False
+    reference = weakref.ref(ddp)  # the wrapper holds the hook
+
+    def all_used() -> bool:
+        wrapper = reference()
+        return wrapper is not None and not wrapper.find_unused_parameters and not wrapper.static_graph
+
+    return all_used

@@ -35,7 +35,14 @@ from zero_optim.comm.backends import (
     unserved,
 )
 from zero_optim.compat.engine import coalesced, coalesces, timeout_of
-from zero_optim.compat.streams import HostCopy, sent_to
+from zero_optim.compat.streams import (
+    Event,
+    HostCopy,
+    record_use,
+    recorded_event,
+    sent_to,
+    wait_for_event,
+)
 from zero_optim.errors import RemoteRankError
 
 
@@ -43,24 +50,52 @@ from zero_optim.errors import RemoteRankError
 class Pending:
     """Collectives that have been started. It keeps the tensors they use until somebody has waited for them.
 
+    Each stream that needs the result waits. The first one waits for the collectives, and on it ``then`` is
+    called; any other one waits for the first. The caller takes care that only one thread waits at a time.
+
     Args:
         works: handles of the collectives, in the order in which they were started.
-        tensors: what the collectives read or write.
-        then: called once when all have ended, on the thread (and CUDA stream) that waits.
+        tensors: what the collectives read or write; at least one, all on one device.
+        then: called once when all have ended, on the thread and the stream that waits first.
+
+    Attributes:
+        is_awaited: nobody has waited yet.
     """
 
     works: list[dist.Work]
     tensors: list[Tensor]
     then: Callable[[], None]
+    is_awaited: bool = field(default=True, init=False)
+    _behind: tuple[torch.device, Event] | None = field(default=None, init=False)
 
-    def wait(self) -> None:
-        """Wait for all of them, then call ``then``. A second call does nothing."""
-        works, self.works = self.works, []
+    def wait(self) -> bool:
+        """Let the current stream, on the CPU the caller, wait for all of them, and for ``then``.
+
+        Returns:
+            Whether all is known to be over, so that no stream needs to wait any more. On the CPU it is.
+        """
+        if not self.is_awaited:
+            return self._wait_behind()
+        self.is_awaited = False
+        tensors, self.tensors, works, self.works = self.tensors, [], self.works, []
         for work in works:
             work.wait()
-        then, self.then = self.then, _nothing
-        then()
-        self.tensors = []
+        self.then()
+        self.then = _nothing  # and let go of what it keeps
+        device = tensors[0].device
+        record_use(*tensors)  # perhaps made on another stream, to which their memory goes back
+        event = recorded_event(device)
+        self._behind = None if event is None else (device, event)
+        return event is None
+
+    def _wait_behind(self) -> bool:
+        if self._behind is not None:
+            device, event = self._behind
+            if event.query():
+                self._behind = None
+            else:
+                wait_for_event(device, event)
+        return self._behind is None
 
 
 def _nothing() -> None:

@@ -62,6 +62,10 @@ class Accelerator:
         """Make a tensor on the host to which copies run beside the CPU."""
         return torch.empty_like(like, device="cpu", pin_memory=True)
 
+    def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """Copy a tensor of the host to a device; the CPU does not wait."""
+        return tensor.pin_memory().to(device, non_blocking=True)
+
     def future(self, device: torch.device) -> torch.futures.Future[Tensor]:
         """Make a future that orders streams: who waits for it has its stream wait for the one that set it."""
         return torch.futures.Future(devices=[device])
@@ -125,6 +129,12 @@ def record_use(*tensors: Tensor) -> None:
         accelerator = accelerator_of(tensor.device)
         if accelerator is not None:
             accelerator.record_use(tensor)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Bring a small tensor of the CPU to a device. The CPU does not wait for the copy."""
+    accelerator = accelerator_of(device)
+    return tensor.to(device) if accelerator is None else accelerator.to_device(tensor, device)
 
 
 def future_on(device: torch.device) -> torch.futures.Future[Tensor]:
@@ -239,6 +249,13 @@ class StreamBeside:
         if device not in self._streams:
             self._streams[device] = new_stream(device)
         return using_stream(device, self._streams[device])
+
+    def join(self) -> None:
+        """Let the current stream of each device wait for what the stream beside it was given so far."""
+        for device, stream in self._streams.items():
+            with using_stream(device, stream):
+                event = recorded_event(device)
+            wait_for_event(device, event)
 
 
 def keeping_stream(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:

@@ -20,6 +20,9 @@ NUM_UNDER_WAY = 4
 class UnderWay:
     """Gathers that were started and may not have ended, each with the parameters that it brings.
 
+    Each stream that reads parameters waits for them. So a gather is kept, on an accelerator, until it is
+    known to be over: a second stream may come for a parameter that the first one has waited for.
+
     Two threads may use it at the same time. One steps buckets during the backward pass and starts their
     gathers. Meanwhile that pass may run a forward pass again (checkpointing), which waits for parameters.
     """
@@ -36,6 +39,11 @@ class UnderWay:
     def __bool__(self) -> bool:
         return bool(self._gathers)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether nobody has waited for some gather yet."""
+        return any(pending.is_awaited for pending in self._gathers)
+
     def add(self, params: Iterable[Tensor], pending: Pending) -> None:
         """Add a gather that was started."""
         with self._lock:
@@ -44,20 +52,26 @@ class UnderWay:
                 self._awaited.setdefault(param, []).append(pending)
 
     def wait_for(self, params: Iterable[Tensor]) -> None:
-        """Wait until some parameters have their new values."""
+        """Wait, with the current stream, until some parameters have their new values."""
         with self._lock:
             for param in params:
-                for pending in self._awaited.pop(param, ()):
-                    pending.wait()
+                left = [pending for pending in self._awaited.pop(param, ()) if not pending.wait()]
+                if left:
+                    self._awaited[param] = left
             if not self._awaited:
                 self._gathers.clear()
 
     def wait(self) -> None:
-        """Wait for all gathers, in the order in which they were started."""
+        """Wait for all gathers, in the order in which they were started, with the current stream."""
         with self._lock:
+            left: deque[Pending] = deque()
             while self._gathers:
-                self._gathers.popleft().wait()
-            self._awaited.clear()
+                pending = self._gathers.popleft()
+                if not pending.wait():
+                    left.append(pending)
+            self._gathers = left
+            if not left:
+                self._awaited.clear()
 
 
 def start_gather(group: RankGroup, bucket: ParamBucket) -> Pending:

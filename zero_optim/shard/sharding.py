@@ -6,6 +6,7 @@ The optimizer calls. `Sharding.plan`, `gather` and `gather_all` communicate; all
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
@@ -112,16 +113,28 @@ class Sharding:
     def refresh(self, groups: Sequence[ParamGroup]) -> None:
         """Wait for gathers, then check every parameter before a step; see `ParamBucket.refresh`.
 
+        Must be called on the user's thread; see Note [Moving parameters] in `storage`.
+
         Raises:
+            RuntimeError: a parameter does not fit any more; all others were refreshed.
             ValueError: the user put a parameter into a group without ``add_param_group()``.
         """
         self.under_way.wait()
+        self.take_over()
         places = member_ids(groups)
         if places != self._checked:
             self._check_owned(groups)
             self._checked = places
-        for bucket in self.buckets:
-            bucket.refresh()
+
+    def take_over(self) -> None:
+        """Take over what the user did to parameters, without waiting for anything; as `refresh` does it.
+
+        Raises:
+            RuntimeError: a parameter does not fit any more; all others were taken over.
+        """
+        with ExitStack() as stack:  # which calls them all, then raises
+            for bucket in self.buckets:
+                stack.callback(bucket.refresh)
 
     def _check_owned(self, groups: Sequence[ParamGroup]) -> None:
         for index, param in enumerate(params_of(groups)):

@@ -24,6 +24,15 @@ Note [A storage for each parameter]
     used at once, and nothing is read. PyTorch makes a CUDA handle for another process only of what begins a
     block of the allocator, by its source. So such a parameter can hardly be sent to one;
     ``parameters_as_bucket_view=False`` avoids that. No GPU has been asked yet.
+
+Note [Moving parameters]
+    To move a parameter is to give it another storage. Code on another thread that reads the parameter at that
+    moment would go on reading memory that has been released. So the user's threads alone move what the user
+    replaced: in `step`, or in a comm hook, which the backward pass itself calls. A backward pass that goes on
+    after that finds the same values: autograd saves a leaf as the tensor object, which has its new storage by
+    then; of a view it saves the old storage, which nobody writes to any more. A class that replaces
+    ``param.data`` in its own step is another matter: there a gather moves the parameter, on the thread that
+    stepped it. The backward pass must not read it any more then, as it must not read what was stepped.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -193,13 +202,19 @@ class ViewBucket:
         return partial(make_bucket, as_views=True), (self.params, self.layout, self._rank)
 
     def refresh(self) -> None:
-        """See `ParamBucket`. Parameters whose ``data`` was replaced move in again."""
-        for index in self._moved_out():
+        """See `ParamBucket`. Parameters whose ``data`` was replaced move in again, all that fit.
+
+        Nothing else moves a parameter while a backward pass may read it; see Note [Moving parameters].
+        """
+        moved_out = self._moved_out()
+        for index in moved_out:
+            if self._forms[index].fits(self.params[index]):
+                self._take_in(index)
+        for index in moved_out:
             self._forms[index].check(self.params[index])
-            self._take_in(index)
 
     def fill(self, chosen: Collection[int] | None = None) -> Tensor:
-        """See `ParamBucket`. Only parameters whose ``data`` the step has replaced are copied.
+        """See `ParamBucket`. Only parameters whose ``data`` the step has replaced are copied, or moved.
 
         Raises nothing, since the other ranks wait. A parameter that does not fit is left to `refresh`.
         """

@@ -11,16 +11,17 @@ Note [Phases of an overlapped step]
     in its next backward pass. If that pass finds it in ``Phase.BACKWARD``, the pass before broke off.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 
-import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease, lanes_beside
+from zero_optim.compat.streams import is_asynchronous
 from zero_optim.plan.groups import ParamGroup, params_of
 from zero_optim.plan.layout import Span
 from zero_optim.shard.gathers import start_gather_of_part
@@ -122,8 +123,8 @@ class OverlappedStep:
 class Overlap:
     """Steps a sharded optimizer part by part, and starts the gather of each part.
 
-    All ranks construct it, which takes process groups for its gathers, and call its methods in the
-    same order with the same parameters. One thread at a time.
+    All ranks construct it, and call its methods in the same order with the same parameters. One thread at a
+    time. Construction communicates where a thread is to step: that takes process groups for its gathers.
 
     Args:
         group: the ranks.
@@ -132,17 +133,20 @@ class Overlap:
 
     Attributes:
         group: the ranks.
-        lanes: process groups of the same ranks, for gathers.
+        takes_thread: parts may be stepped on another thread than the caller's; the same on every rank. Note
+            [A thread or none] in `zero_optim.hooks.overlap.line` says when.
+        lanes: process groups for gathers: of a thread's own, or ``group``.
         current: the step that was begun and not finished; None between steps.
     """
 
     def __init__(self, group: RankGroup, sharding: Sharding, owned: OwnedState) -> None:
         self.group = group
-        self.lanes = lanes_beside(group)
+        self.takes_thread = _takes_thread(group, sharding.owners)
+        self.lanes = self.new_lanes()
         self.current: OverlappedStep | None = None
         self._sharding = sharding
         self._owned = owned
-        self._announced: list[torch.futures.Future[Tensor]] = []
+        self._announced: dict[Callable[[], object], None] = {}
         self._loop_calls_step = False
 
     def begin(self, *, joined: bool, lends: bool) -> None:
@@ -162,7 +166,7 @@ class Overlap:
         if self._loop_calls_step:
             self.current.check_passes()
         under_way = self._sharding.under_way
-        if broke_off and under_way and not joined:
+        if broke_off and under_way.is_awaited and not joined:
             raise RuntimeError(
                 "the last backward pass broke off after part of its step had been taken, and the "
                 "forward pass since may have read parameters half way: call optimizer.wait_for_gathers() "
@@ -170,19 +174,26 @@ class Overlap:
             )
         under_way.wait()
 
-    def announce(self, done: torch.futures.Future[Tensor]) -> None:
-        """Take note of a part that another thread will step, and of the future that it completes then."""
-        self._announced.append(done)
+    def take_over(self) -> None:
+        """Take over what the user did to parameters, see `Sharding.take_over`."""
+        self._sharding.take_over()
+
+    def announce(self, wait: Callable[[], object]) -> None:
+        """Take note of a part that is stepped on another thread or stream, and of what waits for that."""
+        self._announced[wait] = None
 
     def wait_for_steps(self) -> None:
-        """Wait until all parts announced were stepped and their gathers started."""
-        announced, self._announced = self._announced, []
-        for done in announced:
-            done.wait()
+        """Wait until all parts announced were stepped and their gathers started.
+
+        What is stepped on another stream is waited for by the current one.
+        """
+        announced, self._announced = self._announced, {}
+        for wait in announced:
+            wait()
 
     def new_lanes(self) -> Lease:
-        """Take process groups for a reduction that shares none with the gathers; all ranks call."""
-        return lanes_beside(self.group)
+        """Take process groups that a thread need not share; without a thread ``group``. All ranks call."""
+        return lanes_beside(self.group) if self.takes_thread else Lease.of(self.group)
 
     def owners(self, params: Sequence[Tensor]) -> list[int]:
         """Tell who owns some parameters.
@@ -283,3 +294,10 @@ class Overlap:
             self._loop_calls_step = True
             self.current = None
         self._sharding.end_step()
+
+
+def _takes_thread(group: RankGroup, params: Iterable[Tensor]) -> bool:
+    """Whether a thread beside the caller's may step, and gather on process groups of its own."""
+    if any(is_asynchronous(device) for device in {param.device for param in params}):
+        return False
+    return "cpu:gloo" in dist.get_backend_config(group.process_group)

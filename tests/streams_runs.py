@@ -1,0 +1,190 @@
+"""Small training runs, each done without the model of streams and on it, with the same bits."""
+
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from modelled import Race, Stream, StreamsModel, modelled_streams
+from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.checkpoint import save_async
+from zero_optim.ddp import DistributedDataParallel
+from zero_optim.hooks import make_hook, zero_step
+
+STEPS = 3
+CAP_MB = 0.001  # several buckets of several parameters, so that their order matters
+
+
+class Net(nn.Module):
+    """Layers of several sizes; the middle one may be run on a stream of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(6, 12)
+        self.middle = nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12))
+        self.last = nn.Linear(12, 3)
+        self.beside = nn.Linear(12, 12)
+        self.streams: StreamsModel | None = None
+        self.side: Stream | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        if self.streams is None or self.side is None:
+            hidden = self.middle(hidden) + self.beside(hidden)
+        else:
+            branch = self.streams.on_stream(self.middle, self.side)(hidden)
+            hidden = self.streams.sum(branch, self.beside(hidden))
+        out: Tensor = self.last(hidden)
+        return out
+
+
+@dataclass
+class Run:
+    """One training run on this rank.
+
+    Args:
+        overlap: keyword arguments of `zero_step`; None for a step after the backward pass.
+        hook: name and options of a comm hook; None for DDP's own reduction.
+        options: of the optimizer.
+        lazily: the optimizer gathers lazily.
+        before: called with this object before each forward pass.
+        between: called with this object between the forward and the backward pass.
+        after: called with this object after each backward pass.
+
+    Attributes:
+        streams: the model of streams; None in a run without it.
+    """
+
+    overlap: dict[str, Any] | None = None
+    hook: tuple[str, dict[str, Any]] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    lazily: bool = False
+    before: Callable[["Run"], None] = lambda run: None
+    between: Callable[["Run"], None] = lambda run: None
+    after: Callable[["Run"], None] = lambda run: None
+    streams: StreamsModel | None = None
+
+    def build(self, net: Net) -> None:
+        sgd = {"optimizer_class": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
+        options = {"bucket_cap_mb": CAP_MB, **(sgd if "optimizer_class" not in self.options else {})}
+        self.net = net
+        self.ddp = DistributedDataParallel(net, bucket_cap_mb=CAP_MB)
+        self.optimizer = ZeroRedundancyOptimizer(net.parameters(), **{**options, **self.options})
+        if self.lazily:
+            self.optimizer.gather_lazily(self.ddp)
+        state, hook = (None, None) if self.hook is None else make_hook(self.hook[0], **self.hook[1])
+        if self.overlap is not None:
+            self.ddp.register_comm_hook(state, zero_step(self.optimizer, hook, **self.overlap))
+        elif hook is not None:
+            self.ddp.register_comm_hook(state, hook)
+
+    def train(self, net: Net) -> list[Tensor]:
+        """Train a model; gives its parameters."""
+        self.build(net)
+        for step in range(STEPS):
+            self.before(self)
+            self.optimizer.zero_grad()
+            loss = self.ddp(batch(step)).square().mean()
+            self.between(self)
+            loss.backward()
+            self.after(self)
+            self.optimizer.step()
+        self.optimizer.wait_for_gathers()
+        return [param.detach().clone() for param in net.parameters()]
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+
+
+@dataclass(frozen=True)
+class Found:
+    """A race, as it travels between processes.
+
+    Attributes:
+        text: as it is shown.
+        first: what was asked for first, and the functions that asked for it.
+        second: likewise what came later.
+    """
+
+    text: str
+    first: tuple[str, ...]
+    second: tuple[str, ...]
+
+    @classmethod
+    def of(cls, race: Race) -> "Found":
+        sides = [(access.what, *access.stack.functions) for access in (race.first, race.second)]
+        return cls(str(race), *sides)
+
+
+def on_model(make: Callable[[], Run], **model: Any) -> list[Found]:
+    """Do a run without the model, and on it; gives the races that were found on this rank."""
+    expected = make().train(Net())
+    net = Net()
+    with modelled_streams(checks=False, **model) as streams:
+        run = make()
+        run.streams = streams
+        got = run.train(net)
+        streams.current_stream.synchronize()
+        del run
+        found = [Found.of(race) for race in streams.settle()]
+    if not found:  # else the bits may be those of the race
+        for one, other in zip(got, expected, strict=True):
+            assert torch.equal(one, other), (one, other)
+    return found
+
+
+# ---------------------------------------------------------------------- what users do
+
+
+def replace_data(run: Run) -> None:
+    """Replace parameters' data, as an exchange of weights or `vector_to_parameters` does."""
+    run.optimizer.wait_for_gathers()
+    for param in run.net.parameters():
+        param.data = param.data * 0.5
+
+
+def evaluate_beside(run: Run) -> None:
+    """Evaluate on another stream, which waits for what the current one has done; `join` follows."""
+    if run.streams is not None and run.net.side is None:
+        run.net.side = run.streams.new_stream("the evaluation's stream")
+    with ExitStack() as stack, torch.no_grad():
+        if run.streams is not None and run.net.side is not None:
+            run.net.side.wait_stream(run.streams.current_stream)
+            stack.enter_context(run.streams.using(run.net.side))
+        run.ddp.module(batch(9))
+
+
+def join(run: Run) -> None:
+    """Wait for the evaluation, as what comes next changes the parameters."""
+    if run.streams is not None and run.net.side is not None:
+        run.streams.current_stream.wait_stream(run.net.side)
+
+
+def clip(run: Run) -> None:
+    run.optimizer.clip_grad_norm_(0.01)
+
+
+def consolidate(run: Run) -> None:
+    run.optimizer.consolidate_state_dict(to=None)
+    run.optimizer.state_dict()
+
+
+def save(run: Run) -> None:
+    """Save while training goes on."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    assert folder[0] is not None
+    save_async(f"{folder[0]}/checkpoint", model=run.net, optimizer=run.optimizer)
+
+
+def middle_beside(run: Run) -> None:
+    """Run the model's middle part on a stream of its own, in both passes."""
+    if run.streams is not None and run.net.side is None:
+        run.net.streams, run.net.side = run.streams, run.streams.new_stream("the middle part's stream")

@@ -1,0 +1,289 @@
+"""The overlapped step as on an accelerator: without a thread, on the process group of the reductions."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fake_streams import fake_streams, without_thread
+from overlap import (
+    WRAPPERS,
+    Grads,
+    Net,
+    Setting,
+    adamw,
+    assert_same_params,
+    assert_same_run,
+    inputs,
+    loss_of,
+    plain_step,
+)
+from pool import Ranks
+from test_overlap_errors import check_broken_off, check_failing_hook, check_failing_step
+from test_overlap_hooks import OURS, THEIRS
+from test_overlap_order import check_rebuilding
+from test_overlap_owners import check_equal
+from test_overlap_training import KINDS, LOOPS, check_no_step
+from test_overlap_uneven import UNUSED, Embedder, check_uneven, sgd, step_tokens
+from zero_optim import ZeroRedundancyOptimizer, hooks
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.hooks import allreduce_hook
+
+both_wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
+
+
+def check_run(setting: Setting, step: Callable[..., Grads], steps: int, moves: bool) -> None:
+    with fake_streams():
+        _, optimizer = assert_same_run(setting, step, steps, moves=moves)
+        assert not optimizer.overlap().takes_thread
+
+
+def check_kind(wrapper: str, name: str) -> None:
+    arguments, step = KINDS[name]
+    check_run(Setting(wrapper, **arguments), step, 5, moves=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["packed", "grads as views", "all at the last bucket", "masters", "averages"]
+)
+@both_wrappers
+def test_every_kind_of_parameters_gives_the_same_bits(ranks2: Ranks, wrapper: str, name: str) -> None:
+    ranks2.run(check_kind, wrapper, name)
+
+
+def check_loop(wrapper: str, name: str) -> None:
+    arguments, step, moves = LOOPS[name]
+    check_run(Setting(wrapper, **arguments), step, 5, moves)
+
+
+@pytest.mark.parametrize(
+    "name", ["no_sync", "closure", "unfreezing", "checkpoint", "reentrant checkpoint", "not in DDP"]
+)
+@both_wrappers
+def test_every_kind_of_loop_gives_the_same_bits(ranks2: Ranks, wrapper: str, name: str) -> None:
+    ranks2.run(check_loop, wrapper, name)
+
+
+def check_hooks(wrapper: str) -> None:
+    for name, options in OURS[:1] + OURS[4:5] + OURS[6:7] + OURS[9:]:
+        setting = Setting(wrapper, hook=lambda n=name, o=options: hooks.make_hook(n, **o))  # type: ignore[misc]
+        check_run(setting, plain_step, 5, moves=True)
+    for hook in (THEIRS["allreduce"], THEIRS["fp16"]):
+        check_run(Setting(wrapper, hook=hook), plain_step, 4, moves=True)
+
+
+@both_wrappers
+def test_several_hooks_give_the_same_bits(ranks2: Ranks, wrapper: str) -> None:
+    ranks2.run(check_hooks, wrapper)
+
+
+def check_unused(wrapper: str, name: str, mode: str) -> None:
+    for interleave in (True, False):
+        setting = Setting(wrapper, options={mode: True}, zero={"interleave": interleave})
+        check_run(setting, UNUSED[name], 5, moves=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [("by turns", "find_unused_parameters"), ("never", "find_unused_parameters"), ("never", "static_graph")],
+)
+@both_wrappers
+def test_unused_parameters_are_left_alone(ranks2: Ranks, wrapper: str, name: str, mode: str) -> None:
+    ranks2.run(check_unused, wrapper, name, mode)
+
+
+def check_sparse(wrapper: str) -> None:
+    check_run(Setting(wrapper, Embedder, sgd), step_tokens, 5, moves=False)
+
+
+@both_wrappers
+def test_sparse_gradients_give_the_same_bits(ranks2: Ranks, wrapper: str) -> None:
+    ranks2.run(check_sparse, wrapper)
+
+
+def check_join(wrapper: str) -> None:
+    for order in ("last longest", "first longest"):
+        for gradients in ("everywhere", "owners"):
+            check_uneven(wrapper, order, {}, 1.0, gradients=gradients)
+        check_uneven(wrapper, order, {"find_unused_parameters": True}, 1.0)
+        check_uneven(wrapper, order, {}, 0.0)
+
+
+@both_wrappers
+def test_uneven_inputs_give_the_same_bits(ranks2: Ranks, wrapper: str) -> None:
+    ranks2.run(without_thread, check_join, wrapper)
+
+
+@both_wrappers
+def test_reduced_to_owners_training_equals_that_with_gradients_everywhere(
+    ranks2: Ranks, wrapper: str
+) -> None:
+    ranks2.run(without_thread, check_equal, wrapper)
+
+
+def lazily(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
+    optimizer = adamw(model, **options)
+    optimizer.gather_lazily(model)
+    return optimizer
+
+
+def check_lazy(wrapper: str) -> None:
+    for as_view in (True, False):
+        setting = Setting(
+            wrapper,
+            optimizer=lambda m, v=as_view: lazily(m, parameters_as_bucket_view=v),  # type: ignore[misc]
+        )
+        with fake_streams():
+            runs = [setting.build(overlap) for overlap in (False, True)]
+            for model, optimizer in runs:
+                for number in range(5):
+                    plain_step(model, optimizer, number)
+                optimizer.wait_for_gathers()
+            assert_same_params(runs[1][0], runs[0][0], as_view)
+
+
+@both_wrappers
+def test_lazy_gathers_give_the_same_bits(ranks2: Ranks, wrapper: str) -> None:
+    ranks2.run(check_lazy, wrapper)
+
+
+@both_wrappers
+def test_a_loop_that_never_calls_step_trains(ranks2: Ranks, wrapper: str) -> None:
+    ranks2.run(without_thread, check_no_step, wrapper, True)
+
+
+@both_wrappers
+def test_rebuilt_buckets_give_the_same_bits_and_keep_their_owners(ranks2: Ranks, wrapper: str) -> None:
+    ranks2.run(without_thread, check_rebuilding, wrapper)
+
+
+@pytest.mark.parametrize("interleave", [True, False])
+@both_wrappers
+def test_a_step_that_fails_on_one_rank_raises_in_its_backward_pass(
+    ranks2: Ranks, wrapper: str, interleave: bool
+) -> None:
+    ranks2.run(without_thread, check_failing_step, wrapper, interleave)
+
+
+@both_wrappers
+def test_a_reduction_that_fails_on_one_rank_raises_in_its_backward_pass(ranks2: Ranks, wrapper: str) -> None:
+    ranks2.run(without_thread, check_failing_hook, wrapper)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("interleave", [True, False])
+def test_training_goes_on_after_a_backward_pass_that_broke_off(
+    ranks2: Ranks, interleave: bool, waits: bool
+) -> None:
+    ranks2.run(without_thread, check_broken_off, interleave, waits)
+
+
+# ---------------------------------------------------------------------- what happens when
+
+
+def traced(trace: list[str], group: list[dist.ProcessGroup]) -> Callable[..., Any]:
+    """A hook that notes its reductions; gathers note themselves, with the group that they use."""
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        trace.append(f"reduce {bucket.index()}")
+        return allreduce_hook(None, bucket)
+
+    share_rows = RankGroup.share_rows
+
+    def noted(self: RankGroup, rows: Any) -> Any:
+        rows = list(rows)
+        if rows:
+            trace.append("gather")
+            group.append(self.process_group)
+        return share_rows(self, rows)
+
+    RankGroup.share_rows = noted  # type: ignore[method-assign]
+    return hook
+
+
+def check_order(wrapper: str) -> None:
+    trace: list[str] = []
+    groups: list[dist.ProcessGroup] = []
+    before = RankGroup.share_rows
+    try:
+        with fake_streams():
+            hook = traced(trace, groups)
+            setting = Setting(wrapper, hook=lambda: (None, hook), options={"bucket_cap_mb": 0.0008})
+            model, optimizer = setting.build(overlap=True)
+            for number in range(2):  # until the buckets have been rebuilt
+                plain_step(model, optimizer, number)
+            del trace[:], groups[:]
+            loss_of(model, 2).backward()
+            order = [kind for number, kind in enumerate(trace) if kind != trace[number - 1] or not number]
+            reduced = sum(kind != "gather" for kind in order)
+            assert reduced > 2, trace
+            expected = ["reduce 0", "reduce 1", "gather"]
+            for bucket in range(2, reduced):
+                expected += [f"reduce {bucket}", "gather"]
+            assert order == expected, trace  # the last two buckets are gathered in the last hook
+            assert set(groups) == {dist.group.WORLD}
+    finally:
+        RankGroup.share_rows = before  # type: ignore[method-assign]
+
+
+@both_wrappers
+def test_each_hook_gathers_the_bucket_before_on_the_group_of_the_reductions(
+    ranks2: Ranks, wrapper: str
+) -> None:
+    ranks2.run(check_order, wrapper)
+
+
+def check_caller_waits() -> None:
+    with fake_streams() as accelerator:
+        main = accelerator.stack[0]
+        model, optimizer = Setting("ours").build(overlap=True)
+        for number in range(2):
+            loss = loss_of(model, number)
+            accelerator.events.clear()
+            main.awaited.clear()
+            loss.backward()
+            beside = [event for event in accelerator.events if event.stream.name == "beside"]
+            assert beside[-1] in main.awaited
+            stepping = beside[-1].stream
+            assert {event.stream for event in stepping.awaited} == {main}
+            optimizer.step()
+
+
+def test_the_stream_that_steps_waits_for_that_of_backward_and_the_callers_for_it(ranks2: Ranks) -> None:
+    ranks2.run(check_caller_waits)
+
+
+class Gated(Net):
+    """The convolution, whose bucket is the last, is left out at some steps."""
+
+    def forward(self, x: Tensor, with_spare: bool = True) -> Tensor:
+        if with_spare:
+            return super().forward(x)
+        hidden = x.flatten(1).repeat(1, 2)
+        out: Tensor = self.head(self.layers(hidden))
+        return out
+
+
+def check_left_out() -> None:
+    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+
+    def step(model: nn.Module, optimizer: ZeroRedundancyOptimizer, number: int) -> Grads:
+        optimizer.zero_grad()
+        model(inputs(number), number % 2 == 0).square().mean().backward()
+        optimizer.step()
+        return []
+
+    (plain, one), (model, other) = (
+        Setting("ours", Gated, options=options).build(overlap) for overlap in (False, True)
+    )
+    for number in range(5):
+        step(plain, one, number)
+        step(model, other, number)
+        assert_same_params(model, plain, number)
+
+
+def test_a_last_bucket_that_nobody_used_may_be_left_out(ranks2: Ranks) -> None:
+    ranks2.run(without_thread, check_left_out)

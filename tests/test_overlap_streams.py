@@ -1,0 +1,358 @@
+"""What waits for what, on which stream or thread; seen with streams that only tell what was asked of them."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fake_streams import FakeAccelerator, FakeStream, fake_streams
+from overlap import WRAPPERS, Grads, Setting, adamw, assert_same_run, grads_of, loss_of, plain_step
+from pool import Ranks
+from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.comm.collectives import Pending
+from zero_optim.hooks import zero_step
+from zero_optim.hooks.overlap import owners, steps, task
+from zero_optim.shard import storage
+from zero_optim.shard.gathers import UnderWay
+
+both_wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
+DEVICE = torch.device("cpu")
+
+
+@pytest.fixture
+def accelerator() -> Iterator[FakeAccelerator]:
+    with fake_streams() as fake:
+        yield fake
+
+
+class CountedWork:
+    """A collective that counts how often it is waited for."""
+
+    def __init__(self) -> None:
+        self.num_waits = 0
+
+    def wait(self) -> None:
+        self.num_waits += 1
+
+
+def pending(*tensors: Tensor) -> tuple[Pending, CountedWork, list[str]]:
+    work, called = CountedWork(), list[str]()
+    return Pending([work], list(tensors), lambda: called.append("then")), work, called  # type: ignore[list-item]
+
+
+# ---------------------------------------------------------------------- each stream waits
+
+
+def test_a_second_stream_waits_for_the_first_one_that_waited(accelerator: FakeAccelerator) -> None:
+    gather, work, called = pending(torch.zeros(2))
+    first, second = FakeStream("first"), FakeStream("second")
+    with accelerator.using(first):
+        assert not gather.wait()
+    behind = accelerator.events[-1]
+    assert behind.stream is first
+    with accelerator.using(second):
+        assert not gather.wait()
+    assert second.awaited == [behind]
+    assert (work.num_waits, called) == (1, ["then"])
+    behind.has_passed = True
+    with accelerator.using(FakeStream("third")):
+        assert gather.wait(), "it is known to be over"
+
+
+def test_on_the_cpu_the_first_who_waits_is_the_only_one() -> None:
+    gather, work, called = pending(torch.zeros(2))
+    assert gather.is_awaited
+    assert gather.wait()
+    assert gather.wait()
+    assert (work.num_waits, called, gather.is_awaited) == (1, ["then"], False)
+
+
+def test_a_second_stream_that_reads_the_same_parameter_or_another_waits_too(
+    accelerator: FakeAccelerator,
+) -> None:
+    under_way, a, b = UnderWay(), torch.zeros(1), torch.zeros(1)
+    gather, work, _ = pending(torch.zeros(2))
+    under_way.add([a, b], gather)
+    assert under_way.is_awaited
+    with accelerator.using(FakeStream("first")):
+        under_way.wait_for([a])
+    behind = accelerator.events[-1]
+    assert under_way, "other streams have to wait still"
+    assert not under_way.is_awaited
+    for param in (a, b):
+        stream = FakeStream("other")
+        with accelerator.using(stream):
+            under_way.wait_for([param])
+        assert stream.awaited == [behind]
+    stream = FakeStream("all")
+    with accelerator.using(stream):
+        under_way.wait()
+    assert stream.awaited == [behind]
+    behind.has_passed = True
+    under_way.wait()
+    assert not under_way
+    assert work.num_waits == 1
+
+
+def test_what_a_gather_used_stays_until_the_stream_that_waited_has_got_there(
+    accelerator: FakeAccelerator,
+) -> None:
+    flat = torch.zeros(2)
+    gather, _, _ = pending(flat)
+    with accelerator.using(FakeStream("forward")):
+        gather.wait()
+    assert accelerator.were_used_on("forward", flat)
+
+
+def check_owner_reduction() -> None:
+    with fake_streams() as accelerator:
+        made: list[Tensor] = []
+        exchange = owners.RankGroup.exchange
+
+        def noted(self: Any, pieces: Any, lanes: Any) -> Any:
+            works, came = exchange(self, pieces, lanes)
+            made.extend([*pieces, *came])
+            return works, came
+
+        owners.RankGroup.exchange = noted  # type: ignore[method-assign]
+        try:
+            model, optimizer = Setting("torch", zero={"gradients": "owners"}).build(overlap=True)
+            plain_step(model, optimizer, 0)
+        finally:
+            owners.RankGroup.exchange = exchange  # type: ignore[method-assign]
+        assert made
+        assert accelerator.were_used_on("beside", *[tensor for tensor in made if tensor.numel()])
+
+
+def test_what_a_reduction_to_owners_used_stays_until_the_stream_that_steps_has_got_there(
+    ranks2: Ranks,
+) -> None:
+    ranks2.run(check_owner_reduction)
+
+
+# ---------------------------------------------------------------------- parameters that the user replaced
+
+
+def replacing(model: nn.Module, optimizer: ZeroRedundancyOptimizer, step: int) -> Grads:
+    """Replace ``param.data`` of some before the forward pass, of others between it and the backward pass."""
+    optimizer.zero_grad()
+    params = list(model.parameters())
+    for param in params[step % 3 :: 3]:
+        param.data = param.data.clone()
+    loss = loss_of(model, step)
+    for param in params[(step + 1) % 3 :: 3]:
+        param.data = param.data.clone()
+    loss.backward()
+    grads = grads_of(model)
+    optimizer.step()
+    return grads
+
+
+def check_replaced(wrapper: str, interleave: bool) -> None:
+    threads: set[str] = set()
+    take_in = storage.ViewBucket._take_in
+
+    def noted(self: storage.ViewBucket, index: int) -> None:
+        threads.add(threading.current_thread().name)
+        take_in(self, index)
+
+    storage.ViewBucket._take_in = noted  # type: ignore[method-assign]
+    try:
+        assert_same_run(Setting(wrapper, zero={"interleave": interleave}), replacing, 4)
+    finally:
+        storage.ViewBucket._take_in = take_in  # type: ignore[method-assign]
+    assert threads == {threading.current_thread().name}
+
+
+@pytest.mark.parametrize("interleave", [True, False])
+@both_wrappers
+def test_what_the_user_replaced_is_moved_on_the_thread_of_the_backward_pass(
+    ranks2: Ranks, wrapper: str, interleave: bool
+) -> None:
+    ranks2.run(check_replaced, wrapper, interleave)
+
+
+def with_two_more(model: nn.Module) -> ZeroRedundancyOptimizer:
+    more = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4, dtype=torch.float64))]
+    return ZeroRedundancyOptimizer([*more, *model.parameters()], torch.optim.SGD, lr=0.1)
+
+
+def check_misfit(wrapper: str) -> None:
+    """One that does not fit any more, of parameters that DDP does not hold, on one rank."""
+    model, optimizer = Setting(wrapper, optimizer=with_two_more).build(overlap=True)
+    plain_step(model, optimizer, 0)
+    odd = next(iter(optimizer.owners()))
+    optimizer.zero_grad()
+    kept = [param.data.clone() for param in model.parameters()]
+    for param, data in zip(model.parameters(), kept, strict=True):
+        param.data = data
+    fits = odd.data
+    if dist.get_rank() == 1:
+        odd.data = torch.ones(5)
+        with pytest.raises(RuntimeError, match="a parameter became"):
+            loss_of(model, 1).backward()
+    else:
+        loss_of(model, 1).backward()
+    assert all(param.grad is not None for param in model.parameters())
+    assert all(
+        param.data_ptr() != data.data_ptr() for param, data in zip(model.parameters(), kept, strict=True)
+    )
+    odd.data = fits
+    optimizer.step()
+    plain_step(model, optimizer, 2)
+
+
+@both_wrappers
+def test_a_parameter_that_does_not_fit_any_more_raises_when_backward_ends(
+    ranks2: Ranks, wrapper: str
+) -> None:
+    ranks2.run(check_misfit, wrapper)
+
+
+# ---------------------------------------------------------------------- errors anywhere
+
+
+def raises_once(original: Any) -> Any:
+    left = [True]
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if left.pop() if left else False:
+            raise ArithmeticError("something failed")
+        return original(*args, **kwargs)
+
+    return failing
+
+
+POINTS: dict[str, tuple[Any, str]] = {
+    "beginning": (ZeroRedundancyOptimizer, "begin_overlapped_step"),
+    "receiving": (steps.BucketSteps, "receive"),
+    "the tensor received": (steps, "_tensor"),
+    "gradients": (steps, "_gradients"),
+    "marking use": (steps, "record_use"),
+    "choosing": (steps.BucketSteps, "_chosen"),
+    "stepping": (steps.BucketSteps, "step"),
+}
+
+
+def check_failure(wrapper: str, point: str, inline: bool) -> None:
+    with fake_streams() if inline else torch.enable_grad():
+        model, optimizer = Setting(wrapper).build(overlap=True)
+        for number in range(2):
+            plain_step(model, optimizer, number)
+        place, name = POINTS[point]
+        original = getattr(place, name)
+        setattr(place, name, raises_once(original))
+        try:
+            optimizer.zero_grad()
+            with pytest.raises(ArithmeticError, match="something failed"):
+                loss_of(model, 2).backward()
+        finally:
+            setattr(place, name, original)
+        assert all(param.grad is not None for param in model.parameters()), "DDP has ended the pass"
+        optimizer.step()
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("inline", [False, True], ids=["thread", "inline"])
+def test_an_error_at_any_point_is_raised_when_backward_has_ended(
+    ranks1: Ranks, point: str, inline: bool
+) -> None:
+    ranks1.run(check_failure, "ours", point, inline)
+
+
+class FailingFuture:
+    """A future that does not take its first value."""
+
+    def __init__(self) -> None:
+        self.taken: list[Tensor] = []
+        self.num_calls = 0
+
+    def set_result(self, value: Tensor) -> None:
+        self.num_calls += 1
+        if self.num_calls == 1:
+            raise ValueError("not this one")
+        self.taken.append(value)
+
+
+def check_thread_lives_on() -> None:
+    """Even if what minds errors fails: both the first error and what it calls."""
+    model, optimizer = Setting("ours").build(overlap=True)
+    receive, fail = steps.BucketSteps.receive, task.BackwardPass.fail
+    steps.BucketSteps.receive = raises_once(receive)  # type: ignore[method-assign]
+    task.BackwardPass.fail = raises_once(fail)  # type: ignore[method-assign]
+    try:
+        with pytest.raises(ArithmeticError, match="something failed"):
+            loss_of(model, 0).backward()
+    finally:
+        steps.BucketSteps.receive = receive  # type: ignore[method-assign]
+        task.BackwardPass.fail = fail  # type: ignore[method-assign]
+    optimizer.step()
+    before = [param.detach().clone() for param in model.parameters()]
+    plain_step(model, optimizer, 1)
+    assert not any(torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))
+
+
+def test_the_thread_goes_on_after_any_error(ranks1: Ranks) -> None:
+    ranks1.run(check_thread_lives_on)
+
+
+def test_a_future_that_refuses_the_result_gets_the_gradients_as_they_were() -> None:
+    of = task.BackwardPass(False, lambda: None)
+    buffer, future = torch.zeros(2), FailingFuture()
+    bucket: Any = task.Task(of, None, buffer, None, False, future)  # type: ignore[arg-type]
+    bucket.complete(torch.ones(2))
+    assert future.taken == [buffer]
+    assert isinstance(of.error, ValueError)
+
+
+# ---------------------------------------------------------------------- known to be used
+
+
+def check_no_search(wrapper: str, how: str, searches: bool) -> None:
+    calls: list[object] = []
+    all_zero, flags = steps._all_zero, owners.OwnerReduction._flags
+
+    def noted_zeros(gradients: Any) -> Any:
+        calls.append(gradients)
+        return all_zero(gradients)
+
+    def noted_flags(self: Any, joined: bool) -> Any:
+        calls.append(self)
+        return flags(self, joined)
+
+    options = {"find_unused_parameters": True} if how == "may be unused" else {}
+    steps._all_zero = noted_zeros
+    owners.OwnerReduction._flags = noted_flags  # type: ignore[method-assign]
+    try:
+        for gradients in ("everywhere", "owners"):
+            model = Setting(wrapper, options=options).build(overlap=False)[0]
+            model = WRAPPERS[wrapper](model.module, bucket_cap_mb=0.0004, **options)
+            optimizer = adamw(model)
+            given = model if how == "wrapper given" else None
+            model.register_comm_hook(None, zero_step(optimizer, gradients=gradients, ddp=given))  # type: ignore[arg-type]
+            plain_step(model, optimizer, 0)
+            assert bool(calls) == searches, gradients
+            calls.clear()
+    finally:
+        steps._all_zero = all_zero
+        owners.OwnerReduction._flags = flags  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "how", "searches"),
+    [
+        ("ours", "", False),
+        ("ours", "may be unused", True),
+        ("torch", "", True),
+        ("torch", "wrapper given", False),
+        ("torch", "may be unused", True),
+    ],
+)
+def test_nobody_looks_for_unused_parameters_where_all_are_known_to_be_used(
+    ranks2: Ranks, wrapper: str, how: str, searches: bool
+) -> None:
+    ranks2.run(check_no_search, wrapper, how, searches)

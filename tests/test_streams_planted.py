@@ -1,0 +1,131 @@
+"""Defects of the past, put back: the model of streams finds each, and names both stacks."""
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from pool import Ranks
+from streams_runs import Found, Run, evaluate_beside, join, middle_beside, on_model, replace_data
+from zero_optim.comm import collectives
+from zero_optim.compat.streams import StreamBeside
+from zero_optim.ddp.stream_order import StreamOrder
+from zero_optim.hooks.overlap import owners
+from zero_optim.hooks.overlap.stepper import Stepper
+from zero_optim.step import overlap
+
+Patch = AbstractContextManager[Any]
+
+
+def _keep_nothing(*_: object) -> None:
+    """Stand for `record_use`; a mock would keep what it is called with."""
+
+
+def begins_elsewhere() -> Patch:
+    """The thread that steps, on its stream, takes over what the user did to parameters."""
+    begin = Stepper._begin
+
+    def on_thread(stepper: Stepper, of: Any) -> None:
+        def work() -> None:
+            with StreamBeside().using(torch.device("cpu")):
+                begin(stepper, of)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+
+    return mock.patch.object(Stepper, "_begin", on_thread)
+
+
+def one_stream_a_bucket() -> Patch:
+    """A bucket is launched on the stream of its last gradient, which waits for no other."""
+    return mock.patch.object(StreamOrder, "of", return_value=None)
+
+
+def one_waiter() -> Patch:
+    """A gather is waited for once, by whatever stream comes first."""
+    return mock.patch.object(collectives.Pending, "_wait_behind", return_value=True)
+
+
+def drops_gathered() -> Patch:
+    """The flat tensor of a gather is dropped after a wait on another stream than its own."""
+    return mock.patch.object(collectives, "record_use", _keep_nothing)
+
+
+def drops_parcels() -> Patch:
+    """What ranks sent to an owner is dropped after it was added up on another stream than its own."""
+    return mock.patch.object(owners, "record_use", _keep_nothing)
+
+
+def two_threads() -> Patch:
+    """A thread beside the backward pass steps and gathers, on process groups of its own."""
+    return mock.patch.object(overlap, "_takes_thread", return_value=True)
+
+
+PACKED = {"parameters_as_bucket_view": False}
+# What is put back; a run; what the two stacks go through.
+PLANTED: dict[str, tuple[Callable[[], Patch], dict[str, Any], tuple[str, str]]] = {
+    "parameters are moved on another thread": (
+        begins_elsewhere,
+        {"overlap": {}, "before": replace_data},
+        ("replace_data", "refresh"),
+    ),
+    "a bucket waits for one stream alone": (
+        one_stream_a_bucket,
+        {"before": middle_beside},
+        ("train", "take_pending"),
+    ),
+    "a gather is waited for by one stream alone": (
+        one_waiter,
+        {"before": evaluate_beside, "between": join, "lazily": True},
+        ("start_gather", "forward"),
+    ),
+    "the flat tensor of a gather is dropped too early": (
+        drops_gathered,
+        {"overlap": {}, "options": PACKED},
+        ("settle", "wait"),
+    ),
+    "what came for an owner is dropped too early": (
+        drops_parcels,
+        {"overlap": {"gradients": "owners"}},
+        ("wait", "zero_step_hook"),
+    ),
+    "two threads use two communicators": (two_threads, {"overlap": {}}, ("all_reduce", "broadcast")),
+}
+
+
+def races_with(name: str) -> list[Found]:
+    put_back, options, _ = PLANTED[name]
+    with ExitStack() as stack:
+
+        def make() -> Run:
+            run = Run(**options)
+            build = run.build
+
+            def build_with_defect(net: Any) -> None:
+                if run.streams is not None:
+                    stack.enter_context(put_back())
+                build(net)
+
+            run.build = build_with_defect  # type: ignore[method-assign]
+            return run
+
+        return on_model(make, is_nccl=True)
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_defect_that_is_put_back_is_found(ranks2: Ranks, name: str) -> None:
+    first, second = PLANTED[name][2]
+    for found in ranks2.run(races_with, name):
+        sides = [(race.first, race.second) for race in found]
+        named = [_names(one, first) and _names(other, second) for one, other in sides]
+        assert any(named), "\n".join([f"nothing of {first} and {second} in", *(race.text for race in found)])
+
+
+def _names(side: tuple[str, ...], name: str) -> bool:
+    what, *functions = side
+    return name in what or name in functions

@@ -1,0 +1,74 @@
+"""Whole runs on the model of streams: the library orders all that it does on an accelerator."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from pool import Ranks
+from streams_runs import (
+    Found,
+    Run,
+    clip,
+    consolidate,
+    evaluate_beside,
+    join,
+    middle_beside,
+    on_model,
+    replace_data,
+    save,
+)
+
+EVERYWHERE: dict[str, object] = {}
+OWNERS: dict[str, object] = {"gradients": "owners"}
+RUNS: dict[str, dict[str, Any]] = {
+    "a plain step": {},
+    "AdamW": {"options": {"optimizer_class": torch.optim.AdamW, "lr": 0.01}},
+    "zero_step": {"overlap": EVERYWHERE},
+    "zero_step to owners": {"overlap": OWNERS},
+    "zero_step at the end": {"overlap": {"interleave": False}},
+    "lazy gathers": {"lazily": True},
+    "zero_step and lazy gathers": {"overlap": EVERYWHERE, "lazily": True},
+    "packed gathers": {"options": {"parameters_as_bucket_view": False}},
+    "zero_step and packed gathers": {"overlap": EVERYWHERE, "options": {"parameters_as_bucket_view": False}},
+    "lazy packed gathers": {"lazily": True, "options": {"parameters_as_bucket_view": False}},
+    "masters and averages": {"options": {"master_dtype": torch.float64, "ema_decay": 0.9}},
+    "zero_step, masters and averages": {
+        "overlap": EVERYWHERE,
+        "options": {"master_dtype": torch.float64, "ema_decay": 0.9},
+    },
+    "two streams in a model": {"before": middle_beside},
+    "two streams in a model and zero_step": {"before": middle_beside, "overlap": EVERYWHERE},
+    "replaced data": {"before": replace_data},
+    "replaced data and zero_step": {"before": replace_data, "overlap": EVERYWHERE},
+    "an evaluation beside": {"before": evaluate_beside, "between": join},
+    "an evaluation beside lazy gathers": {"before": evaluate_beside, "between": join, "lazily": True},
+    "an evaluation beside zero_step": {
+        "before": evaluate_beside,
+        "between": join,
+        "lazily": True,
+        "overlap": EVERYWHERE,
+    },
+    "clipping": {"after": clip},
+    "consolidation": {"before": consolidate},
+    "a save beside": {"before": save},
+    "power_sgd": {"hook": ("power_sgd", {"rank": 1})},
+    "batched_power_sgd": {"hook": ("batched_power_sgd", {"rank": 1})},
+    "quantize_tensor": {"hook": ("quantize_tensor", {})},
+    "quantize_channel": {"hook": ("quantize_channel", {})},
+    "fp16": {"hook": ("fp16", {})},
+    "top_k": {"hook": ("top_k", {})},
+    "top_k and zero_step": {"hook": ("top_k", {}), "overlap": EVERYWHERE},
+    "power_sgd and zero_step": {"hook": ("power_sgd", {"rank": 1}), "overlap": EVERYWHERE},
+}
+
+
+def races_of(name: str) -> list[Found]:
+    # A save that goes on uses a process group of gloo's, beside whatever else there is.
+    return on_model(lambda: Run(**RUNS[name]), is_nccl=name != "a save beside")
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_is_ordered(ranks2: Ranks, name: str) -> None:
+    for rank, found in enumerate(ranks2.run(races_of, name)):
+        assert not found, "\n".join([f"rank {rank}", *(race.text for race in found)])
