@@ -1,6 +1,7 @@
 """One bucket's reduction under way: PyTorch's all-reduce, or what a comm hook makes of it."""
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -138,6 +139,25 @@ class HookReduction:
                 f"{self._bucket.flat.numel()}: expected a tensor shaped like bucket.buffer()"
             )
         return result
+
+
+def launching(group: RankGroup, slot: "HookSlot") -> Launch:
+    """Make what starts a bucket's reduction: the comm hook, or a sum where there is none.
+
+    It does not keep the slot: a hook's state may hold the model, whose parameters hold a pass that broke off.
+
+    Args:
+        group: the ranks.
+        slot: of the hook. Whoever launches holds it.
+    """
+    reference = weakref.ref(slot)
+
+    def launch(bucket: ReducerBucket, number: int, is_last: bool) -> Reduction:
+        found = reference()
+        assert found is not None  # see above
+        return SumReduction(group, bucket) if found.is_empty else found.launch(bucket, number, is_last)
+
+    return launch
 
 
 class HookSlot:

@@ -123,6 +123,14 @@ def future_on(device: torch.device) -> torch.futures.Future[Tensor]:
     return torch.futures.Future() if accelerator is None else accelerator.future(device)
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a small tensor of the CPU to a device. The CPU does not wait."""
+    accelerator = accelerator_of(device)
+    if accelerator is None:
+        return tensor.to(device)
+    return accelerator.host_tensor(tensor).copy_(tensor).to(device, non_blocking=True)
+
+
 class HostCopy:
     """A copy of a small tensor for the CPU, which need not wait for it at once.
 
