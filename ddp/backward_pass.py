@@ -23,6 +23,7 @@ from zero_optim.ddp.bucket import ReducerBucket
 from zero_optim.ddp.reduction import BucketReductions, Launch
 from zero_optim.ddp.report import FailureReport, PassTroubles
 from zero_optim.ddp.stream_order import StreamOrder
+from zero_optim.errors import ReductionError
 
 
 class Phase(Enum):
@@ -263,6 +264,14 @@ class BackwardPass:
             ]
         in_last_bucket = self._terms.failure_word_in_last_bucket
         return FailureReport(group, self._troubles.message(), used, in_last_bucket=in_last_bucket)
+
+    def check(self, report_to_come: FailureReport) -> None:
+        """Raise, on every rank, what went wrong, before anything is handed out; all ranks call."""
+        try:
+            report_to_come.check()
+        except ReductionError:
+            self.reductions.drain()
+            raise
 
     def give(self, unused: Sequence[bool], report_to_come: FailureReport | None = None) -> None:
         """Wait for every bucket in order, and make the reduced gradients the parameters' own.

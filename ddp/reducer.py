@@ -13,7 +13,6 @@ Data Parallel Training", VLDB 2020), but for this: a pass that lacks gradients r
 ends, on every rank, and not in the forward pass after it.
 """
 
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
@@ -35,11 +34,11 @@ from zero_optim.ddp.graph import (
     refuse_distributed_autograd,
     refuse_distributed_backward,
     tensors_in,
+    warn_of_graph,
 )
 from zero_optim.ddp.history import History
 from zero_optim.ddp.inbox import Inbox, output_hook, remove, weakly, when_backward_ends
-from zero_optim.ddp.reduction import BucketReductions, Hook, HookSlot, launching
-from zero_optim.ddp.report import FailureReport
+from zero_optim.ddp.reduction import Hook, HookSlot, launching
 from zero_optim.ddp.shadow import ShadowPass
 from zero_optim.ddp.upcoming import UpcomingPass
 from zero_optim.errors import ReductionError
@@ -300,10 +299,10 @@ class Reducer:
         defers = self.defers_reports and not in_join and not current.learns
         self._upcoming.divisor = None
         current.launch_rest()
-        self._await_hooks(current.reductions)
+        self._slot.await_all(current.reductions)
         report = current.close(self._group)
         if current.asks_for_use and not defers:
-            self._check(report, current)
+            current.check(report)
         unused = [not used for used in report.used()] if current.asks_for_use else self.history.unused
         with self._slot.minding():
             if broke_off and defers:
@@ -319,15 +318,7 @@ class Reducer:
         elif not current.asks_for_use:
             report.check()
         if current.keeps_graph and any(current.calls):
-            _warn_of_graph()
-
-    def _check(self, report: FailureReport, current: BackwardPass) -> None:
-        """Raise what went wrong, before anything is handed out."""
-        try:
-            report.check()
-        except ReductionError:
-            current.reductions.drain()
-            raise
+            warn_of_graph()
 
     @torch.no_grad()
     def shadow(self) -> None:
@@ -340,23 +331,9 @@ class Reducer:
         self._upcoming.divisor = None
         shadow = ShadowPass(self._assignment, self._terms(1), launching(self._group, self._slot))
         shadow.launch(self.history.last_order)
-        self._await_hooks(shadow.reductions)
+        self._slot.await_all(shadow.reductions)
         used = shadow.close(self._group)
         self.history.num_buckets_reduced = shadow.reductions.num_launched
         # A rank that has no pass to learn from takes it that the others' is what its own would have been.
         unused = [not flag for flag in used]
         self.history.conclude([int(flag) for flag in used], self.history.last_order, unused, self.options)
-
-    def _await_hooks(self, reductions: BucketReductions) -> None:
-        """Keep the report behind all that hooks issue; PowerSGD's does so from other threads, later."""
-        if not self._slot.is_empty:
-            with self._slot.minding():
-                reductions.drain()
-
-
-def _warn_of_graph() -> None:
-    warnings.warn(
-        "a backward pass with create_graph=True reduces the gradients, not the graph that "
-        "computes them: gradients of higher order are those of this rank alone",
-        stacklevel=2,
-    )

@@ -201,6 +201,12 @@ class HookSlot:
         with self.minding():
             return HookReduction(hook, state, bucket, index, is_last)
 
+    def await_all(self, reductions: BucketReductions) -> None:
+        """Let nothing come before what hooks issue; PowerSGD's does so from other threads, later."""
+        if not self.is_empty:
+            with self.minding():
+                reductions.drain()
+
     @contextmanager
     def minding(self) -> Iterator[None]:
         """Remember it if what the hook does, or began, fails here."""

@@ -12,10 +12,10 @@ copying from memory that is not pinned.
     assert not calls, texts(calls)
 
 Only tensors made by ``torch.tensor(...)`` without a device or for ``"cpu"``, and copies for the host that
-`zero_optim.compat.streams` makes, are taken to lie on the host. Reading these, or what is made of them alone, is
-no wait. `Event.synchronize` is none either if a backward pass has begun since the event was recorded: by
-then the accelerator has other work to do while the CPU waits. Operations inside PyTorch's C++ code are seen on
-the thread that records, Python methods of tensors on every thread.
+`zero_optim.compat.streams` makes, are taken to lie on the host. Reading these, or what is made of them alone,
+is no wait. `Event.synchronize` is none either if a backward pass has begun since the event was recorded: by
+then the accelerator has other work to do while the CPU waits. Operations inside PyTorch's C++ code are seen
+on the thread that records, Python methods of tensors on every thread.
 """
 
 import threading
