@@ -105,7 +105,7 @@ def _end_thread(line: "_Queue", thread: threading.Thread) -> None:
     """End the thread and wait for it, also when the process ends.
 
     An interpreter that ends while a thread is inside PyTorch aborts the process. A line that goes at another
-    time goes between two passes, when its thread is idle. It does not wait for ever: another rank may be gone.
+    time goes between two passes, when its thread is idle. The wait has a limit: another rank may be gone.
     """
     line.put(None)
     if thread is not threading.current_thread():

@@ -143,14 +143,6 @@ def future_on(device: torch.device) -> torch.futures.Future[Tensor]:
     return torch.futures.Future() if accelerator is None else accelerator.future(device)
 
 
-def sent_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a small tensor of the CPU to a device, which the CPU does not wait for."""
-    accelerator = accelerator_of(device)
-    if accelerator is None:
-        return tensor.to(device)
-    return accelerator.host_tensor(tensor).copy_(tensor).to(device, non_blocking=True)
-
-
 def brought_to(tensor: Tensor, device: torch.device) -> Tensor:
     """Bring a small tensor to a device; the CPU waits only if it has to come to the CPU."""
     return tensor if tensor.device == device else tensor.to(device, non_blocking=is_asynchronous(device))
