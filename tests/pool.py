@@ -138,7 +138,7 @@ class Pool:
                 group_name = f"call-{self._calls}"
                 # The group outlives the call's limit, so that it is the hang that gets reported, with stacks.
                 limit = timeout + 60.0
-                request = Request(call, rank, world_size, self._store.port, group_name, limit, filters)
+                request = Request(call, rank, world_size, group_name, limit, filters)
                 self._workers[rank].connection.send_bytes(pickle.dumps(request))
             replies = self._collect(ranks, timeout)
             if len(replies) == world_size and not any(
@@ -166,9 +166,8 @@ class Pool:
     def _start(self, ranks: Sequence[int]) -> None:
         """Starts a worker for each rank, all at once, and waits until they listen."""
         for rank in ranks:
-            self._workers[rank] = _Worker.start(
-                self._context, Path(self._folder.name) / f"rank-{rank}.stacks"
-            )
+            stack_file = Path(self._folder.name) / f"rank-{rank}.stacks"
+            self._workers[rank] = _Worker.start(self._context, stack_file, self._store.port)
         deadline = time.monotonic() + START_TIMEOUT
         for rank in ranks:
             worker = self._workers[rank]
@@ -235,9 +234,10 @@ class _Worker:
     stack_file: Path
 
     @classmethod
-    def start(cls, context: BaseContext, stack_file: Path) -> "_Worker":
+    def start(cls, context: BaseContext, stack_file: Path, store_port: int) -> "_Worker":
         ours, theirs = context.Pipe()
-        process = context.Process(target=pool_worker.serve, args=(theirs, stack_file), daemon=True)
+        args = (theirs, stack_file, store_port)
+        process = context.Process(target=pool_worker.serve, args=args, daemon=True)
         process.start()
         theirs.close()  # the worker has the other end alone now, so its death reads as end of file here
         return cls(process, ours, stack_file)

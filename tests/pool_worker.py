@@ -48,7 +48,6 @@ class Request:
     call: bytes  # pickled (function, args), unpickled where an error can be reported
     rank: int
     world_size: int
-    store_port: int
     group_name: str
     group_timeout: float  # seconds
     filters: list[Filter]
@@ -72,8 +71,14 @@ class Failure(Reply):
     text: str  # a traceback, mostly
 
 
-def serve(connection: "Connection[Any, Any]", stack_file: Path) -> None:
-    """Answers requests until the pipe closes. The entry point of a worker process."""
+def serve(connection: "Connection[Any, Any]", stack_file: Path, store_port: int) -> None:
+    """Answers requests until the pipe closes. The entry point of a worker process.
+
+    Note [One connection to the store]
+        A worker connects to the pool's store once, not at every call. For each connection PyTorch asks the
+        name server for the name of 127.0.0.1, to be able to log it. Where the name server drops a request now
+        and then, that took 5 seconds each time.
+    """
     _die_with_parent()
     # Ctrl-C goes to the whole terminal session; the parent decides what becomes of the workers. Not SIG_IGN,
     # which processes that a test starts would inherit.
@@ -83,16 +88,19 @@ def serve(connection: "Connection[Any, Any]", stack_file: Path) -> None:
     with stack_file.open("w") as stacks:
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR1, stacks)
+        store = dist.TCPStore("127.0.0.1", store_port, is_master=False)  # type: ignore[attr-defined]
         connection.send_bytes(b"listening")
         while True:
             try:
                 request = pickle.loads(connection.recv_bytes())
             except EOFError:
                 return
-            connection.send_bytes(pickle.dumps(_answer(request, connection)))
+            store.set_timeout(timedelta(seconds=request.group_timeout))
+            own_store = dist.PrefixStore(request.group_name, store)  # type: ignore[attr-defined]
+            connection.send_bytes(pickle.dumps(_answer(request, own_store, connection)))
 
 
-def _answer(request: Request, connection: "Connection[Any, Any]") -> Reply:
+def _answer(request: Request, store: dist.Store, connection: "Connection[Any, Any]") -> Reply:  # type: ignore[name-defined]
     stray: list[str] = []
     try:
         _reset_state()
@@ -100,7 +108,7 @@ def _answer(request: Request, connection: "Connection[Any, Any]") -> Reply:
             warnings.resetwarnings()
             for rule in reversed(request.filters):  # each goes before those already there
                 warnings.filterwarnings(rule.action, rule.message, rule.category, rule.module, rule.line)
-            value = _in_process_group(request, connection, stray)
+            value = _in_process_group(request, store, connection, stray)
             # What a destructor raises is blamed on this call, not on the next one. What is still alive then
             # is mostly modules: frozen, it is not gone through again, which took 0.1 s a call.
             gc.collect()
@@ -116,16 +124,15 @@ def _answer(request: Request, connection: "Connection[Any, Any]") -> Reply:
     return Failure("\n".join(stray)) if stray else Success(value)
 
 
-def _in_process_group(request: Request, connection: "Connection[Any, Any]", stray: list[str]) -> bytes:
+def _in_process_group(
+    request: Request,
+    store: dist.Store,  # type: ignore[name-defined]
+    connection: "Connection[Any, Any]",
+    stray: list[str],
+) -> bytes:
     timeout = timedelta(seconds=request.group_timeout)
-    server = "127.0.0.1", request.store_port
-    store = dist.TCPStore(*server, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
     dist.init_process_group(
-        "gloo",
-        store=dist.PrefixStore(request.group_name, store),  # type: ignore[attr-defined]
-        rank=request.rank,
-        world_size=request.world_size,
-        timeout=timeout,
+        "gloo", store=store, rank=request.rank, world_size=request.world_size, timeout=timeout
     )
     function, args = pickle.loads(request.call)
     value = _call(function, args)
