@@ -43,10 +43,11 @@ def check_keys(options: dict[str, Any]) -> None:
     ):  # fmt: skip
         if key in theirs and not (key == "has_rebuilt_buckets" and options.get("static_graph")):
             assert ours[key] == theirs[key], (key, ours[key], theirs[key])
+    passed = time.time_ns() - begun
     for key in TIMES:
-        assert 0 <= ours[key] < 60e9, key
+        assert 0 <= ours[key] <= passed, key
         overlaps = ours["num_buckets_reduced"] > 1  # the last goes when the backward pass has ended
-        assert overlaps <= ours[f"avg_{key}"] < 60e9, key
+        assert overlaps <= ours[f"avg_{key}"] <= passed, key
     for key in ("forward_compute_time_start", "backward_compute_time_end", "backward_comm_time_start"):
         assert begun < ours[key] <= time.time_ns(), key
     assert ours["backward_compute_time"] >= ours["backward_compute_comm_overlap_time"]
