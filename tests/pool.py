@@ -16,9 +16,7 @@ call starts new ones in their place.
 """
 
 import multiprocessing
-import os
 import pickle
-import signal
 import tempfile
 import time
 import warnings
@@ -34,6 +32,7 @@ import torch.distributed as dist
 
 import pool_worker
 from pool_worker import Failure, Filter, Reply, Request, Success
+from zero_optim.run.stacks import stacks_of
 
 T = TypeVar("T")
 
@@ -41,8 +40,7 @@ T = TypeVar("T")
 CALL_TIMEOUT = 180.0  # for a call that says nothing else
 START_TIMEOUT = 240.0  # for a fresh process to import torch
 PEER_GRACE = 3.0  # that the others get to report too, once one rank has failed; this one is waited for
-STACKS_TIMEOUT = 30.0  # for a process to write its stack
-STACKS_POLL = 0.05  # seconds
+END_TIMEOUT = 30.0  # for a process whose pipe is closed to end
 
 
 class RankError(AssertionError):
@@ -197,22 +195,15 @@ class Pool:
         try:
             reply = pickle.loads(worker.connection.recv_bytes())
         except (EOFError, ConnectionError):
-            worker.process.join(STACKS_TIMEOUT)
+            worker.process.join(END_TIMEOUT)
             return Failure(f"the process died with exit code {worker.process.exitcode}\n{worker.stacks()}")
         assert isinstance(reply, Reply)
         return reply
 
     def _stacks(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Asks the workers where they are, by a signal that they answer from anywhere, C++ included."""
-        for rank in ranks:
-            self._workers[rank].ask_for_stacks()
-        deadline = time.monotonic() + STACKS_TIMEOUT
-        texts = dict.fromkeys(ranks, "")
-        while time.monotonic() < deadline:
-            time.sleep(STACKS_POLL)
-            before, texts = texts, {rank: self._workers[rank].stacks() for rank in ranks}
-            if before == texts and all(texts.values()):
-                break
+        """Asks the workers where they are."""
+        workers = {rank: self._workers[rank] for rank in ranks}
+        texts = stacks_of({rank: (worker.pid, worker.stack_file) for rank, worker in workers.items()})
         return {rank: f"still running, most recent call first:\n{text}" for rank, text in texts.items()}
 
     def _kill(self, ranks: Sequence[int]) -> None:
@@ -242,9 +233,10 @@ class _Worker:
         theirs.close()  # the worker has the other end alone now, so its death reads as end of file here
         return cls(process, ours, stack_file)
 
-    def ask_for_stacks(self) -> None:
+    @property
+    def pid(self) -> int:
         assert self.process.pid is not None
-        os.kill(self.process.pid, signal.SIGUSR1)
+        return self.process.pid
 
     def stacks(self) -> str:
         return self.stack_file.read_text(errors="replace") if self.stack_file.exists() else ""

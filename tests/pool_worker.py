@@ -1,20 +1,16 @@
 """What runs in the processes of ``pool``: run a call in a fresh process group, send the outcome."""
 
-import ctypes
 import faulthandler
 import gc
-import multiprocessing
 import os
 import pickle
 import random
 import signal
-import socket
 import sys
 import threading
 import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -24,10 +20,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from zero_optim.run.host import end_with_parent, use_loopback
+from zero_optim.run.stacks import answer_with_stacks, traceback_text
+
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
-
-PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
 
 @dataclass(frozen=True)
@@ -79,15 +76,16 @@ def serve(connection: "Connection[Any, Any]", stack_file: Path, store_port: int)
         name server for the name of 127.0.0.1, to be able to log it. Where the name server drops a request now
         and then, that took 5 seconds each time.
     """
-    _die_with_parent()
+    # No worker outlives the test run, however that ends. A forked one ends with its server, which does so
+    # when the test run ends.
+    end_with_parent(os.getppid())
     # Ctrl-C goes to the whole terminal session; the parent decides what becomes of the workers. Not SIG_IGN,
     # which processes that a test starts would inherit.
     signal.signal(signal.SIGINT, lambda *_: None)
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = _loopback_interface()
-    with stack_file.open("w") as stacks:
+    use_loopback()
+    with answer_with_stacks(stack_file) as stacks:
         faulthandler.enable(stacks)
-        faulthandler.register(signal.SIGUSR1, stacks)
         store = dist.TCPStore("127.0.0.1", store_port, is_master=False)  # type: ignore[attr-defined]
         connection.send_bytes(b"listening")
         while True:
@@ -116,11 +114,7 @@ def _answer(request: Request, store: dist.Store, connection: "Connection[Any, An
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001 - whatever it is (pytest's failures too), the parent reports it
-        # The first frames are this file's, the same every time.
-        own = error.__traceback__
-        while own is not None and own.tb_frame.f_code.co_filename == __file__ and own.tb_next is not None:
-            own = own.tb_next
-        return Failure("".join([*traceback.format_exception(type(error), error, own), *stray]))
+        return Failure("\n".join([traceback_text(error, __file__), *stray]) + "\n")
     return Failure("\n".join(stray)) if stray else Success(value)
 
 
@@ -180,24 +174,3 @@ class _StrayExceptions:
         self._found.append(
             "".join(traceback.format_exception(event.exc_type, event.exc_value, event.exc_traceback))
         )
-
-
-def _loopback_interface() -> str:
-    # gloo looks the host's name up otherwise, which fails or is slow on machines without a network.
-    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-
-
-def _die_with_parent() -> None:
-    """Makes sure that no worker outlives the test run, however that ends."""
-    # On Linux the kernel does it, even if this process hangs with Python's lock held.
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Elsewhere, or if the parent was gone before that call: a thread that waits for its end.
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def follow() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=follow, name="follow-parent", daemon=True).start()

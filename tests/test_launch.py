@@ -128,6 +128,19 @@ def test_ranks_listen_on_the_loopback_interface_alone() -> None:
         assert outside == []
 
 
+def name_rank(rank: int) -> None:
+    assert not dist.is_initialized()
+    os.environ["NAME_OF_THE_TEST"] = f"rank {rank}"
+
+
+def own_name() -> str:
+    return os.environ["NAME_OF_THE_TEST"]
+
+
+def test_a_rank_is_prepared_before_its_group_is_made() -> None:
+    assert launch(own_name, 1, prepare=name_rank) == ["rank 0"]
+
+
 @pytest.mark.usefixtures("peers_have_time")
 def test_the_rank_that_failed_first_is_told_first(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError) as caught:
@@ -149,6 +162,7 @@ def test_a_rank_that_was_killed_is_told_before_those_that_lost_it(tmp_path: Path
     assert_gone(pids_in(tmp_path, 2))
 
 
+@pytest.mark.usefixtures("peers_have_time")
 def test_a_rank_without_a_value_and_one_whose_value_cannot_be_pickled_have_failed() -> None:
     message = r"^rank 1 of 2 ended with status 0\n\nafterwards failed: rank 0 \(TypeError\)$"
     with pytest.raises(RankFailedError, match=message):
