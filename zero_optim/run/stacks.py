@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-_LIMIT = 30.0  # seconds for a process to write its stacks, far more than it needs
 _POLL = 0.05  # seconds
+_MOST_POLLS = 600  # half a minute, far more than a process needs to write its stacks
 
 
 def answer_with_stacks(path: Path) -> TextIO:
@@ -39,13 +39,12 @@ def stacks_of(processes: Mapping[int, tuple[int, Path]]) -> dict[int, str]:
     for pid, _ in processes.values():
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
-    deadline = time.monotonic() + _LIMIT
     texts = dict.fromkeys(processes, "")
-    while processes and time.monotonic() < deadline:
-        time.sleep(_POLL)
+    for _ in range(_MOST_POLLS):
         before, texts = texts, {rank: _read(path) for rank, (_, path) in processes.items()}
         if before == texts and all(texts.values()):
             break
+        time.sleep(_POLL)
     return texts
 
 
