@@ -11,10 +11,9 @@ import json
 import os
 import platform
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,7 +24,8 @@ from link import Link
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
+
+import zero_optim
 
 RESULTS = Path(__file__).parent / "results"
 MIB = 2**20
@@ -65,28 +65,8 @@ def launch(world_size: int, worker: Worker, *args: object, link: Link | None = N
     Returns:
         What each rank returned, by rank.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(_run_rank, (world_size, folder, worker, args, link), nprocs=world_size)  # type: ignore[no-untyped-call]
-        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world_size)]
-
-
-def _run_rank(
-    rank: int, world_size: int, folder: str, worker: Worker, args: tuple[object, ...], link: Link | None
-) -> None:
-    torch.set_num_threads(1)
-    if link is not None:
-        link.enter(rank)
-    elif sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.FileStore(  # type: ignore[attr-defined]
-        str(Path(folder, "store")), world_size
-    )
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=5)
-    )
-    Path(folder, f"{rank}.json").write_text(json.dumps(worker(*args)))
-    dist.barrier()
-    dist.destroy_process_group()
+    enter = None if link is None else link.enter
+    return zero_optim.launch(worker, world_size, *args, threads=1, prepare=enter)
 
 
 # ---------------------------------------------------------------------- measuring

@@ -20,7 +20,7 @@ from torch.nn.parallel import distributed
 
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.compat.engine import after_backward, eager, require
+from zero_optim.compat.engine import after_backward, eager, eager_itself, require
 from zero_optim.ddp.assignment import ReducerOptions
 from zero_optim.ddp.logging_data import LoggingSource, has_sync_batch_norm
 from zero_optim.ddp.mixed_precision import Casting, Precision, cast_buffers
@@ -217,7 +217,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             return super()._run_ddp_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         return self._run_cast(*inputs, **kwargs)
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator, no-untyped-call]
+    @eager_itself
     def _run_cast(self, *inputs: object, **kwargs: object) -> object:
         assert self._casting is not None  # asked for by the caller
         casts = self._casting.casts()

@@ -16,9 +16,7 @@ call starts new ones.
 """
 
 import multiprocessing
-import os
 import pickle
-import signal
 import tempfile
 import time
 import warnings
@@ -34,6 +32,7 @@ import torch.distributed as dist
 
 import pool_worker
 from pool_worker import Failure, Filter, Reply, Request, Success
+from zero_optim.run.stacks import stacks_of
 
 T = TypeVar("T")
 
@@ -41,8 +40,7 @@ T = TypeVar("T")
 CALL_TIMEOUT = 180.0  # of a call, if it gives no other
 START_TIMEOUT = 240.0  # for a fresh process to import torch
 PEER_GRACE = 3.0  # for the other ranks to report, after one has failed; it passes in full if one hangs
-STACKS_TIMEOUT = 30.0  # for a process to write its stack
-STACKS_POLL = 0.05  # seconds
+END_TIMEOUT = 30.0  # for a process whose pipe is closed to end
 
 
 class RankError(AssertionError):
@@ -141,9 +139,7 @@ class Pool:
                 group_name = f"call-{self._calls}"
                 # The group's timeout is longer than the call's, so a hang is reported with stacks.
                 limit = timeout + 60.0
-                request = Request(
-                    call, rank, world_size, self._store.port, group_name, limit, filters, self._late_seed
-                )
+                request = Request(call, rank, world_size, group_name, limit, filters, self._late_seed)
                 self._workers[rank].connection.send_bytes(pickle.dumps(request))
             replies = self._collect(ranks, timeout)
             if len(replies) == world_size and not any(
@@ -171,9 +167,8 @@ class Pool:
     def _start(self, ranks: Sequence[int]) -> None:
         """Starts a worker for each rank, all at the same time, and waits until they listen."""
         for rank in ranks:
-            self._workers[rank] = _Worker.start(
-                self._context, Path(self._folder.name) / f"rank-{rank}.stacks"
-            )
+            stack_file = Path(self._folder.name) / f"rank-{rank}.stacks"
+            self._workers[rank] = _Worker.start(self._context, stack_file, self._store.port)
         deadline = time.monotonic() + START_TIMEOUT
         for rank in ranks:
             worker = self._workers[rank]
@@ -203,22 +198,15 @@ class Pool:
         try:
             reply = pickle.loads(worker.connection.recv_bytes())
         except (EOFError, ConnectionError):
-            worker.process.join(STACKS_TIMEOUT)
+            worker.process.join(END_TIMEOUT)
             return Failure(f"the process died with exit code {worker.process.exitcode}\n{worker.stacks()}")
         assert isinstance(reply, Reply)
         return reply
 
     def _stacks(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Asks the workers for their stacks, by a signal that they answer even inside C++ code."""
-        for rank in ranks:
-            self._workers[rank].ask_for_stacks()
-        deadline = time.monotonic() + STACKS_TIMEOUT
-        texts = dict.fromkeys(ranks, "")
-        while time.monotonic() < deadline:
-            time.sleep(STACKS_POLL)
-            before, texts = texts, {rank: self._workers[rank].stacks() for rank in ranks}
-            if before == texts and all(texts.values()):
-                break
+        """Asks the workers for their stacks."""
+        workers = {rank: self._workers[rank] for rank in ranks}
+        texts = stacks_of({rank: (worker.pid, worker.stack_file) for rank, worker in workers.items()})
         return {rank: f"still running, most recent call first:\n{text}" for rank, text in texts.items()}
 
     def _kill(self, ranks: Sequence[int]) -> None:
@@ -240,16 +228,18 @@ class _Worker:
     stack_file: Path
 
     @classmethod
-    def start(cls, context: BaseContext, stack_file: Path) -> "_Worker":
+    def start(cls, context: BaseContext, stack_file: Path, store_port: int) -> "_Worker":
         ours, theirs = context.Pipe()
-        process = context.Process(target=pool_worker.serve, args=(theirs, stack_file), daemon=True)
+        args = (theirs, stack_file, store_port)
+        process = context.Process(target=pool_worker.serve, args=args, daemon=True)
         process.start()
         theirs.close()  # now only the worker has the other end, so its death is an end of file here
         return cls(process, ours, stack_file)
 
-    def ask_for_stacks(self) -> None:
+    @property
+    def pid(self) -> int:
         assert self.process.pid is not None
-        os.kill(self.process.pid, signal.SIGUSR1)
+        return self.process.pid
 
     def stacks(self) -> str:
         return self.stack_file.read_text(errors="replace") if self.stack_file.exists() else ""

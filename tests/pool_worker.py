@@ -1,20 +1,16 @@
 """Runs in the processes of ``pool``: it runs each call in a new process group, and sends the result."""
 
-import ctypes
 import faulthandler
 import gc
-import multiprocessing
 import os
 import pickle
 import random
 import signal
-import socket
 import sys
 import threading
 import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 import late_backend
+from zero_optim.run.host import end_with_parent, use_loopback
+from zero_optim.run.stacks import answer_with_stacks, traceback_text
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
-
-PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
 
 @dataclass(frozen=True)
@@ -50,7 +46,6 @@ class Request:
     call: bytes  # pickled (function, args); unpickled late, where an error can be reported
     rank: int
     world_size: int
-    store_port: int
     group_name: str
     group_timeout: float  # seconds
     filters: list[Filter]
@@ -75,27 +70,37 @@ class Failure(Reply):
     text: str  # usually a traceback
 
 
-def serve(connection: "Connection[Any, Any]", stack_file: Path) -> None:
-    """Answers requests until the pipe closes. The entry point of a worker process."""
-    _die_with_parent()
+def serve(connection: "Connection[Any, Any]", stack_file: Path, store_port: int) -> None:
+    """Answers requests until the pipe closes. The entry point of a worker process.
+
+    Note [One connection to the store]
+        A worker connects to the pool's store once, not at every call. For each connection PyTorch asks the
+        name server for the name of 127.0.0.1, to be able to log it. Where the name server drops a request now
+        and then, that took 5 seconds each time.
+    """
+    # No worker outlives the test run, however that ends. A forked one ends with its server, which does so
+    # when the test run ends.
+    end_with_parent(os.getppid())
     # Ctrl-C reaches the whole terminal session, and the parent ends the workers. Not SIG_IGN, since processes
     # that a test starts would inherit it.
     signal.signal(signal.SIGINT, lambda *_: None)
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = _loopback_interface()
-    with stack_file.open("w") as stacks:
+    use_loopback()
+    with answer_with_stacks(stack_file) as stacks:
         faulthandler.enable(stacks)
-        faulthandler.register(signal.SIGUSR1, stacks)
+        store = dist.TCPStore("127.0.0.1", store_port, is_master=False)  # type: ignore[attr-defined]
         connection.send_bytes(b"listening")
         while True:
             try:
                 request = pickle.loads(connection.recv_bytes())
             except EOFError:
                 return
-            connection.send_bytes(pickle.dumps(_answer(request, connection)))
+            store.set_timeout(timedelta(seconds=request.group_timeout))
+            own_store = dist.PrefixStore(request.group_name, store)  # type: ignore[attr-defined]
+            connection.send_bytes(pickle.dumps(_answer(request, own_store, connection)))
 
 
-def _answer(request: Request, connection: "Connection[Any, Any]") -> Reply:
+def _answer(request: Request, store: dist.Store, connection: "Connection[Any, Any]") -> Reply:  # type: ignore[name-defined]
     stray: list[str] = []
     try:
         _reset_state()
@@ -103,7 +108,7 @@ def _answer(request: Request, connection: "Connection[Any, Any]") -> Reply:
             warnings.resetwarnings()
             for rule in reversed(request.filters):  # each goes before those already there
                 warnings.filterwarnings(rule.action, rule.message, rule.category, rule.module, rule.line)
-            value = _in_process_group(request, connection, stray)
+            value = _in_process_group(request, store, connection, stray)
             # So that an error in a destructor belongs to this call, not to the next one. Most objects that
             # are still alive are modules. After the freeze, the next collection skips them, which saves 0.1 s
             # a call.
@@ -112,26 +117,22 @@ def _answer(request: Request, connection: "Connection[Any, Any]") -> Reply:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001 - the parent reports it, pytest's failures too
-        # The first frames are of this file, and always the same.
-        own = error.__traceback__
-        while own is not None and own.tb_frame.f_code.co_filename == __file__ and own.tb_next is not None:
-            own = own.tb_next
-        return Failure("".join([*traceback.format_exception(type(error), error, own), *stray]))
+        return Failure("\n".join([traceback_text(error, __file__), *stray]) + "\n")
     return Failure("\n".join(stray)) if stray else Success(value)
 
 
-def _in_process_group(request: Request, connection: "Connection[Any, Any]", stray: list[str]) -> bytes:
+def _in_process_group(
+    request: Request,
+    store: dist.Store,  # type: ignore[name-defined]
+    connection: "Connection[Any, Any]",
+    stray: list[str],
+) -> bytes:
     timeout = timedelta(seconds=request.group_timeout)
-    server = "127.0.0.1", request.store_port
-    store = dist.TCPStore(*server, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
     if request.late_seed is not None:
         late_backend.register(request.late_seed)
+    backend = "gloo" if request.late_seed is None else late_backend.NAME
     dist.init_process_group(
-        "gloo" if request.late_seed is None else late_backend.NAME,
-        store=dist.PrefixStore(request.group_name, store),  # type: ignore[attr-defined]
-        rank=request.rank,
-        world_size=request.world_size,
-        timeout=timeout,
+        backend, store=store, rank=request.rank, world_size=request.world_size, timeout=timeout
     )
     function, args = pickle.loads(request.call)
     value = _call(function, args)
@@ -180,24 +181,3 @@ class _StrayExceptions:
         self._found.append(
             "".join(traceback.format_exception(event.exc_type, event.exc_value, event.exc_traceback))
         )
-
-
-def _loopback_interface() -> str:
-    # Otherwise gloo looks up the host's name, which fails or is slow on machines without a network.
-    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-
-
-def _die_with_parent() -> None:
-    """Ends this worker when the test run ends, whatever ends that."""
-    # On Linux the kernel does this, even if this process hangs and holds Python's lock.
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # On other systems, or if the parent ended before that call, a thread waits for the parent's end.
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def follow() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=follow, name="follow-parent", daemon=True).start()

@@ -143,7 +143,7 @@ def check_construction(name: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("name", constructions())
 def test_building_what_differs_or_is_wrong_on_one_rank_raises_on_all(ranks2: Ranks, name: str) -> None:
-    first, second = ranks2.run(check_construction, name, timeout=30)
+    first, second = ranks2.run(check_construction, name)
     assert all(text for _, text in (first, second))
     if first[0] != "RankMismatchError":
         assert "rank 1" in first[1], first
@@ -300,7 +300,7 @@ def check_call(name: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_that_is_wrong_on_one_rank_raises_on_all_and_changes_nothing(ranks2: Ranks, name: str) -> None:
-    first, _ = ranks2.run(check_call, name, timeout=30)
+    first, _ = ranks2.run(check_call, name)
     if first[0] != "RankMismatchError":
         assert "rank 1" in first[1], first
 

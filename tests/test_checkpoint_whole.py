@@ -432,4 +432,4 @@ def check_dcp_state_dicts() -> None:
 
 
 def test_state_dicts_of_dcp_step_no_rank_alone(ranks2: Ranks) -> None:
-    ranks2.run(check_dcp_state_dicts, timeout=30)
+    ranks2.run(check_dcp_state_dicts)

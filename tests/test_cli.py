@@ -266,7 +266,7 @@ def test_a_run_that_was_ended_says_which_class_of_the_users_to_name_again(
 def test_ranks_import_from_where_the_launcher_does_and_not_from_the_current_folder(planted: Path) -> None:
     path = [entry for entry in sys.path if entry]
     command = [sys.executable, "-c", importing_from(path, "import planted")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert "ModuleNotFoundError" in done.stderr
     assert not planted.exists()
 

@@ -353,7 +353,7 @@ def test_a_parameter_may_be_frozen_after_wrapping(ranks2: Ranks) -> None:
 def check_distributed_autograd(folder: str) -> None:
     model, number = DistributedDataParallel(mlp()), dist.get_rank()
     mlp_loss(model, number).backward()
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/rpc", rpc_timeout=30)
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/rpc", rpc_timeout=180)
     rpc.init_rpc(f"rank_{number}", rank=number, world_size=1, rpc_backend_options=options)
     try:
         mlp_loss(model, number).backward()  # beside RPC, all is as ever

@@ -21,6 +21,8 @@ from zero_optim.hooks.order import LaterStage, Turnstile
 NUM_BUCKETS = 24
 NUM_STEPS = 3
 
+Held = tuple[torch.futures.Future[torch.Tensor], torch.futures.Future[torch.Tensor]]
+
 
 @pytest.mark.parametrize("arrival", list(itertools.permutations(range(4))))
 def test_a_turnstile_keeps_the_order_of_the_turns(arrival: tuple[int, ...]) -> None:
@@ -53,16 +55,35 @@ def test_a_turnstile_is_entered_from_inside_and_by_many_threads() -> None:
     assert passed == list(range(201))
 
 
-def delayed(start: Any, group: dist.ProcessGroup, tensor: Tensor) -> torch.futures.Future[torch.Tensor]:
-    """Start, but let the callback come at a random time, so that buckets overtake each other."""
-    future = start(group, tensor)
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    timer = threading.Timer(random.uniform(0, 0.03), lambda: done.set_result(future.wait()))
-    timer.start()
-    return done
+class Shuffled:
+    """Starts averages, but completes those of a step in an order of this rank's own, once all are started.
+
+    Args:
+        num_threads: how many threads complete them, side by side. One keeps to the order.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self.random = random.Random(dist.get_rank())
+        self.num_threads = num_threads
+        self.held: list[Held] = []
+
+    def __call__(self, group: dist.ProcessGroup, tensor: Tensor) -> torch.futures.Future[torch.Tensor]:
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        self.held.append((start_average(group, tensor), done))
+        if len(self.held) == NUM_BUCKETS:
+            held, self.held = self.held, []
+            self.random.shuffle(held)
+            for first in range(self.num_threads):
+                threading.Thread(target=complete, args=(held[first :: self.num_threads],)).start()
+        return done
 
 
-def check_delays(hook: Any, keep_order: bool) -> list[bool]:
+def complete(held: list[Held]) -> None:
+    for future, done in held:
+        done.set_result(future.wait())
+
+
+def check_shuffled(hook: Any, keep_order: bool) -> list[bool]:
     """Buckets of equal shapes, so that a swap gives wrong numbers and not an error."""
     rank, size = dist.get_rank(), dist.get_world_size()
     params = [make_params(((6, 4), (3,))) for _ in range(NUM_BUCKETS)]
@@ -72,8 +93,7 @@ def check_delays(hook: Any, keep_order: bool) -> list[bool]:
         "start_powerSGD_iter": 0,
     }
     state = PowerSGDState(**options)
-    random.seed(rank)  # other delays on each rank
-    low_rank.start_average = partial(delayed, start_average)  # type: ignore[assignment]
+    low_rank.start_average = Shuffled(4 if keep_order else 1)  # type: ignore[assignment]
     enter = Turnstile.enter
     if not keep_order:
         Turnstile.enter = lambda self, turn, function: function()  # type: ignore[method-assign]
@@ -107,13 +127,13 @@ def check_delays(hook: Any, keep_order: bool) -> list[bool]:
 
 
 @pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook])
-def test_chained_collectives_are_right_under_random_delays(ranks4: Ranks, hook: Any) -> None:
-    for right in ranks4.run(check_delays, hook, True):
+def test_chained_collectives_are_right_in_whatever_order_the_first_ones_end(ranks4: Ranks, hook: Any) -> None:
+    for right in ranks4.run(check_shuffled, hook, True):
         assert right == [True] * NUM_BUCKETS * NUM_STEPS
 
 
-def test_the_test_with_random_delays_sees_collectives_out_of_order(ranks4: Ranks) -> None:
-    assert not all(all(right) for right in ranks4.run(check_delays, powerSGD_hook, False))
+def test_the_test_with_another_order_on_each_rank_sees_collectives_out_of_order(ranks4: Ranks) -> None:
+    assert not all(all(right) for right in ranks4.run(check_shuffled, powerSGD_hook, False))
 
 
 def check_failure() -> list[str]:
@@ -164,7 +184,7 @@ def check_let_go(name: str) -> None:
 
     def slowly(future: torch.futures.Future[torch.Tensor], result: Tensor) -> None:
         set_result(future, result)
-        time.sleep(0.2)  # the main thread goes on meanwhile
+        time.sleep(0.05)  # the main thread goes on meanwhile
 
     torch.futures.Future.set_result = slowly  # type: ignore[method-assign,assignment]
     try:

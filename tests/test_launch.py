@@ -20,14 +20,12 @@ import torch.distributed as dist
 from make_outputs import run_cells
 
 from sockets import listening, reachable_from_outside
+from waiting import LIMIT, wait_until
 from zero_optim import LaunchTimeoutError, RankFailedError, launch
 from zero_optim.run.session import decode_call, encode_call
 
 CHECKOUT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (CHECKOUT, CHECKOUT / "notebooks")))}
-
-
-LIMIT = 240.0  # seconds, for whatever is waited for: processes that import torch take some on a busy machine
 
 
 @pytest.fixture
@@ -107,9 +105,7 @@ def have_left_word(folder: Path, count: int) -> bool:
 
 
 def assert_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + LIMIT
-    while any(map(is_alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: not any(map(is_alive, pids)))
     assert [pid for pid in pids if is_alive(pid)] == []
 
 
@@ -130,6 +126,19 @@ def test_ranks_listen_on_the_loopback_interface_alone() -> None:
     for everywhere, outside in launch(addresses, 2):
         assert everywhere
         assert outside == []
+
+
+def name_rank(rank: int) -> None:
+    assert not dist.is_initialized()
+    os.environ["NAME_OF_THE_TEST"] = f"rank {rank}"
+
+
+def own_name() -> str:
+    return os.environ["NAME_OF_THE_TEST"]
+
+
+def test_a_rank_is_prepared_before_its_group_is_made() -> None:
+    assert launch(own_name, 1, prepare=name_rank) == ["rank 0"]
 
 
 @pytest.mark.usefixtures("peers_have_time")
@@ -153,6 +162,7 @@ def test_a_rank_that_was_killed_is_told_before_those_that_lost_it(tmp_path: Path
     assert_gone(pids_in(tmp_path, 2))
 
 
+@pytest.mark.usefixtures("peers_have_time")
 def test_a_rank_without_a_value_and_one_whose_value_cannot_be_pickled_have_failed() -> None:
     message = r"^rank 1 of 2 ended with status 0\n\nafterwards failed: rank 0 \(TypeError\)$"
     with pytest.raises(RankFailedError, match=message):
@@ -189,9 +199,7 @@ def test_no_rank_outlives_its_caller(number: signal.Signals, tmp_path: Path) -> 
         launch(hang, 2, pathlib.Path({str(tmp_path)!r}))
     """
     with python(code) as caller:
-        deadline = time.monotonic() + LIMIT
-        while not have_left_word(tmp_path, 4) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: have_left_word(tmp_path, 4))
         ranks = [int(file.read_text()) for file in tmp_path.glob("?.pid")]
         os.kill(caller.pid, number)
         _, errors = caller.communicate(timeout=LIMIT)
@@ -207,20 +215,21 @@ def test_no_rank_outlives_its_caller(number: signal.Signals, tmp_path: Path) -> 
 @pytest.mark.slow
 def test_ctrl_c_while_ranks_start_prints_one_traceback() -> None:
     code = """
-        import os, signal
+        import signal, time
         from zero_optim import launch
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        print("now", flush=True)
-        launch(os.getpid, 2)
+        launch(time.sleep, 2, 600)
     """
     with python(code) as caller:
-        assert caller.stdout is not None
-        assert caller.stdout.readline() == "now\n"
-        time.sleep(0.5)
+        wait_until(lambda: len(children(caller.pid)) == 3)  # two ranks, and Python's tracker of resources
         os.killpg(caller.pid, signal.SIGINT)  # as a terminal does it: to all of them
         _, errors = caller.communicate(timeout=LIMIT)
         assert errors.count("Traceback") == 1, errors
         assert errors.rstrip().endswith("KeyboardInterrupt")
+
+
+def children(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
 @contextmanager

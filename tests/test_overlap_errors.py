@@ -27,6 +27,7 @@ from overlap import (
     plain_step,
 )
 from pool import Ranks
+from waiting import LIMIT
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.hooks import allreduce_hook, zero_step
 
@@ -304,7 +305,7 @@ def check_no_leak(wrapper: str) -> None:
     gc.collect()
     for thread in threading.enumerate():
         if thread.name == "zero_step":
-            thread.join(10)
+            thread.join(LIMIT)
     assert num_threads() == 0
     assert [reference() for reference in gone] == [None] * 20
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pool import Pool, RankError, Ranks, RankTimeoutError
+from waiting import wait_until
 
 HANG = 3600.0  # seconds: for ever, to these tests
 
@@ -38,7 +39,11 @@ def fail_on(bad: int) -> None:
         raise ValueError("one bad rank")
 
 
-def fail_while_peers_wait(bad: int) -> None:
+def fail_while_peers_wait(bad: int, folder: Path) -> None:
+    if dist.get_rank() == bad:
+        wait_until(lambda: len(list(folder.iterdir())) == dist.get_world_size() - 1)
+    else:
+        (folder / str(dist.get_rank())).touch()
     fail_on(bad)
     dist.barrier()
 
@@ -147,9 +152,12 @@ def test_an_exception_names_its_rank_and_shows_its_traceback(failing2: Ranks) ->
     assert caught.value.reports[1].endswith("ValueError: one bad rank\n")
 
 
-def test_peers_that_wait_for_a_failed_rank_do_not_wait_out_the_timeout(failing2: Ranks) -> None:
+def test_peers_that_wait_for_a_failed_rank_do_not_wait_out_the_timeout(
+    failing2: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pool.PEER_GRACE", 0.1)  # the peer is where it has to be
     with pytest.raises(RankError, match="failed on rank 1 of 2") as caught:
-        failing2.run(fail_while_peers_wait, 1, timeout=HANG)  # waited out, pytest would end the run
+        failing2.run(fail_while_peers_wait, 1, tmp_path, timeout=HANG)  # waited out, pytest would end the run
     assert "still running" in caught.value.reports[0]
     assert "in fail_while_peers_wait" in caught.value.reports[0]
 
@@ -233,7 +241,5 @@ def test_no_worker_outlives_a_killed_session(tmp_path: Path) -> None:
         alive = [is_running(pid) for pid in workers]
         session.kill()
     assert alive == [True, True]
-    deadline = time.monotonic() + 30
-    while any(map(is_running, workers)) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: not any(map(is_running, workers)))
     assert not any(map(is_running, workers))

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, _compile
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.distributed import distributed_c10d as c10d
@@ -54,6 +54,7 @@ NEEDED: tuple[tuple[object, str], ...] = (
     (torch.optim.Optimizer, "_optimizer_load_state_dict_pre_hooks"),
     (torch_optimizer_module, "_global_optimizer_post_hooks"),
     (torch_optimizer_module, "_global_optimizer_pre_hooks"),
+    (_compile, "_disable_dynamo"),
     (_python_dispatch, "is_traceable_wrapper_subclass"),
     (torch, "_amp_foreach_non_finite_check_and_unscale_"),
     (torch, "_foreach_lerp_"),
@@ -171,8 +172,21 @@ def runs_distributed_backward() -> bool:
 
 
 def eager(function: F) -> F:
-    """Keep a function that counts, waits or communicates out of ``torch.compile``."""
-    kept: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    """Keep a function that counts, waits or communicates out of ``torch.compile``, and what it calls.
+
+    The function cannot be a bound method. `torch.compiler.disable` does the same, but it imports the
+    compiler at once, which takes longer than importing the rest of PyTorch. A program that only launches
+    ranks, or looks into a checkpoint, never needs it.
+    """
+    disable: Any = _compile._disable_dynamo
+    kept: F = disable(function)
+    return kept
+
+
+def eager_itself(function: F) -> F:
+    """Keep a function out of ``torch.compile``, but not what it calls; otherwise as `eager`."""
+    disable: Any = _compile._disable_dynamo
+    kept: F = disable(function, recursive=False)
     return kept
 
 

@@ -19,7 +19,6 @@ Note [No process left]
     rank has its own session.
 """
 
-import faulthandler
 import json
 import multiprocessing
 import os
@@ -27,7 +26,6 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -44,6 +42,7 @@ from torch.multiprocessing.spawn import start_processes
 from zero_optim.errors import LaunchTimeoutError, RankFailedError, RemoteRankError
 from zero_optim.run.host import end_with_parent, num_cores, use_loopback
 from zero_optim.run.session import decode_call, encode_call, pickler
+from zero_optim.run.stacks import answer_with_stacks, stacks_of, traceback_text
 
 T = TypeVar("T")
 
@@ -57,6 +56,7 @@ def launch(
     backend: str = "gloo",
     threads: int | None = None,
     timeout: float | None = None,
+    prepare: Callable[[int], object] | None = None,
 ) -> list[T]:
     """Run ``fn(*args)`` on ``nproc`` ranks of this host, and return what each rank returned.
 
@@ -75,6 +75,8 @@ def launch(
         backend: of the process group; with "nccl" rank r uses GPU r.
         threads: PyTorch's threads on each rank; None divides the cores between the ranks.
         timeout: seconds for the whole call, including some seconds to start; None has no limit.
+        prepare: called on each rank with its rank, before the process group is made: to set environment
+            variables that a backend reads, or to enter a network namespace. Sent as ``fn`` is.
 
     Returns:
         What ``fn`` returned, by rank; anything that can be pickled.
@@ -86,12 +88,15 @@ def launch(
         LaunchTimeoutError: the ranks took longer than ``timeout``.
         RuntimeError: the call is not under ``if __name__ == "__main__":``.
     """
-    _check(fn, nproc, backend, threads, timeout)
-    call = encode_call(fn, args)
+    _check(fn, nproc, backend, threads, timeout, prepare)
+    calls = {"call": encode_call(fn, args)}
+    if prepare is not None:
+        calls["prepare"] = encode_call(prepare, ())
     deadline = None if timeout is None else time.monotonic() + timeout
     with tempfile.TemporaryDirectory(prefix="zero_optim-") as folder:
         job = _Job(folder, nproc, backend, threads or max(1, num_cores() // nproc), os.getpid())
-        job.path("call").write_bytes(call)
+        for name, call in calls.items():
+            job.path(name).write_bytes(call)
         with _started(job) as processes:
             _wait(processes, deadline)
             failures = job.failures(processes)
@@ -103,7 +108,9 @@ def launch(
         return job.values()
 
 
-def _check(fn: object, nproc: object, backend: object, threads: object, timeout: object) -> None:
+def _check(
+    fn: object, nproc: object, backend: object, threads: object, timeout: object, prepare: object
+) -> None:
     """Refuse wrong arguments before any process starts."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise RuntimeError(
@@ -112,6 +119,8 @@ def _check(fn: object, nproc: object, backend: object, threads: object, timeout:
         )
     if not callable(fn):
         raise TypeError(f"expected fn to be callable, got {type(fn).__name__}")
+    if prepare is not None and not callable(prepare):
+        raise TypeError(f"expected prepare to be callable, or None, got {type(prepare).__name__}")
     for name, value in (("nproc", nproc), ("threads", threads)):
         if value is None and name == "threads":
             continue
@@ -254,18 +263,14 @@ def _failures_text(failures: Sequence[_Failure], nproc: int) -> str:
 def _stacks_text(
     job: _Job, processes: Sequence[BaseProcess], late: Sequence[int], timeout: float | None
 ) -> str:
-    """Ask late ranks for their stacks. They can answer from anywhere, also from C++."""
-    for rank in late:
-        pid = processes[rank].pid
-        if pid is not None and job.path("begun", rank).exists():
-            os.kill(pid, signal.SIGUSR1)
-    time.sleep(_GRACE)
+    """Tell where the late ranks are."""
+    begun = {rank: pid for rank in late if (pid := processes[rank].pid) and job.path("begun", rank).exists()}
+    stacks = stacks_of({rank: (pid, job.path("stacks", rank)) for rank, pid in begun.items()})
     lines = [f"no end after {timeout:g} s on rank {', '.join(map(str, late))} of {job.nproc}"]
-    for rank in late:
-        path = job.path("stacks", rank)
-        stacks = path.read_text(errors="replace").rstrip() if path.exists() else ""
-        lines.append(f"\nrank {rank}, most recent call first:\n{stacks or 'still starting'}")
-    return "\n".join(lines)
+    told = (
+        f"\nrank {rank}, most recent call first:\n{stacks.get(rank) or 'still starting'}" for rank in late
+    )
+    return "\n".join([*lines, *told])
 
 
 def _signal(number: int) -> str:
@@ -284,8 +289,7 @@ def _enter(rank: int, job: _Job) -> None:
     os.setsid()
     signal.signal(signal.SIGINT, lambda *_: None)  # not SIG_IGN, which processes started here would inherit
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    stacks = job.path("stacks", rank).open("w")
-    faulthandler.register(signal.SIGUSR1, stacks)
+    answer_with_stacks(job.path("stacks", rank))
     job.path("begun", rank).touch()
     try:
         _run(rank, job)
@@ -301,6 +305,9 @@ def _run(rank: int, job: _Job) -> None:
     use_loopback()
     size = str(job.nproc)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    if job.path("prepare").exists():
+        prepare, _ = decode_call(job.path("prepare").read_bytes())
+        prepare(rank)
     device: dict[str, Any] = {}
     if job.backend == "nccl":
         torch.cuda.set_device(rank)
@@ -326,10 +333,7 @@ def _wait_for_connections(store: dist.Store, nproc: int) -> None:  # type: ignor
 def _write_failure(error: BaseException, rank: int, job: _Job) -> None:
     """Write a file about an exception, in one step, without the frames of this file."""
     now = time.monotonic_ns()  # one clock for all processes of a host
-    own = error.__traceback__
-    while own is not None and own.tb_frame.f_code.co_filename == __file__ and own.tb_next is not None:
-        own = own.tb_next
-    text = "".join(traceback.format_exception(type(error), error, own)).rstrip()
+    text = traceback_text(error, __file__)
     order = [2 if isinstance(error, RemoteRankError) else 1, now]
     path = job.path("failure", rank)
     failure = _Failure(rank, order, text, type(error).__name__)

@@ -37,7 +37,7 @@ class LazyGather:
         self._params = frozenset(model.parameters())
         self._called: set[nn.Module] = set()
         self._needs: dict[nn.Module, list[Tensor]] | None = None
-        self._handles: list[RemovableHandle] = [model.register_forward_hook(eager(self._after_forward))]
+        self._handles: list[RemovableHandle] = [model.register_forward_hook(self._after_forward)]
         for module in model.modules():
             self._handles.append(module.register_forward_pre_hook(_ForwardWait(self, module), prepend=True))
             self._handles.append(module.register_state_dict_pre_hook(self.wait))  # type: ignore[no-untyped-call]
@@ -69,6 +69,7 @@ class LazyGather:
             needs = self._needs[module] if module in self._needs else module.parameters()
             self._under_way.wait_for(needs)
 
+    @eager
     def _after_forward(self, *_: object) -> None:
         if self._needs is None:
             self._needs = {module: [] for module in self._called}

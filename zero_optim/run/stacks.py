@@ -1,0 +1,65 @@
+"""Where ranks are, and where they failed: stacks on request, tracebacks without the frames of a launcher.
+
+`run.launch` uses this, and so do the tests, which keep their ranks. Nothing here communicates.
+"""
+
+import faulthandler
+import os
+import signal
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+_POLL = 0.05  # seconds
+_MOST_POLLS = 600  # half a minute, far more than a process needs to write its stacks
+
+
+def answer_with_stacks(path: Path) -> TextIO:
+    """Have this process write the stacks of its threads into a file whenever `stacks_of` asks for them.
+
+    It answers from anywhere, also from C++. Returns the file, which stays open.
+    """
+    file = path.open("w")
+    faulthandler.register(signal.SIGUSR1, file)
+    return file
+
+
+def stacks_of(processes: Mapping[int, tuple[int, Path]]) -> dict[int, str]:
+    """Ask processes on this host where they are, all at once, and wait for their answers.
+
+    Args:
+        processes: by rank, the process id and the file that it gave to `answer_with_stacks`.
+
+    Returns:
+        By rank, the stacks, most recent call first; empty where no answer came.
+    """
+    for pid, _ in processes.values():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+    texts = dict.fromkeys(processes, "")
+    for _ in range(_MOST_POLLS):
+        before, texts = texts, {rank: _read(path) for rank, (_, path) in processes.items()}
+        if before == texts and all(texts.values()):
+            break
+        time.sleep(_POLL)
+    return texts
+
+
+def _read(path: Path) -> str:
+    return path.read_text(errors="replace").rstrip() if path.exists() else ""
+
+
+def traceback_text(error: BaseException, caller: str) -> str:
+    """Give a traceback as text, without its first frames, as far as they are of one file.
+
+    Args:
+        error: the exception.
+        caller: ``__file__`` of the code that called the user's function.
+    """
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == caller and frames.tb_next is not None:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames)).rstrip()
