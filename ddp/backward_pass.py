@@ -7,12 +7,13 @@ Note [Phases of a backward pass]
     the next forward or backward pass brings it to ``Phase.ENDING``, together with the other ranks.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
+from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.streams import record_use
@@ -22,9 +23,7 @@ from zero_optim.ddp.bucket import ReducerBucket
 from zero_optim.ddp.reduction import BucketReductions, Launch
 from zero_optim.ddp.report import FailureReport, PassTroubles
 from zero_optim.ddp.stream_order import StreamOrder
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from zero_optim.errors import ReductionError
 
 
 class Phase(Enum):
@@ -70,6 +69,11 @@ class PassTerms:
     divisor: float
     carried: Sequence[bool]
     undefined: Sequence[int] = ()
+
+    @property
+    def asks_for_use(self) -> bool:
+        """Whether ranks tell each other which parameters were used."""
+        return self.kind in ("some", "learning")
 
 
 class BackwardPass:
@@ -121,7 +125,12 @@ class BackwardPass:
     @property
     def asks_for_use(self) -> bool:
         """Whether ranks tell each other which parameters were used."""
-        return self._terms.kind in ("some", "learning")
+        return self._terms.asks_for_use
+
+    @property
+    def learns(self) -> bool:
+        """Whether later passes are to be like this one."""
+        return self._terms.kind == "learning"
 
     # ------------------------------------------------------------------ gradients come
 
@@ -256,6 +265,14 @@ class BackwardPass:
         in_last_bucket = self._terms.failure_word_in_last_bucket
         return FailureReport(group, self._troubles.message(), used, in_last_bucket=in_last_bucket)
 
+    def check(self, report_to_come: FailureReport) -> None:
+        """Raise, on every rank, what went wrong, before anything is handed out; all ranks call."""
+        try:
+            report_to_come.check()
+        except ReductionError:
+            self.reductions.drain()
+            raise
+
     def give(self, unused: Sequence[bool], report_to_come: FailureReport | None = None) -> None:
         """Wait for every bucket in order, and make the reduced gradients the parameters' own.
 
@@ -263,15 +280,28 @@ class BackwardPass:
             unused: by parameter, whether no rank used it; its gradient is left as it was.
             report_to_come: of this pass; it is shown the last bucket, if that carries its word.
         """
-        for bucket, reduced in self.reductions.results():
-            is_last = bucket is self._assignment.buckets[-1]
-            if is_last and report_to_come is not None and report_to_come.in_last_bucket:
-                report_to_come.read_word(reduced)
+        for bucket, reduced in self._results(report_to_come):
             bucket.give(reduced, unused)
             for slot, index in enumerate(bucket.indices):
                 if unused[index] and index in self._kept:
                     bucket.views[slot].copy_(self._kept[index])
                     record_use(self._kept[index])
+
+    def drop(self, report_to_come: FailureReport) -> None:
+        """Wait for every bucket as `give` does, but leave the parameters' gradients alone, or zero.
+
+        Args:
+            report_to_come: of this pass.
+        """
+        for bucket, _ in self._results(report_to_come):
+            bucket.clear()
+
+    def _results(self, report_to_come: FailureReport | None) -> Iterator[tuple[ReducerBucket, Tensor]]:
+        for bucket, reduced in self.reductions.results():
+            is_last = bucket is self._assignment.buckets[-1]
+            if is_last and report_to_come is not None and report_to_come.in_last_bucket:
+                report_to_come.read_word(reduced)
+            yield bucket, reduced
 
 
 class PassWithGraph(BackwardPass):

@@ -49,20 +49,19 @@ class ReducerBucket:
     ) -> None:
         self.indices = list(indices)
         self.params = list(params)
-        self.dtype = params[0].dtype if dtype is None else dtype
         self.is_sparse = is_sparse
-        self.as_views = as_views and self.dtype == params[0].dtype
-        numel = sum(param.numel() for param in params)
-        self.batched = batched
+        dtype = params[0].dtype if dtype is None else dtype
+        self.as_views = as_views and dtype == params[0].dtype
         self.pending: list[int] = []
         nbytes = [param.nbytes for param in params]
         self.batch_length, self.large_slots = _batches(nbytes, all_at_once=batched or is_sparse)
         self._misfits: list[int] = []  # slots of sparse gradients among dense ones, or the other way round
         if is_sparse:
-            self.flat = self._no_gradient()
+            self.flat = self._no_gradient(dtype)
             self.views = []
         else:
-            self.flat = params[0].new_zeros(numel, dtype=self.dtype, requires_grad=False)
+            numel = sum(param.numel() for param in params)
+            self.flat = params[0].new_zeros(numel, dtype=dtype, requires_grad=False)
             self.views = self.views_of(self.flat)
 
     def zeros_like(self) -> "ReducerBucket":
@@ -72,9 +71,14 @@ class ReducerBucket:
             self.params,
             is_sparse=self.is_sparse,
             as_views=False,
-            batched=self.batched,
+            batched=True,
             dtype=self.dtype,
         )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the gradients travel."""
+        return self.flat.dtype
 
     @property
     def can_carry_failure_word(self) -> bool:
@@ -162,11 +166,11 @@ class ReducerBucket:
         if self.as_views:
             param.grad = view
 
-    def _no_gradient(self) -> Tensor:
+    def _no_gradient(self, dtype: torch.dtype) -> Tensor:
         """Make a sparse gradient without entries."""
         param = self.params[0]
         indices = torch.empty(1, 0, dtype=torch.int64, device=param.device)
-        values = param.new_empty(0, *param.shape[1:], dtype=self.dtype)
+        values = param.new_empty(0, *param.shape[1:], dtype=dtype)
         return torch.sparse_coo_tensor(indices, values, param.shape, check_invariants=False)
 
     def take_sparse(self, divisor: float) -> None:
@@ -176,12 +180,17 @@ class ReducerBucket:
         if grad is not None and not grad.is_sparse:
             self._misfits.append(0)
             self.params[0].grad = grad = None
-        self.flat = self._no_gradient() if grad is None else grad.to(self.dtype) / divisor
+        self.flat = self._no_gradient(self.dtype) if grad is None else grad.to(self.dtype) / divisor
 
     def pop_misfits(self) -> list[int]:
         """Tell, once, which slots got a gradient of the wrong layout; these gradients are gone."""
         misfits, self._misfits = self._misfits, []
         return misfits
+
+    def clear(self) -> None:
+        """Make the gradients that are views of this bucket zero."""
+        if self.as_views:
+            self.flat.zero_()
 
     def is_inside(self, slot: int) -> bool:
         """Whether a parameter's gradient is its view of this bucket."""

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.nn.parallel import distributed
 
@@ -71,7 +72,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     rank. What differs:
 
     - A backward pass that does not give every parameter a gradient raises when it ends, on every rank,
-      with the parameters' names. PyTorch's raises in the next forward pass, on that rank alone.
+      with the parameters' names. PyTorch's raises in the next forward pass, on that rank alone. On a GPU
+      the second forward pass after it raises, or `check_finished`, so that the CPU need not wait.
     - ``no_sync`` may be around the backward pass alone.
     - Several forward passes, each backpropagated on its own, are all reduced.
     - Models that differ between ranks are refused with the name of the first parameter that does.
@@ -198,10 +200,10 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     def _set_static_graph(self) -> None:
         reducer = getattr(self, "reducer", None)
-        if reducer is not None and not self.static_graph and reducer.own.clock.num_iterations:
+        if reducer is not None and not self.static_graph and reducer.num_forwards:
             raise RuntimeError(
                 "set_static_graph() should be called before training loop starts and after "
-                f"DistributedDataParallel is constructed. It came after {reducer.own.clock.num_iterations} "
+                f"DistributedDataParallel is constructed. It came after {reducer.num_forwards} "
                 "forward passes: pass static_graph=True to the constructor"
             )
         super()._set_static_graph()  # type: ignore[no-untyped-call]
@@ -299,6 +301,26 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     # ------------------------------------------------------------------ uneven inputs
 
+    def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ANN401 - PyTorch's
+        """Take part in ``Join``; called by it, on every rank. First reads reports of earlier passes."""
+        if not self._delay_all_reduce_all_params:
+            self._own().check_finished()
+        hook: JoinHook = super().join_hook(**kwargs)  # type: ignore[no-untyped-call]
+        return hook
+
+    def check_finished(self) -> None:
+        """Raise, on every rank, if the gradients of the last backward passes were incomplete; all ranks call.
+
+        On a CPU ``backward()`` has raised by itself. On a GPU the CPU does not wait for a pass, and what went
+        wrong in it is raised by the second forward pass after it: so call this after the last pass, or before
+        a checkpoint is written. Waits for the device.
+
+        Raises:
+            ReductionError: with what every rank that failed has to say.
+        """
+        if not self._delay_all_reduce_all_params:
+            self._own().check_finished()
+
     def _match_all_reduce_for_bwd_pass(self) -> None:
         self._own().shadow()
 
@@ -308,10 +330,10 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     # ------------------------------------------------------------------ statistics
 
     def get_ddp_logging_data(self) -> dict[str, int | str]:
-        """Tell how the wrapper was built and where time goes; does not communicate.
+        """Tell how the wrapper and its buckets were built; does not communicate.
 
-        Names as in PyTorch's ``_get_ddp_logging_data``. Times are in ns, of the last iteration measured
-        and, under ``avg_``, of all that were: the first ten and then every hundredth.
+        Names as in PyTorch's ``_get_ddp_logging_data``, of which it tells a part: sizes in bytes, counts, and
+        flags as 0 and 1. It takes no times: a profiler does.
         """
         self._own()
         data = self.logger.journal.data()

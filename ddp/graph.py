@@ -104,6 +104,15 @@ _ON_DISTRIBUTED_AUTOGRAD = (
 )
 
 
+def warn_of_graph() -> None:
+    """Warn that gradients of a pass with ``create_graph=True`` are not differentiable over the ranks."""
+    warnings.warn(
+        "a backward pass with create_graph=True reduces the gradients, not the graph that "
+        "computes them: gradients of higher order are those of this rank alone",
+        stacklevel=2,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Reach:
     """What a backward pass from some outputs can reach.

@@ -9,49 +9,38 @@ Note [Passes that break off]
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from zero_optim.compat.engine import after_backward
 from zero_optim.ddp.backward_pass import BackwardPass, Phase
-from zero_optim.ddp.bucket import ReducerBucket
-from zero_optim.ddp.reduction import Launch, Reduction
 
-
-class Owner(Protocol):
-    """Who decides what becomes of a backward pass, a `Reducer`."""
-
-    def first_arrived(self, index: int) -> None:
-        """Take a gradient that came while no backward pass was under way."""
-        ...
-
-    def output_reached(self, witness: int | None) -> None:
-        """Take note that a pass goes through an output, which depends on a parameter."""
-        ...
+P = ParamSpec("P")
 
 
 class Inbox:
-    """Where the parameters' hooks find who takes their gradients; they do not keep the reducer alive.
+    """Where the parameters' hooks find who takes their gradients.
 
     Args:
-        owner: who is asked when no backward pass is under way. When it goes, the hooks go.
-        params: these get hooks.
+        params: these get hooks, which keep the inbox.
+        take_first: takes the gradient of a parameter, by its place, when no backward pass is under way;
+            made by `weakly`.
 
     Attributes:
         current: the backward pass that is running, or has broken off and was not ended yet.
+        handles: of the hooks.
     """
 
-    def __init__(self, owner: Owner, params: Sequence[Tensor]) -> None:
+    def __init__(self, params: Sequence[Tensor], take_first: Callable[[int], None]) -> None:
         self.current: BackwardPass | None = None
-        self._owner = weakref.ref(owner)
-        handles = []
+        self.handles: list[RemovableHandle] = []
+        self._take_first = take_first
         for index, param in enumerate(params):
             untyped: Any = param
-            handles.append(untyped.register_post_accumulate_grad_hook(self._hook_of(index)))
-        self._finalizer = weakref.finalize(owner, _remove, handles)
+            self.handles.append(untyped.register_post_accumulate_grad_hook(self._hook_of(index)))
 
     @property
     def is_running(self) -> bool:
@@ -66,10 +55,6 @@ class Inbox:
         self.current = None
         return current
 
-    def close(self) -> None:
-        """Take the hooks off; a second call does nothing."""
-        self._finalizer()
-
     def _hook_of(self, index: int) -> Callable[[Tensor], None]:
         running = Phase.RUNNING  # found faster here
 
@@ -77,15 +62,14 @@ class Inbox:
             current = self.current
             if current is not None and current.phase is running:
                 current.arrived(index)
-                return
-            owner = self._owner()
-            if owner is not None:
-                owner.first_arrived(index)
+            else:
+                self._take_first(index)
 
         return hook
 
 
-def _remove(handles: Iterable[RemovableHandle]) -> None:
+def remove(handles: Sequence[RemovableHandle]) -> None:
+    """Take hooks off; a second call does nothing."""
     for handle in handles:
         handle.remove()
 
@@ -112,30 +96,30 @@ def when_backward_ends(finish: Callable[[], None], broke_off: Callable[[], None]
     after_backward(end)
 
 
-def output_hook(owner: Owner, witness: int | None) -> Callable[[Tensor], None]:
-    """Make a hook for an output, which does not keep the owner.
+def output_hook(reached: Callable[[int | None], None], witness: int | None) -> Callable[[Tensor], None]:
+    """Make a hook for an output of a forward pass.
 
     Args:
-        owner: who is told that a pass goes through the output.
+        reached: told that a backward pass goes through the output; made by `weakly`.
         witness: a parameter that the output depends on, None if none was found.
     """
-    reference = weakref.ref(owner)
 
     def hook(_: Tensor) -> None:
-        found = reference()
-        if found is not None:
-            found.output_reached(witness)
+        reached(witness)
 
     return hook
 
 
-def weakly(method: Launch) -> Launch:
-    """Give a method that does not keep its object: a pass that broke off must not keep a reducer for ever."""
+def weakly(method: Callable[P, None]) -> Callable[P, None]:
+    """Give a method that does not keep its object, and does nothing once that has gone.
+
+    Parameters and outputs, which hold the hooks, may live longer than what reduces.
+    """
     reference = weakref.WeakMethod(method)
 
-    def call(bucket: ReducerBucket, number: int, is_last: bool) -> Reduction:
+    def call(*args: P.args, **kwargs: P.kwargs) -> None:
         found = reference()
-        assert found is not None  # whoever launches holds the reducer
-        return found(bucket, number, is_last)
+        if found is not None:
+            found(*args, **kwargs)
 
     return call

@@ -1,25 +1,19 @@
-"""What ``get_ddp_logging_data`` tells, under PyTorch's names."""
+"""What ``get_ddp_logging_data`` tells, under PyTorch's names.
 
-import os
+Note [Logging data]
+    Nothing in PyTorch reads what its own logger tells; the documentation of ``static_graph`` shows how to
+    read ``can_set_static_graph``. So this tells what was chosen, among it the comm hook, and what became of
+    the buckets. PyTorch's also tells measured times, orders of gradients and variables of the environment. We
+    know of nobody who reads them, and on a GPU measured times cost events in each pass.
+"""
+
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zero_optim.compat.engine import num_gloo_threads
 from zero_optim.ddp.reducer import Reducer
-
-_ENVIRONMENT = {
-    "master_addr": "MASTER_ADDR",
-    "master_port": "MASTER_PORT",
-    "torch_distributed_debug": "TORCH_DISTRIBUTED_DEBUG",
-    "cuda_visible_devices": "CUDA_VISIBLE_DEVICES",
-    "gloo_socket_ifname": "GLOO_SOCKET_IFNAME",
-    "gloo_device_transport": "GLOO_DEVICE_TRANSPORT",
-    "nccl_socket_ifname": "NCCL_SOCKET_IFNAME",
-    "nccl_debug": "NCCL_DEBUG",
-}
 
 
 @dataclass(slots=True)
@@ -28,7 +22,7 @@ class LoggingData:
 
     Attributes:
         strs_map: texts.
-        ints_map: numbers: counts, bytes, flags, times in ns.
+        ints_map: numbers: counts, bytes, flags.
     """
 
     strs_map: dict[str, str] = field(default_factory=dict)
@@ -59,13 +53,10 @@ class LoggingSource:
             "world_size": dist.get_world_size(group),
             "rank": dist.get_rank(group),
             "backend_name": dist.get_backend(group),
-            "gloo_num_threads": num_gloo_threads(group),
-            **{name: os.environ.get(variable, "N/A") for name, variable in _ENVIRONMENT.items()},
             **_about_params(reducer),
             **_about_passes(reducer),
             **self.about,
             **self._later,
-            **reducer.clock.figures(),
         }
         texts = {key: value for key, value in told.items() if isinstance(value, str)}
         return LoggingData(texts, {key: int(value) for key, value in told.items() if key not in texts})
@@ -82,25 +73,17 @@ def _about_params(reducer: Reducer) -> dict[str, int | str]:
         "find_unused_parameters": int(reducer.options.find_unused_parameters),
         "gradient_as_bucket_view": int(reducer.options.gradient_as_bucket_view),
         "static_graph": int(reducer.options.static_graph),
-        "is_multi_device_module": 0,
     }
     if reducer.history.has_rebuilt:
         told["rebuilt_bucket_sizes"] = sizes
-        told["rebuilt_per_bucket_param_indices"] = "; ".join(
-            " ".join(map(str, bucket.indices)) for bucket in reducer.assignment.buckets
-        )
     return told
 
 
 def _about_passes(reducer: Reducer) -> dict[str, int | str]:
     history = reducer.history
-    unused = [param for index, param in enumerate(reducer.params) if index not in set(history.last_order)]
     return {
-        "iteration": max(0, reducer.clock.num_iterations - 1),  # before the one under way, or done last
         "has_rebuilt_buckets": int(history.has_rebuilt),
         "num_buckets_reduced": history.num_buckets_reduced,
-        "prev_iteration_grad_ready_order_indices": ", ".join(map(str, history.last_order)),
-        "unused_parameter_size": _nbytes(unused) if history.num_passes else 0,
         "can_set_static_graph": int(history.looks_static),
     }
 

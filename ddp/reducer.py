@@ -13,7 +13,7 @@ Data Parallel Training", VLDB 2020), but for this: a pass that lacks gradients r
 ends, on every rank, and not in the forward pass after it.
 """
 
-import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,22 +26,21 @@ from torch.futures import Future
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.backends import held
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.compat.streams import is_asynchronous
+from zero_optim.compat.streams import is_asynchronous, to_device
 from zero_optim.ddp.assignment import BucketAssignment, ReducedParams, ReducerOptions, assign
 from zero_optim.ddp.backward_pass import BackwardPass, PassTerms, PassWithGraph, Phase
-from zero_optim.ddp.bucket import ReducerBucket
 from zero_optim.ddp.graph import (
     accumulates,
     nearest,
     refuse_distributed_autograd,
     refuse_distributed_backward,
     tensors_in,
+    warn_of_graph,
 )
 from zero_optim.ddp.history import History
-from zero_optim.ddp.inbox import Inbox, output_hook, weakly, when_backward_ends
-from zero_optim.ddp.reduction import BucketReductions, Hook, HookSlot, Reduction, SumReduction
-from zero_optim.ddp.report import FailureReport
-from zero_optim.ddp.statistics import Clock
+from zero_optim.ddp.inbox import Inbox, output_hook, remove, weakly, when_backward_ends
+from zero_optim.ddp.reduction import Hook, HookSlot, Launch, launching
+from zero_optim.ddp.shadow import ShadowPass
 from zero_optim.ddp.upcoming import UpcomingPass
 from zero_optim.errors import ReductionError
 
@@ -65,10 +64,9 @@ class Reducer:
 
     Attributes:
         options: as given.
-        clock: what was measured.
         history: what the passes so far have taught.
-        defers_reports: read what other ranks found wrong in a pass only before the next one: on CUDA, where
-            reading makes the CPU wait for the GPU.
+        defers_reports: read one pass later what other ranks found wrong in a pass: where the CPU would have
+            to wait for the device. See Note [Late reports] in `report`.
 
     Raises:
         ValueError: on every rank: no parameters, some that do not require a gradient, several devices.
@@ -88,7 +86,6 @@ class Reducer:
         self.options = ReducerOptions() if options is None else options
         params = held(params)
         self._group = RankGroup.of(process_group, params)
-        self.defers_reports = any(map(is_asynchronous, self._group.data_devices))
         if checks:
             with failing_together(self._group):
                 self._reduced = ReducedParams.of(params, sparse)
@@ -96,12 +93,13 @@ class Reducer:
             agree(self._group, [repr(self.options), *self._reduced.describe()], "what the reducer was given")
         else:
             self._reduced = ReducedParams.of(params, sparse)
-        self.clock = Clock(on_cuda=self.params[0].is_cuda)
+        self.defers_reports = is_asynchronous(self.params[0].device)
         self.history = History(len(self.params))
         self._upcoming = UpcomingPass(wanted)
         self._slot = HookSlot()
         self._assignment = assign(self._reduced, self.options)
-        self._inbox = Inbox(self, self.params)
+        self._inbox = Inbox(self.params, weakly(self._first_arrived))
+        weakref.finalize(self, remove, self._inbox.handles)
 
     def reset(self) -> None:
         """Begin anew: first buckets, nothing learnt. Must be called by all ranks, between iterations."""
@@ -154,10 +152,10 @@ class Reducer:
         if not history.rebuild_is_due or self._inbox.is_running:
             return False
         history.rebuild_is_due = False
-        agreed = torch.tensor(history.order(), dtype=torch.int64, device=self._group.device)
+        agreed = to_device(torch.tensor(history.order(), dtype=torch.int64), self._group.device)
         for work in self._group.broadcast_rows([(0, agreed)]):
             work.wait()
-        self._assign(agreed.tolist())
+        self._assign(agreed.tolist())  # the CPU waits, this once
         history.has_rebuilt = True
         return True
 
@@ -201,7 +199,7 @@ class Reducer:
 
     def close(self) -> None:
         """Take the hooks off the parameters; a second call does nothing."""
-        self._inbox.close()
+        remove(self._inbox.handles)
 
     # ------------------------------------------------------------------ a backward pass
 
@@ -222,12 +220,13 @@ class Reducer:
         tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
         if self.options.find_unused_parameters and not self.options.static_graph:
             self._upcoming.search.look(tensors)
+        reached = weakly(self._output_reached)
         for tensor in tensors:
             if tensor.grad_fn is not None:
                 untyped: Any = tensor
-                untyped.register_hook(output_hook(self, nearest(tensor, self._reduced.index_of)))
+                untyped.register_hook(output_hook(reached, nearest(tensor, self._reduced.index_of)))
 
-    def output_reached(self, witness: int | None) -> None:
+    def _output_reached(self, witness: int | None) -> None:
         """Begin a backward pass, if need be, as it goes through an output; called by that output's hook.
 
         Args:
@@ -242,23 +241,27 @@ class Reducer:
         if not self._inbox.is_running and self._upcoming.is_reduced(was_prepared=True):
             self._begin()
 
-    def check_finished(self) -> None:
-        """Raise, on every rank, if the last backward pass broke off; all ranks call. Free if all is well.
+    def check_finished(self, *, waits: bool = True) -> None:
+        """Raise, on every rank, if the last backward pass broke off; all ranks call.
+
+        On a CPU it is free if all is well. On a GPU what went wrong is known one pass later, see Note [Late
+        reports] in `report`: call it after the last pass, or before a checkpoint is written.
+
+        Args:
+            waits: for the last pass too, on a device that may still be at it.
 
         Raises:
             ReductionError: a backward pass ended by an exception, or a comm hook failed, here or on another
-                rank.
+                rank; or a report that was still to be read had something to say.
         """
         if self._slot.failure is not None:
             raise ReductionError(self._slot.failure)
-        unread = self._upcoming.pop_unread()
-        if unread is not None:
-            unread.wait()
         broken_off = self._inbox.pop_broken_off()
         if broken_off is not None:
             self._finish(broken_off)
+        self._upcoming.read_reports(but=0 if waits else 1)
 
-    def first_arrived(self, index: int) -> None:
+    def _first_arrived(self, index: int) -> None:
         """Take a gradient that came while no backward pass was under way; called by its parameter's hook."""
         if self._upcoming.is_reduced(was_prepared=False):
             self._begin().arrived(index)
@@ -267,14 +270,13 @@ class Reducer:
 
     def _begin(self) -> BackwardPass:
         """Begin a backward pass, from one of its hooks."""
-        self.check_finished()
+        self.check_finished(waits=False)
         self.rebuild()
         divisor = self._group.size if self._upcoming.divisor is None else self._upcoming.divisor()
         terms = self._terms(divisor if self._slot.is_empty else 1)
         kind = PassWithGraph if torch.is_grad_enabled() else BackwardPass
-        current = kind(self._assignment, terms, weakly(self._launch))
+        current = kind(self._assignment, terms, self._launching())
         self._inbox.current = current
-        self.clock.mark("backward")
         when_backward_ends(lambda: self._finish(current), current.break_off)
         with torch.no_grad():
             current.presume_unused(self._upcoming.pop_unused(self.history.learnt, self.params))
@@ -287,14 +289,8 @@ class Reducer:
             can_carry_word=self._slot.is_empty and self._assignment.buckets[-1].can_carry_failure_word,
         )
 
-    def _launch(self, bucket: ReducerBucket, number: int, is_last: bool) -> Reduction:
-        self.clock.mark("reduction")
-        return self._reduce(bucket, number, is_last)
-
-    def _reduce(self, bucket: ReducerBucket, number: int, is_last: bool) -> Reduction:
-        if self._slot.is_empty:
-            return SumReduction(self._group, bucket)
-        return self._slot.launch(bucket, number, is_last, self.options.wants_all_used)
+    def _launching(self) -> Launch:
+        return launching(self._group, self._slot, all_used=self.options.wants_all_used)
 
     @torch.no_grad()
     def _finish(self, current: BackwardPass) -> None:
@@ -304,36 +300,31 @@ class Reducer:
         current.end()
         if not (any(current.calls) or current.asks_for_use or broke_off):
             return  # torch.autograd.grad went through the output, and computed no parameter's gradient
-        self.clock.mark("backward_end")
         self.history.carried = [False] * len(self.params)
-        # In Join ranks that have joined read the report at once, and issue other things before the next pass.
-        defers = self.defers_reports and self._upcoming.divisor is None and not broke_off
+        in_join = self._upcoming.divisor is not None
+        defers = self.defers_reports and not in_join and not current.learns
         self._upcoming.divisor = None
         current.launch_rest()
-        self._await_hooks(current.reductions)
+        self._slot.await_all(current.reductions)
         report = current.close(self._group)
-        unused = self._read(report, current) if current.asks_for_use else self.history.unused
+        if current.asks_for_use and not defers:
+            current.check(report)
+        unused = [not used for used in report.used()] if current.asks_for_use else self.history.unused
         with self._slot.minding():
-            current.give(unused, report)
+            if broke_off and defers:
+                current.drop(report)  # the next iteration has begun, and nobody is told yet
+            else:
+                current.give(unused, report)
         self._upcoming.wait_for_futures()
-        self.clock.end()
         self.history.num_buckets_reduced = current.reductions.num_launched
         self.history.conclude(current.calls, current.order, unused, self.options)
-        if not current.asks_for_use:
-            if defers:
-                self._upcoming.unread = report
-            else:
-                report.wait()
+        if defers:
+            report.put_off()
+            self._upcoming.unread.append(report)
+        elif not current.asks_for_use:
+            report.check()
         if current.keeps_graph and any(current.calls):
-            _warn_of_graph()
-
-    def _read(self, report: FailureReport, current: BackwardPass) -> list[bool]:
-        """Learn which parameters no rank used."""
-        try:
-            return [not used for used in report.wait()]
-        except ReductionError:
-            current.reductions.drain()
-            raise
+            warn_of_graph()
 
     @torch.no_grad()
     def shadow(self) -> None:
@@ -343,50 +334,12 @@ class Reducer:
         """
         self.check_finished()
         self.rebuild()
-        terms = self._terms(1)
         self._upcoming.divisor = None
-        buckets = [bucket.zeros_like() for bucket in self._assignment.buckets]
-        reductions = BucketReductions(buckets, self._reduce)
-        for is_used in self._buckets_used(terms.skips_unused):
-            if is_used:
-                reductions.launch_next()
-            else:
-                reductions.leave_out_next()
-        self._await_hooks(reductions)
-        asks = terms.kind in ("some", "learning")
-        in_last_bucket = terms.failure_word_in_last_bucket
-        used_here = [False] * len(self.params) if asks else []
-        report = FailureReport(self._group, None, used_here, in_last_bucket=in_last_bucket)
-        reductions.drain()
-        if in_last_bucket:
-            report.read_word(buckets[-1].flat)
-        used = report.wait()
-        self.history.num_buckets_reduced = reductions.num_launched
+        shadow = ShadowPass(self._assignment, self._terms(1), self._launching())
+        shadow.launch(self.history.last_order)
+        self._slot.await_all(shadow.reductions)
+        used = shadow.close(self._group)
+        self.history.num_buckets_reduced = shadow.reductions.num_launched
         # A rank that has no pass to learn from takes it that the others' is what its own would have been.
         unused = [not flag for flag in used]
         self.history.conclude([int(flag) for flag in used], self.history.last_order, unused, self.options)
-
-    def _await_hooks(self, reductions: BucketReductions) -> None:
-        """Keep the report behind all that hooks issue; PowerSGD's does so from other threads, later."""
-        if not self._slot.is_empty:
-            with self._slot.minding():
-                reductions.drain()
-
-    def _buckets_used(self, skips_unused: bool) -> list[bool]:
-        """Tell which buckets the others reduce, if they use what this rank used while it could."""
-        used = set(self.history.last_order)
-        if skips_unused and not used:
-            raise ReductionError(
-                "skip_all_reduce_unused_params=True, and this rank had no batch to learn from which "
-                "parameters are used: give every rank a batch, or leave the option out inside Join"
-            )
-        buckets = self._assignment.buckets
-        return [not skips_unused or not used.isdisjoint(bucket.indices) for bucket in buckets]
-
-
-def _warn_of_graph() -> None:
-    warnings.warn(
-        "a backward pass with create_graph=True reduces the gradients, not the graph that "
-        "computes them: gradients of higher order are those of this rank alone",
-        stacklevel=2,
-    )

@@ -1,6 +1,7 @@
 """One bucket's reduction under way: PyTorch's all-reduce, or what a comm hook makes of it."""
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -143,6 +144,28 @@ class HookReduction:
         return result
 
 
+def launching(group: RankGroup, slot: "HookSlot", *, all_used: bool) -> Launch:
+    """Make what starts a bucket's reduction: the comm hook, or a sum where there is none.
+
+    It does not keep the slot: a hook's state may hold the model, whose parameters hold a pass that broke off.
+
+    Args:
+        group: the ranks.
+        slot: of the hook. Whoever launches holds it.
+        all_used: see `GradBucket`.
+    """
+    reference = weakref.ref(slot)
+
+    def launch(bucket: ReducerBucket, number: int, is_last: bool) -> Reduction:
+        found = reference()
+        assert found is not None  # see above
+        if found.is_empty:
+            return SumReduction(group, bucket)
+        return found.launch(bucket, number, is_last, all_used)
+
+    return launch
+
+
 class HookSlot:
     """The comm hook, at most one, and whether it has failed.
 
@@ -183,6 +206,12 @@ class HookSlot:
         hook, state = self._hook
         with self.minding():
             return HookReduction(hook, state, bucket, index, is_last, all_used)
+
+    def await_all(self, reductions: BucketReductions) -> None:
+        """Let nothing come before what hooks issue; PowerSGD's does so from other threads, later."""
+        if not self.is_empty:
+            with self.minding():
+                reductions.drain()
 
     @contextmanager
     def minding(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup, ranks_text
+from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
 from zero_optim.errors import ReductionError
 
 
@@ -42,45 +43,60 @@ class FailureReport:
         self.in_last_bucket = in_last_bucket
         self._group = group
         self._failure = failure
+        self._used = used
+        self._is_late = False
         self._work: dist.Work | None = None
-        self._word: Tensor | None = None
         self._counts: Tensor | None = None
+        self._answer: HostCopy | None = None  # the word, or the counts
         if in_last_bucket:
             return
-        self._counts = torch.tensor([failure is not None, *used], dtype=torch.int32).to(group.device)
+        self._counts = to_device(torch.tensor([failure is not None, *used], dtype=torch.int32), group.device)
         if group.size > 1:
             work = dist.all_reduce(self._counts, group=group.process_group, async_op=True)
             assert isinstance(work, dist.Work)  # a member's asynchronous collective always gives a handle
             self._work = work
 
     def read_word(self, reduced: Tensor) -> None:
-        """Keep the element that carries the word: the gradients are the user's from here on.
+        """Copy the element that carries the word: the gradients are the user's from here on.
 
         Args:
             reduced: the sum of the last bucket.
         """
-        self._word = reduced[:1].clone()
+        self._answer = HostCopy(reduced[:1])
 
-    def wait(self) -> list[bool]:
-        """Wait for the sum; all ranks call.
+    def put_off(self) -> None:
+        """Have the answer on its way to the CPU, where `check` is called later; see Note [Late reports]."""
+        self._is_late = True
+        if self._counts is not None and is_asynchronous(self._counts.device):
+            self._read()
 
-        Returns:
-            By parameter, whether any rank used it; nothing if nobody needed to know.
+    def _read(self) -> HostCopy:
+        if self._answer is None:
+            assert self._counts is not None  # otherwise `read_word` comes first
+            if self._work is not None:
+                self._work.wait()
+            self._answer = HostCopy(self._counts)
+        return self._answer
+
+    def check(self) -> None:
+        """Wait for the answer; all ranks call, at the same point of their programs.
 
         Raises:
             ReductionError: on every rank, with what every rank that failed has to say.
         """
-        if self._counts is None:
-            assert self._word is not None  # `read_word` comes first
-            if self._word.isnan().item():
-                self._raise()
-            return []
-        if self._work is not None:
-            self._work.wait()
-        failed, *used = self._counts.tolist()
-        if failed:
+        first = self._read().read()[:1]
+        if (first.isnan() if self.in_last_bucket else first).item():
             self._raise()
-        return [count > 0 for count in used]
+
+    def used(self) -> list[bool]:
+        """Tell, by parameter, whether any rank used it; nothing if nobody needed to know.
+
+        Waits for the other ranks, and on a GPU for the pass, unless this rank used every parameter.
+        """
+        if all(self._used):
+            return list(self._used)
+        _, *counts = self._read().read().tolist()
+        return [count > 0 for count in counts]
 
     def _raise(self) -> None:
         """Raise what ranks have to say, if any has something; all ranks call."""
@@ -92,7 +108,10 @@ class FailureReport:
                 ranks.setdefault(failure, []).append(rank)
         if ranks:
             parts = [f"{_who(where, len(failures))}: {what}" for what, where in ranks.items()]
-            raise ReductionError("the gradients of this backward pass cannot be used. " + "; ".join(parts))
+            which = "an earlier" if self._is_late else "this"
+            late = ". They were handed out: go back to a checkpoint" if self._is_late else ""
+            message = f"the gradients of {which} backward pass cannot be used. {'; '.join(parts)}{late}"
+            raise ReductionError(message)
 
 
 def _who(ranks: Sequence[int], size: int) -> str:

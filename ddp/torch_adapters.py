@@ -7,25 +7,30 @@ from torch import Tensor
 from torch.futures import Future
 
 from zero_optim.compat.engine import eager
+from zero_optim.compat.streams import HostCopy, is_asynchronous
 from zero_optim.ddp.logging_data import LoggingData, LoggingSource
 from zero_optim.ddp.reducer import Reducer
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class TorchReducerAdapter:
     """Our reducer under the method names by which PyTorch's class, and Lightning, know PyTorch's.
 
     Args:
         own: our reducer.
+
+    Attributes:
+        num_forwards: forward passes that have begun, and whose gradients are reduced.
     """
 
     own: Reducer
+    num_forwards: int = 0
 
     @eager
     def prepare_for_forward(self) -> None:
         """Begin an iteration."""
-        self.own.clock.begin()
-        self.own.check_finished()
+        self.num_forwards += 1
+        self.own.check_finished(waits=False)
 
     def prepare_for_backward(self, outputs: list[Tensor]) -> None:
         """Expect a backward pass, though the last forward pass was under ``no_sync``."""
@@ -41,9 +46,18 @@ class TorchReducerAdapter:
         """Take the count of ranks that have not joined, which is still under way."""
         size = dist.get_world_size(self.own.process_group)
 
-        def divisor() -> float:
+        def count() -> HostCopy:
             work.wait()
-            return size if use_static_world_size else float(work.get_future().wait()[0].item())
+            return HostCopy(work.get_future().wait()[0])
+
+        # On a GPU the copy is asked for before the forward pass is: so the CPU does not wait for that.
+        copied = count() if is_asynchronous(self.own.params[0].device) and not use_static_world_size else None
+
+        def divisor() -> float:
+            if use_static_world_size:
+                work.wait()
+                return size
+            return float((count() if copied is None else copied).read().item())
 
         self.own.divide_by(divisor)
 
@@ -64,7 +78,7 @@ class TorchReducerAdapter:
         self.own.check_finished()
 
     def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
-        self.own.clock.rate = rate
+        """Do nothing: no times are taken, see `logging_data`."""
 
     def _reset_state(self) -> None:
         self.own.reset()
@@ -84,7 +98,7 @@ class TorchLoggerAdapter:
     journal: LoggingSource
 
     def set_runtime_stats_and_log(self) -> None:
-        """Do nothing: the clock takes its marks by itself."""
+        """Do nothing: no times are taken, see `logging_data`."""
 
     def set_error_and_log(self, error: str) -> None:
         """Do nothing: the error is raised."""

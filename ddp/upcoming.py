@@ -21,7 +21,7 @@ class UpcomingPass:
         is_expected: the last forward pass was one whose backward pass is to be reduced.
         divisor: gives what gradients are divided by; None for the number of ranks.
         search: for parameters that the pass will not reach.
-        unread: the report of the last pass, where it is read only before the next one.
+        unread: reports of passes that have ended, the last ones; see Note [Late reports] in `report`.
         futures: things that are waited for when the pass ends.
     """
 
@@ -29,7 +29,7 @@ class UpcomingPass:
     is_expected: bool = False
     divisor: Callable[[], float] | None = None
     search: UnusedSearch = field(default_factory=UnusedSearch)
-    unread: FailureReport | None = None
+    unread: list[FailureReport] = field(default_factory=list)
     futures: list["Future[object]"] = field(default_factory=list)
 
     def is_reduced(self, *, was_prepared: bool) -> bool:
@@ -51,10 +51,17 @@ class UpcomingPass:
             return [index for index, calls in enumerate(learnt) if not calls]
         return self.search.pop_unused(params)
 
-    def pop_unread(self) -> FailureReport | None:
-        """Give the report that is still to be read, once."""
-        unread, self.unread = self.unread, None
-        return unread
+    def read_reports(self, *, but: int) -> None:
+        """Read the reports that were not read, all but the last few; all ranks call.
+
+        Args:
+            but: how many are left for later.
+
+        Raises:
+            ReductionError: on every rank, if one of them had something to say.
+        """
+        while len(self.unread) > but:
+            self.unread.pop(0).check()
 
     def wait_for_futures(self) -> None:
         """Wait for what was to be waited for, and forget it."""

@@ -226,9 +226,9 @@ def backward(model: nn.Module, dtype: torch.dtype, value: float = 1.0) -> None:
     model(torch.full((1, 3), value, dtype=dtype)).abs().sum().backward()
 
 
-def backward_and_forward(model: nn.Module, dtype: torch.dtype) -> None:
+def backward_and_check(model: DistributedDataParallel, dtype: torch.dtype) -> None:
     backward(model, dtype)
-    model(torch.ones(1, 3, dtype=dtype))
+    model.check_finished()
 
 
 def check_word() -> None:
@@ -245,11 +245,11 @@ def check_word() -> None:
             assert bool(net.weight.grad.isnan().all()) == (number < dist.get_world_size()), dtype
         handle = net.weight.register_hook(fail) if rank == 1 else None
         with pytest.raises(ZeroDivisionError if handle else ReductionError):
-            backward_and_forward(model, dtype)
+            backward_and_check(model, dtype)
         if handle is not None:
             handle.remove()
             with pytest.raises(ReductionError, match="rank 1: a backward pass ended with"):
-                model(torch.ones(1, 3, dtype=dtype))
+                model.check_finished()
         backward(model, dtype)
         assert net.weight.grad is not None
         assert bool(net.weight.grad.isfinite().all())

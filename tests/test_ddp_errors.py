@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.futures import Future
 from torch.utils.checkpoint import checkpoint
 
@@ -242,7 +243,7 @@ def check_exception(where: int, ranks: list[int], options: dict[str, Any], defer
                 mlp_loss(model, number).backward()
             handle.remove()
             with pytest.raises(ReductionError, match="a backward pass ended with an exception") as caught:
-                mlp_loss(model, number)
+                model.check_finished() if deferred else mlp_loss(model, number)
         else:
             with pytest.raises(ReductionError, match="a backward pass ended with an exception") as caught:
                 backward_and_check(model, number)
@@ -337,7 +338,7 @@ def test_a_reducer_alone_recovers_from_an_exception_too(ranks2: Ranks) -> None:
 
 
 def check_deferred() -> None:
-    """Where reading makes the CPU wait, as on CUDA, what went wrong is read before the next pass."""
+    """Where reading makes the CPU wait, as on CUDA, what went wrong is read one pass later."""
     model, clean = DistributedDataParallel(Switched()), Switched()
     model.reducer.own.defers_reports = True
     net = model.module
@@ -346,17 +347,71 @@ def check_deferred() -> None:
         net.times = dist.get_rank()
         mlp_loss(model, 0).backward()
         net.times = 1
-        with pytest.raises(
-            ReductionError, match=r"rank 0: no gradient for other\.weight, other\.bias\. Every"
-        ):
+        if dist.get_rank() == 0:
+            model(torch.ones(1, 8))  # a forward pass more or less reads nothing more
+        check_average(model, clean, 1)
+        with pytest.raises(ReductionError, match=LATE):
             mlp_loss(model, 0)
         check_average(model, clean, 1)
-    mlp_loss(model, 0).backward()
-    model._check_reducer_finalized()  # type: ignore[no-untyped-call]
+    model.check_finished()
 
 
-def test_a_report_may_be_read_before_the_next_pass(ranks2: Ranks) -> None:
+LATE = (
+    "an earlier backward pass cannot be used. "
+    r"rank 0: no gradient for other\.weight, other\.bias\. Every .*They were handed out"
+)
+
+
+def test_a_report_is_read_one_pass_later_where_the_cpu_would_wait(ranks2: Ranks) -> None:
     ranks2.run(check_deferred)
+
+
+def check_last_pass(way: str) -> None:
+    model = DistributedDataParallel(Switched())
+    model.reducer.own.defers_reports = True
+    net = model.module
+    assert isinstance(net, Switched)
+    mlp_loss(model, 0).backward()
+    net.times = dist.get_rank()
+    mlp_loss(model, 0).backward()
+    net.times = 1
+    with pytest.raises(ReductionError, match=LATE):
+        Join([model]) if way == "join" else model.check_finished()
+    model.check_finished()  # it was read
+
+
+@pytest.mark.parametrize("way", ["check_finished", "join"])
+def test_the_report_of_the_last_pass_is_read_when_asked_for_and_before_join(ranks2: Ranks, way: str) -> None:
+    ranks2.run(check_last_pass, way)
+
+
+def check_broken_off_late(as_view: bool) -> None:
+    """The rank whose pass broke off must not raise before the others do."""
+    rank, clean = dist.get_rank(), mlp()
+    net = mlp()
+    model = DistributedDataParallel(net, bucket_cap_mb=SMALL_MB, gradient_as_bucket_view=as_view)
+    model.reducer.own.defers_reports = True
+    mlp_loss(model, 0).backward()
+    if rank == 1:
+        handle = net[4].weight.register_hook(interrupt)
+        with pytest.raises(Interrupted):
+            mlp_loss(model, 1).backward()
+        handle.remove()
+    else:
+        mlp_loss(model, 1).backward()
+    model.zero_grad(set_to_none=not as_view)
+    mlp_loss(model, 2).backward()
+    expected = averaged(clean, lambda net, rank: mlp_loss(net, 2, rank), 2)
+    for name, param in net.named_parameters():
+        assert_same(param.grad, expected[name], name, 1e-6)
+    with pytest.raises(ReductionError, match="rank 1: a backward pass ended with an exception"):
+        mlp_loss(model, 3)
+    check_average(model, clean, 4)
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+def test_a_pass_that_broke_off_is_told_one_pass_later_on_every_rank(ranks2: Ranks, as_view: bool) -> None:
+    ranks2.run(check_broken_off_late, as_view)
 
 
 # ---------------------------------------------------------------------- sparse gradients

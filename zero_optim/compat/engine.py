@@ -170,14 +170,6 @@ def runs_distributed_backward() -> bool:
     return int(debug_info().get("num_current_backward_passes", 0)) > 0
 
 
-def num_gloo_threads(group: dist.ProcessGroup) -> int:
-    """Return the number of threads that gloo has for a group; 0 if it cannot be known."""
-    if dist.get_backend(group) != "gloo":
-        return 0
-    backend = group._get_backend(torch.device("cpu"))
-    return int(getattr(getattr(backend, "options", None), "_threads", 0))
-
-
 def eager(function: F) -> F:
     """Keep a function that counts, waits or communicates out of ``torch.compile``."""
     kept: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
