@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pool import Pool, Ranks
-from training import assert_same_bits, set_grads
+from training import assert_same_bits, make_params, set_grads
 from zero_optim import RankMismatchError, StateMismatchError, ZeroRedundancyOptimizer, checkpoint
 
 CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -376,3 +376,18 @@ def test_a_rank_reads_its_own_shard_and_little_more(ranks: Ranks, tmp_path: Path
     pytest.importorskip("resource")
     for read, own in ranks.run(measured, tmp_path / "one"):
         assert own <= read <= 1.1 * own
+
+
+def check_not_asked_for() -> None:
+    """What `OptimizerState` was given on rank 1 is no dict that a planner of ours asked for."""
+    params = make_params()
+    sharded = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
+    state = checkpoint.OptimizerState(sharded)
+    given = state.state_dict()
+    given.planned = True
+    with pytest.raises(StateMismatchError, match="was not asked for"):
+        state.load_state_dict({} if dist.get_rank() == 1 else given)
+
+
+def test_state_that_was_not_asked_for_on_one_rank_is_refused_on_all(ranks2: Ranks) -> None:
+    ranks2.run(check_not_asked_for, timeout=20)

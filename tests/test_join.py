@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler
 from pool import Ranks
 from training import assert_same_bits, assert_same_state
 from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.errors import RemoteRankError
 
 
 def make_model() -> nn.Module:
@@ -132,3 +133,64 @@ def check_throw() -> None:
 
 def test_early_termination_raises_on_every_rank_when_asked(ranks2: Ranks) -> None:
     ranks2.run(check_throw)
+
+
+def check_scaled() -> None:
+    """Rank r has 2 + 2r batches; once others have joined, an active rank finds an infinity."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    plain_model, model = (
+        DistributedDataParallel(make_model(), gradient_as_bucket_view=True) for _ in range(2)
+    )
+    plain = torch.optim.AdamW(plain_model.parameters(), lr=0.05)
+    sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.05)
+    scales = []
+    for net, optimizer, joinables in (
+        (plain_model, plain, [plain_model]),
+        (model, sharded, [model, sharded]),
+    ):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+        with Join(joinables):
+            for step, batch in enumerate(batches(rank, 2 + 2 * rank)):
+                optimizer.zero_grad()
+                loss = net(batch).square().mean()
+                scaler.scale(loss * (float("inf") if step == 2 * size - 1 else 1.0)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        scales.append(scaler.get_scale())
+    assert_same_bits(list(model.parameters()), list(plain_model.parameters()))
+    assert scales[0] == scales[1]
+
+
+def test_a_gradient_scaler_works_on_ranks_that_are_still_active(ranks2: Ranks) -> None:
+    ranks2.run(check_scaled, timeout=20)
+
+
+def closure_raises() -> None:
+    """The closure raises on rank 1, while rank 0 is active and when it has run out of inputs."""
+    model = make_model()
+    sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def closure() -> float:
+        raise ZeroDivisionError("in the closure")
+
+    def train(failing: int, count: int) -> None:
+        with Join([sharded]):
+            for _ in range(count):
+                if dist.get_rank() == failing:
+                    sharded.step(closure)
+                sharded.step(lambda: 0.0)
+
+    with pytest.raises(
+        ZeroDivisionError if dist.get_rank() == 1 else RemoteRankError, match="in the closure"
+    ):
+        train(1, 1)
+    with pytest.raises(
+        ZeroDivisionError if dist.get_rank() == 1 else RemoteRankError, match="in the closure"
+    ):
+        train(1, dist.get_rank())
+    assert_same_bits(list(model.parameters()), before)
+
+
+def test_a_closure_that_raises_is_heard_of_by_active_and_by_joined_ranks(ranks2: Ranks) -> None:
+    ranks2.run(closure_raises, timeout=20)

@@ -231,6 +231,36 @@ def test_what_is_no_scaler_is_named(ranks2: Ranks) -> None:
     ranks2.run(check_wrong_scaler)
 
 
+def check_wrong_on_one_rank() -> None:
+    params = make_params()
+    sharded = ZeroRedundancyOptimizer(params, AdamW, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    set_grads(params, 0)
+    with pytest.raises(TypeError, match=r"expected grad_scaler to be a torch\.amp\.GradScaler, got str"):
+        sharded.step(grad_scaler="dynamic" if dist.get_rank() == 1 else scaler)
+
+
+def test_what_is_no_scaler_on_one_rank_raises_on_all(ranks2: Ranks) -> None:
+    ranks2.run(check_wrong_on_one_rank, timeout=20)
+
+
+def check_nobody_to_tell() -> None:
+    """What a scaler of one's own sets, an infinity on one rank alone."""
+    params = make_params()
+    sharded = ZeroRedundancyOptimizer(params, AdamW, lr=0.1)
+    before = [p.detach().clone() for p in params]
+    set_grads(params, 0)
+    sharded.found_inf, sharded.grad_scale = torch.tensor(float(dist.get_rank())), None
+    with pytest.raises(RuntimeError, match=r"the scaler to tell is not a torch\.amp\.GradScaler"):
+        sharded.step()
+    assert_same_bits(params, before)
+
+
+def test_an_infinity_that_a_scaler_cannot_be_told_of_raises_on_every_rank(ranks2: Ranks) -> None:
+    ranks2.run(check_nobody_to_tell, timeout=20)
+
+
 # ---------------------------------------------------------------------- messages
 
 

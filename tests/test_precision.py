@@ -154,6 +154,49 @@ def test_a_row_written_after_each_step_leaves_the_other_masters_alone(
     ranks1.run(check_row_zeroed, pretend_asynchronous)
 
 
+def check_averages_that_do_not_load(kind: str) -> None:
+    """What does not fit is the entry of one rank's parameter alone, in a dict that all ranks give."""
+    params = make_params()
+    sharded = ZeroRedundancyOptimizer(params, torch.optim.SGD, ema_decay=0.5, lr=0.1, momentum=0.9)
+    set_grads(params, 0)
+    sharded.step()
+    sharded.consolidate_state_dict(to=None)
+    whole = sharded.state_dict()
+    index = list(sharded.owners().values()).index(1)
+    wrong = {
+        "one element": torch.zeros(1),
+        "meta": torch.empty_like(params[index], device="meta"),
+        "complex": torch.zeros_like(params[index], dtype=torch.complex64),
+    }
+    bad = {**whole, "state": {**whole["state"], index: {**whole["state"][index], "ema": wrong[kind]}}}
+    with pytest.raises(ValueError, match="expected 'ema' of a parameter of shape"):
+        sharded.load_state_dict(bad)
+    sharded.consolidate_state_dict(to=None)
+    assert_same_state(sharded.state_dict(), whole)
+
+
+@pytest.mark.parametrize("kind", ["one element", "meta", "complex"])
+def test_an_average_that_does_not_fit_on_one_rank_is_refused_on_all(ranks2: Ranks, kind: str) -> None:
+    ranks2.run(check_averages_that_do_not_load, kind, timeout=20)
+
+
+def check_hook_after_loading() -> None:
+    params = make_params()
+    sharded = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1, momentum=0.9)
+
+    def hook(_: torch.optim.Optimizer) -> None:
+        if dist.get_rank() == 1:
+            raise ValueError("in the hook")
+
+    sharded.register_load_state_dict_post_hook(hook)
+    with pytest.raises(ValueError, match="in the hook"):
+        sharded.load_state_dict(sharded.state_dict())
+
+
+def test_a_hook_after_loading_that_raises_on_one_rank_raises_on_all(ranks2: Ranks) -> None:
+    ranks2.run(check_hook_after_loading, timeout=20)
+
+
 def check_closure_with_masters() -> None:
     params = low_precision(torch.bfloat16)
     sharded = ZeroRedundancyOptimizer(params, torch.optim.SGD, master_dtype=torch.float32, lr=0.5)

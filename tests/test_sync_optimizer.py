@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from pool import Ranks
@@ -28,8 +29,12 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def own(calls: list[SyncCall]) -> list[SyncCall]:
-    """Leave out where PyTorch brings the factor of clipping to the gradients' device: it is there already."""
-    return [call for call in calls if "clip_grad.py" not in call.stack.splitlines()[-2]]
+    """Leave out where PyTorch brings a factor or a flag to the gradients' device: it is there already."""
+    places = [[line for line in call.stack.splitlines() if line.startswith("  File ")][-1] for call in calls]
+    theirs = ("clip_grad.py", "grad_scaler.py")
+    return [
+        call for call, place in zip(calls, places, strict=True) if not any(name in place for name in theirs)
+    ]
 
 
 def calls_of_steps(ways: dict[str, Any], max_norm: float | None, lazily: bool) -> None:
@@ -54,6 +59,27 @@ def calls_of_steps(ways: dict[str, Any], max_norm: float | None, lazily: bool) -
                 sharded.wait_for_gathers()
                 sharded.zero_grad()
             assert len(own(calls)) == (max_norm is not None), texts(own(calls))
+
+
+def calls_of_scaled_steps() -> None:
+    """With an infinity on one rank in the second step."""
+    params = [*make_params(), *make_params(dtype=torch.float64)]
+    with cpu_as_accelerator():
+        sharded = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(1))
+        for step in range(3):
+            set_grads(params, step)
+            if step == 1 and dist.get_rank() == 1:
+                params[0].grad[0] = torch.inf  # type: ignore[index]
+            with recorded() as calls:
+                scaler.step(sharded)
+            assert len(own(calls)) == 1, texts(own(calls))
+            scaler.update()
+
+
+def test_the_cpu_waits_once_to_hear_whether_a_scaled_step_is_skipped(ranks2: Ranks) -> None:
+    ranks2.run(calls_of_scaled_steps)
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.5], ids=["unclipped", "clipped"])

@@ -1,30 +1,27 @@
 """`ZeroRedundancyOptimizer`: any ``torch.optim`` optimizer, its state sharded over ranks."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.optim import Optimizer
 
-from zero_optim.comm.agreement import SharedCall, failing_together
+from zero_optim.comm.agreement import SharedCall
 from zero_optim.comm.arguments import ranks_of
 from zero_optim.compat.kinship import make_known
 from zero_optim.plan.costs import Cost, CostName
 from zero_optim.state.sharded import Params, ShardingOptions
-from zero_optim.state.state_dicts import ShardedStateDicts
-from zero_optim.step.amp import drop_scale, skips_together
 from zero_optim.step.clip import ClipArguments, clip_together
-from zero_optim.step.join import lend_gradients
-from zero_optim.step.overlap import Overlap
 from zero_optim.step.spec import OptimizerSpec
+from zero_optim.stepping import SteppedOptimizer
 
 
-class ZeroRedundancyOptimizer(ShardedStateDicts, Joinable):
+class ZeroRedundancyOptimizer(SteppedOptimizer):
     """Shard the state of an optimizer over the ranks of a process group (ZeRO stage 1).
 
     Use it where ``optimizer_class(params, **defaults)`` stood. Every rank holds all parameters, and
@@ -101,7 +98,7 @@ class ZeroRedundancyOptimizer(ShardedStateDicts, Joinable):
     ) -> None:
         """Plan, agree on the plan with the other ranks, and build."""
         Joinable.__init__(self)
-        self._overlap: Overlap | None = None  # made when a hook first asks for it
+        self._overlap = None
         options = ShardingOptions(
             parameters_as_bucket_view=parameters_as_bucket_view,
             overlap_with_ddp=overlap_with_ddp,
@@ -153,7 +150,7 @@ class ZeroRedundancyOptimizer(ShardedStateDicts, Joinable):
                 none. One more collective of a byte: if it raises on a rank, all raise before anything has
                 been stepped. But a rank that waits in its own closure, in the all-reduce of a backward pass
                 that the other one did not reach, cannot hear of it before the group's timeout. Inside
-                ``Join`` ranks do not hear of it.
+                ``Join`` with an overlapped step ranks do not hear of it.
             **kwargs: handed on to the class's own ``step``. ``grad_scaler``, which some scalers hand in, is
                 asked what it found, and not handed on.
 
@@ -167,16 +164,21 @@ class ZeroRedundancyOptimizer(ShardedStateDicts, Joinable):
             return None
         Join.notify_join_context(self)
         loss: float | None = None
+        failure: Exception | None = None
         shared = None if closure is None else SharedCall(self._group, closure)
         if closure is not None and shared is not None and not self._leaves_closure:
-            with torch.enable_grad():  # the gradients are needed before the class's own step begins
-                # Ranks that have joined have no closure to tell of.
-                loss, shared = closure() if self._join_config.enable else shared(), None
+            try:
+                with torch.enable_grad():  # the gradients are needed before the class's own step begins
+                    # Inside Join the others hear of it in the exchange that every step there begins with.
+                    loss, shared = closure() if self._join_config.enable else shared(), None
+            except Exception as error:
+                if not self._join_config.enable or self._overlap is not None:
+                    raise
+                failure, shared = error, None
         if self._overlap is not None and self._finish_overlapped(self._overlap, kwargs):
             return loss
-        if skips_together(self._group, self, kwargs.pop("grad_scaler", None), self._params()):
+        if self.is_skipped_together(kwargs.pop("grad_scaler", None), failure):
             return loss
-        self.lend(self._params(), joined=False)
         if shared is not None:
             return self._step_with(shared, kwargs)
         stepped: float | None = self._run(self._owned.local.step, self.param_groups, None, **kwargs)
@@ -200,91 +202,6 @@ class ZeroRedundancyOptimizer(ShardedStateDicts, Joinable):
     def _leaves_closure(self) -> bool:
         """Whether a closure may be left to the class's own step."""
         return self._overlap is None and not self._join_config.enable and self._owned.takes_closures
-
-    def _finish_overlapped(self, overlap: Overlap, kwargs: dict[str, Any]) -> bool:
-        """Finish a step that was begun during the backward pass; False if none was."""
-        if overlap.current is None:
-            if self._options.overlap_with_ddp:
-                raise RuntimeError(
-                    "overlap_with_ddp=True, but no step was taken during the backward pass: register the "
-                    "hook, ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, "
-                    "optimizer)), and run backward() outside no_sync() before step()"
-                )
-            return False
-        late = ", ".join(kwargs)
-        if drop_scale(self):
-            late = late or "GradScaler, whose factor was not taken out of the gradients"
-        self._step_rest(overlap, late, joined=False)
-        return True
-
-    def _step_rest(self, overlap: Overlap, late: str, *, joined: bool) -> None:
-        """Step what the backward pass did not reach, such as what DDP does not hold; all ranks call."""
-        with overlap.finishing(late, joined=joined) as current:
-            rest = current.rest(self.param_groups)
-            if rest:
-                self.lend(rest, joined=joined)
-                overlap.step(self.param_groups, overlap.part(rest), [param.grad for param in rest])
-
-    def _run(self, work: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
-        """Let the local optimizer change this rank's parameters, then gather."""
-        try:
-            self.begin_step()
-            result = self._owned.run(work, *args, **kwargs)
-        finally:
-            self._sharding.gather(self.param_groups, frozen_too=self._owned.local.moves_frozen)
-        return result
-
-    def begin_step(self) -> None:
-        """Get ready for a step: look at the parameters, and at what was changed from outside."""
-        self.check_weights()
-        self._snapshot.changed()
-        self._sharding.refresh(self.param_groups)
-        self._owned.take_over_state(self.state)
-
-    def begin_overlapped_step(self, *, joined: bool) -> None:
-        """Begin a step during the backward pass; the hook that `zero_step` made calls it on all ranks.
-
-        It calls on the thread of the backward pass, as this moves parameters that the user replaced.
-        Communicates inside ``Join`` only, on a process group of the overlap.
-
-        Args:
-            joined: this rank ran out of inputs: it is lent the options of the others.
-
-        Raises:
-            RuntimeError: the step before was not finished, or its backward pass broke off.
-        """
-        self._opt_called = True  # for schedulers, which warn if it is step() that never was
-        overlap, lends = self.overlap(), self._join_config.enable
-        try:
-            overlap.begin(joined=joined, lends=lends)
-            self.begin_step()
-        finally:
-            if lends:
-                lend_gradients(overlap.lanes.groups[0], joined, [], [], self.param_groups)
-
-    def overlap(self) -> Overlap:
-        """Give what steps some parameters during the backward pass; a hook of `zero_optim.hooks` calls it.
-
-        All ranks call; the first call makes process groups.
-
-        Raises:
-            ValueError: on every rank, when a class cannot be stepped in parts.
-        """
-        if self._overlap is None:
-            with failing_together(self._group):
-                self._owned.local.check_parts()
-            self._overlap = Overlap(self._group, self._sharding, self._owned)
-        return self._overlap
-
-    def wait_for_gathers(self) -> None:
-        """Wait until every parameter has its new value on this rank; free if nothing is under way.
-
-        To be called when ``backward()`` has raised and training goes on all the same: part of the
-        step may have been taken.
-        """
-        if self._overlap is not None:
-            self._overlap.wait_for_steps()
-        super().wait_for_gathers()
 
     def clip_grad_norm_(
         self,
@@ -322,60 +239,6 @@ class ZeroRedundancyOptimizer(ShardedStateDicts, Joinable):
         owners = [self._sharding.owners[param] for param in params]
         asked = ClipArguments(max_norm, norm_type, error_if_nonfinite, foreach)
         return clip_together(self._group, params, owners, asked)
-
-    # ------------------------------------------------------------------ uneven inputs
-
-    def join_hook(self, **kwargs: object) -> JoinHook:
-        """Give ``torch.distributed.algorithms.Join`` what shadows this optimizer's steps.
-
-        Works beside DDP: ``with Join([ddp_model, optimizer]):``. Ranks still active must step once
-        in each iteration. Takes no options of its own.
-        """
-        return _ShadowHook(self)
-
-    @property
-    def join_device(self) -> torch.device:
-        """Where ``Join`` places its own small tensors."""
-        return self._group.device
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        """The group over which ``Join`` counts active ranks."""
-        return self._group.process_group
-
-    def shadow_step(self) -> None:
-        """Take part in a step of the active ranks, after this one ran out of inputs."""
-        overlap = self._overlap
-        if overlap is not None and overlap.current is not None:
-            # The comm hook began the step: joined ranks run it too.
-            self._step_rest(overlap, "", joined=True)
-            return
-        self.lend(self._params(), joined=True)
-        self._run(self._owned.local.step, self.param_groups, None)
-
-    def lend(self, params: Sequence[Tensor], *, joined: bool) -> None:
-        """Give ranks that ran out of inputs the gradients of what they own; all ranks call.
-
-        Communicates inside ``Join`` only.
-
-        Args:
-            params: some parameters, the same on every rank.
-            joined: this rank is one of those.
-        """
-        if self._join_config.enable:
-            owners = [self._sharding.owners[param] for param in params]
-            lend_gradients(self._group, joined, params, owners, self.param_groups)
-
-
-class _ShadowHook(JoinHook):
-    """Answers each step of the active ranks, which must step once an iteration."""
-
-    def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
-        self._optimizer = optimizer
-
-    def main_hook(self) -> None:
-        """Shadow one iteration; ``Join`` calls it while some rank is still active."""
-        self._optimizer.shadow_step()
 
 
 make_known(ZeroRedundancyOptimizer)

@@ -24,9 +24,10 @@ from zero_optim.checkpoint.fitting import Content, model_parts, names_in
 from zero_optim.checkpoint.folder import resolved
 from zero_optim.checkpoint.manifest import blamed_on
 from zero_optim.checkpoint.names import Names, Objects, check_group, group_of, names_of, unwrapped
+from zero_optim.checkpoint.reading import Read
 from zero_optim.checkpoint.storage import CheckpointReader
 from zero_optim.checkpoint.undo import Undo
-from zero_optim.checkpoint.values import Json, key_of, tensors_in, unpack
+from zero_optim.checkpoint.values import Json, key_of, tensors_in
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.wire import PIECE_NBYTES, Nested, memory_of
@@ -89,7 +90,7 @@ def load(
     with failing_together(group), blamed_on(folder):
         names = names_in(objects, values)
         targets = _targets(group, objects, values)
-        read = _Read(reader, _wanted(group, values, objects, names, targets, random))
+        read = Read(reader, _wanted(group, values, objects, names, targets, random))
         alike = {name: read.value(name) for name in objects.others}
         extra = read.value(EXTRA)
         state = _own_state(read, objects, names)
@@ -139,7 +140,7 @@ def peek(path: str | os.PathLike[str]) -> Peek:
     with blamed_on(Path(path)):
         reader = CheckpointReader(path)
         Content(reader, Objects())
-        read = _Read(reader, tensors_in(reader.manifest.values[EXTRA]))
+        read = Read(reader, tensors_in(reader.manifest.values[EXTRA]))
         parts = model_parts(reader.manifest.values)
         entries = reader.manifest.entries
         shapes = {name: entries[part[1][0]].shape for name, part in parts.items() if part[0] == "tensor"}
@@ -147,43 +148,6 @@ def peek(path: str | os.PathLike[str]) -> Peek:
 
 
 # ---------------------------------------------------------------------- reading
-
-
-class _Read:
-    """What this rank has read."""
-
-    def __init__(self, reader: CheckpointReader, keys: Iterable[str]) -> None:
-        self.values = reader.manifest.values
-        self._entries = reader.manifest.entries
-        self._tensors = {key: reader.read_tensor(key) for key in dict.fromkeys(keys)}
-
-    def value(self, key: str) -> Nested:
-        """Put a value together."""
-        return unpack(self.values[key], self.tensor)
-
-    def packed(self, value: Json) -> Nested:
-        """Put a value together that is part of another."""
-        return unpack(value, self.tensor)
-
-    def tensor(self, key: str, strides: Sequence[int]) -> Tensor:
-        """Give a tensor with the strides it was saved with."""
-        return with_strides(self._tensors[key], strides)
-
-    def blank(self, key: str) -> Tensor:
-        """Allocate what another rank has read."""
-        entry = self._entries[key]
-        assert entry.dtype is not None  # a tensor's
-        return torch.empty(entry.shape, dtype=entry.dtype)
-
-    def __getitem__(self, key: str) -> Tensor:
-        return self._tensors[key]
-
-
-def with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
-    """Lay a tensor out with some strides, which are dense; copies only if it is laid out otherwise."""
-    if tensor.stride() == tuple(strides) or tensor.numel() == 0:
-        return tensor
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -243,7 +207,7 @@ def _wanted(
     return keys + [target.key for target in targets if target.owner == group.rank]
 
 
-def _own_state(read: _Read, objects: Objects, names: Names | None) -> dict[Any, Any]:
+def _own_state(read: Read, objects: Objects, names: Names | None) -> dict[Any, Any]:
     if objects.optimizer is None or names is None:
         return {}
     owned = set(objects.optimizer.owned_parameters())
@@ -261,7 +225,7 @@ def _own_state(read: _Read, objects: Objects, names: Names | None) -> dict[Any, 
     return {**state, **everywhere}
 
 
-def _options(read: _Read, objects: Objects, names: Names | None) -> list[dict[str, Any]]:
+def _options(read: Read, objects: Objects, names: Names | None) -> list[dict[str, Any]]:
     """Find the options to go on with, for each group of the optimizer."""
     if objects.optimizer is None or names is None:
         return []
@@ -296,7 +260,7 @@ def _same(one: object, other: object) -> bool:
 
 
 @torch.no_grad()
-def _place_own(group: RankGroup, targets: Sequence[_Target], read: _Read) -> None:
+def _place_own(group: RankGroup, targets: Sequence[_Target], read: Read) -> None:
     """Put what this rank has read into the parameters that it owns."""
     for target in targets:
         if target.stepped and target.owner == group.rank:
@@ -304,7 +268,7 @@ def _place_own(group: RankGroup, targets: Sequence[_Target], read: _Read) -> Non
 
 
 @torch.no_grad()
-def _share_model(group: RankGroup, targets: Sequence[_Target], read: _Read) -> None:
+def _share_model(group: RankGroup, targets: Sequence[_Target], read: Read) -> None:
     """Put into the model, on all ranks, what no optimizer gathers; all ranks call."""
     batch: list[_Target] = []
     for target in [target for target in targets if not target.stepped]:
@@ -315,7 +279,7 @@ def _share_model(group: RankGroup, targets: Sequence[_Target], read: _Read) -> N
     _share(group, batch, read)
 
 
-def _share(group: RankGroup, batch: Sequence[_Target], read: _Read) -> None:
+def _share(group: RankGroup, batch: Sequence[_Target], read: Read) -> None:
     """Broadcast some tensors from the ranks that read them."""
     rows = []
     for target in batch:
@@ -331,7 +295,7 @@ def _share(group: RankGroup, batch: Sequence[_Target], read: _Read) -> None:
 # ---------------------------------------------------------------------- what is no tensor
 
 
-def _rest(objects: Objects, read: _Read) -> dict[str, Nested]:
+def _rest(objects: Objects, read: Read) -> dict[str, Nested]:
     """Read what is no tensor of the model: extra state of its modules."""
     parts = model_parts(read.values) if objects.model is not None else {}
     return {name: read.packed(part) for name, part in parts.items() if part[0] != "tensor"}

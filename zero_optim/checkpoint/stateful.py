@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from zero_optim.checkpoint.dcp import Owned
 from zero_optim.checkpoint.names import names_of
+from zero_optim.comm.agreement import failing_together
 from zero_optim.errors import StateMismatchError
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.groups import options_of
@@ -52,17 +53,19 @@ class OptimizerState:
         """Take over what was loaded; all ranks call. The parameters are the model's to load.
 
         Raises:
-            StateMismatchError: it was loaded by a planner that asks a fresh optimizer for nothing.
+            StateMismatchError: on every rank, if one on any was loaded by a planner that asks a fresh
+                optimizer for nothing.
         """
-        if not isinstance(state_dict, Owned) or not state_dict.planned:
-            raise StateMismatchError(
-                "the optimizer's state was not asked for: call dcp.load with "
-                "planner=zero_optim.checkpoint.SafeLoadPlanner()"
-            )
-        names = names_of(self._optimizer, self._model)
-        state = {names.param[name]: value for name, value in state_dict["state"].items()}
-        groups = zip(self._optimizer.param_groups, names.groups, strict=True)
-        options = [_first(members, state_dict["options"], group) for group, members in groups]
+        with failing_together(self._optimizer.ranks):
+            if not isinstance(state_dict, Owned) or not state_dict.planned:
+                raise StateMismatchError(
+                    "the optimizer's state was not asked for: call dcp.load with "
+                    "planner=zero_optim.checkpoint.SafeLoadPlanner()"
+                )
+            names = names_of(self._optimizer, self._model)
+            state = {names.param[name]: value for name, value in state_dict["state"].items()}
+            groups = zip(self._optimizer.param_groups, names.groups, strict=True)
+            options = [_first(members, state_dict["options"], group) for group, members in groups]
         self._optimizer.load_owned_state({**state, **state_dict.get("everywhere", {})}, options)
 
 

@@ -17,8 +17,8 @@ from zero_optim.checkpoint.content import EVERYWHERE, EXTRA, MODEL, OPTIMIZER, S
 from zero_optim.checkpoint.data import bytes_of, map_file, tensor_in, write_all
 from zero_optim.checkpoint.files import new_part, remove_stale_parts, replacing
 from zero_optim.checkpoint.fitting import model_parts
-from zero_optim.checkpoint.loading import with_strides
 from zero_optim.checkpoint.names import positional
+from zero_optim.checkpoint.reading import with_strides
 from zero_optim.checkpoint.safetensors import DTYPES, Box, lay_out, whole
 from zero_optim.checkpoint.storage import CheckpointReader
 from zero_optim.checkpoint.values import Json, key_of, pack

@@ -151,6 +151,11 @@ def sent_to(tensor: Tensor, device: torch.device) -> Tensor:
     return accelerator.host_tensor(tensor).copy_(tensor).to(device, non_blocking=True)
 
 
+def brought_to(tensor: Tensor, device: torch.device) -> Tensor:
+    """Bring a small tensor to a device; the CPU waits only if it has to come to the CPU."""
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=is_asynchronous(device))
+
+
 class HostCopy:
     """A copy of a small tensor for the CPU, which need not wait for it at once.
 

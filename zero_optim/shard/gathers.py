@@ -81,7 +81,8 @@ def start_gather(group: RankGroup, bucket: ParamBucket) -> Pending:
     has such a thing.
 
     Returns:
-        The gather. Parameters of other owners have their new values after ``wait()``. Until then nothing may
+        The gather. Parameters of other owners have their new values after ``wait()``, on CUDA
+        for work of the stream that waited. Until then nothing may
         write to any parameter of the bucket.
     """
     flat = bucket.fill()

@@ -261,7 +261,10 @@ class ShardedOptimizer(Optimizer):
         return LazyGather(model, self._sharding)
 
     def wait_for_gathers(self) -> None:
-        """Wait until every parameter has its new value on this rank; free if nothing is under way."""
+        """Wait until every parameter has its new value on this rank; free if nothing is under way.
+
+        On CUDA with NCCL the current stream waits, not the CPU.
+        """
         self._sharding.under_way.wait()
 
     @contextmanager

@@ -128,12 +128,14 @@ class ShardedStateDicts(ShardedOptimizer):
             owners = [self._sharding.owners[param] for param in params]
             owned, saved = deal_out(self._group, src, state_dict, params, owners)
         with failing_together(self._group):
+            self.check_weights()
             groups = self._with_options(saved)
             described = describe_options(groups)
         agree(self._group, described, "the options of the state dict")
         self._take_over(owned, groups, exact=False)
-        for done_hook in self._optimizer_load_state_dict_post_hooks.values():
-            done_hook(self)
+        with failing_together(self._group):
+            for done_hook in self._optimizer_load_state_dict_post_hooks.values():
+                done_hook(self)
 
     def _checked(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Run the hooks that may change a state dict before it is loaded, then see whether it fits."""
@@ -169,12 +171,12 @@ class ShardedStateDicts(ShardedOptimizer):
             Exception: on every rank, what the class itself raises on any; nothing has been changed then.
         """
         with failing_together(self._group):
+            self.check_weights()
             self._owned.local.check_dicts()
             groups = self._with_options(options)
         self._take_over(state, groups, exact=True)
 
     def _take_over(self, owned: Mapping[Any, Any], groups: list[ParamGroup], *, exact: bool) -> None:
-        self.check_weights()
         self.wait_for_gathers()  # they read the parameters, which masters are written to
         self._owned.load(owned, groups, exact=exact)
         self.param_groups = groups

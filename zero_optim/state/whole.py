@@ -253,17 +253,17 @@ def deal_out(
         TypeError: on every rank, when some state cannot be sent without pickle.
     """
     with failing_together(group):
-        messages = []
+        messages, told = [], {}
         if state_dict is not None:
             messages = [
                 encode(_message(state_dict, owners, rank), "the state dict") for rank in range(group.size)
             ]
+            told = map_tensors(_message(state_dict, owners, src), copied_to_cpu)
     if state_dict is None:
         told = recv_value(group, src)
     else:
         for rank in set(range(group.size)) - {src}:
             send_value(group, [rank], *messages[rank])
-        told = map_tensors(_message(state_dict, owners, src), copied_to_cpu)
     owned = {params[index]: value for index, value in told["owned"].items()}
     return {**owned, **told["everywhere"]}, told["groups"]
 

@@ -8,44 +8,84 @@ hands over the scale and what it found, and the ranks decide together.
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import FrameType
 
 import torch
 from torch import Tensor
 
-from zero_optim.comm.collectives import RankGroup
+from zero_optim.compat.streams import brought_to
+from zero_optim.step.words import Word, ranks_that
 
 
-def skips_together(
-    group: RankGroup, optimizer: torch.optim.Optimizer, scaler: object, params: Sequence[Tensor]
-) -> bool:
-    """Decide with the other ranks whether a scaled step is skipped; unscale if it is not; all ranks call.
-
-    Communicates only if a scaler is at work: one collective of a byte.
+@dataclass(frozen=True, slots=True, eq=False)
+class Scaling:
+    """What a scaler handed over for one step.
 
     Args:
-        group: the ranks.
-        optimizer: whose step it is.
-        scaler: one that handed itself in; None if there is none, or it has set attributes of ``optimizer``.
-        params: every parameter.
-
-    Raises:
-        TypeError: ``scaler`` is no ``torch.amp.GradScaler``.
-        RuntimeError: another rank found an infinity, and the scaler here cannot be told.
+        found_inf: 0-d, above zero if it found an infinity in this rank's gradients.
+        scale: what the gradients have yet to be divided by; None if that has been done.
+        scaler: to be told of an infinity on another rank; None if it is not known.
     """
-    if scaler is None:
+
+    found_inf: Tensor
+    scale: Tensor | None
+    scaler: torch.amp.GradScaler | None
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer, handed_in: object) -> "Scaling | None":
+        """Take what a scaler handed over, None if none is at work; neither communicates nor waits.
+
+        Args:
+            optimizer: whose step it is.
+            handed_in: a scaler given to the step; None if there is none, or it has set attributes of the
+                optimizer.
+
+        Raises:
+            TypeError: it is no ``torch.amp.GradScaler``.
+        """
+        if handed_in is not None:
+            return cls(*_ask_scaler(handed_in, optimizer))
         found_inf, scale = vars(optimizer).get("found_inf"), vars(optimizer).get("grad_scale")
-    else:
-        found_inf, scale = _ask_scaler(scaler, optimizer)
-    if found_inf is None:
-        return False
-    if _agree_on_infinity(group, found_inf):
-        if not found_inf.item():
-            _tell_scaler(optimizer, scaler)
+        if found_inf is None:
+            return None
+        return cls(found_inf, scale, _calling_scaler(inspect.currentframe()))
+
+    @property
+    def word(self) -> Word:
+        """What the other ranks have to know beside what was found."""
+        return Word.DEAF if self.scaler is None else Word.NOTHING
+
+    def is_skipped(self, optimizer: torch.optim.Optimizer, words: Sequence[Word], rank: int) -> bool:
+        """Tell whether the ranks skip the step, and let the scaler know if that is new to it.
+
+        Its ``update()`` must back off as on the rank that found the infinity.
+
+        Args:
+            optimizer: whose step it is.
+            words: of all ranks.
+            rank: this one.
+
+        Raises:
+            RuntimeError: on every rank, a scaler cannot be told: its scale would drift from the others'.
+        """
+        infinite = ranks_that(words, Word.INFINITE)
+        if not infinite:
+            return False
+        if set(ranks_that(words, Word.DEAF)) - set(infinite):
+            raise RuntimeError(
+                "a rank found an infinite gradient, and on another one the scaler to tell is not a "
+                "torch.amp.GradScaler"
+            )
+        if rank not in infinite and self.scaler is not None:
+            for found in self.scaler._found_inf_per_device(optimizer).values():
+                found.fill_(1.0)
         return True
-    if scale is not None:
-        _unscale(params, scale)
-    return False
+
+    def unscale(self, params: Sequence[Tensor]) -> None:
+        """Take the scale out of all gradients, if it is still in them; the CPU does not wait."""
+        if self.scale is not None:
+            _unscale(params, self.scale)
 
 
 def drop_scale(optimizer: torch.optim.Optimizer) -> bool:
@@ -60,12 +100,6 @@ def drop_scale(optimizer: torch.optim.Optimizer) -> bool:
     return is_scaled
 
 
-def _agree_on_infinity(group: RankGroup, found_inf: Tensor) -> bool:
-    """Tell whether any rank's scaler found an infinity; all ranks call; one collective of a byte."""
-    flags = group.all_gather_fixed(b"\1" if bool(found_inf.item()) else b"\0")
-    return any(flag != b"\0" for flag in flags)
-
-
 @torch.no_grad()
 def _unscale(params: Sequence[Tensor], scale: Tensor) -> None:
     """Divide all gradients by the scale, with the operation that ``GradScaler.unscale_`` uses."""
@@ -77,10 +111,12 @@ def _unscale(params: Sequence[Tensor], scale: Tensor) -> None:
             by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
     for (device, _), grads in by_kind.items():
         ignored = torch.zeros((), device=device)  # the infinities have been looked for already
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, ignored, inverse.to(device))
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, ignored, brought_to(inverse, device))
 
 
-def _ask_scaler(scaler: object, optimizer: torch.optim.Optimizer) -> tuple[Tensor, Tensor | None]:
+def _ask_scaler(
+    scaler: object, optimizer: torch.optim.Optimizer
+) -> tuple[Tensor, Tensor | None, torch.amp.GradScaler]:
     """Ask a scaler that was handed to ``step()`` what others set as attributes; does not communicate.
 
     Scalers that know an older agreement (FairScale's) hand themselves over as ``grad_scaler``.
@@ -90,8 +126,8 @@ def _ask_scaler(scaler: object, optimizer: torch.optim.Optimizer) -> tuple[Tenso
         optimizer: whose gradients it scaled.
 
     Returns:
-        Whether it found an infinity, 0-d, above zero if so; and the scale that the gradients still have, None
-        if it has been taken out.
+        Whether it found an infinity, 0-d, above zero if so; the scale that the gradients still have, None
+        if it has been taken out; and the scaler.
 
     Raises:
         TypeError: it is no such scaler.
@@ -102,36 +138,15 @@ def _ask_scaler(scaler: object, optimizer: torch.optim.Optimizer) -> tuple[Tenso
     is_unscaled = scaling["stage"] is torch.amp.grad_scaler.OptState.UNSCALED
     if not is_unscaled:
         scaler._check_inf_per_device(optimizer)
-    flags = [flag.cpu() for flag in scaler._found_inf_per_device(optimizer).values()]
-    found = torch.stack(flags).sum() if flags else torch.zeros(())
-    return found, None if is_unscaled else scaler._get_scale_async()
-
-
-def _tell_scaler(optimizer: torch.optim.Optimizer, scaler: object = None) -> None:
-    """Let the scaler that is stepping ``optimizer`` know of an infinity on another rank.
-
-    Its ``update()`` must back off as on that rank. A scaler does not hand itself over (the argument
-    for that is deprecated), so it is looked up among the callers; its record of this optimizer is
-    what its own check fills.
-
-    Args:
-        optimizer: the one stepped.
-        scaler: the scaler, if it did hand itself over.
-
-    Raises:
-        RuntimeError: no scaler is among the callers, so its scale would drift from the other ranks'.
-    """
-    if scaler is None:
-        scaler = _calling_scaler(inspect.currentframe())
-    if not isinstance(scaler, torch.amp.GradScaler):
-        raise RuntimeError(  # noqa: TRY004 - not the caller's doing
-            "another rank found an infinite gradient, and the scaler to tell is not a torch.amp.GradScaler"
-        )
-    for found in scaler._found_inf_per_device(optimizer).values():
-        found.fill_(1.0)
+    flags = list(scaler._found_inf_per_device(optimizer).values())
+    found = torch.zeros(()) if not flags else flags[0]
+    for flag in flags[1:]:
+        found = found + brought_to(flag, found.device)
+    return found, None if is_unscaled else scaler._get_scale_async(), scaler
 
 
 def _calling_scaler(frame: FrameType | None) -> torch.amp.GradScaler | None:
+    """Find the scaler that is stepping an optimizer; the argument by which it came is deprecated."""
     while frame is not None:
         candidate = frame.f_locals.get("self")
         if isinstance(candidate, torch.amp.GradScaler):

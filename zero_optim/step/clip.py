@@ -27,7 +27,7 @@ from torch import Tensor
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.arguments import check_flags
 from zero_optim.comm.collectives import RankGroup, bytes_to_tensor, tensor_to_bytes
-from zero_optim.compat.streams import HostCopy, is_asynchronous, sent_to
+from zero_optim.compat.streams import HostCopy, brought_to, is_asynchronous, sent_to
 from zero_optim.plan.description import describe
 
 _HEADING_NBYTES = 16  # a byte for failure, then the digest
@@ -176,7 +176,7 @@ def _exchanged(
     known = heading.ljust(_HEADING_NBYTES, b"\0") + bytes(has_grad).ljust(num_slots, b"\0")
     parts = [sent_to(bytes_to_tensor(known), group.device)]
     if norms is not None:
-        parts.append(_moved(norms, group.device).view(torch.uint8))
+        parts.append(brought_to(norms, group.device).view(torch.uint8))
     parts.append(parts[0].new_zeros(start + 8 * num_slots - sum(part.numel() for part in parts)))
     told = []
     for row in HostCopy(group.all_gather_rows(torch.cat(parts))).read():
@@ -212,12 +212,7 @@ def _norms(grads: Sequence[Tensor], norm_type: float, foreach: bool | None) -> T
     if not dense:
         return None
     device = next((device for device, _ in by_kind if is_asynchronous(device)), dense[0].device)
-    return torch.stack([_moved(by_index[index], device) for index in range(len(dense))])
-
-
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Bring a tensor to a device; the CPU waits only if that is the CPU, and the tensor is elsewhere."""
-    return tensor if tensor.device == device else tensor.to(device, non_blocking=is_asynchronous(device))
+    return torch.stack([brought_to(by_index[index], device) for index in range(len(dense))])
 
 
 def _norm_dtype(param: Tensor) -> torch.dtype:

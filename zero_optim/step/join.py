@@ -16,6 +16,7 @@ from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.wire import encode, recv_value, send_value
 from zero_optim.plan.groups import ParamGroup, options_of
+from zero_optim.step.words import Word, exchange, ranks_that
 
 
 def lend_gradients(
@@ -33,8 +34,18 @@ def lend_gradients(
         owners: the owner of each.
         groups: public groups; a joined rank's options are overwritten.
     """
-    flags = group.all_gather_fixed(b"\1" if joined else b"\0")
-    have_joined = [rank for rank, flag in enumerate(flags) if flag != b"\0"]
+    words = exchange(group, Word.JOINED if joined else Word.NOTHING)
+    lend_to(group, ranks_that(words, Word.JOINED), params, owners, groups)
+
+
+def lend_to(
+    group: RankGroup,
+    have_joined: Sequence[int],
+    params: Sequence[Tensor],
+    owners: Sequence[int],
+    groups: list[ParamGroup],
+) -> None:
+    """The same, where it is known which ranks have joined."""
     if not have_joined or len(have_joined) == group.size:
         return
     lender = next(rank for rank in range(group.size) if rank not in have_joined)
@@ -47,7 +58,7 @@ def lend_gradients(
             ]
     for to, skeleton, tensors in parcels:
         send_value(group, [to], skeleton, tensors)
-    if joined:
+    if group.rank in have_joined:
         _unpack(recv_value(group, lender), params, owners, groups, group.rank)
 
 

@@ -84,18 +84,18 @@ class Leaves:
             return self.masters
         return {param: self.masters[param] for param in params if param in self.masters}
 
-    def check(self, entries: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Refuse entries that `load` cannot take.
+    def taken_from(self, entries: Mapping[Tensor, dict[str, Any]]) -> dict[Tensor, Tensor]:
+        """Take masters out of loaded entries, ready for `load`; all that may raise does so here.
 
         Raises:
-            StateMismatchError: a master does not have its parameter's shape, or is no tensor.
+            StateMismatchError: a master does not have its parameter's shape, or is no dense tensor.
         """
-        _check_shapes(MASTER, self.masters, entries)
+        return _taken_from(MASTER, self.masters, entries)
 
-    def load(self, entries: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Take masters out of loaded entries; a parameter without one starts from its own value."""
+    def load(self, saved_masters: Mapping[Tensor, Tensor]) -> None:
+        """Take over masters that were loaded; a parameter without one starts from its own value."""
         for param, master in self.masters.items():
-            saved = entries.get(param, {}).get(MASTER)
+            saved = saved_masters.get(param)
             master.data.copy_(param if saved is None else saved)
             if saved is not None:
                 param.data.copy_(master)
@@ -171,18 +171,18 @@ class WeightAverage:
             param.copy_(value)
         self._swapped = None
 
-    def check(self, entries: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Refuse entries that `load` cannot take.
+    def taken_from(self, entries: Mapping[Tensor, dict[str, Any]]) -> dict[Tensor, Tensor]:
+        """Take averages out of loaded entries, ready for `load`; all that may raise does so here.
 
         Raises:
-            StateMismatchError: an average does not have its parameter's shape, or is no tensor.
+            StateMismatchError: an average does not have its parameter's shape, or is no dense tensor.
         """
-        _check_shapes(EMA, self.averages, entries)
+        return _taken_from(EMA, self.averages, entries)
 
-    def load(self, entries: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Take averages out of loaded entries; a parameter without one starts from its own value."""
+    def load(self, saved_averages: Mapping[Tensor, Tensor]) -> None:
+        """Take over averages that were loaded; a parameter without one starts from its own value."""
         for param, average in self.averages.items():
-            saved = entries.get(param, {}).get(EMA)
+            saved = saved_averages.get(param)
             average.copy_(self._leaves.leaf(param).detach() if saved is None else saved)
 
 
@@ -195,17 +195,27 @@ def _follow(param: Tensor, master: Tensor) -> None:
         torch.where(param == rounded, master, param.to(master.dtype), out=master.data)
 
 
-def _check_shapes(name: str, held: Iterable[Tensor], entries: Mapping[Tensor, dict[str, Any]]) -> None:
-    for param in held:
+@torch.no_grad()
+def _taken_from(
+    name: str, held: Mapping[Tensor, Tensor], entries: Mapping[Tensor, dict[str, Any]]
+) -> dict[Tensor, Tensor]:
+    """Take the entry of some name for each parameter that has one, as a plain tensor like what is held."""
+    taken = {}
+    for param, own in held.items():
         saved = entries.get(param, {}).get(name)
         if saved is None:
             continue
-        if not isinstance(saved, Tensor) or saved.is_sparse or saved.shape != param.shape:
+        fits = isinstance(saved, Tensor) and saved.layout is torch.strided and saved.shape == param.shape
+        if not fits or saved.is_meta or saved.is_complex():
             got = f"shape {tuple(saved.shape)}" if isinstance(saved, Tensor) else f"{type(saved).__name__}"
-            shape = tuple(param.shape)
+            kind = f" ({saved.dtype} on {saved.device}, {saved.layout})" if isinstance(saved, Tensor) else ""
             raise StateMismatchError(
-                f"expected '{name}' of a parameter of shape {shape} to be such, got {got}"
+                f"expected '{name}' of a parameter of shape {tuple(param.shape)} to be a dense real tensor "
+                f"of that shape, got {got}{kind}"
             )
+        is_alike = type(saved) is Tensor and (saved.dtype, saved.device) == (own.dtype, own.device)
+        taken[param] = saved if is_alike else torch.empty_like(own.detach()).copy_(saved)
+    return taken
 
 
 class OwnedStateView(Mapping[Any, Any]):

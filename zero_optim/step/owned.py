@@ -145,11 +145,11 @@ class OwnedState:
         before = self.local.save()
         try:
             with failing_together(self._group):
-                self.leaves.check(entries)
-                self.average.check(entries)
+                masters = self.leaves.taken_from(entries)
+                averages = self.average.taken_from(entries)
                 self.local.load(groups, of_leaves, exact=exact)
         except Exception:
             self.local.restore(before)
             raise
-        self.leaves.load(entries)
-        self.average.load(entries)
+        self.leaves.load(masters)
+        self.average.load(averages)

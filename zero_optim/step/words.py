@@ -1,0 +1,62 @@
+"""What ranks tell each other before a step that they cannot take without it: one word of each, a byte.
+
+An ordinary step has no such collective. Where gradients are scaled, or ranks may run out of inputs, it
+has one.
+"""
+
+from collections.abc import Sequence
+from enum import IntFlag
+
+import torch
+from torch import Tensor
+
+from zero_optim.comm.agreement import failing_together
+from zero_optim.comm.collectives import RankGroup, bytes_to_tensor
+from zero_optim.compat.streams import HostCopy, brought_to, sent_to
+
+
+class Word(IntFlag):
+    """What one rank tells; several may be true."""
+
+    NOTHING = 0
+    JOINED = 1  # it ran out of inputs
+    INFINITE = 2  # its scaler found an infinity
+    DEAF = 4  # if another rank finds one, its scaler cannot be told
+    FAILED = 8  # something raised there
+
+
+def exchange(
+    group: RankGroup, word: Word, *, found_inf: Tensor | None = None, failure: Exception | None = None
+) -> list[Word]:
+    """Tell every rank this one's word; all ranks call; one collective of a byte, and more if a rank failed.
+
+    The CPU waits for it; for nothing before it on an asynchronous device from which the group can send.
+
+    Args:
+        group: the ranks.
+        word: what is known here without looking at a tensor.
+        found_inf: 0-d; `Word.INFINITE` is added to the word if it is not zero.
+        failure: raised here already.
+
+    Returns:
+        The words by rank.
+
+    Raises:
+        Exception: on every rank, the failure of any, see `failing_together`.
+    """
+    word |= Word.NOTHING if failure is None else Word.FAILED
+    mine = sent_to(bytes_to_tensor(bytes([word])), group.device)
+    if found_inf is not None:
+        is_infinite = found_inf.ne(0).to(torch.uint8).reshape(1)
+        mine = mine + brought_to(is_infinite, group.device) * int(Word.INFINITE)
+    words = [Word(value) for value in HostCopy(group.all_gather_rows(mine)).read().flatten().tolist()]
+    if any(Word.FAILED in each for each in words):
+        with failing_together(group):
+            if failure is not None:
+                raise failure
+    return words
+
+
+def ranks_that(words: Sequence[Word], told: Word) -> list[int]:
+    """List the ranks that told something."""
+    return [rank for rank, word in enumerate(words) if told in word]

@@ -1,0 +1,201 @@
+"""How an optimizer steps whose parameters have owners: after or in the backward pass, beside joined ranks."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.join import Joinable, JoinHook
+
+from zero_optim.comm.agreement import failing_together
+from zero_optim.plan.groups import ParamGroup
+from zero_optim.state.state_dicts import ShardedStateDicts
+from zero_optim.step.amp import Scaling, drop_scale
+from zero_optim.step.join import lend_gradients, lend_to
+from zero_optim.step.overlap import Overlap
+from zero_optim.step.words import Word, exchange, ranks_that
+
+
+class SteppedOptimizer(ShardedStateDicts, Joinable):
+    """The parts of a step; the subclass puts them together for its users.
+
+    All ranks call its methods together.
+    """
+
+    _overlap: Overlap | None  # made when a hook first asks for it
+
+    # ------------------------------------------------------------------ a step
+
+    def _run(self, work: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
+        """Let the local optimizer change this rank's parameters, then gather."""
+        try:
+            self.begin_step()
+            result = self._owned.run(work, *args, **kwargs)
+        finally:
+            self._sharding.gather(self.param_groups, frozen_too=self._owned.local.moves_frozen)
+        return result
+
+    def begin_step(self) -> None:
+        """Get ready for a step: look at the parameters, and at what was changed from outside."""
+        self.check_weights()
+        self._snapshot.changed()
+        self._sharding.refresh(self.param_groups)
+        self._owned.take_over_state(self.state)
+
+    def is_skipped_together(self, scaler: object, failure: Exception | None) -> bool:
+        """Tell whether the ranks skip a step; if they do not, gradients are as it needs them; all ranks call.
+
+        Communicates only if a scaler is at work, or inside ``Join``: one collective of a byte. The CPU waits
+        for that, once.
+
+        Args:
+            scaler: one that was given to ``step()``; None if there is none, or it has set attributes.
+            failure: raised here already; inside ``Join`` alone, where the others hear of it.
+
+        Raises:
+            Exception: on every rank, a failure of any.
+            TypeError: ``scaler`` is no ``torch.amp.GradScaler``: on every rank, if all were given one.
+        """
+        scaling = None
+        if failure is None:
+            try:
+                scaling = Scaling.of(self, scaler)
+            except TypeError as error:
+                failure = error
+        if scaling is None and failure is None and not self._join_config.enable:
+            return False
+        word = Word.NOTHING if scaling is None else scaling.word
+        found_inf = None if scaling is None else scaling.found_inf
+        words = exchange(self._group, word, found_inf=found_inf, failure=failure)
+        if scaling is not None:
+            if scaling.is_skipped(self, words, self._group.rank):
+                return True
+            scaling.unscale(self._params())
+        lend_to(self._group, ranks_that(words, Word.JOINED), *self._lendable(self._params()))
+        return False
+
+    def _lendable(self, params: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[int], list[ParamGroup]]:
+        return params, [self._sharding.owners[param] for param in params], self.param_groups
+
+    # ------------------------------------------------------------------ in the backward pass
+
+    def begin_overlapped_step(self, *, joined: bool) -> None:
+        """Begin a step during the backward pass; the hook that `zero_step` made calls it on all ranks.
+
+        It calls on the thread of the backward pass, as this moves parameters that the user replaced.
+        Communicates inside ``Join`` only, on a process group of the overlap.
+
+        Args:
+            joined: this rank ran out of inputs: it is lent the options of the others.
+
+        Raises:
+            RuntimeError: the step before was not finished, or its backward pass broke off.
+        """
+        self._opt_called = True  # for schedulers, which warn if it is step() that never was
+        overlap, lends = self.overlap(), self._join_config.enable
+        try:
+            overlap.begin(joined=joined, lends=lends)
+            self.begin_step()
+        finally:
+            if lends:
+                lend_gradients(overlap.lanes.groups[0], joined, [], [], self.param_groups)
+
+    def overlap(self) -> Overlap:
+        """Give what steps some parameters during the backward pass; a hook of `zero_optim.hooks` calls it.
+
+        All ranks call; the first call makes process groups.
+
+        Raises:
+            ValueError: on every rank, when a class cannot be stepped in parts.
+        """
+        if self._overlap is None:
+            with failing_together(self._group):
+                self._owned.local.check_parts()
+            self._overlap = Overlap(self._group, self._sharding, self._owned)
+        return self._overlap
+
+    def wait_for_gathers(self) -> None:
+        """Wait until every parameter has its new value on this rank; free if nothing is under way.
+
+        On CUDA with NCCL the current stream waits for the gathers, not the CPU.
+
+        To be called when ``backward()`` has raised and training goes on all the same: part of the
+        step may have been taken.
+        """
+        if self._overlap is not None:
+            self._overlap.wait_for_steps()
+        super().wait_for_gathers()
+
+    def _finish_overlapped(self, overlap: Overlap, kwargs: dict[str, Any]) -> bool:
+        """Finish a step that was begun during the backward pass; False if none was."""
+        if overlap.current is None:
+            if self._options.overlap_with_ddp:
+                raise RuntimeError(
+                    "overlap_with_ddp=True, but no step was taken during the backward pass: register the "
+                    "hook, ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, "
+                    "optimizer)), and run backward() outside no_sync() before step()"
+                )
+            return False
+        late = ", ".join(kwargs)
+        if drop_scale(self):
+            late = late or "GradScaler, whose factor was not taken out of the gradients"
+        self._step_rest(overlap, late, joined=False)
+        return True
+
+    def _step_rest(self, overlap: Overlap, late: str, *, joined: bool) -> None:
+        """Step what the backward pass did not reach, such as what DDP does not hold; all ranks call."""
+        with overlap.finishing(late, joined=joined) as current:
+            rest = current.rest(self.param_groups)
+            if rest:
+                if self._join_config.enable:
+                    lend_gradients(self._group, joined, *self._lendable(rest))
+                overlap.step(self.param_groups, overlap.part(rest), [param.grad for param in rest])
+
+    # ------------------------------------------------------------------ uneven inputs
+
+    def join_hook(self, **kwargs: object) -> JoinHook:
+        """Give ``torch.distributed.algorithms.Join`` what shadows this optimizer's steps.
+
+        Works beside DDP: ``with Join([ddp_model, optimizer]):``. Ranks still active must step once
+        in each iteration. Takes no options of its own.
+        """
+        return _ShadowHook(self.shadow_step)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where ``Join`` places its own small tensors."""
+        return self._group.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The group over which ``Join`` counts active ranks."""
+        return self._group.process_group
+
+    def shadow_step(self) -> None:
+        """Take part in a step of the active ranks, after this one ran out of inputs."""
+        overlap = self._overlap
+        if overlap is not None and overlap.current is not None:
+            # The comm hook began the step: joined ranks run it too.
+            self._step_rest(overlap, "", joined=True)
+            return
+        words = exchange(self._group, Word.JOINED)
+        if ranks_that(words, Word.INFINITE):
+            return  # the others skip it
+        lend_to(self._group, ranks_that(words, Word.JOINED), *self._lendable(self._params()))
+        self._run(self._owned.local.step, self.param_groups, None)
+
+
+class _ShadowHook(JoinHook):
+    """Answers each step of the active ranks, which must step once an iteration.
+
+    Args:
+        shadow: takes part in one step.
+    """
+
+    def __init__(self, shadow: Callable[[], None]) -> None:
+        self._shadow = shadow
+
+    def main_hook(self) -> None:
+        """Shadow one iteration; ``Join`` calls it while some rank is still active."""
+        self._shadow()
