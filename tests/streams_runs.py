@@ -52,6 +52,7 @@ class Run:
         overlap: keyword arguments of `zero_step`; None for a step after the backward pass.
         hook: name and options of a comm hook; None for DDP's own reduction.
         options: of the optimizer.
+        ddp_options: of the wrapper.
         lazily: the optimizer gathers lazily.
         before: called with this object before each forward pass.
         between: called with this object between the forward and the backward pass.
@@ -59,22 +60,25 @@ class Run:
 
     Attributes:
         streams: the model of streams; None in a run without it.
+        at_end: called when the run has ended.
     """
 
     overlap: dict[str, Any] | None = None
     hook: tuple[str, dict[str, Any]] | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    ddp_options: dict[str, Any] = field(default_factory=dict)
     lazily: bool = False
     before: Callable[["Run"], None] = lambda run: None
     between: Callable[["Run"], None] = lambda run: None
     after: Callable[["Run"], None] = lambda run: None
     streams: StreamsModel | None = None
+    at_end: list[Callable[[], object]] = field(default_factory=list)
 
     def build(self, net: Net) -> None:
         sgd = {"optimizer_class": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
         options = {"bucket_cap_mb": CAP_MB, **(sgd if "optimizer_class" not in self.options else {})}
         self.net = net
-        self.ddp = DistributedDataParallel(net, bucket_cap_mb=CAP_MB)
+        self.ddp = DistributedDataParallel(net, bucket_cap_mb=CAP_MB, **self.ddp_options)
         self.optimizer = ZeroRedundancyOptimizer(net.parameters(), **{**options, **self.options})
         if self.lazily:
             self.optimizer.gather_lazily(self.ddp)
@@ -96,6 +100,8 @@ class Run:
             self.after(self)
             self.optimizer.step()
         self.optimizer.wait_for_gathers()
+        for finish in self.at_end:
+            finish()
         return [param.detach().clone() for param in net.parameters()]
 
 
@@ -178,10 +184,14 @@ def consolidate(run: Run) -> None:
 
 def save(run: Run) -> None:
     """Save while training goes on."""
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    folder: list[object] = [None]
+    if dist.get_rank() == 0:
+        made = tempfile.TemporaryDirectory()
+        folder = [made.name]
+        run.at_end.append(made.cleanup)
     dist.broadcast_object_list(folder)
-    assert folder[0] is not None
-    save_async(f"{folder[0]}/checkpoint", model=run.net, optimizer=run.optimizer)
+    saving = save_async(f"{folder[0]}/checkpoint", model=run.net, optimizer=run.optimizer)
+    run.at_end[:0] = [saving.wait, dist.barrier]
 
 
 def middle_beside(run: Run) -> None:

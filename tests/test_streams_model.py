@@ -324,3 +324,19 @@ def test_two_communicators_that_two_threads_use_at_once_are_found(ranks2: Ranks)
     for in_order in (True, False):
         for found in ranks2.run(two_communicators, in_order):
             assert ["two communicators" in race for race in found] == [True] * (not in_order), found
+
+
+def test_what_hooks_of_a_backward_pass_copy_to_the_device_is_seen() -> None:
+    weight = torch.ones(4, requires_grad=True)
+    flags: list[Tensor] = []
+
+    def hook(_: Tensor) -> None:
+        flags.append(torch.tensor([1.0, 2.0]).pin_memory().to(CPU, non_blocking=True))
+
+    weight.register_post_accumulate_grad_hook(hook)
+    with modelled_streams(checks=False) as model:
+        weight.sum().backward()
+        assert not model.settle()
+        with model.using(model.new_stream()):
+            reads(flags[0])
+        assert "hook" in only(model).first.stack.functions

@@ -49,6 +49,21 @@ RUNS: dict[str, dict[str, Any]] = {
         "lazily": True,
         "overlap": EVERYWHERE,
     },
+    "gradients as views of buckets": {"ddp_options": {"gradient_as_bucket_view": True}},
+    "gradients as views and zero_step": {
+        "ddp_options": {"gradient_as_bucket_view": True},
+        "overlap": EVERYWHERE,
+    },
+    "perhaps unused parameters": {"ddp_options": {"find_unused_parameters": True}},
+    "perhaps unused parameters and zero_step": {
+        "ddp_options": {"find_unused_parameters": True},
+        "overlap": EVERYWHERE,
+    },
+    "perhaps unused parameters, two streams": {
+        "ddp_options": {"find_unused_parameters": True},
+        "before": middle_beside,
+    },
+    "a static graph": {"ddp_options": {"static_graph": True}},
     "clipping": {"after": clip},
     "consolidation": {"before": consolidate},
     "a save beside": {"before": save},

@@ -294,9 +294,11 @@ def _install(stack: ExitStack, model: StreamsModel) -> None:
                 model.clocks.host.see(getattr(thread, "known_to_starter", {}))
             run(thread)
 
+    run_backward = model.watching.in_backward(torch.autograd._engine_run_backward)  # type: ignore[attr-defined]
     simple_queue = queue.SimpleQueue
     for target, name, replacement in (
         (streams, "accelerator_of", accelerator_of),
+        (torch.autograd, "_engine_run_backward", run_backward),
         (threading.Thread, "start", start_later),
         (threading.Thread, "run", run_watched),
         (queue, "SimpleQueue", lambda: _Queue(model.clocks, simple_queue)),

@@ -266,6 +266,15 @@ class Watching:
         with _Operators(self, self._accesses), _Functions(self, self._accesses):
             yield
 
+    def in_backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Watch what hooks do: the mode is off in what ``backward()``, which it is shown, calls."""
+
+        def run_watched(*args: Any, **kwargs: Any) -> Any:
+            with _Functions(self, self._accesses):
+                return run(*args, **kwargs)
+
+        return run_watched
+
 
 class _Operators(TorchDispatchMode):
     """Sees every operator, those of the backward pass too."""
