@@ -191,23 +191,23 @@ def traced(trace: list[str], group: list[dist.ProcessGroup]) -> Callable[..., An
         trace.append(f"reduce {bucket.index()}")
         return allreduce_hook(None, bucket)
 
-    share_rows = RankGroup.share_rows
+    broadcast_rows = RankGroup.broadcast_rows
 
     def noted(self: RankGroup, rows: Any) -> Any:
         rows = list(rows)
         if rows:
             trace.append("gather")
             group.append(self.process_group)
-        return share_rows(self, rows)
+        return broadcast_rows(self, rows)
 
-    RankGroup.share_rows = noted  # type: ignore[method-assign]
+    RankGroup.broadcast_rows = noted  # type: ignore[method-assign]
     return hook
 
 
 def check_order(wrapper: str) -> None:
     trace: list[str] = []
     groups: list[dist.ProcessGroup] = []
-    before = RankGroup.share_rows
+    before = RankGroup.broadcast_rows
     try:
         with fake_streams():
             hook = traced(trace, groups)
@@ -226,7 +226,7 @@ def check_order(wrapper: str) -> None:
             assert order == expected, trace  # the last two buckets are gathered in the last hook
             assert set(groups) == {dist.group.WORLD}
     finally:
-        RankGroup.share_rows = before  # type: ignore[method-assign]
+        RankGroup.broadcast_rows = before  # type: ignore[method-assign]
 
 
 @both_wrappers

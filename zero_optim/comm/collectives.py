@@ -40,7 +40,7 @@ from zero_optim.compat.streams import (
     HostCopy,
     record_use,
     recorded_event,
-    sent_to,
+    to_device,
     wait_for_event,
 )
 from zero_optim.errors import RemoteRankError
@@ -236,7 +236,7 @@ class RankGroup:
         """
         if self.size == 1 or not payload:
             return [payload] * self.size
-        gathered = self.all_gather_rows(sent_to(bytes_to_tensor(payload), self.device))
+        gathered = self.all_gather_rows(to_device(bytes_to_tensor(payload), self.device))
         return [tensor_to_bytes(row) for row in HostCopy(gathered).read()]
 
     def all_gather_rows(self, mine: Tensor) -> Tensor:

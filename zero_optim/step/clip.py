@@ -27,7 +27,7 @@ from torch import Tensor
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.arguments import check_flags
 from zero_optim.comm.collectives import RankGroup, bytes_to_tensor, tensor_to_bytes
-from zero_optim.compat.streams import HostCopy, brought_to, is_asynchronous, sent_to
+from zero_optim.compat.streams import HostCopy, brought_to, is_asynchronous, to_device
 from zero_optim.plan.description import describe
 
 _HEADING_NBYTES = 16  # a byte for failure, then the digest
@@ -153,7 +153,7 @@ def global_grad_norm(
         return torch.tensor(0.0)
     dtype = reduce(torch.promote_types, (_norm_dtype(params[index]) for index in of_param))
     stacked = torch.tensor([of_param[index] for index in sorted(of_param)], dtype=dtype)
-    norm: Tensor = torch.linalg.vector_norm(sent_to(stacked, params[0].device), asked.check())
+    norm: Tensor = torch.linalg.vector_norm(to_device(stacked, params[0].device), asked.check())
     return norm
 
 
@@ -174,7 +174,7 @@ def _exchanged(
     """
     start = _HEADING_NBYTES + num_slots
     known = heading.ljust(_HEADING_NBYTES, b"\0") + bytes(has_grad).ljust(num_slots, b"\0")
-    parts = [sent_to(bytes_to_tensor(known), group.device)]
+    parts = [to_device(bytes_to_tensor(known), group.device)]
     if norms is not None:
         parts.append(brought_to(norms, group.device).view(torch.uint8))
     parts.append(parts[0].new_zeros(start + 8 * num_slots - sum(part.numel() for part in parts)))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup, bytes_to_tensor
-from zero_optim.compat.streams import HostCopy, brought_to, sent_to
+from zero_optim.compat.streams import HostCopy, brought_to, to_device
 
 
 class Word(IntFlag):
@@ -45,7 +45,7 @@ def exchange(
         Exception: on every rank, the failure of any, see `failing_together`.
     """
     word |= Word.NOTHING if failure is None else Word.FAILED
-    mine = sent_to(bytes_to_tensor(bytes([word])), group.device)
+    mine = to_device(bytes_to_tensor(bytes([word])), group.device)
     if found_inf is not None:
         is_infinite = found_inf.ne(0).to(torch.uint8).reshape(1)
         mine = mine + brought_to(is_infinite, group.device) * int(Word.INFINITE)
