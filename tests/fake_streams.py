@@ -72,9 +72,6 @@ class FakeAccelerator(streams.Accelerator):
     def host_tensor(self, like: Tensor) -> Tensor:
         return torch.empty_like(like)
 
-    def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
-        return tensor.clone()
-
     def future(self, device: torch.device) -> torch.futures.Future[Tensor]:
         return torch.futures.Future()
 

@@ -62,10 +62,6 @@ class Accelerator:
         """Make a tensor on the host to which copies run beside the CPU."""
         return torch.empty_like(like, device="cpu", pin_memory=True)
 
-    def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """Copy a tensor of the host to a device; the CPU does not wait."""
-        return tensor.pin_memory().to(device, non_blocking=True)
-
     def future(self, device: torch.device) -> torch.futures.Future[Tensor]:
         """Make a future that orders streams: who waits for it has its stream wait for the one that set it."""
         return torch.futures.Future(devices=[device])
@@ -134,7 +130,9 @@ def record_use(*tensors: Tensor) -> None:
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Bring a small tensor of the CPU to a device. The CPU does not wait for the copy."""
     accelerator = accelerator_of(device)
-    return tensor.to(device) if accelerator is None else accelerator.to_device(tensor, device)
+    if accelerator is None:
+        return tensor.to(device)
+    return accelerator.host_tensor(tensor).copy_(tensor).to(device, non_blocking=True)
 
 
 def future_on(device: torch.device) -> torch.futures.Future[Tensor]:
