@@ -25,7 +25,6 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -33,6 +32,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from time import monotonic, monotonic_ns
 from typing import Any, TypeVar
 
 import torch
@@ -92,7 +92,7 @@ def launch(
     calls = {"call": encode_call(fn, args)}
     if prepare is not None:
         calls["prepare"] = encode_call(prepare, ())
-    deadline = None if timeout is None else time.monotonic() + timeout
+    deadline = None if timeout is None else monotonic() + timeout
     with tempfile.TemporaryDirectory(prefix="zero_optim-") as folder:
         job = _Job(folder, nproc, backend, threads or max(1, num_cores() // nproc), os.getpid())
         for name, call in calls.items():
@@ -228,9 +228,9 @@ def _wait(processes: Sequence[BaseProcess], deadline: float | None) -> None:
     while running := [process.sentinel for process in processes if process.exitcode is None]:
         if not failed and any(process.exitcode for process in processes):
             failed = True
-            grace = time.monotonic() + _GRACE
+            grace = monotonic() + _GRACE
             deadline = grace if deadline is None else min(deadline, grace)
-        left = None if deadline is None else deadline - time.monotonic()
+        left = None if deadline is None else deadline - monotonic()
         if left is not None and left <= 0:
             return
         wait(running, left)
@@ -332,7 +332,7 @@ def _wait_for_connections(store: dist.Store, nproc: int) -> None:  # type: ignor
 
 def _write_failure(error: BaseException, rank: int, job: _Job) -> None:
     """Write a file about an exception, in one step, without the frames of this file."""
-    now = time.monotonic_ns()  # one clock for all processes of a host
+    now = monotonic_ns()  # one clock for all processes of a host
     text = traceback_text(error, __file__)
     order = [2 if isinstance(error, RemoteRankError) else 1, now]
     path = job.path("failure", rank)
