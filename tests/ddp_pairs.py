@@ -31,8 +31,8 @@ def mlp(width: int = 8, depth: int = 4, seed: int = 0) -> nn.Sequential:
 
 
 def mlp_loss(net: nn.Module, number: int, rank: int | None = None) -> Tensor:
-    x = batch(number, 5, 8, rank=rank).to(next(net.parameters()).device)
-    loss: Tensor = net(x).square().mean()
+    x, device = batch(number, 5, 8, rank=rank), next(net.parameters()).device
+    loss: Tensor = net(x if x.device == device else x.to(device)).square().mean()
     return loss
 
 

@@ -22,7 +22,7 @@ from overlap import (
     plain_step,
 )
 from pool import Ranks
-from test_overlap_errors import check_broken_off, check_failing_hook, check_failing_step
+from test_overlap_errors import Breaking, assert_equal_on_all_ranks, check_failing_hook, check_failing_step
 from test_overlap_hooks import OURS, THEIRS
 from test_overlap_order import check_rebuilding
 from test_overlap_owners import check_equal
@@ -173,12 +173,36 @@ def test_a_reduction_that_fails_on_one_rank_raises_in_its_backward_pass(ranks2: 
     ranks2.run(without_thread, check_failing_hook, wrapper)
 
 
+def check_broken_off_late(interleave: bool, waits: bool) -> None:
+    """As `check_broken_off`, where DDP tells of a pass only when the second one after it begins."""
+    setting = Setting("ours", model=Breaking, zero={"interleave": interleave})
+    model, optimizer = setting.build(overlap=True)
+    plain_step(model, optimizer, 0)
+    optimizer.zero_grad()
+    with pytest.raises(ArithmeticError, match="broke off"):
+        model(inputs(1), True).sum().backward()
+    messages = []
+    for _ in range(4):
+        if waits:
+            optimizer.wait_for_gathers()
+        optimizer.zero_grad()
+        try:
+            plain_step(model, optimizer, 2)
+        except RuntimeError as error:
+            messages.append(str(error))
+    assert any("ended with an exception" in message for message in messages)
+    assert any("the last backward pass broke off" in message for message in messages) or waits
+    for number in range(2):
+        plain_step(model, optimizer, 3 + number)
+        assert_equal_on_all_ranks(model, number)
+
+
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("interleave", [True, False])
 def test_training_goes_on_after_a_backward_pass_that_broke_off(
     ranks2: Ranks, interleave: bool, waits: bool
 ) -> None:
-    ranks2.run(without_thread, check_broken_off, interleave, waits)
+    ranks2.run(without_thread, check_broken_off_late, interleave, waits)
 
 
 # ---------------------------------------------------------------------- what happens when
