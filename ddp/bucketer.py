@@ -15,6 +15,14 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease, lanes_beside
 from zero_optim.comm.row_sum import RowSum
+from zero_optim.compat.streams import (
+    Event,
+    Stream,
+    current_stream,
+    record_use,
+    recorded_event,
+    wait_for_event,
+)
 
 Callback: TypeAlias = Callable[[Tensor], None]
 
@@ -45,21 +53,33 @@ class _Waiting:
 
 @dataclass(slots=True, eq=False)
 class _Bucket:
-    """Inputs that collect: a column each, with one chunk in the row of each rank."""
+    """Inputs that collect: a column each, with one chunk in the row of each rank.
+
+    On an accelerator calls may come on several streams, and the stream of a later call sends them. It waits
+    for an event of each stream, the last one: that stands for those before.
+    """
 
     rows: list[list[Tensor]]
+    device: torch.device
     waiting: list[_Waiting] = field(default_factory=list)
     nbytes: int = 0
+    ready: dict[Stream | None, Event | None] = field(default_factory=dict)
 
     def add(self, chunks: Sequence[Tensor], waiting: _Waiting) -> None:
         for row, chunk in zip(self.rows, chunks, strict=True):
             row.append(chunk.detach().reshape(-1))
+        self.ready[current_stream(self.device)] = recorded_event(self.device)
         self.waiting.append(waiting)
         self.nbytes += _nbytes(chunks)
 
     def packed(self) -> list[Tensor]:
-        """Give the rows, each as one tensor."""
-        return [row[0].contiguous() if len(row) == 1 else torch.cat(row) for row in self.rows]
+        """Give the rows, each as one tensor, for the current stream."""
+        for event in self.ready.values():
+            wait_for_event(self.device, event)
+        packed = [row[0].contiguous() if len(row) == 1 else torch.cat(row) for row in self.rows]
+        for row in self.rows:
+            record_use(*row)  # perhaps made on other streams, and dropped before this one has got here
+        return packed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,7 +134,7 @@ class ReduceScatterBucketer:
             group: the ranks; None for the default group.
             callback_fn: is called once with this rank's sum, which it may keep, in the shape of its chunk. A
                 later call of a method here calls it, in the order in which sums were sent. On an accelerator
-                the current stream has the sum then.
+                the current stream has the sum then. Calls may come on several streams.
 
         Raises:
             ValueError: there is not one chunk for each rank.
@@ -125,7 +145,7 @@ class ReduceScatterBucketer:
         ranks = self._of_kind(kind)[0]
         waiting, size = _Waiting(input_list[ranks.rank].shape, callback_fn), _nbytes(input_list)
         if size > self._cap_nbytes or self._cap_nbytes <= 0:
-            alone = _Bucket([[] for _ in range(ranks.size)])
+            alone = _Bucket([[] for _ in range(ranks.size)], kind.device)
             alone.add(input_list, waiting)
             self._send(kind, alone)
             return
@@ -134,7 +154,7 @@ class ReduceScatterBucketer:
             self._send(kind, self._buckets.pop(kind))
             bucket = None
         if bucket is None:
-            bucket = self._buckets[kind] = _Bucket([[] for _ in range(ranks.size)])
+            bucket = self._buckets[kind] = _Bucket([[] for _ in range(ranks.size)], kind.device)
         bucket.add(input_list, waiting)
 
     @torch.no_grad()

@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from modelled import Race, Stream, StreamsModel, modelled_streams
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.checkpoint import save_async
-from zero_optim.ddp import DistributedDataParallel
+from zero_optim.ddp import DistributedDataParallel, ReduceScatterBucketer
 from zero_optim.hooks import make_hook, zero_step
 
 STEPS = 3
@@ -192,6 +192,34 @@ def save(run: Run) -> None:
     dist.broadcast_object_list(folder)
     saving = save_async(f"{folder[0]}/checkpoint", model=run.net, optimizer=run.optimizer)
     run.at_end[:0] = [saving.wait, dist.barrier]
+
+
+def reduce_scatters(run: Run) -> None:
+    """Send what two streams have made, together and alone, and receive it on either."""
+    if run.streams is not None and run.net.side is None:
+        run.net.side = run.streams.new_stream("the second stream")
+    for cap_mb in (0.0, 1.0):
+        bucketer, got = ReduceScatterBucketer(cap_mb), list[Tensor]()
+        for number in range(3):
+            with _beside(run) if number == 1 else nullcontext():
+                bucketer.reduce_scatter_async(_chunks(number, dist.get_rank()), None, got.append)
+        with _beside(run):
+            bucketer.flush()
+            for number, total in enumerate(got):
+                of_ranks = [_chunks(number, rank)[dist.get_rank()] for rank in range(dist.get_world_size())]
+                assert torch.equal(total, sum(of_ranks[1:], of_ranks[0]))
+        join(run)  # before the sums are dropped, some of which were made on the first stream
+
+
+def _beside(run: Run) -> AbstractContextManager[None]:
+    """Use the second stream, which does not wait for the first one."""
+    return nullcontext() if run.streams is None or run.net.side is None else run.streams.using(run.net.side)
+
+
+def _chunks(number: int, rank: int) -> list[Tensor]:
+    """Make a chunk for each rank, on the current stream."""
+    made = torch.arange(5.0, device=torch.device("cpu")).add(10 * number + rank)
+    return [made * (1 + receiver) for receiver in range(dist.get_world_size())]
 
 
 def middle_beside(run: Run) -> None:

@@ -181,7 +181,7 @@ def test_groups_do_not_share_a_bucket(ranks4: Ranks) -> None:
 
 
 def inputs_after_use() -> bool:
-    chunks = chunks_of(Call((300, 300)), 0, dist.get_rank())
+    chunks = chunks_of(Call((300,) * dist.get_world_size()), 0, dist.get_rank())
     before = [chunk.clone() for chunk in chunks]
     for cap in (0.0, 1.0):
         collected = ReduceScatterBucketer(cap)
@@ -192,6 +192,10 @@ def inputs_after_use() -> bool:
 
 def test_inputs_are_not_changed_and_the_sum_is_the_callers(ranks2: Ranks) -> None:
     assert ranks2.run(inputs_after_use) == [True, True]
+
+
+def test_one_rank_may_keep_the_sum_and_change_it(ranks1: Ranks) -> None:
+    assert ranks1.run(inputs_after_use) == [True]
 
 
 def wrong_calls() -> list[str]:

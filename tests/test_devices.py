@@ -202,6 +202,20 @@ def test_a_backend_of_another_name_trains_as_gloo_does(ranks2: Ranks) -> None:
     ranks2.run(check_custom_backend)
 
 
+def check_thread_of_backend(name: str, takes_thread: bool) -> None:
+    params = list(nn.Linear(2, 2).parameters())
+    with mock.patch.object(dist, "get_backend_config", return_value=f"cpu:{name}"):
+        optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
+        assert optimizer.overlap().takes_thread == takes_thread
+
+
+@pytest.mark.parametrize(("name", "takes_thread"), [("gloo", True), ("gloo2", False)])
+def test_a_backend_whose_name_begins_with_gloo_is_another_one(
+    ranks1: Ranks, name: str, takes_thread: bool
+) -> None:
+    ranks1.run(check_thread_of_backend, name, takes_thread)
+
+
 def check_known_groups() -> None:
     world: Any = dist.group.WORLD
     assert backends_of(world)["cpu"] == "gloo"

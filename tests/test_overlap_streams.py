@@ -1,6 +1,7 @@
 """What waits for what, on which stream or thread; seen with streams that only tell what was asked of them."""
 
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,6 +38,12 @@ class CountedWork:
 
     def wait(self) -> None:
         self.num_waits += 1
+
+
+class WeaklyKnown(Pending):
+    """A gather that weak references can tell of: a class with slots has none."""
+
+    __hash__ = object.__hash__
 
 
 def pending(*tensors: Tensor) -> tuple[Pending, CountedWork, list[str]]:
@@ -96,6 +103,26 @@ def test_a_second_stream_that_reads_the_same_parameter_or_another_waits_too(
     under_way.wait()
     assert not under_way
     assert work.num_waits == 1
+
+
+def test_gathers_that_are_over_are_let_go_of_though_some_are_left_at_each_wait(
+    accelerator: FakeAccelerator,
+) -> None:
+    under_way, a, b = UnderWay(), torch.zeros(1), torch.zeros(1)
+    gathers: list[weakref.ref[Pending]] = []
+    for _ in range(5):
+        for event in accelerator.events:
+            event.has_passed = True  # those of the steps before
+        gather = WeaklyKnown([], [torch.zeros(2)], lambda: None)
+        gathers.append(weakref.ref(gather))
+        under_way.add([a, b], gather)
+        under_way.wait()
+        assert under_way, "that of this step is left"
+    assert [known() for known in gathers] == [None, None, None, None, gather]
+    stream = FakeStream("other")
+    with accelerator.using(stream):
+        under_way.wait_for([b])
+    assert stream.awaited == accelerator.events[-1:], "that of this step is waited for still"
 
 
 def test_what_a_gather_used_stays_until_the_stream_that_waited_has_got_there(

@@ -10,11 +10,20 @@ import pytest
 import torch
 
 from pool import Ranks
-from streams_runs import Found, Run, evaluate_beside, join, middle_beside, on_model, replace_data
-from zero_optim.comm import collectives
+from streams_runs import (
+    Found,
+    Run,
+    evaluate_beside,
+    join,
+    middle_beside,
+    on_model,
+    reduce_scatters,
+    replace_data,
+)
+from zero_optim.comm import collectives, row_sum
 from zero_optim.compat.streams import StreamBeside
+from zero_optim.ddp import bucketer
 from zero_optim.ddp.stream_order import StreamOrder
-from zero_optim.hooks.overlap import owners
 from zero_optim.hooks.overlap.stepper import Stepper
 from zero_optim.step import overlap
 
@@ -22,7 +31,7 @@ Patch = AbstractContextManager[Any]
 
 
 def _keep_nothing(*_: object) -> None:
-    """Stand for `record_use`; a mock would keep what it is called with."""
+    """Stand for `record_use`, or a wait; a mock would keep what it is called with."""
 
 
 def begins_elsewhere() -> Patch:
@@ -57,8 +66,18 @@ def drops_gathered() -> Patch:
 
 
 def drops_parcels() -> Patch:
-    """What ranks sent to an owner is dropped after it was added up on another stream than its own."""
-    return mock.patch.object(owners, "record_use", _keep_nothing)
+    """What ranks sent is dropped after it was added up on another stream than its own."""
+    return mock.patch.object(row_sum, "record_use", _keep_nothing)
+
+
+def sends_at_once() -> Patch:
+    """A reduce-scatter's chunks are sent on the stream of a later call, which waits for no other."""
+    return mock.patch.object(bucketer, "wait_for_event", _keep_nothing)
+
+
+def drops_chunks() -> Patch:
+    """A reduce-scatter's chunks are dropped after another stream than their own has packed them."""
+    return mock.patch.object(bucketer, "record_use", _keep_nothing)
 
 
 def two_threads() -> Patch:
@@ -93,6 +112,21 @@ PLANTED: dict[str, tuple[Callable[[], Patch], dict[str, Any], tuple[str, str]]] 
         drops_parcels,
         {"overlap": {"gradients": "owners"}},
         ("wait", "zero_step_hook"),
+    ),
+    "what came for a reduce-scatter is dropped too early": (
+        drops_parcels,
+        {"after": reduce_scatters},
+        ("wait", "reduce_scatters"),
+    ),
+    "chunks are sent before they are made": (
+        sends_at_once,
+        {"after": reduce_scatters},
+        ("_chunks", "packed"),
+    ),
+    "chunks are dropped too early": (
+        drops_chunks,
+        {"after": reduce_scatters},
+        ("packed", "reduce_scatters"),
     ),
     "two threads use two communicators": (two_threads, {"overlap": {}}, ("all_reduce", "broadcast")),
 }

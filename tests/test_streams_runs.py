@@ -15,6 +15,7 @@ from streams_runs import (
     join,
     middle_beside,
     on_model,
+    reduce_scatters,
     replace_data,
     save,
 )
@@ -67,6 +68,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "clipping": {"after": clip},
     "consolidation": {"before": consolidate},
     "a save beside": {"before": save},
+    "reduce-scatters on two streams": {"after": reduce_scatters},
     "power_sgd": {"hook": ("power_sgd", {"rank": 1})},
     "batched_power_sgd": {"hook": ("batched_power_sgd", {"rank": 1})},
     "quantize_tensor": {"hook": ("quantize_tensor", {})},
@@ -87,3 +89,7 @@ def races_of(name: str) -> list[Found]:
 def test_a_run_is_ordered(ranks2: Ranks, name: str) -> None:
     for rank, found in enumerate(ranks2.run(races_of, name)):
         assert not found, "\n".join([f"rank {rank}", *(race.text for race in found)])
+
+
+def test_reduce_scatters_of_one_rank_are_ordered(ranks1: Ranks) -> None:
+    assert ranks1.run(races_of, "reduce-scatters on two streams") == [[]]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.row_sum import RowExchange, RowSum
 from zero_optim.compat.streams import record_use, to_device
 from zero_optim.hooks.bucket import GradBucket, dense_buffer
 
@@ -74,14 +75,9 @@ class OwnerReduction:
         self._ownership = ownership
         self._flat = dense_buffer(bucket, "reduction to owners").div_(group.size)
         sent = [self._packed(rank) for rank in range(group.size)]
-        self._works, self._came = group.exchange(sent, lanes)
+        self._total = RowSum(group, lanes, sent, in_place=True)  # nobody else reads the own part
+        self._flags_sent = None if all_used else RowExchange(group, lanes, self._flags(joined))
         self._used: list[Tensor] | None = None
-        flags = []
-        if not all_used:
-            flags = self._flags(joined)
-            more, self._used = group.exchange(flags, lanes)
-            self._works += more
-        self._keeps = [*sent, *flags]  # alive until they have been sent
 
     def _packed(self, rank: int) -> Tensor:
         parts = [self._flat[start:stop] for start, stop in self._ownership.spans[rank]]
@@ -100,17 +96,13 @@ class OwnerReduction:
         Returns:
             The bucket's buffer: reduced where this rank owns it, elsewhere this rank's own gradients.
         """
-        for work in self._works:
-            work.wait()
-        total = self._came[0]  # may be this rank's own part of the buffer, which nobody else reads
-        for came in self._came[1:]:
-            total += came
+        total = self._total.wait()
+        self._used = None if self._flags_sent is None else self._flags_sent.wait()
         start = 0
         for begin, end in self._ownership.spans[self._group.rank]:
             self._flat[begin:end] = total[start : start + end - begin]
             start += end - begin
-        # They were made on the stream of the hook, and are dropped before this one has got here.
-        record_use(self._flat, *self._came, *self._keeps, *(self._used or ()))
+        record_use(self._flat)  # made on the stream of the hook
         return self._flat
 
     def used(self) -> set[int]:

@@ -12,6 +12,38 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.compat.streams import record_use, recorded_event, wait_for_event
+
+
+class RowExchange:
+    """An exchange of rows, under way. All ranks construct it, in the same order; communicates.
+
+    Args:
+        group: the ranks.
+        lanes: groups of the same ranks for the exchange, see `RankGroup.exchange`.
+        rows: by the rank that receives it: 1-D, contiguous, of one dtype and device. Row r has the same
+            length on every rank. They are read until `wait` returns, and not changed.
+    """
+
+    def __init__(self, group: RankGroup, lanes: Sequence[RankGroup], rows: Sequence[Tensor]) -> None:
+        self._rows = rows  # alive until they have been sent
+        self._works, self._came = group.exchange(rows, lanes)
+        # In a group of one nothing is sent, and no handle orders the stream that waits behind this one.
+        self._made = None if self._works else recorded_event(rows[0].device)
+
+    def wait(self) -> list[Tensor]:
+        """Wait, with the current stream, for what the others send; called once.
+
+        Returns:
+            The rows that came, by sending rank. That of this rank is the tensor given.
+        """
+        for work in self._works:
+            work.wait()
+        wait_for_event(self._rows[0].device, self._made)
+        rows, came = self._rows, self._came
+        self._rows, self._works, self._came = (), [], []
+        record_use(*rows, *came)  # perhaps made on another stream, to which their memory goes back
+        return came
 
 
 class RowSum:
@@ -19,28 +51,33 @@ class RowSum:
 
     Args:
         group: the ranks.
-        lanes: groups of the same ranks for the exchange, see `RankGroup.exchange`.
-        rows: by the rank that receives the sum: 1-D, contiguous, of one dtype and device. Row r has the same
-            length on every rank. They are read until `wait` returns, and not changed.
+        lanes: as of `RowExchange`.
+        rows: as of `RowExchange`.
+        in_place: the sum may be made in this rank's own row, which saves memory.
     """
 
-    def __init__(self, group: RankGroup, lanes: Sequence[RankGroup], rows: Sequence[Tensor]) -> None:
-        self._rows = rows  # alive until they have been sent
-        self._works, self._came = group.exchange(rows, lanes)
+    def __init__(
+        self,
+        group: RankGroup,
+        lanes: Sequence[RankGroup],
+        rows: Sequence[Tensor],
+        *,
+        in_place: bool = False,
+    ) -> None:
+        self._exchange = RowExchange(group, lanes, rows)
+        self._in_place = in_place
 
     def wait(self) -> Tensor:
-        """Wait for what the others send, and add it up in the order of ranks; called once.
+        """Wait, with the current stream, for what the others send, and add it up in the order of ranks.
+
+        Called once.
 
         Returns:
-            The sum of this rank's row. In a group of one that is the row itself.
+            The sum of this rank's row: a tensor of its own, unless ``in_place``.
         """
-        for work in self._works:
-            work.wait()
-        first, *others = self._came
-        self._works, self._came, self._rows = [], [], ()
-        if not others:
-            return first
-        total = torch.add(first, others[0])  # `first` may be this rank's own row
-        for came in others[1:]:
+        total, *others = self._exchange.wait()
+        if not self._in_place:  # and it may be this rank's own row
+            total = torch.add(total, others.pop(0)) if others else total.clone()
+        for came in others:
             total += came
         return total

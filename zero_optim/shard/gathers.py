@@ -65,13 +65,23 @@ class UnderWay:
         """Wait for all gathers, in the order in which they were started, with the current stream."""
         with self._lock:
             left: deque[Pending] = deque()
+            num_over = 0
             while self._gathers:
                 pending = self._gathers.popleft()
-                if not pending.wait():
+                if pending.wait():
+                    num_over += 1
+                else:
                     left.append(pending)
             self._gathers = left
-            if not left:
-                self._awaited.clear()
+            if num_over:
+                self._forget_all_but(left)
+
+    def _forget_all_but(self, left: Iterable[Pending]) -> None:
+        """Let go of the others, which are over: else each parameter would keep one for every step."""
+        kept = {id(pending) for pending in left}
+        awaited = self._awaited.items() if kept else ()
+        of_params = ((param, [one for one in some if id(one) in kept]) for param, some in awaited)
+        self._awaited = {param: some for param, some in of_params if some}
 
 
 def start_gather(group: RankGroup, bucket: ParamBucket) -> Pending:

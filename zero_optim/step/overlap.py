@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 
-import torch.distributed as dist
+import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
@@ -300,4 +300,4 @@ def _takes_thread(group: RankGroup, params: Iterable[Tensor]) -> bool:
     """Whether a thread beside the caller's may step, and gather on process groups of its own."""
     if any(is_asynchronous(device) for device in {param.device for param in params}):
         return False
-    return "cpu:gloo" in dist.get_backend_config(group.process_group)
+    return group.backend_of(torch.device("cpu")) == "gloo"
