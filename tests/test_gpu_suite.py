@@ -27,6 +27,7 @@ QUICK = (
     "parity: GradScaler, fused",
     "DDP: unused parameters",
     "hook: power_sgd, on both DDPs",
+    "bucketer: 2 streams",
     "overlap: ours DDP, owners, lazily",
     "overlap: several streams",
     "checkpoint: save_async, on one rank",
