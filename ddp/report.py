@@ -7,6 +7,25 @@ Note [Word of a failure]
     pass was a good one. So word costs nothing in a pass without NaN, and the bucket has the elements that it
     would have without: one more would shift the parts in which ring algorithms sum, and with them the last
     bits on three ranks and more.
+
+Note [Late reports]
+    To read a report the CPU waits for it. On a device with streams it would wait for the whole backward
+    pass, and then the device would have nothing to do. So there a report is put off: its copy to the CPU is
+    started behind the pass, and the CPU reads it when the device has the next pass to work on. On the CPU,
+    where nothing is under way any more, a report is read when its pass ends.
+
+    Reading may communicate: ranks that read of a failure gather what went wrong. So all ranks read at the
+    same points of their programs, however far their devices are. When a forward pass through the module
+    begins, and with the first gradient of a backward pass, they read all reports but the last one: what
+    pass n found raises in forward pass n + 2. `Reducer.check_finished`, and the beginning of `Join`, read
+    all that are left.
+
+    The price: the gradients of a pass that failed are handed out, and may be stepped with, before anybody
+    knows. The error says so. A pass that an exception broke off hands out none.
+
+    Some passes put nothing off, on any device: those in `Join`, and the first one of a static graph, which
+    teaches what is used. A rank that left parameters unused waits in the pass for what the others used, as
+    it has to know whether to change those gradients. It reads of failures later, with the others.
 """
 
 import json

@@ -207,7 +207,7 @@ class Pool:
         """Asks the workers for their stacks."""
         workers = {rank: self._workers[rank] for rank in ranks}
         texts = stacks_of({rank: (worker.pid, worker.stack_file) for rank, worker in workers.items()})
-        return {rank: f"still running, most recent call first:\n{text}" for rank, text in texts.items()}
+        return {rank: f"has not replied, {text}" for rank, text in texts.items()}
 
     def _kill(self, ranks: Sequence[int]) -> None:
         workers = [self._workers.pop(rank) for rank in ranks if rank in self._workers]

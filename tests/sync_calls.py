@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -90,7 +91,7 @@ class _Recording:
 
 
 _recordings: list[_Recording] = []  # those under way; one at most
-_num_backwards = [0]  # that have begun, while something is recorded or CPU tensors are an accelerator's
+_num_backwards = [0]  # that have begun, while `counting_backwards`
 
 
 def _lies_on_host(tensor: Tensor) -> bool:
@@ -107,7 +108,9 @@ def on_host(tensor: Tensor) -> Tensor:
 # ---------------------------------------------------------------------- an accelerator that does nothing
 
 
-class _Event:
+class Event:
+    """An event that never passes by itself."""
+
     def __init__(self) -> None:
         self._made_in = _num_backwards[0]
 
@@ -133,7 +136,7 @@ class _Stream:
         pass
 
     def record_event(self, event: object = None) -> object:
-        return event or _Event()
+        return event or Event()
 
     def synchronize(self) -> None:
         if _recordings:
@@ -144,7 +147,7 @@ class _Stream:
 class _Accelerator(streams.Accelerator):
     """Streams that exist, and do everything at once."""
 
-    module: Any = None
+    module: Any = field(default_factory=lambda: SimpleNamespace(Event=Event))
     stream: _Stream = field(default_factory=_Stream)
 
     def current_stream(self, device: torch.device) -> _Stream:
@@ -156,17 +159,11 @@ class _Accelerator(streams.Accelerator):
     def using(self, stream: object) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def recorded_event(self, device: torch.device) -> _Event:
-        return _Event()
-
     def record_use(self, tensor: Tensor) -> None:
         pass
 
     def host_tensor(self, like: Tensor) -> Tensor:
         return on_host(torch.empty_like(like))
-
-    def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
-        return self.host_tensor(tensor).copy_(tensor).to(device, non_blocking=True)
 
     def future(self, device: torch.device) -> "torch.futures.Future[Tensor]":
         return torch.futures.Future()
@@ -176,7 +173,7 @@ class _Accelerator(streams.Accelerator):
 def cpu_as_accelerator() -> Iterator[None]:
     """Have the library take the CPU for a device with streams."""
     accelerator = _Accelerator()
-    with patch.object(streams, "accelerator_of", lambda _: accelerator), _counting_backwards(), _marking():
+    with patch.object(streams, "accelerator_of", lambda _: accelerator), counting_backwards(), _marking():
         yield
 
 
@@ -201,14 +198,24 @@ def _marking() -> Iterator[None]:
         yield
 
 
+def num_backwards() -> int:
+    """How many backward passes have begun, of those that were counted."""
+    return _num_backwards[0]
+
+
 @contextmanager
-def _counting_backwards() -> Iterator[None]:
+def counting_backwards() -> Iterator[None]:
+    """Count backward passes; only once if entered again inside."""
+    if hasattr(torch.autograd.backward, "counts"):
+        yield
+        return
     original = torch.autograd.backward
 
     def backward(*args: Any, **kwargs: Any) -> None:
         _num_backwards[0] += 1
         original(*args, **kwargs)
 
+    backward.counts = True  # type: ignore[attr-defined]
     with patch.object(torch.autograd, "backward", backward):
         yield
 

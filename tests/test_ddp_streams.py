@@ -1,7 +1,7 @@
 """Gradients that come on several streams: who reads one waits for the stream it was made on."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from modelled.clocks import Clocks, Event, Stream
 from zero_optim.compat import streams
 from zero_optim.ddp.assignment import ReducedParams, ReducerOptions, assign
 from zero_optim.ddp.backward_pass import BackwardPass
@@ -17,33 +18,19 @@ from zero_optim.ddp.history import History
 from zero_optim.ddp.reduction import Reduction
 
 
-@dataclass(eq=False)
-class Stream:
-    """Knows how far it is, and how far each other stream is at least when it goes on."""
-
-    clock: dict["Stream", int] = field(default_factory=dict)
-
-    def work(self) -> "Moment":
-        self.clock[self] = self.clock.get(self, 0) + 1
-        return Moment(self, self.clock[self])
-
-    def wait_event(self, event: "Event") -> None:
-        for stream, number in event.clock.items():
-            self.clock[stream] = max(number, self.clock.get(stream, 0))
-
-
 @dataclass(frozen=True)
 class Moment:
+    """A piece of work on a stream."""
+
     stream: Stream
-    number: int
+    tick: int
+
+    @classmethod
+    def on(cls, stream: Stream) -> "Moment":
+        return cls(stream, stream.tick())
 
     def is_before(self, stream: Stream) -> bool:
-        return self.number <= stream.clock.get(self.stream, 0)
-
-
-@dataclass(frozen=True)
-class Event:
-    clock: dict[Stream, int]
+        return stream.sees({self.stream.number: self.tick})
 
 
 @dataclass(frozen=True)
@@ -51,25 +38,22 @@ class Accelerator(streams.Accelerator):
     """Streams that are never ahead of what they are known to have waited for."""
 
     module: Any = None
-    current: list[Stream] = field(default_factory=lambda: [Stream()])
+    clocks: Clocks = field(default_factory=Clocks)
     num_events: list[int] = field(default_factory=lambda: [0])
     uses: list[tuple[int, Stream]] = field(default_factory=list)
 
     def current_stream(self, device: torch.device) -> Stream:
-        return self.current[-1]
+        return self.clocks.current
 
-    @contextmanager
-    def using(self, stream: Stream) -> Iterator[None]:
-        self.current.append(stream)
-        yield
-        self.current.pop()
+    def using(self, stream: Stream) -> AbstractContextManager[None]:
+        return self.clocks.using(stream)
 
     def recorded_event(self, device: torch.device) -> Event:
         self.num_events[0] += 1
-        return Event(dict(self.current[-1].clock))
+        return self.clocks.current.record_event()
 
     def record_use(self, tensor: Tensor) -> None:
-        self.uses.append((id(tensor), self.current[-1]))
+        self.uses.append((id(tensor), self.clocks.current))
 
 
 @pytest.fixture
@@ -91,7 +75,7 @@ class Watched:
         self.accelerator = accelerator
         self.params = [torch.zeros(numel, requires_grad=True) for numel in numels]
         options = ReducerOptions(bucket_caps_nbytes=caps or (2**30,), limits_first_buckets=True)
-        self.begun = accelerator.current[-1].work()  # buckets are filled with zeros
+        self.begun = Moment.on(accelerator.clocks.current)  # buckets are filled with zeros
         self.assignment = assign(ReducedParams.of(self.params), options)
         self.made: dict[int, Moment] = {}
         self.launched: list[int] = []
@@ -104,17 +88,17 @@ class Watched:
         return Nothing()
 
     def read(self, indices: Sequence[int]) -> None:
-        current = self.accelerator.current[-1]
+        current = self.accelerator.clocks.current
         assert all(self.made[index].is_before(current) for index in indices if index in self.made)
 
     def come(self, index: int, stream: Stream) -> int:
         """Have a gradient come on a stream; give its id."""
         with self.accelerator.using(stream):
             grad = self.params[index].grad = torch.ones_like(self.params[index])
-            self.made[index] = stream.work()
+            self.made[index] = Moment.on(stream)
             self.current.arrived(index)
             assert self.begun.is_before(stream)
-            stream.work()
+            stream.tick()
             return id(grad)
 
 
@@ -128,7 +112,7 @@ def test_a_launch_waits_for_every_stream_on_which_gradients_came(
     accelerator: Accelerator, numel: int, order: str
 ) -> None:
     watched = Watched(accelerator, [numel] * len(order))
-    named = {name: Stream() for name in order}
+    named = {name: accelerator.clocks.new_stream() for name in order}
     for index, name in enumerate(order):
         watched.come(index, named[name])
     assert watched.launched == [0]
@@ -139,7 +123,7 @@ def test_a_bucket_that_waited_for_the_one_before_is_launched_behind_its_own_stre
 ) -> None:
     watched = Watched(accelerator, [SMALL] * 4, 8 * SMALL)
     first, second = watched.assignment.buckets
-    one, other = Stream(), Stream()
+    one, other = (accelerator.clocks.new_stream() for _ in range(2))
     for index in second.indices:
         watched.come(index, one)
     assert watched.launched == []
@@ -161,18 +145,18 @@ def test_small_gradients_are_copied_behind_the_streams_of_all_and_kept_until_the
         original(bucket, slots, divisor)
 
     monkeypatch.setattr(ReducerBucket, "take", take)
-    last = Stream()
-    grads = [watched.come(index, stream) for index, stream in enumerate((Stream(), Stream(), last))]
+    beside = [accelerator.clocks.new_stream() for _ in range(3)]
+    grads = [watched.come(index, stream) for index, stream in enumerate(beside)]
     assert len(copied) == 3
-    assert set(accelerator.uses) == {(grad, last) for grad in grads}
+    assert set(accelerator.uses) == {(grad, beside[-1]) for grad in grads}
 
 
 def test_what_ends_a_pass_waits_for_the_streams_of_gradients_that_were_not_launched(
     accelerator: Accelerator,
 ) -> None:
     watched = Watched(accelerator, [SMALL] * 3)
-    watched.come(0, Stream())
-    watched.come(1, Stream())
+    watched.come(0, accelerator.clocks.new_stream())
+    watched.come(1, accelerator.clocks.new_stream())
     watched.current.end()
     watched.current.launch_rest()
     assert watched.launched == [0]
@@ -181,7 +165,7 @@ def test_what_ends_a_pass_waits_for_the_streams_of_gradients_that_were_not_launc
 def test_one_stream_costs_one_event_a_pass(accelerator: Accelerator) -> None:
     watched = Watched(accelerator, [SMALL] * 6, 8 * SMALL)
     for index in reversed(range(6)):
-        watched.come(index, accelerator.current[0])
+        watched.come(index, accelerator.clocks.default)
     assert watched.launched == [0, 1, 2]
     assert accelerator.num_events == [1]
     assert accelerator.uses == []

@@ -8,6 +8,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(path for pattern in ("*.md", "docs/*.md", "benchmarks/*.md") for path in ROOT.glob(pattern))
 LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
+NOTES = re.compile(
+    r"\bNotes? ((?:\[[^]]+\](?:, and | and |, )?)+)"
+)  # as they are named; a definition names itself
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
@@ -38,3 +41,21 @@ def test_there_are_pages() -> None:
         "hooks.md",
         "migrating.md",
     }
+
+
+def sources() -> list[Path]:
+    folders = ("zero_optim", "ddp", "hooks", "tests", "benchmarks")
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def test_every_note_that_is_named_is_written_somewhere() -> None:
+    texts = [path.read_text() for path in (*PAGES, *sources())]
+    written = {
+        title for text in texts for title in re.findall(r"^ *(?:# )?Note \[(.+)\]$", text, re.MULTILINE)
+    }
+    joined = [re.sub(r"\s+(?:# )?", " ", text) for text in texts]
+    named = {
+        title for text in joined for part in NOTES.findall(text) for title in re.findall(r"\[(.+?)\]", part)
+    }
+    assert written >= {"Late reports", "Streams"}
+    assert named - written == set()

@@ -1,16 +1,23 @@
 """The GPU suite, on the CPU: its cases run, and what comes out is told as it is."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from gpu import costs
 from gpu.cases import EVERYWHERE, GLOO, NCCL, Case, Phase, all_cases
+from gpu.costs import training
 from gpu.record import summary, table, write
 from gpu.running import Row, run_all, run_case
 from gpu.setting import Figures, Here, NotHere
+from gpu.waits import waits_for_events
 from pool import Pool
+from sync_calls import Event, cpu_as_accelerator
+from zero_optim.compat.streams import HostCopies, HostCopy, joined_on_host
 
 # One of each kind; the others are slow tests.
 QUICK = (
@@ -20,6 +27,7 @@ QUICK = (
     "parity: GradScaler, fused",
     "DDP: unused parameters",
     "hook: power_sgd, on both DDPs",
+    "bucketer: 2 streams",
     "overlap: ours DDP, owners, lazily",
     "overlap: several streams",
     "checkpoint: save_async, on one rank",
@@ -60,6 +68,46 @@ def test_every_case_runs_on_the_cpu(pool: Pool, tmp_path: Path) -> None:
 def test_every_row_has_a_name_of_its_own() -> None:
     rows = [(case.name, setup.name) for case in all_cases() for setup in case.setups]
     assert len(set(rows)) == len(rows)
+
+
+def test_the_count_of_waits_sees_those_of_the_library() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    with cpu_as_accelerator(), waits_for_events(Event) as found:
+        copy = HostCopy(weight)
+        weight.sum().backward()
+        copy.read()  # of an earlier pass
+        assert found == []
+        HostCopy(weight).read()
+        copies = HostCopies()
+        copies.add(weight)
+        copies.wait()
+        joined_on_host([weight.detach(), weight.detach()])
+    assert len(found) == 3
+    assert {where.partition(":")[0] for where in found} == {"test_gpu_suite.py"}
+
+
+def waiting_training(here: Here, kind: str, clips: bool) -> Callable[[], None]:
+    iterate = training(here, kind, clips)
+
+    def iterate_and_wait() -> None:
+        iterate()
+        HostCopy(torch.ones(1, device=here.device)).read()
+
+    return iterate_and_wait
+
+
+def claim_without_waits_where_there_is_one(here: Here) -> None:
+    with patch.object(costs, "training", waiting_training):
+        costs.synchronizations(here, "optimizer", clips=False, most=0, world=1)
+
+
+def test_an_iteration_that_waits_for_a_copy_fails_the_case_that_counts(
+    forked_pool: Pool, tmp_path: Path
+) -> None:
+    case = Case("waits", (Phase(claim_without_waits_where_there_is_one),))
+    row = run_case(forked_pool, case, NCCL, "cpu", tmp_path)
+    assert row.result == "fails"
+    assert "2 waits in two iterations, at test_gpu_suite.py:" in row.why
 
 
 def claim_that_is_false(here: Here) -> None:

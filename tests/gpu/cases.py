@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gpu import costs, data_parallel, overlapping, parity, starting
+from gpu import bucketing, costs, data_parallel, overlapping, parity, starting
 from gpu.setting import Figures, Setup
 
 GLOO = Setup("gloo, 2 ranks, 1 card", "gloo", 2)
@@ -136,6 +136,13 @@ def _hooks() -> Iterator[Case]:
         yield _case(f"hook: {name}, beside PyTorch's", data_parallel.hook_beside_torchs, name)
 
 
+def _bucketing() -> Iterator[Case]:
+    for num_streams in (0, 1, 2, 3):
+        about = f"{num_streams or 'current'} stream{'s' if num_streams > 1 else ''}"
+        yield _case(f"bucketer: {about}", bucketing.summed, num_streams)
+    yield _case("bucketer: its process group", bucketing.lane_works)
+
+
 def _overlap() -> Iterator[Case]:
     for wrapper, gradients, lazily in product(("torch", "ours"), ("everywhere", "owners"), (False, True)):
         name = f"overlap: {wrapper} DDP, {gradients}{', lazily' if lazily else ''}"
@@ -183,5 +190,5 @@ def _costs() -> Iterator[Case]:
 
 def all_cases() -> list[Case]:
     """List the cases in the order of the table."""
-    parts = (_starting, _parity, _data_parallel, _hooks, _overlap, _checkpoints, _costs)
+    parts = (_starting, _parity, _data_parallel, _hooks, _bucketing, _overlap, _checkpoints, _costs)
     return [case for part in parts for case in part()]

@@ -7,6 +7,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -19,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from gpu.overlapping import averaging
 from gpu.setting import Figures, Here, NotHere
+from gpu.waits import waits_for_events
+from sync_calls import Event, cpu_as_accelerator
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.hooks import zero_step
@@ -81,13 +84,33 @@ def synchronizations(here: Here, kind: str, clips: bool, most: int, world: int) 
     if world > 1:
         pretend(here, world)
     torch.use_deterministic_algorithms(False)  # its kernels may wait where the others do not
-    iterate = training(here, kind, clips)
-    for _ in range(WARM_UP):
+    with ExitStack() as stack:
+        if not here.is_cuda:  # the code of devices with streams all the same
+            stack.enter_context(cpu_as_accelerator())
+        events = stack.enter_context(waits_for_events(torch.cuda.Event if here.is_cuda else Event))
+        iterate = training(here, kind, clips)
+        for _ in range(WARM_UP):
+            iterate()
+        here.synchronize()
+        events.clear()
+        reported = _reported_waits(here, iterate)
+    found = [*reported, *events]
+    where = ", ".join(sorted(set(found)))
+    assert len(found) <= 2 * most, f"{len(found)} waits in two iterations, at {where}"
+    if here.is_cuda and not reported:  # warnings of other threads may be lost: an error is not
+        torch.cuda.set_sync_debug_mode("error")
         iterate()
-    here.synchronize()
+        torch.cuda.set_sync_debug_mode("default")
+        here.synchronize()
+    return {"waits" if here.is_cuda else "waits for events": len(found) / 2, "at": where or "-"}
+
+
+def _reported_waits(here: Here, iterate: Iterate) -> list[str]:
+    """Run two iterations, and say where PyTorch reports waits; see Note [Waits that count] in `waits`."""
     if not here.is_cuda:
         iterate()
-        return {"waits": "not counted on the CPU"}
+        iterate()
+        return []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -95,14 +118,7 @@ def synchronizations(here: Here, kind: str, clips: bool, most: int, world: int) 
         iterate()
         torch.cuda.set_sync_debug_mode("default")
     found = [w for w in caught if "called a synchronizing" in str(w.message)]
-    where = sorted({f"{Path(w.filename).name}:{w.lineno}" for w in found})
-    assert len(found) <= 2 * most, f"{len(found)} waits in two iterations, at {', '.join(where)}"
-    if not found:  # warnings of other threads may be lost: an error is not
-        torch.cuda.set_sync_debug_mode("error")
-        iterate()
-        torch.cuda.set_sync_debug_mode("default")
-        here.synchronize()
-    return {"waits": len(found) / 2, "at": ", ".join(where) or "-"}
+    return [f"{Path(w.filename).name}:{w.lineno}" for w in found]
 
 
 def pretend(here: Here, world: int) -> None:

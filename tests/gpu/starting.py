@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_pairs import SMALL_MB, mlp, mlp_loss
+from gpu import bucketing
 from gpu.overlapping import averaging
 from gpu.setting import Figures, Here, NotHere, restart
 from training import assert_same_bits, make_params, set_grads, train_both, twin
@@ -14,7 +15,9 @@ from zero_optim.hooks import zero_step
 
 
 def started(here: Here, how: str) -> Figures:
-    """A script's first lines, then some steps with and without overlap; ``set_device`` is never called.
+    """A script's first lines, then steps with and without overlap, and reduce-scatters on a group beside it.
+
+    ``set_device`` is never called.
 
     Args:
         here: where.
@@ -43,6 +46,8 @@ def started(here: Here, how: str) -> Figures:
                 optimizer.step()
         assert_same_bits(list(model.parameters()), list(plain.parameters()), f"with overlap: {overlap}")
         sharded.consolidate_state_dict()
+    bucketing.lane_works(here)
+    bucketing.summed(here, 0)
     if here.is_cuda and here.device.index:
         strays = torch.cuda.memory_allocated(0)
         assert not strays, f"{strays} bytes on the first card, which belongs to another rank"

@@ -267,9 +267,7 @@ def _stacks_text(
     begun = {rank: pid for rank in late if (pid := processes[rank].pid) and job.path("begun", rank).exists()}
     stacks = stacks_of({rank: (pid, job.path("stacks", rank)) for rank, pid in begun.items()})
     lines = [f"no end after {timeout:g} s on rank {', '.join(map(str, late))} of {job.nproc}"]
-    told = (
-        f"\nrank {rank}, most recent call first:\n{stacks.get(rank) or 'still starting'}" for rank in late
-    )
+    told = (f"\nrank {rank}, {stacks.get(rank, 'still starting')}" for rank in late)
     return "\n".join([*lines, *told])
 
 

@@ -28,24 +28,45 @@ def answer_with_stacks(path: Path) -> TextIO:
 
 
 def stacks_of(processes: Mapping[int, tuple[int, Path]]) -> dict[int, str]:
-    """Ask processes on this host where they are, all at once, and wait for their answers.
+    """Ask processes on this host where they are, all at once, and wait for the answers that can come.
 
     Args:
         processes: by rank, the process id and the file that it gave to `answer_with_stacks`.
 
     Returns:
-        By rank, the stacks, most recent call first; empty where no answer came.
+        By rank, a heading and the stacks, most recent call first; where no answer came, that and why.
     """
     for pid, _ in processes.values():
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
     texts = dict.fromkeys(processes, "")
+    silent = dict.fromkeys(processes, "")
     for _ in range(_MOST_POLLS):
+        # In this order: a process that has ended has written all that it will write.
+        silent = {rank: _why_silent(pid) for rank, (pid, _) in processes.items()}
         before, texts = texts, {rank: _read(path) for rank, (_, path) in processes.items()}
-        if before == texts and all(texts.values()):
+        if before == texts and all(texts[rank] or silent[rank] for rank in processes):
             break
         time.sleep(_POLL)
-    return texts
+    return {
+        rank: f"most recent call first:\n{text}" if text else f"no answer{silent[rank]}"
+        for rank, text in texts.items()
+    }
+
+
+def _why_silent(pid: int) -> str:
+    """Say why a process cannot answer; empty if it can, or if this system does not tell."""
+    try:
+        os.kill(pid, 0)
+        # The state comes behind the name of the program, which is in parentheses and may hold some itself.
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except ProcessLookupError:  # also of a file that was open when the process went
+        return ": the process has ended"
+    except OSError:  # no such folder, on other systems than Linux
+        return ""
+    if state in "ZX":
+        return ": the process has ended"
+    return ": the process is stopped" if state in "Tt" else ""
 
 
 def _read(path: Path) -> str:
