@@ -2,8 +2,8 @@
 
 A value has two parts. Its skeleton (containers, plain values, and for each tensor its dtype, shape and
 strides) travels as bytes for ``torch.load(weights_only=True)``, which cannot run code. The tensors' memory
-follows in pieces of bounded size, so neither side needs a second copy of the whole. Only `send_value` and
-`recv_value` communicate.
+follows in pieces of bounded size, so neither side needs a second copy of the whole. Only `send_value`,
+`recv_value` and `recv_encoded` communicate.
 """
 
 import io
@@ -215,9 +215,9 @@ def _replaced(part: Any, old: type, new: Callable[[Any], object]) -> Any:  # noq
 
 
 def send_value(group: RankGroup, to: Sequence[int], skeleton: Skeleton, tensors: list[Tensor]) -> None:
-    """Send an encoded value to some ranks, which call `recv_value`. Blocks until they have received it.
+    """Send an encoded value to some ranks, which call `recv_value` or `recv_encoded`.
 
-    Needs memory for one piece beyond the tensors themselves.
+    Waits as `RankGroup.send` does. Needs memory for one piece beyond the tensors themselves.
     """
     header = bytes_to_tensor(skeleton_to_bytes(skeleton))
     group.send(torch.tensor([header.numel()]), *to)
@@ -239,7 +239,20 @@ def _joined(parts: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def recv_value(group: RankGroup, source: int, advance: Callable[[int], object] = int) -> Nested:
-    """Receive a value into CPU memory. Needs memory for one piece beyond the result.
+    """Receive a value as `recv_encoded` does, and decode it.
+
+    Raises:
+        TypeError: as `decode` does, on this rank alone. Where a value may hold a tensor subclass, use
+            `recv_encoded`, and decode when nobody waits for this rank.
+    """
+    skeleton, tensors = recv_encoded(group, source, advance)
+    return decode(skeleton, iter(tensors))
+
+
+def recv_encoded(
+    group: RankGroup, source: int, advance: Callable[[int], object] = int
+) -> tuple[Skeleton, list[Tensor]]:
+    """Receive a value into CPU memory, for `decode`. Needs memory for one piece beyond the result.
 
     Args:
         group: the ranks.
@@ -256,7 +269,7 @@ def recv_value(group: RankGroup, source: int, advance: Callable[[int], object] =
     for piece in _pieces([memory.numel() for memory in memories]):
         _recv_piece(group, source, [memories[index][start:stop] for index, start, stop in piece])
         advance(sum(stop - start for _, start, stop in piece))
-    return decode(skeleton, iter(tensors))
+    return skeleton, tensors
 
 
 def _recv_piece(group: RankGroup, source: int, parts: list[Tensor]) -> None:
