@@ -428,7 +428,9 @@ def check_known_on_rank_0_only(to: int | None) -> None:
 
 
 @pytest.mark.parametrize("to", [1, None], ids=["to one", "to all"])
-def test_a_subclass_that_one_rank_has_not_imported_raises_on_every_rank(ranks2: Ranks, to: int | None) -> None:
+def test_a_subclass_that_one_rank_has_not_imported_raises_on_every_rank(
+    ranks2: Ranks, to: int | None
+) -> None:
     ranks2.run(check_known_on_rank_0_only, to)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup, bytes_to_tensor, tensor_to_bytes
 from zero_optim.compat.engine import wraps_tensors
-from zero_optim.compat.streams import joined_on_host
+from zero_optim.compat.streams import HostCopy, is_asynchronous
 from zero_optim.plan.memory import dense_strides
 
 PIECE_NBYTES = 16 * 2**20
@@ -234,7 +234,7 @@ def _joined(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     Adam on CUDA keeps its step counts on the CPU.
     """
     if device.type == "cpu" and any(part.device != device for part in parts):
-        return joined_on_host(parts)
+        return HostCopy(*parts).read()
     return parts[0] if len(parts) == 1 else torch.cat([part.to(device) for part in parts])
 
 
@@ -323,6 +323,28 @@ def copied(tensor: Tensor) -> Tensor:
 def copied_to_cpu(tensor: Tensor) -> Tensor:
     """Copy a tensor as `copied` does, into CPU memory."""
     return copied(tensor) if tensor.device.type == "cpu" else _like(tensor, tensor.detach().cpu())
+
+
+def all_copied_to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy plain dense tensors with their strides into CPU memory, those of an accelerator piece by piece.
+
+    Each piece, of at most `PIECE_NBYTES`, comes to pinned memory first, and the CPU waits for it once. The
+    copies are in ordinary memory: PyTorch rounds a pinned tensor up to a power of two, and keeps its memory.
+    """
+    copies = [
+        torch.empty_strided(tensor.shape, dense_strides(tensor), dtype=tensor.dtype, device="cpu")
+        if is_asynchronous(tensor.device)
+        else tensor.detach().to("cpu", copy=True)
+        for tensor in tensors
+    ]
+    staged = [i for i, tensor in enumerate(tensors) if is_asynchronous(tensor.device)]
+    sources, targets = ([memory_of(held[i]) for i in staged] for held in (tensors, copies))
+    for piece in _pieces([memory.numel() for memory in sources]):
+        came = HostCopy(*(sources[i][start:stop] for i, start, stop in piece)).read()
+        places = [targets[i][start:stop] for i, start, stop in piece]
+        torch._foreach_copy_(places, list(torch.split(came, [place.numel() for place in places])))
+        del came  # its memory serves the next piece
+    return copies
 
 
 def _like(tensor: Tensor, copy: Tensor) -> Tensor:
