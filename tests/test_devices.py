@@ -1,5 +1,6 @@
 """Which device and which backend the library's own traffic uses, for groups of every kind; without a GPU."""
 
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -507,10 +508,8 @@ def test_a_stream_is_used_within_its_device_so_that_a_thread_never_returns_to_de
 def test_a_device_whose_module_has_no_streams_is_taken_for_one_that_works_in_order() -> None:
     assert not streams.is_asynchronous(torch.device("mps"))
     assert streams.is_asynchronous(GPU3)
-    copies = streams.HostCopies()
     given = torch.arange(6.0).reshape(2, 3).t()
-    copy = copies.add(given)
-    copies.wait()
+    copy = streams.HostCopy(given).read()
     assert torch.equal(copy, given)
     assert (copy.stride(), copy.device) == (given.stride(), CPU)
     assert copy.data_ptr() != given.data_ptr()
@@ -553,6 +552,45 @@ def test_a_save_in_the_background_waits_for_the_device_once_however_many_tensors
         assert tensor.data_ptr() != staged.tensors[key].data_ptr()
 
 
+def test_a_save_in_the_background_pins_one_piece_at_a_time_and_keeps_ordinary_memory() -> None:
+    part, pinned = RankContent(), []
+    part.add(
+        "state", [torch.arange(15, dtype=torch.int16).reshape(3, 5).t(), torch.arange(7.0), torch.ones(0)]
+    )
+    with counting() as accelerator, mock.patch.object(wire, "PIECE_NBYTES", 16):
+        make = accelerator.host_tensor
+        accelerator.host_tensor = lambda like: pinned.append(make(like)) or pinned[-1]  # type: ignore[method-assign]
+        staged = part.staged()
+    assert [tensor.nbytes for tensor in pinned] == [16, 16, 16, 10]
+    assert accelerator.waits == 4
+    kept = {tensor.data_ptr() for tensor in pinned}
+    for key, tensor in part.tensors.items():
+        assert torch.equal(tensor, staged.tensors[key])
+        assert tensor.stride() == staged.tensors[key].stride()
+        assert staged.tensors[key].data_ptr() not in kept
+
+
+def check_unpickled_elsewhere() -> None:
+    file = io.BytesIO()
+    torch.save(RankGroup.of(None, [CPU]), file)
+    file.seek(0)
+    assert RankGroup.of(None, [META]).data_devices == ()
+    assert torch.load(file, map_location="meta", weights_only=False).data_devices == ()
+
+
+def test_a_group_that_is_unpickled_is_for_the_devices_to_which_the_parameters_come(ranks1: Ranks) -> None:
+    ranks1.run(check_unpickled_elsewhere)
+
+
+def test_a_tensor_of_the_host_comes_to_a_device_by_way_of_pinned_memory() -> None:
+    with mock.patch.object(streams, "to_device", return_value="pinned") as to_device:
+        assert streams.brought_to(torch.ones(2), META) == "pinned"
+        given = torch.ones(2, device=META)
+        assert streams.brought_to(given, META) is given
+        assert streams.brought_to(torch.ones(1), CPU).tolist() == [1.0]
+    to_device.assert_called_once()
+
+
 def test_the_random_state_is_that_of_the_parameters_device_not_of_the_current_one() -> None:
     cuda = {"is_available": True, "is_initialized": True, "get_rng_state": torch.zeros(16, dtype=torch.uint8)}
     with mock.patch.multiple(
@@ -570,11 +608,11 @@ def test_the_random_state_is_that_of_the_parameters_device_not_of_the_current_on
 def test_a_piece_of_many_tensors_is_brought_to_the_host_with_one_wait() -> None:
     parts = [torch.full((number,), number, dtype=torch.uint8) for number in range(4)]
     with counting() as accelerator:
-        assert torch.equal(streams.joined_on_host(parts), torch.cat(parts))
+        assert torch.equal(streams.HostCopy(*parts).read(), torch.cat(parts))
     assert accelerator.waits == 1
-    assert torch.equal(streams.joined_on_host(parts), torch.cat(parts))
+    assert torch.equal(streams.HostCopy(*parts).read(), torch.cat(parts))
     on_device = [tensor_on(GPU3), tensor_on(CPU)]
-    with mock.patch.object(wire, "joined_on_host", return_value="joined") as joined:
-        assert wire._joined(on_device, CPU) == "joined"
+    with mock.patch.object(wire, "HostCopy") as copy:
+        assert wire._joined(on_device, CPU) is copy.return_value.read.return_value
         assert wire._joined(parts[:1], CPU) is parts[0]
-    joined.assert_called_once_with(on_device)
+    copy.assert_called_once_with(*on_device)

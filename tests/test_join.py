@@ -194,3 +194,30 @@ def closure_raises() -> None:
 
 def test_a_closure_that_raises_is_heard_of_by_active_and_by_joined_ranks(ranks2: Ranks) -> None:
     ranks2.run(closure_raises, timeout=20)
+
+
+def scale_as_another_scaler_does(optimizer: ZeroRedundancyOptimizer, found_inf: float) -> None:
+    """Set the attributes that fused optimizers know."""
+    vars(optimizer).update(found_inf=torch.tensor(found_inf), grad_scale=None)
+
+
+def check_deaf() -> None:
+    """Ranks 0 and 1 are active, 2 and 3 have no inputs."""
+    rank = dist.get_rank()
+    model = make_model()
+    sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+
+    def train() -> None:
+        with Join([sharded]):
+            if rank < 2:
+                scale_as_another_scaler_does(sharded, 1.0 - rank)
+                sharded.step()
+
+    with pytest.raises(
+        RuntimeError, match=r"on another one the scaler to tell is not a torch.amp.GradScaler"
+    ):
+        train()
+
+
+def test_a_scaler_that_cannot_be_told_raises_on_joined_ranks_too(ranks4: Ranks) -> None:
+    ranks4.run(check_deaf)

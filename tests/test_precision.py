@@ -22,7 +22,7 @@ from training import (
     train_both,
     twin,
 )
-from zero_optim import ZeroRedundancyOptimizer
+from zero_optim import RemoteRankError, ZeroRedundancyOptimizer
 
 
 def low_precision(dtype: torch.dtype) -> list[nn.Parameter]:
@@ -383,3 +383,19 @@ def check_unscaled_use() -> None:
 
 def test_without_a_scaler_nothing_is_scaled(ranks2: Ranks) -> None:
     ranks2.run(check_unscaled_use)
+
+
+def check_unused_scaler() -> None:
+    """A scaler handed in that scaled nothing on rank 1, of which PyTorch asserts that it did."""
+    params = make_params()
+    sharded = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
+    set_grads(params, 0)
+    scaler = make_scaler()
+    if dist.get_rank() == 0:
+        scaler.scale(torch.tensor(1.0))
+    with pytest.raises(AssertionError if dist.get_rank() == 1 else RemoteRankError, match="_scale is None"):
+        sharded.step(grad_scaler=scaler)
+
+
+def test_a_scaler_that_was_not_used_on_one_rank_raises_on_every_rank(ranks2: Ranks) -> None:
+    ranks2.run(check_unused_scaler)

@@ -403,6 +403,37 @@ def test_tensor_subclasses_arrive_as_what_they_were(ranks2: Ranks) -> None:
     ranks2.run(check_subclasses)
 
 
+def check_known_on_rank_0_only(to: int | None) -> None:
+    rank, known = dist.get_rank(), Marked
+    sharded = ZeroRedundancyOptimizer(make_params(), torch.optim.SGD, lr=0.1)
+    whole = copy.deepcopy(sharded.state_dict()) if rank == 0 else None
+    if rank == 0:
+        for p in sharded.owned_parameters():
+            sharded.state[p] = {"marked": torch.ones(3).as_subclass(known)}
+        assert whole is not None
+        whole["state"] = {key: {"marked": torch.ones(3).as_subclass(known)} for key in range(5)}
+    else:
+        delattr(sys.modules[__name__], "Marked")  # as if its module had not been imported
+    try:
+        before = "" if rank == 1 else "rank 1: "
+        expected = rf"^{before}a value needs the tensor subclass \w+\.Marked: import \w+ first"
+        with pytest.raises(TypeError, match=expected):
+            sharded.consolidate_state_dict(to=to)
+        with pytest.raises(TypeError, match=expected):
+            sharded.load_state_dict(whole, src=0)
+        group = RankGroup.of(None)
+        assert group.all_gather_fixed(bytes([rank])) == [b"\0", b"\1"]  # nothing is left to be received
+    finally:
+        vars(sys.modules[__name__])["Marked"] = known
+
+
+@pytest.mark.parametrize("to", [1, None], ids=["to one", "to all"])
+def test_a_subclass_that_one_rank_has_not_imported_raises_on_every_rank(
+    ranks2: Ranks, to: int | None
+) -> None:
+    ranks2.run(check_known_on_rank_0_only, to)
+
+
 def test_a_subclass_that_nobody_has_imported_is_not_looked_for() -> None:
     skeleton, tensors = encode(torch.ones(2).as_subclass(Marked), "value")
     skeleton[1][0] = ["antigravity", "Tensor"]

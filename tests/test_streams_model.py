@@ -184,8 +184,7 @@ def test_a_value_that_the_cpu_reads_before_its_copy_has_come_is_found() -> None:
     value = torch.ones(4)
     with modelled_streams(checks=False) as model:
         copy = HostCopy(value)
-        assert not copy.has_come
-        copy._event = None
+        copy._events = []
         copy.read().tolist()
         assert "the CPU" in only(model).second.by.name
 

@@ -14,7 +14,7 @@ from zero_optim.state.state_dicts import ShardedStateDicts
 from zero_optim.step.amp import Scaling, drop_scale
 from zero_optim.step.join import lend_gradients, lend_to
 from zero_optim.step.overlap import Overlap
-from zero_optim.step.words import Word, exchange, ranks_that
+from zero_optim.step.words import Word, exchange, is_skipped_by_all, ranks_that
 
 
 class SteppedOptimizer(ShardedStateDicts, Joinable):
@@ -54,14 +54,14 @@ class SteppedOptimizer(ShardedStateDicts, Joinable):
             failure: raised here already; inside ``Join`` alone, where the others hear of it.
 
         Raises:
-            Exception: on every rank, a failure of any.
+            Exception: on every rank, a failure of any, such as that of a scaler that scaled nothing there.
             TypeError: ``scaler`` is no ``torch.amp.GradScaler``: on every rank, if all were given one.
         """
         scaling = None
         if failure is None:
             try:
                 scaling = Scaling.of(self, scaler)
-            except TypeError as error:
+            except Exception as error:  # noqa: BLE001 - told to the others, and raised on every rank
                 failure = error
         if scaling is None and failure is None and not self._join_config.enable:
             return False
@@ -180,8 +180,8 @@ class SteppedOptimizer(ShardedStateDicts, Joinable):
             self._step_rest(overlap, "", joined=True)
             return
         words = exchange(self._group, Word.JOINED)
-        if ranks_that(words, Word.INFINITE):
-            return  # the others skip it
+        if is_skipped_by_all(words):
+            return
         lend_to(self._group, ranks_that(words, Word.JOINED), *self._lendable(self._params()))
         self._run(self._owned.local.step, self.param_groups, None)
 

@@ -14,7 +14,7 @@ from zero_optim.checkpoint.data import bytes_of
 from zero_optim.checkpoint.names import Names, Objects, names_of, unwrapped
 from zero_optim.checkpoint.values import Json, key_of, pack
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.compat.streams import HostCopies
+from zero_optim.comm.wire import all_copied_to_cpu
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.groups import options_of
 from zero_optim.plan.partition import assign_owners
@@ -42,11 +42,9 @@ class RankContent:
         self.tensors.update(tensors)
 
     def staged(self) -> "RankContent":
-        """Copy the tensors into CPU memory, so that training may change them. Waits once for a device."""
-        copies = HostCopies()
-        tensors = {key: copies.add(tensor) for key, tensor in self.tensors.items()}
-        copies.wait()
-        return RankContent(self.values, tensors)
+        """Copy the tensors into CPU memory, so that training may change them; see `all_copied_to_cpu`."""
+        copies = all_copied_to_cpu(list(self.tensors.values()))
+        return RankContent(self.values, dict(zip(self.tensors, copies, strict=True)))
 
 
 def collect(group: RankGroup, objects: Objects, extra: object) -> tuple[RankContent, list[str]]:

@@ -90,8 +90,9 @@ def save_async(
     """Save a checkpoint in the background; all ranks call, with the arguments of `save`.
 
     Returns when this rank's part is copied into CPU memory. The copy needs as much memory again until it is
-    written. A thread does the rest. Only one save runs at a time: the next one waits for it, and raises its
-    error if nobody has waited for it.
+    written, and from an accelerator some 32 MiB of pinned memory, which PyTorch keeps. A thread
+    does the rest. Only one save runs at a time: the next one waits for it, and raises its error if nobody has
+    waited for it.
 
     Returns:
         The running save. Wait for it before the process group is destroyed.

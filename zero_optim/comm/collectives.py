@@ -129,7 +129,7 @@ class RankGroup:
 
     def __reduce__(
         self,
-    ) -> tuple[Callable[..., "RankGroup"], tuple[None, tuple[torch.device, ...]]]:
+    ) -> tuple[Callable[..., "RankGroup"], tuple[None, list[Tensor]]]:
         """Pickle the default group as "the default group"; no other group can be found again.
 
         Raises:
@@ -137,7 +137,9 @@ class RankGroup:
         """
         if self.process_group is not dist.group.WORLD:
             raise TypeError("an optimizer over a sub-group cannot be pickled: save its state_dict() instead")
-        return RankGroup.of, (None, self.data_devices)
+        # A tensor of each device, to come to where the parameters come: torch.load(map_location=...) moves
+        # tensors, not devices.
+        return RankGroup.of, (None, [torch.zeros(1, device=device) for device in self.data_devices])
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None, data: object = None) -> "RankGroup":
@@ -330,7 +332,10 @@ class RankGroup:
         return [work], [own if rank == self.rank else part for rank, part in enumerate(arrived)]
 
     def send(self, tensor: Tensor, *to: int) -> None:
-        """Send a contiguous tensor to some ranks, which must call `recv`; returns when all have read it."""
+        """Send a contiguous tensor to some ranks, which must call `recv`.
+
+        Returns when all have read it; where `device` is asynchronous, only the current stream waits for that.
+        """
         staged = tensor.to(self.device)
         works = [dist.isend(staged, self._global(rank), group=self.process_group) for rank in to]
         for work in works:
@@ -338,7 +343,10 @@ class RankGroup:
             work.wait()
 
     def recv(self, tensor: Tensor, source: int) -> None:
-        """Fill a contiguous tensor with what ``source`` sends; returns when it has arrived."""
+        """Fill a contiguous tensor with what ``source`` sends.
+
+        Returns when it has arrived; for a tensor on an asynchronous device, only the current stream waits.
+        """
         staged = tensor if tensor.device == self.device else torch.empty_like(tensor, device=self.device)
         dist.recv(staged, self._global(source), group=self.process_group)
         if staged is not tensor:

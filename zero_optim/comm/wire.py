@@ -2,8 +2,8 @@
 
 A value has two parts. Its skeleton (containers, plain values, and for each tensor its dtype, shape and
 strides) travels as bytes for ``torch.load(weights_only=True)``, which cannot run code. The tensors' memory
-follows in pieces of bounded size, so neither side needs a second copy of the whole. Only `send_value` and
-`recv_value` communicate.
+follows in pieces of bounded size, so neither side needs a second copy of the whole. Only `send_value`,
+`recv_value` and `recv_encoded` communicate.
 """
 
 import io
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup, bytes_to_tensor, tensor_to_bytes
 from zero_optim.compat.engine import wraps_tensors
-from zero_optim.compat.streams import joined_on_host
+from zero_optim.compat.streams import HostCopy, is_asynchronous
 from zero_optim.plan.memory import dense_strides
 
 PIECE_NBYTES = 16 * 2**20
@@ -215,9 +215,9 @@ def _replaced(part: Any, old: type, new: Callable[[Any], object]) -> Any:  # noq
 
 
 def send_value(group: RankGroup, to: Sequence[int], skeleton: Skeleton, tensors: list[Tensor]) -> None:
-    """Send an encoded value to some ranks, which call `recv_value`. Blocks until they have received it.
+    """Send an encoded value to some ranks, which call `recv_value` or `recv_encoded`.
 
-    Needs memory for one piece beyond the tensors themselves.
+    Waits as `RankGroup.send` does. Needs memory for one piece beyond the tensors themselves.
     """
     header = bytes_to_tensor(skeleton_to_bytes(skeleton))
     group.send(torch.tensor([header.numel()]), *to)
@@ -234,12 +234,25 @@ def _joined(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     Adam on CUDA keeps its step counts on the CPU.
     """
     if device.type == "cpu" and any(part.device != device for part in parts):
-        return joined_on_host(parts)
+        return HostCopy(*parts).read()
     return parts[0] if len(parts) == 1 else torch.cat([part.to(device) for part in parts])
 
 
 def recv_value(group: RankGroup, source: int, advance: Callable[[int], object] = int) -> Nested:
-    """Receive a value into CPU memory. Needs memory for one piece beyond the result.
+    """Receive a value as `recv_encoded` does, and decode it.
+
+    Raises:
+        TypeError: as `decode` does, on this rank alone. Where a value may hold a tensor subclass, use
+            `recv_encoded`, and decode when nobody waits for this rank.
+    """
+    skeleton, tensors = recv_encoded(group, source, advance)
+    return decode(skeleton, iter(tensors))
+
+
+def recv_encoded(
+    group: RankGroup, source: int, advance: Callable[[int], object] = int
+) -> tuple[Skeleton, list[Tensor]]:
+    """Receive a value into CPU memory, for `decode`. Needs memory for one piece beyond the result.
 
     Args:
         group: the ranks.
@@ -256,7 +269,7 @@ def recv_value(group: RankGroup, source: int, advance: Callable[[int], object] =
     for piece in _pieces([memory.numel() for memory in memories]):
         _recv_piece(group, source, [memories[index][start:stop] for index, start, stop in piece])
         advance(sum(stop - start for _, start, stop in piece))
-    return decode(skeleton, iter(tensors))
+    return skeleton, tensors
 
 
 def _recv_piece(group: RankGroup, source: int, parts: list[Tensor]) -> None:
@@ -310,6 +323,28 @@ def copied(tensor: Tensor) -> Tensor:
 def copied_to_cpu(tensor: Tensor) -> Tensor:
     """Copy a tensor as `copied` does, into CPU memory."""
     return copied(tensor) if tensor.device.type == "cpu" else _like(tensor, tensor.detach().cpu())
+
+
+def all_copied_to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy plain dense tensors with their strides into CPU memory, those of an accelerator piece by piece.
+
+    Each piece, of at most `PIECE_NBYTES`, comes to pinned memory first, and the CPU waits for it once. The
+    copies are in ordinary memory: PyTorch rounds a pinned tensor up to a power of two, and keeps its memory.
+    """
+    copies = [
+        torch.empty_strided(tensor.shape, dense_strides(tensor), dtype=tensor.dtype, device="cpu")
+        if is_asynchronous(tensor.device)
+        else tensor.detach().to("cpu", copy=True)
+        for tensor in tensors
+    ]
+    staged = [i for i, tensor in enumerate(tensors) if is_asynchronous(tensor.device)]
+    sources, targets = ([memory_of(held[i]) for i in staged] for held in (tensors, copies))
+    for piece in _pieces([memory.numel() for memory in sources]):
+        came = HostCopy(*(sources[i][start:stop] for i, start, stop in piece)).read()
+        places = [targets[i][start:stop] for i, start, stop in piece]
+        torch._foreach_copy_(places, list(torch.split(came, [place.numel() for place in places])))
+        del came  # its memory serves the next piece
+    return copies
 
 
 def _like(tensor: Tensor, copy: Tensor) -> Tensor:

@@ -176,7 +176,8 @@ def eager(function: F) -> F:
 
     The function cannot be a bound method. `torch.compiler.disable` does the same, but it imports the
     compiler at once, which takes longer than importing the rest of PyTorch. A program that only launches
-    ranks, or looks into a checkpoint, never needs it.
+    ranks, or looks into a checkpoint, never needs it. Here the first call of any such function imports it, on
+    whatever thread that is: the autograd engine's, where a hook makes the call.
     """
     disable: Any = _compile._disable_dynamo
     kept: F = disable(function)

@@ -10,7 +10,7 @@ Note [Streams]
     stream has got there. A CPU that reads a value waits for all of that; `HostCopy` lets it look later.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -142,90 +142,44 @@ def future_on(device: torch.device) -> torch.futures.Future[Tensor]:
 
 
 def brought_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """Bring a small tensor to a device; the CPU waits only if it has to come to the CPU."""
-    return tensor if tensor.device == device else tensor.to(device, non_blocking=is_asynchronous(device))
+    """Bring a small tensor from anywhere; the CPU waits only if it has to come to the CPU."""
+    if tensor.device == device:
+        return tensor
+    if tensor.device.type == "cpu":
+        return to_device(tensor, device)
+    return tensor.to(device, non_blocking=is_asynchronous(device))
 
 
 class HostCopy:
-    """A copy of a small tensor for the CPU, which need not wait for it at once.
+    """A copy for the CPU, which need not wait for it at once, and waits once.
 
     Args:
-        tensor: is read by the current stream; may be changed by later work of that stream.
+        *tensors: one tensor; or several of one dtype, 1-D, from any devices, which are copied one after the
+            other into one. They are read by the current stream; later work of that stream may change them.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
-        accelerator = accelerator_of(tensor.device)
-        if accelerator is None:
-            self._value, self._event = tensor.detach().to("cpu", copy=True), None
-        else:
-            self._value = accelerator.host_tensor(tensor)
-            self._value.copy_(tensor.detach(), non_blocking=True)
-            self._event = accelerator.recorded_event(tensor.device)
-
-    @property
-    def has_come(self) -> bool:
-        """Whether `read` would return without waiting."""
-        return self._event is None or bool(self._event.query())
+    def __init__(self, *tensors: Tensor) -> None:
+        self._events: list[Event] = []
+        devices = dict.fromkeys(tensor.device for tensor in tensors)
+        found = [accelerator for device in devices if (accelerator := accelerator_of(device)) is not None]
+        if not found:
+            copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+            self._value = copies[0] if len(copies) == 1 else torch.cat(copies)
+            return
+        sizes = [tensor.numel() for tensor in tensors]
+        whole = torch.empty(sum(sizes), dtype=tensors[0].dtype, device="cpu")  # is never touched: only a form
+        self._value = found[0].host_tensor(tensors[0] if len(tensors) == 1 else whole)
+        places = [self._value] if len(tensors) == 1 else torch.split(self._value, sizes)
+        for place, tensor in zip(places, tensors, strict=True):
+            place.copy_(tensor.detach(), non_blocking=True)
+        self._events = [event for device in devices if (event := recorded_event(device)) is not None]
 
     def read(self) -> Tensor:
         """Wait on the CPU until the value has come, and give it, on the CPU."""
-        if self._event is not None:
-            self._event.synchronize()
-            self._event = None
-        return self._value
-
-
-class HostCopies:
-    """Copies of many tensors for the host. The CPU waits once for all of them, not once for each.
-
-    The host memory is pinned where the device is asynchronous: only to such memory do copies run beside the
-    CPU. PyTorch keeps it for later copies.
-    """
-
-    def __init__(self) -> None:
-        self._devices: dict[torch.device, None] = {}
-
-    def add(self, tensor: Tensor) -> Tensor:
-        """Start a copy.
-
-        Args:
-            tensor: is read by the current stream; may be changed by later work of that stream.
-
-        Returns:
-            The copy, on the CPU, with the tensor's strides if it is dense; complete after `wait`.
-        """
-        accelerator = accelerator_of(tensor.device)
-        if accelerator is None:
-            return tensor.detach().to("cpu", copy=True)
-        copy = accelerator.host_tensor(tensor)
-        copy.copy_(tensor.detach(), non_blocking=True)
-        self._devices[tensor.device] = None
-        return copy
-
-    def wait(self) -> None:
-        """Wait on the CPU until all copies are complete. The current streams must be those of `add`."""
-        devices, self._devices = self._devices, {}
-        for event in [recorded_event(device) for device in devices]:
-            if event is not None:
-                event.synchronize()
-
-
-def joined_on_host(parts: Sequence[Tensor]) -> Tensor:
-    """Copy 1-D tensors of one dtype, from any devices, one after the other into one; the CPU waits once."""
-    asynchronous = next((part for part in parts if is_asynchronous(part.device)), None)
-    if asynchronous is None:
-        return torch.cat([part.cpu() for part in parts])
-    accelerator = accelerator_of(asynchronous.device)
-    assert accelerator is not None  # it is asynchronous
-    sizes = [part.numel() for part in parts]
-    joined = accelerator.host_tensor(asynchronous.new_empty(sum(sizes), device="meta"))
-    for place, part in zip(torch.split(joined, sizes), parts, strict=True):
-        place.copy_(part, non_blocking=True)
-    for device in dict.fromkeys(part.device for part in parts):
-        event = recorded_event(device)
-        if event is not None:
+        events, self._events = self._events, []
+        for event in events:
             event.synchronize()
-    return joined
+        return self._value
 
 
 class StreamBeside:

@@ -15,10 +15,11 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.wire import (
     copied,
     copied_to_cpu,
+    decode,
     encode,
     inner_tensors,
     map_tensors,
-    recv_value,
+    recv_encoded,
     send_value,
 )
 from zero_optim.errors import NotConsolidatedError, StateMismatchError
@@ -105,24 +106,28 @@ def consolidate(
         On the targets the whole state, in CPU memory that nothing else uses; None on other ranks.
 
     Raises:
-        TypeError: on every rank, if some state cannot be sent without pickle.
+        TypeError: on every rank, if some state cannot be sent without pickle, or holds a tensor subclass that
+            a target has not imported.
     """
     with failing_together(group):
         mine = by_index(owned, params)
         skeleton, tensors = encode(mine, "optimizer state")
-    merged: WholeState = {}
+    received = []
     # All ranks own about the same number of bytes, so this rank's number gives the total.
     total = group.size * sum(tensor.nbytes for tensor in tensors)
     with progress("consolidating", total, shown=group.rank == to[0]) as advance:
         for owner in range(group.size):
             if owner == group.rank:
                 send_value(group, [rank for rank in to if rank != owner], skeleton, tensors)
-            if group.rank not in to:
-                continue
-            here = owner == group.rank
-            owners = map_tensors(mine, copied_to_cpu) if here else recv_value(group, owner, advance)
-            for key, value in owners.items():
-                merged.setdefault(key, value)  # global entries: every rank has one, the first counts
+            elif group.rank in to:
+                received.append(recv_encoded(group, owner, advance))
+    merged: WholeState = {}
+    with failing_together(group):  # only now, as a rank that raises receives nothing more
+        parts = [decode(skeleton, iter(tensors)) for skeleton, tensors in received]
+        if group.rank in to:
+            parts.insert(group.rank, map_tensors(mine, copied_to_cpu))
+        for key, value in (item for part in parts for item in part.items()):
+            merged.setdefault(key, value)  # global entries: every rank has one, the first counts
     return in_order(merged) if group.rank in to else None
 
 
@@ -250,7 +255,8 @@ def deal_out(
         Parameter -> entries for what this rank owns, with global entries; and the saved groups' options.
 
     Raises:
-        TypeError: on every rank, if some state cannot be sent without pickle.
+        TypeError: on every rank, if some state cannot be sent without pickle, or holds a tensor subclass that
+            its owner has not imported.
     """
     with failing_together(group):
         messages, told = [], {}
@@ -259,11 +265,15 @@ def deal_out(
                 encode(_message(state_dict, owners, rank), "the state dict") for rank in range(group.size)
             ]
             told = map_tensors(_message(state_dict, owners, src), copied_to_cpu)
+    received = []
     if state_dict is None:
-        told = recv_value(group, src)
+        received.append(recv_encoded(group, src))
     else:
         for rank in set(range(group.size)) - {src}:
             send_value(group, [rank], *messages[rank])
+    with failing_together(group):  # only now, as a rank that raises leaves the others waiting
+        for skeleton, tensors in received:
+            told = decode(skeleton, iter(tensors))
     owned = {params[index]: value for index, value in told["owned"].items()}
     return {**owned, **told["everywhere"]}, told["groups"]
 

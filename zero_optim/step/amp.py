@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.compat.streams import brought_to
-from zero_optim.step.words import Word, ranks_that
+from zero_optim.step.words import Word, is_skipped_by_all
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,15 +69,9 @@ class Scaling:
         Raises:
             RuntimeError: on every rank, a scaler cannot be told: its scale would drift from the others'.
         """
-        infinite = ranks_that(words, Word.INFINITE)
-        if not infinite:
+        if not is_skipped_by_all(words):
             return False
-        if set(ranks_that(words, Word.DEAF)) - set(infinite):
-            raise RuntimeError(
-                "a rank found an infinite gradient, and on another one the scaler to tell is not a "
-                "torch.amp.GradScaler"
-            )
-        if rank not in infinite and self.scaler is not None:
+        if Word.INFINITE not in words[rank] and self.scaler is not None:
             for found in self.scaler._found_inf_per_device(optimizer).values():
                 found.fill_(1.0)
         return True

@@ -118,8 +118,8 @@ def global_grad_norm(
         asked: the arguments, which are checked and compared here.
 
     Returns:
-        A 0-d tensor on the first parameter's device, of the gradients' common dtype; zero if no
-        owner has a gradient.
+        A 0-d tensor on the first parameter's device, of the gradients' common dtype; if no owner has a
+        gradient, zero on the CPU, as PyTorch's.
 
     Raises:
         RankMismatchError: on every rank, when ranks gave different arguments.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.wire import encode, recv_value, send_value
+from zero_optim.comm.wire import decode, encode, recv_encoded, send_value
 from zero_optim.plan.groups import ParamGroup, options_of
 from zero_optim.step.words import Word, exchange, ranks_that
 
@@ -49,7 +49,7 @@ def lend_to(
     if not have_joined or len(have_joined) == group.size:
         return
     lender = next(rank for rank in range(group.size) if rank not in have_joined)
-    parcels = []
+    parcels, received = [], []
     with failing_together(group):
         if group.rank == lender:
             parcels = [
@@ -59,7 +59,10 @@ def lend_to(
     for to, skeleton, tensors in parcels:
         send_value(group, [to], skeleton, tensors)
     if group.rank in have_joined:
-        _unpack(recv_value(group, lender), params, owners, groups, group.rank)
+        received.append(recv_encoded(group, lender))
+    with failing_together(group):  # a gradient may be of a tensor subclass that is not imported here
+        for skeleton, tensors in received:
+            _unpack(decode(skeleton, iter(tensors)), params, owners, groups, group.rank)
 
 
 def _parcel(to: int, params: Sequence[Tensor], owners: Sequence[int], groups: list[ParamGroup]) -> ParamGroup:

@@ -57,6 +57,21 @@ def exchange(
     return words
 
 
+def is_skipped_by_all(words: Sequence[Word]) -> bool:
+    """Tell whether the ranks skip a step, as one found an infinity; the same on every rank, joined or active.
+
+    Raises:
+        RuntimeError: on every rank, a scaler cannot be told: its scale would drift from the others'.
+    """
+    infinite = ranks_that(words, Word.INFINITE)
+    if infinite and set(ranks_that(words, Word.DEAF)) - set(infinite):
+        raise RuntimeError(
+            "a rank found an infinite gradient, and on another one the scaler to tell is not a "
+            "torch.amp.GradScaler"
+        )
+    return bool(infinite)
+
+
 def ranks_that(words: Sequence[Word], told: Word) -> list[int]:
     """List the ranks that told something."""
     return [rank for rank, word in enumerate(words) if told in word]
