@@ -1,11 +1,12 @@
 """The line of buckets in front of the thread that steps: how it ends, and what is in it then."""
 
 import threading
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
+from fake_streams import fake_streams
 from zero_optim.hooks.overlap import line, task
 
 
@@ -75,3 +76,24 @@ def test_the_process_waits_for_all_threads_up_to_one_deadline(monkeypatch: pytes
         assert busy.thread is not None
         busy.thread.join()
     del second
+
+
+def test_a_bucket_left_when_backward_ends_is_stepped_behind_the_callers_stream() -> None:
+    awaited, announced = list[int](), list[Any]()
+
+    class Steps(Busy):
+        def receive(self, bucket: task.Task) -> tuple[torch.Tensor, None]:
+            return bucket.buffer, None
+
+        def step(self, bucket: task.Task, gradients: object) -> None:
+            awaited.append(len(accelerator.stack[-1].awaited))
+
+    overlap: Any = Announcing()
+    overlap.announce = announced.append
+    of, nothing = task.BackwardPass(False, lambda: None), cast("Any", None)
+    with fake_streams() as accelerator:
+        made = line.InlineLine(cast("Any", Steps()), overlap)
+        made.put([task.Task(of, nothing, torch.zeros(1), nothing, True, torch.futures.Future())])
+        assert not awaited
+        announced[0]()
+    assert (awaited, of.error) == ([2], None), "once in its hook, and once when backward ended"
