@@ -111,7 +111,7 @@ class ReducerBucket:
     def record_use(self, slots: Iterable[int]) -> None:
         """Keep the memory of gradients until the current stream has read them; they came on other streams."""
         grads = [self.params[slot].grad for slot in slots]
-        streams.record_use(*[grad for grad in grads if grad is not None and not grad.is_sparse])
+        streams.record_use(*[grad for grad in grads if grad is not None])
 
     def take(self, slots: Sequence[int], divisor: float) -> None:
         """Copy gradients in, divided, or zeros where there is none; in few calls where all are alike."""

@@ -78,7 +78,16 @@ class TorchReducerAdapter:
         self.own.check_finished()
 
     def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
-        """Do nothing: no times are taken, see `logging_data`."""
+        """Check the rate as PyTorch does, and do nothing: no times are taken, see `logging_data`.
+
+        Raises:
+            TypeError: it is no whole number.
+            ValueError: it is below 1.
+        """
+        if not isinstance(rate, int):
+            raise TypeError(f"expected the sample rate to be a whole number, got {rate!r}")
+        if rate < 1:
+            raise ValueError(f"expected a sample rate of at least 1, got {rate}")
 
     def _reset_state(self) -> None:
         self.own.reset()

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 
 from ddp_pairs import SMALL_MB, Pair, mlp, mlp_loss
@@ -68,3 +69,18 @@ def check_unused() -> None:
 
 def test_a_graph_with_the_same_unused_parameters_is_told_to_be_static(ranks1: Ranks) -> None:
     ranks1.run(check_unused)
+
+
+def check_sample_rate() -> None:
+    for model in Pair.of(mlp()):
+        set_rate: Any = model._set_ddp_runtime_logging_sample_rate
+        set_rate(3)
+        for rate in (1.5, "often"):
+            with pytest.raises(TypeError):
+                set_rate(rate)
+        with pytest.raises(ValueError, match="1"):
+            set_rate(0)
+
+
+def test_the_rate_of_a_journal_without_times_is_checked_as_pytorch_does(ranks1: Ranks) -> None:
+    ranks1.run(check_sample_rate)

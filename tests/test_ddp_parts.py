@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fake_streams import fake_streams
 from zero_optim.ddp import report
 from zero_optim.ddp.assignment import BucketAssignment, ReducedParams, ReducerOptions, assign
 from zero_optim.ddp.backward_pass import BackwardPass, PassTerms, Phase
@@ -394,3 +395,11 @@ def test_messages_name_some_parameters_and_count_the_rest() -> None:
     ):
         for part in ("layer.0, layer.1", *parts):
             assert part in explain(names[:2]), (explain, part)
+
+
+def test_the_memory_of_a_sparse_gradient_is_kept_for_the_stream_that_reads_it() -> None:
+    bucket, grad = sparse_bucket(), sparse_grad(1, 3)
+    bucket.params[0].grad = grad
+    with fake_streams() as accelerator:
+        bucket.record_use([0])
+        assert accelerator.were_used_on("main", grad._indices(), grad._values())

@@ -5,7 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
+import gc
 import sys
 import torch
 import torch.distributed as dist
@@ -30,15 +33,21 @@ optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
 model.register_comm_hook(None, zero_step(optimizer))
 model(torch.ones(2, 4)).sum().backward()
 optimizer.step()
+if sys.argv[2] == "dropped":
+    del model, optimizer
+    gc.collect()
 dist.destroy_process_group()
 print("trained")
 """
 
 
-def test_a_script_ends_well_while_the_thread_that_steps_is_still_in_pytorch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["kept", "dropped"])
+def test_a_script_ends_well_while_the_thread_that_steps_is_still_in_pytorch(
+    tmp_path: Path, model: str
+) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "store")],
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "store"), model],
         capture_output=True,
         text=True,
         timeout=120,

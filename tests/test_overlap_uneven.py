@@ -1,6 +1,7 @@
 """Unused parameters, sparse gradients and uneven inputs, with the step taken during the backward pass."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.optim import lr_scheduler
 
+from fake_streams import fake_streams
 from overlap import (
     WRAPPERS,
     Grads,
@@ -23,6 +25,13 @@ from overlap import (
 )
 from pool import Ranks
 from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.hooks import (
+    allreduce_hook,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+    zero_step,
+)
+from zero_optim.step.overlap import OverlappedStep
 
 both_wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
 
@@ -202,3 +211,56 @@ def check_after_join(wrapper: str) -> None:
 @both_wrappers
 def test_training_goes_on_after_uneven_inputs(ranks2: Ranks, wrapper: str) -> None:
     ranks2.run(check_after_join, wrapper)
+
+
+class Gated(Net):
+    """The convolution, whose bucket is the last, is never used."""
+
+    def forward(self, x: Tensor, with_spare: bool = True) -> Tensor:
+        out: Tensor = self.head(self.layers(x.flatten(1).repeat(1, 2)))
+        return out
+
+
+def check_joined_without_last(inline: bool) -> None:
+    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    with fake_streams() if inline else nullcontext():
+        runs = [Setting("ours", Gated, options=options).build(overlap) for overlap in (False, True)]
+        overlap, open_parts = runs[1][1].overlap(), []
+        rest = OverlappedStep.rest
+
+        def noted(self: OverlappedStep, groups: Any) -> list[Tensor]:
+            open_parts.extend(overlap._announced)
+            return rest(self, groups)
+
+        OverlappedStep.rest = noted  # type: ignore[method-assign]
+        try:
+            for model, optimizer in runs:
+                with Join([model, optimizer]):  # type: ignore[list-item]
+                    for number in range(2 + 2 * dist.get_rank()):
+                        optimizer.zero_grad()
+                        loss_of(model, number).backward()
+                        optimizer.step()
+        finally:
+            OverlappedStep.rest = rest  # type: ignore[method-assign]
+        assert not open_parts, "something was stepped still when the rest was looked for"
+        assert_same_params(runs[1][0], runs[0][0], "joined")
+
+
+@pytest.mark.parametrize("inline", [False, True], ids=["thread", "inline"])
+def test_a_joined_rank_steps_all_where_the_last_bucket_is_left_out(ranks2: Ranks, inline: bool) -> None:
+    ranks2.run(check_joined_without_last, inline)
+
+
+def check_needs_the_last() -> None:
+    skips = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    model = WRAPPERS["ours"](Net(), **skips)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match="may leave out the last bucket"):
+        hook_with_zero_step(allreduce_hook, model, optimizer)
+    with pytest.raises(ValueError, match="may leave out the last bucket"):
+        zero_step(optimizer, ddp=model, interleave=False)
+    hook_with_zero_step_interleaved(allreduce_hook, model, optimizer)
+
+
+def test_a_step_that_begins_with_the_last_bucket_needs_a_wrapper_that_reduces_it(ranks2: Ranks) -> None:
+    ranks2.run(check_needs_the_last)

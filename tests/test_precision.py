@@ -399,3 +399,26 @@ def check_unused_scaler() -> None:
 
 def test_a_scaler_that_was_not_used_on_one_rank_raises_on_every_rank(ranks2: Ranks) -> None:
     ranks2.run(check_unused_scaler)
+
+
+def check_complex_average() -> None:
+    for master_dtype in (None, torch.float32):
+        params = make_params(((4, 3), (5,)), torch.complex64)
+        options: dict[str, Any] = {"ema_decay": 0.9, "master_dtype": master_dtype, "lr": 0.1}
+        saved = ZeroRedundancyOptimizer(params, torch.optim.AdamW, **options)
+        for step in range(2):
+            set_grads(params, step)
+            saved.step()
+        saved.consolidate_state_dict(to=0)
+        box = [saved.state_dict() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(box, src=0)
+        assert box[0] is not None
+        loaded = ZeroRedundancyOptimizer(twin(params), torch.optim.AdamW, **options)
+        loaded.load_state_dict(box[0])
+        held, again = ([e["ema"] for e in one.state.values()] for one in (saved, loaded))
+        assert all(average.is_complex() for average in held)
+        assert_same_bits(again, held, "loaded")
+
+
+def test_the_average_of_a_complex_parameter_is_loaded_whole(ranks2: Ranks) -> None:
+    ranks2.run(check_complex_average)

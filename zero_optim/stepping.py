@@ -145,6 +145,7 @@ class SteppedOptimizer(ShardedStateDicts, Joinable):
 
     def _step_rest(self, overlap: Overlap, late: str, *, joined: bool) -> None:
         """Step what the backward pass did not reach, such as what DDP does not hold; all ranks call."""
+        overlap.wait_for_steps()  # on a rank that joined no backward pass has ended and done so
         with overlap.finishing(late, joined=joined) as current:
             rest = current.rest(self.param_groups)
             if rest:

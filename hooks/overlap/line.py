@@ -40,17 +40,20 @@ Note [Streams of a step]
     anybody can zero or change the bucket through it.
 """
 
+import atexit
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
 import torch
+from torch import Tensor
 
 from zero_optim.compat.streams import StreamBeside, recorded_event, wait_for_event
 from zero_optim.hooks.overlap.steps import BucketSteps
-from zero_optim.hooks.overlap.task import BackwardPass, Task
+from zero_optim.hooks.overlap.task import Task
 from zero_optim.step.overlap import Overlap
 
 
@@ -58,11 +61,10 @@ class Line(Protocol):
     """Buckets in line, stepped one after the other."""
 
     def put(self, tasks: Sequence[Task]) -> None:
-        """Put buckets of one pass in line, in their order. What fails is a failure of the pass."""
-        ...
+        """Put buckets of one pass in line, in their order. What fails is a failure of the pass.
 
-    def end(self, of: BackwardPass) -> None:
-        """See to what a pass has in line when no more buckets come. `Overlap.wait_for_steps` follows."""
+        `Overlap.wait_for_steps` sees to what is still in line when no more buckets come.
+        """
         ...
 
 
@@ -73,6 +75,10 @@ def line_of(steps: BucketSteps, overlap: Overlap) -> Line:
 
 _END_TIMEOUT = 10.0  # seconds
 _Queue: TypeAlias = "queue.SimpleQueue[tuple[BucketSteps, Task] | None]"
+
+# Threads that step, and the line in front of each. Global as the end of the process is: all of them are
+# waited for then, those too whose line is gone. It is weak: a thread is out of it when it has ended.
+_THREADS: weakref.WeakKeyDictionary[threading.Thread, _Queue] = weakref.WeakKeyDictionary()
 
 
 class ThreadLine:
@@ -89,7 +95,9 @@ class ThreadLine:
         self._queue: _Queue = queue.SimpleQueue()
         thread = threading.Thread(target=_work, args=(self._queue,), name="zero_step", daemon=True)
         thread.start()
-        weakref.finalize(self, _end_thread, self._queue, thread)
+        _THREADS[thread] = self._queue
+        # Does not wait for the thread, which may wait for another rank: this runs wherever the object goes.
+        weakref.finalize(self, self._queue.put, None).atexit = False
 
     def put(self, tasks: Sequence[Task]) -> None:
         """See `Line`."""
@@ -97,19 +105,20 @@ class ThreadLine:
             self._overlap.announce(task.done.wait)
             self._queue.put((self._steps, task))
 
-    def end(self, of: BackwardPass) -> None:
-        """Do nothing: the thread takes what is in line."""
 
+@atexit.register
+def _end_threads() -> None:
+    """End all threads, and wait for them, when the process ends.
 
-def _end_thread(line: "_Queue", thread: threading.Thread) -> None:
-    """End the thread and wait for it, also when the process ends.
-
-    An interpreter that ends while a thread is inside PyTorch aborts the process. A line that goes at another
-    time goes between two passes, when its thread is idle. The wait has a limit: another rank may be gone.
+    An interpreter that ends while a thread is inside PyTorch aborts the process. The wait has a limit, one
+    for all: another rank may be gone.
     """
-    line.put(None)
-    if thread is not threading.current_thread():
-        thread.join(_END_TIMEOUT)
+    threads = list(_THREADS.items())
+    for _, line in threads:
+        line.put(None)
+    deadline = time.monotonic() + _END_TIMEOUT
+    for thread, _ in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _work(line: "_Queue") -> None:
@@ -147,19 +156,29 @@ class InlineLine:
         self._steps = steps
         self._overlap = overlap
         self._streams = StreamBeside()
+        self._received: list[tuple[Task, Sequence[Tensor] | None]] = []  # reduced, not stepped; gradients
 
     def put(self, tasks: Sequence[Task]) -> None:
         """See `Line`."""
         for task in tasks:
-            self._overlap.announce(self._streams.join)
-            self._step_received(task.of)
+            self._overlap.announce(self._finish)
+            self._step_received()
             self._receive(task)
         if tasks and tasks[-1].of.is_complete:
-            self._step_received(tasks[-1].of)
+            self._step_received()
 
-    def end(self, of: BackwardPass) -> None:
-        """Step what is left where the last bucket was not reduced, as DDP may leave out unused ones."""
-        self._step_received(of)
+    def _finish(self) -> None:
+        """Step what is left, and let the current stream wait for all.
+
+        Something is left where the pass broke off, or the last bucket was not reduced, as DDP may leave out
+        unused ones.
+        """
+        for device in {task.buffer.device for task, _ in self._received}:
+            here = recorded_event(device)
+            with self._streams.using(device):
+                wait_for_event(device, here)
+        self._step_received()
+        self._streams.join()
 
     def _receive(self, task: Task) -> None:
         result, gradients, device = task.buffer, None, task.buffer.device
@@ -170,9 +189,10 @@ class InlineLine:
             task.complete(result)  # on this stream, which waits for the reduction
         if not task.done.done():
             task.complete(result)
-        task.of.received.append((task, gradients))
+        self._received.append((task, gradients))
 
-    def _step_received(self, of: BackwardPass) -> None:
-        for task, gradients in of.pop_received():
-            with of.minding(), torch.no_grad(), self._streams.using(task.buffer.device):
+    def _step_received(self) -> None:
+        received, self._received = self._received, []
+        for task, gradients in received:
+            with task.of.minding(), torch.no_grad(), self._streams.using(task.buffer.device):
                 self._steps.step(task, gradients)

@@ -135,7 +135,6 @@ class Stepper:
             return  # the end has been seen to already, or more is to come
         self._pass = None
         try:
-            self._line.end(of)
             self._overlap.wait_for_steps()
             if self._overlap.current is not None:  # None: the step could not even begin
                 self._end_step(of, is_inner)
@@ -157,7 +156,6 @@ class Stepper:
     def _end_joined(self, of: BackwardPass) -> None:
         """Take part in the same gathers."""
         self._pass = None
-        self._line.end(of)
         self._overlap.wait_for_steps()
         self._step_late(of, [None] * len(of.late))
         if of.error is not None:

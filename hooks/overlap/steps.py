@@ -45,7 +45,7 @@ class BucketSteps:
         gradients: Sequence[Tensor] | None = None
         with task.of.minding():
             reduced = _tensor(task.reduced.wait())
-            record_use(*_dense_parts(reduced))  # made on another stream; Note [Streams of a step] in `line`
+            record_use(reduced)  # made on another stream; Note [Streams of a step] in `line`
             gradients = _gradients(reduced, task.part.given)
             result = reduced
         return result, gradients
@@ -95,11 +95,6 @@ def _gradients(result: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
     if result.is_sparse:
         return [result.to(params[0].dtype)]
     return consecutive_views(result.reshape(-1).to(params[0].dtype), params)
-
-
-def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Give the tensors that hold the memory of a tensor."""
-    return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
 
 
 def _all_zero(gradients: Sequence[Tensor]) -> set[int]:

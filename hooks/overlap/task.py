@@ -1,6 +1,6 @@
 """What is known of one backward pass, and of each bucket in it that is to be stepped."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -23,7 +23,6 @@ class BackwardPass:
         is_complete: its last bucket has come.
         number: of the bucket that came last.
         held: buckets that have come and are not in line yet.
-        received: buckets that are reduced and not stepped yet, each with its gradients; see `InlineLine`.
         asked: the engine's numbers of the passes that will call `Stepper._end`.
         late: parameters to step when it has ended; see Note [Gradients that are all zero] in `steps`.
         error: what failed first; see Note [Failures] in `stepper`.
@@ -35,7 +34,6 @@ class BackwardPass:
     is_complete: bool = False
     number: int = -1
     held: list["Task"] = field(default_factory=list)
-    received: list[tuple["Task", Sequence[Tensor] | None]] = field(default_factory=list)
     asked: set[int] = field(default_factory=set)
     late: list[Tensor] = field(default_factory=list)
     error: BaseException | None = None
@@ -58,11 +56,6 @@ class BackwardPass:
         """Give the buckets that are not in line yet, once."""
         held, self.held = self.held, []
         return held
-
-    def pop_received(self) -> list[tuple["Task", Sequence[Tensor] | None]]:
-        """Give the buckets that are reduced and not stepped, once."""
-        received, self.received = self.received, []
-        return received
 
     def pop_late(self) -> list[Tensor]:
         """Give the late parameters, once."""

@@ -69,7 +69,8 @@ def zero_step(
     Raises:
         TypeError: on every rank, if ``optimizer`` is not sharded by this library, or another argument is of
             the wrong kind.
-        ValueError: on every rank, if a class cannot be stepped in parts; says why.
+        ValueError: on every rank, if a class cannot be stepped in parts, or ``ddp`` may leave out the last
+            bucket and ``interleave=False``; says why.
         RankMismatchError: on every rank, if ranks were given different arguments, or hooks of other code.
     """
     _check_optimizer(optimizer)
@@ -77,7 +78,7 @@ def zero_step(
         check_flags(interleave=interleave)
         _check_reduction(hook, gradients)
         if ddp is not None:
-            _check_wrapper(ddp)
+            _check_wrapper(ddp, interleave)
     all_used = _all_used(ddp)
     items = [f"hook {describe(hook, bound=False)}", f"interleave={interleave}", f"gradients={gradients!r}"]
     items.append(f"ddp={'None' if ddp is None else f'a wrapper whose parameters are all used: {all_used()}'}")
@@ -109,7 +110,7 @@ def hook_with_zero_step(
 
     Raises:
         TypeError: ``ddp`` is no ``DistributedDataParallel``, or ``zero`` is not sharded by this library.
-        ValueError: a class cannot be stepped in parts.
+        ValueError: a class cannot be stepped in parts, or ``ddp`` has ``skip_all_reduce_unused_params``.
     """
     _require_wrapper(ddp)
     return zero_step(zero, hook, interleave=False, ddp=ddp)
@@ -144,14 +145,21 @@ def _check_reduction(hook: object, gradients: object) -> None:
         )
 
 
-def _check_wrapper(ddp: object) -> None:
+def _check_wrapper(ddp: object, interleave: bool) -> None:
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(f"expected a DistributedDataParallel, got {type(ddp).__name__}")
+    # PyTorch's wrapper of older versions does not have the option.
+    skips = getattr(ddp, "skip_all_reduce_unused_params", False) and ddp.find_unused_parameters
+    if skips and not interleave:
+        raise ValueError(
+            "the wrapper has skip_all_reduce_unused_params=True and may leave out the last bucket, which "
+            "starts the step here: leave the option out, or use zero_step or hook_with_zero_step_interleaved"
+        )
 
 
 def _require_wrapper(ddp: object) -> None:
     try:
-        _check_wrapper(ddp)
+        _check_wrapper(ddp, interleave=True)
     except TypeError as error:
         raise_together(error)
 

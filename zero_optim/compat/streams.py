@@ -124,7 +124,13 @@ def record_use(*tensors: Tensor) -> None:
     for tensor in tensors:
         accelerator = accelerator_of(tensor.device)
         if accelerator is not None:
-            accelerator.record_use(tensor)
+            for part in _dense_parts(tensor):
+                accelerator.record_use(part)
+
+
+def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Give the tensors that hold the memory of a tensor."""
+    return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -206,11 +206,13 @@ def _taken_from(
         if saved is None:
             continue
         fits = isinstance(saved, Tensor) and saved.layout is torch.strided and saved.shape == param.shape
-        if not fits or saved.is_meta or saved.is_complex():
+        loses_imaginary = fits and saved.is_complex() and not own.is_complex()
+        if not fits or saved.is_meta or loses_imaginary:
             got = f"shape {tuple(saved.shape)}" if isinstance(saved, Tensor) else f"{type(saved).__name__}"
             kind = f" ({saved.dtype} on {saved.device}, {saved.layout})" if isinstance(saved, Tensor) else ""
+            wanted = "dense tensor" if own.is_complex() else "dense real tensor"
             raise StateMismatchError(
-                f"expected '{name}' of a parameter of shape {tuple(param.shape)} to be a dense real tensor "
+                f"expected '{name}' of a parameter of shape {tuple(param.shape)} to be a {wanted} "
                 f"of that shape, got {got}{kind}"
             )
         is_alike = type(saved) is Tensor and (saved.dtype, saved.device) == (own.dtype, own.device)

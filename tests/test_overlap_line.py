@@ -1,0 +1,99 @@
+"""The line of buckets in front of the thread that steps: how it ends, and what is in it then."""
+
+import threading
+from typing import Any, cast
+
+import pytest
+import torch
+
+from fake_streams import fake_streams
+from zero_optim.hooks.overlap import line, task
+
+
+class Announcing:
+    """Stands for an `Overlap` that is told of buckets."""
+
+    def announce(self, wait: object) -> None:
+        pass
+
+
+class Busy:
+    """Steps of buckets that wait until the test lets them go on."""
+
+    def __init__(self) -> None:
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+        self.thread: threading.Thread | None = None
+
+    def receive(self, bucket: task.Task) -> tuple[torch.Tensor, None]:
+        self.thread = threading.current_thread()
+        self.has_begun.set()
+        self.may_end.wait()
+        return bucket.buffer, None
+
+    def step(self, bucket: task.Task, gradients: object) -> None:
+        pass
+
+
+def busy_line() -> tuple[line.ThreadLine, Busy]:
+    busy: Any = Busy()
+    made = line.ThreadLine(busy, Announcing())  # type: ignore[arg-type]
+    of: Any = None
+    made.put([task.Task(of, of, torch.zeros(1), of, True, torch.futures.Future())])
+    busy.has_begun.wait()
+    return made, busy
+
+
+def test_a_line_that_goes_while_its_thread_is_busy_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, busy = busy_line()
+    waits = list[object]()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "join", lambda *args: waits.append(args))
+        del made
+    busy.may_end.set()
+    assert not waits
+    assert busy.thread is not None
+    busy.thread.join()  # it ends, as its line has gone
+
+
+def test_the_process_waits_for_all_threads_up_to_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    (first, one), (second, other) = busy_line(), busy_line()
+    del first  # its thread is waited for all the same
+    now, limits = 0.0, list[float]()
+
+    def join(thread: threading.Thread, limit: float) -> None:
+        nonlocal now
+        if thread in (one.thread, other.thread):
+            limits.append(limit)
+            now += limit
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "join", join)
+        patch.setattr(line.time, "monotonic", lambda: now)
+        line._end_threads()
+    assert limits == [line._END_TIMEOUT, 0.0]
+    for busy in (one, other):
+        busy.may_end.set()
+        assert busy.thread is not None
+        busy.thread.join()
+    del second
+
+
+def test_a_bucket_left_when_backward_ends_is_stepped_behind_the_callers_stream() -> None:
+    awaited, announced = list[int](), list[Any]()
+
+    class Steps(Busy):
+        def receive(self, bucket: task.Task) -> tuple[torch.Tensor, None]:
+            return bucket.buffer, None
+
+        def step(self, bucket: task.Task, gradients: object) -> None:
+            awaited.append(len(accelerator.stack[-1].awaited))
+
+    overlap: Any = Announcing()
+    overlap.announce = announced.append
+    of, nothing = task.BackwardPass(False, lambda: None), cast("Any", None)
+    with fake_streams() as accelerator:
+        made = line.InlineLine(cast("Any", Steps()), overlap)
+        made.put([task.Task(of, nothing, torch.zeros(1), nothing, True, torch.futures.Future())])
+        assert not awaited
+        announced[0]()
+    assert (awaited, of.error) == ([2], None), "once in its hook, and once when backward ended"
