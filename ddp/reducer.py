@@ -10,7 +10,7 @@ Note [One backward pass]
 
 The behaviour is that of PyTorch's reducer (Li et al., "PyTorch Distributed: Experiences on Accelerating
 Data Parallel Training", VLDB 2020), but for this: a pass that lacks gradients raises when it
-ends, on every rank, and not in the forward pass after it.
+ends, on every rank, and not in the forward pass after it. On a GPU the second forward pass after it raises.
 """
 
 import weakref

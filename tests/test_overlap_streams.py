@@ -72,10 +72,10 @@ def test_a_second_stream_waits_for_the_first_one_that_waited(accelerator: FakeAc
 
 def test_on_the_cpu_the_first_who_waits_is_the_only_one() -> None:
     gather, work, called = pending(torch.zeros(2))
-    assert gather.is_awaited
+    assert gather.is_unclaimed
     assert gather.wait()
     assert gather.wait()
-    assert (work.num_waits, called, gather.is_awaited) == (1, ["then"], False)
+    assert (work.num_waits, called, gather.is_unclaimed) == (1, ["then"], False)
 
 
 def test_a_second_stream_that_reads_the_same_parameter_or_another_waits_too(
@@ -84,12 +84,12 @@ def test_a_second_stream_that_reads_the_same_parameter_or_another_waits_too(
     under_way, a, b = UnderWay(), torch.zeros(1), torch.zeros(1)
     gather, work, _ = pending(torch.zeros(2))
     under_way.add([a, b], gather)
-    assert under_way.is_awaited
+    assert under_way.is_unclaimed
     with accelerator.using(FakeStream("first")):
         under_way.wait_for([a])
     behind = accelerator.events[-1]
     assert under_way, "other streams have to wait still"
-    assert not under_way.is_awaited
+    assert not under_way.is_unclaimed
     for param in (a, b):
         stream = FakeStream("other")
         with accelerator.using(stream):

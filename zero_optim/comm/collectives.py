@@ -59,13 +59,13 @@ class Pending:
         then: called once when all have ended, on the thread and the stream that waits first.
 
     Attributes:
-        is_awaited: nobody has waited yet.
+        is_unclaimed: nobody has waited yet.
     """
 
     works: list[dist.Work]
     tensors: list[Tensor]
     then: Callable[[], None]
-    is_awaited: bool = field(default=True, init=False)
+    is_unclaimed: bool = field(default=True, init=False)
     _behind: tuple[torch.device, Event] | None = field(default=None, init=False)
 
     def wait(self) -> bool:
@@ -74,9 +74,9 @@ class Pending:
         Returns:
             Whether all is known to be over, so that no stream needs to wait any more. On the CPU it is.
         """
-        if not self.is_awaited:
+        if not self.is_unclaimed:
             return self._wait_behind()
-        self.is_awaited = False
+        self.is_unclaimed = False
         tensors, self.tensors, works, self.works = self.tensors, [], self.works, []
         for work in works:
             work.wait()

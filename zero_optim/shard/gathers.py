@@ -40,9 +40,9 @@ class UnderWay:
         return bool(self._gathers)
 
     @property
-    def is_awaited(self) -> bool:
-        """Whether nobody has waited for some gather yet."""
-        return any(pending.is_awaited for pending in self._gathers)
+    def is_unclaimed(self) -> bool:
+        """Whether there is a gather that nobody has waited for yet."""
+        return any(pending.is_unclaimed for pending in self._gathers)
 
     def add(self, params: Iterable[Tensor], pending: Pending) -> None:
         """Add a gather that was started."""

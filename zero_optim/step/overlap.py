@@ -166,7 +166,7 @@ class Overlap:
         if self._loop_calls_step:
             self.current.check_passes()
         under_way = self._sharding.under_way
-        if broke_off and under_way.is_awaited and not joined:
+        if broke_off and under_way.is_unclaimed and not joined:
             raise RuntimeError(
                 "the last backward pass broke off after part of its step had been taken, and the "
                 "forward pass since may have read parameters half way: call optimizer.wait_for_gathers() "
