@@ -131,9 +131,9 @@ def after_backward(callback: Callable[[], None]) -> None:
     """Call something when the current backward pass has computed every gradient.
 
     Call this from a hook of that pass, or from such a callback; a new callback runs after those queued
-    before. For a pass on the CPU it runs on the thread that called ``backward()``. On an accelerator a thread of
-    the engine may run it, with the caller's streams current, which wait for the gradients. What the callback
-    raises, ``backward()`` raises.
+    before. For a pass on the CPU it runs on the thread that called ``backward()``. On an accelerator a thread
+    of the engine may run it, with the caller's streams current, which wait for the gradients. What the
+    callback raises, ``backward()`` raises.
     """
     engine: Any = Variable._execution_engine
     engine.queue_callback(callback)
