@@ -54,4 +54,5 @@ def test_a_script_ends_well_while_the_thread_that_steps_is_still_in_pytorch(
         env=environment,
         check=False,
     )
-    assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
+    # The last line: PyTorch 2.8's gloo writes to the standard output.
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["trained"]), done.stderr
