@@ -73,7 +73,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     - A backward pass that does not give every parameter a gradient raises when it ends, on every rank,
       with the parameters' names. PyTorch's raises in the next forward pass, on that rank alone. On a GPU
-      the second forward pass after it raises, or `check_finished`, so that the CPU need not wait.
+      the second forward pass after it raises, or `check_finished`, so that the CPU need not wait; until then
+      its gradients are handed out.
     - ``no_sync`` may be around the backward pass alone.
     - Several forward passes, each backpropagated on its own, are all reduced.
     - Models that differ between ranks are refused with the name of the first parameter that does.

@@ -208,7 +208,7 @@ class HookSlot:
             return HookReduction(hook, state, bucket, index, is_last, all_used)
 
     def await_all(self, reductions: BucketReductions) -> None:
-        """Let nothing come before what hooks issue; PowerSGD's does so from other threads, later."""
+        """Let nothing come before what hooks issue; on gloo PowerSGD's does so from other threads, later."""
         if not self.is_empty:
             with self.minding():
                 reductions.drain()

@@ -4,7 +4,7 @@ Note [Word of a failure]
     A rank that finds its gradients incomplete makes one element of the last bucket NaN before that is summed.
     Then the sum is NaN on every rank, whatever the others put there. A rank that reads NaN takes part in
     a gather of what went wrong. If the gradients were NaN by themselves, nobody has anything to say, and the
-    pass was a good one. So word costs nothing in a pass without NaN, and the bucket has the elements that it
+    pass was a good one. So word costs no collective in a pass without NaN, and the bucket has the elements it
     would have without: one more would shift the parts in which ring algorithms sum, and with them the last
     bits on three ranks and more.
 
@@ -98,7 +98,7 @@ class FailureReport:
         return self._answer
 
     def check(self) -> None:
-        """Wait for the answer; all ranks call, at the same point of their programs.
+        """Have the CPU wait for the answer; all ranks call, at the same point of their programs.
 
         Raises:
             ReductionError: on every rank, with what every rank that failed has to say.
@@ -110,7 +110,7 @@ class FailureReport:
     def used(self) -> list[bool]:
         """Tell, by parameter, whether any rank used it; nothing if nobody needed to know.
 
-        Waits for the other ranks, and on a GPU for the pass, unless this rank used every parameter.
+        The CPU waits for the other ranks, and for the pass, unless this rank used every parameter.
         """
         if all(self._used):
             return list(self._used)

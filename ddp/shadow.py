@@ -50,7 +50,7 @@ class ShadowPass:
             yield not self._terms.skips_unused or not used.isdisjoint(bucket.indices)
 
     def close(self, group: RankGroup) -> list[bool]:
-        """Wait for what was launched, and for what ranks tell each other.
+        """Wait for what was launched; the CPU waits for what ranks tell each other.
 
         Returns:
             By parameter, whether any rank used it; nothing if nobody needed to know.

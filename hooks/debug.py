@@ -40,8 +40,8 @@ class BucketRecord:
         nbytes: its size in bytes, before any compression.
         dtype: of its elements.
         device: where it lies.
-        seconds: from the call of the hook until its result was ready. On CUDA until the work was queued: a
-            profiler shows how long the GPU takes.
+        seconds: from the call of the hook until its result was ready. With NCCL until the work was queued:
+            a profiler shows how long the GPU takes.
     """
 
     iteration: int
@@ -77,7 +77,7 @@ class LoggingState:
 
     Args:
         state: the state of the hook inside.
-        report: called with a `BucketRecord` for each bucket when its result is ready, on any thread. It
+        report: called with a `BucketRecord` for each bucket, at the end of its ``seconds``, on any thread. It
             should be quick and must not raise.
 
     Attributes:

@@ -14,9 +14,9 @@ Hence
   turn is open starts its collective and those that wait for the next turns. Any other callback leaves its
   collective and returns: no thread ever waits.
 
-With NCCL the callbacks run inside the hook, since its futures are done once work is queued on the GPU. So
-everything is in order, and a second communicator would only add ways to deadlock: later collectives use the
-given group.
+With NCCL and XCCL the callbacks run inside the hook, since their futures are done once work is queued on the
+device. So everything is in order, and a second communicator would only add ways to deadlock: later
+collectives use the given group.
 
 Note [Callbacks own no process group]
 
@@ -101,7 +101,9 @@ class LaterStage:
 
     @classmethod
     def beside(cls, group: dist.ProcessGroup, device: torch.device) -> "LaterStage":
-        """Make the stage for a hook's group. All ranks of the group call, and no others; communicates.
+        """Make the stage for a hook's group. All ranks of the group call, and no others.
+
+        Communicates, but not with NCCL and XCCL.
 
         Args:
             group: the group of the first collectives.
@@ -130,7 +132,7 @@ class LaterStage:
             device: where the tensors lie.
             prepare: called with ``first`` once it is done. Several threads may call it for several buckets.
             start: starts the second collective on the group that it is given. It is called in the order of
-                the calls of this method, on the CUDA stream of ``prepare``.
+                the calls of this method, on the stream of ``prepare``.
             finish: called with the second future once it is done; returns the result.
 
         None of the three may hold a process group, see Note [Callbacks own no process group].

@@ -50,8 +50,9 @@ class PowerSGDState:
     """Options and memories of `powerSGD_hook` and `batched_powerSGD_hook`; one for each model and rank.
 
     Making it does not communicate. With the first compressed bucket, all ranks make a second process group,
-    see Note [Order of chained collectives] in `zero_optim.hooks.order`. PyTorch's class of this name needs
-    compression to start after its DDP has rebuilt its buckets; here it may start at once.
+    except with NCCL and XCCL; see Note [Order of chained collectives] in `zero_optim.hooks.order`. PyTorch's
+    class of this name needs compression to start after its DDP has rebuilt its buckets; here it may start at
+    once.
 
     Args:
         process_group: the ranks that average; None stands for the default group.
@@ -180,9 +181,9 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
 
     A gradient of more than two dimensions is a matrix whose rows are the first dimension. Vectors, and
     matrices too small for `min_compression_rate`, are sent uncompressed, with the Ps. Two all-reduces for
-    each bucket; the second uses the hook's own process group. Data is sent in the dtype of the bucket, and
-    computed in float32 at least. If a gradient has an infinity or a NaN, so has the result on every rank, and
-    what was remembered of it is dropped.
+    each bucket; the second uses the hook's own process group, if it has one. Data is sent in the dtype of the
+    bucket, and computed in float32 at least. If a gradient has an infinity or a NaN, so has the result on
+    every rank, and what was remembered of it is dropped.
 
     Args:
         state: options and memories.

@@ -141,9 +141,10 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
     def step(self, closure: Callable[[], float] | None = None, **kwargs: object) -> float | None:  # type: ignore[override]
         """Step what this rank owns, then bring every parameter up to date; all ranks call.
 
-        Communicates: one broadcast for each bucket and owner. Every rank has its new parameters when
-        the call returns (on CUDA, when the current stream gets there). A rank on which the class's
-        own step raises takes part in that all the same, so that the others do not wait for it.
+        Communicates: one broadcast for each bucket and owner. Every rank has its new parameters when the call
+        returns; on CUDA with NCCL the current stream waits for them, not the CPU. With `gather_lazily` the
+        modules wait instead. A rank on which the class's own step raises takes part in that all the same, so
+        that the others do not wait for it.
 
         Args:
             closure: evaluates the model and returns the loss, as in ``torch.optim``; given on all ranks or on
@@ -213,7 +214,8 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
         """Scale all gradients down so that their global norm is at most ``max_norm``; all ranks call.
 
         ``torch.nn.utils.clip_grad_norm_`` with the owners' gradients: the norm is the same on every
-        rank, and each is taken once, by its owner. One small collective; on CUDA the CPU waits for it, once.
+        rank, and each is taken once, by its owner. One small collective. The CPU waits for it and for the
+        gradients, once; with ``error_if_nonfinite`` once more.
 
         Args:
             max_norm: the norm wanted at most.

@@ -83,8 +83,9 @@ class SteppedOptimizer(ShardedStateDicts, Joinable):
     def begin_overlapped_step(self, *, joined: bool) -> None:
         """Begin a step during the backward pass; the hook that `zero_step` made calls it on all ranks.
 
-        It calls on the thread of the backward pass, as this moves parameters that the user replaced.
-        Communicates inside ``Join`` only, on a process group of the overlap.
+        It calls where the backward pass calls it, as this moves parameters that the user replaced: see Note
+        [Moving parameters] in `zero_optim.shard.storage`. Communicates inside ``Join`` only, on the process
+        group of the gathers; there the CPU waits.
 
         Args:
             joined: this rank ran out of inputs: it is lent the options of the others.
@@ -116,9 +117,9 @@ class SteppedOptimizer(ShardedStateDicts, Joinable):
         return self._overlap
 
     def wait_for_gathers(self) -> None:
-        """Wait until every parameter has its new value on this rank; free if nothing is under way.
+        """Wait until every parameter has its new value on this rank; returns at once if nothing is under way.
 
-        On CUDA with NCCL the current stream waits for the gathers, not the CPU.
+        On CUDA with NCCL the current stream waits, not the CPU.
 
         To be called when ``backward()`` has raised and training goes on all the same: part of the
         step may have been taken.

@@ -13,9 +13,9 @@ Note [A thread or none]
     order on every rank is: reduce 0, reduce 1, gather 0, reduce 2, gather 1, and so on. The last bucket is
     stepped in its own hook.
 
-    gloo with tensors on an accelerator also goes without a thread. It waits on the CPU, so there the backward
-    pass is held up until a bucket is reduced: right, and slow, as gloo is there. `Overlap.takes_thread`
-    decides.
+    gloo with tensors on an accelerator, and other backends of the CPU, also go without a thread. They wait on
+    the CPU, so there the backward pass is held up until a bucket is reduced: right, and slow.
+    `Overlap.takes_thread` decides.
 
 Note [Streams of a step]
     B is the stream of the backward pass, on which hooks are called; S the stream beside it; N that of the
@@ -145,7 +145,7 @@ class InlineLine:
     """A line without a thread: the hook of each bucket steps the one before.
 
     A bucket's future is complete when its own hook returns, so that DDP need not wait for a later hook, which
-    may not come. On an accelerator that is when the reduction has been queued for.
+    may not come. With NCCL the hook does not wait for the reduction: its stream does.
 
     Args:
         steps: what is done with each bucket.

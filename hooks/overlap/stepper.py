@@ -4,7 +4,7 @@ Note [Who does what]
     The backward pass calls the hook when a bucket is full. The hook launches the reduction and puts the
     bucket in line (`line`), where a thread, or the hook of the next bucket, waits for the reduction, steps
     what this rank owns of it, and launches the gather. So the order of collectives is that of the buckets on
-    every rank, whatever the timing. The first hook begins the step, on the thread of the backward pass: what
+    every rank, whatever the timing. The first hook begins the step, where the backward pass calls it: what
     the user did to parameters is taken over while nothing reads them elsewhere. DDP waits for the bucket's
     future when backward ends; a callback behind DDP's sees to the rest.
 
@@ -122,7 +122,7 @@ class Stepper:
         with of.minding(), torch.no_grad():
             self._overlap.wait_for_steps()  # of a pass that broke off
             self._optimizer.begin_overlapped_step(joined=of.joined)
-        if of.error is not None:  # perhaps before that was done: a gather would do it, on another thread
+        if of.error is not None:  # perhaps before that was done: a gather would, on another thread or stream
             with of.minding():
                 self._overlap.take_over()
 

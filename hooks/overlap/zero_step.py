@@ -56,8 +56,8 @@ def zero_step(
         optimizer: whose step. Its classes must be steppable in parts (``optimizer.explain()`` tells).
         hook: what reduces the gradients; any hook of this package or PyTorch's. None stands for the mean that
             DDP makes without a hook.
-        interleave: False steps nothing before the last bucket is on its way, which leaves the processor to
-            the backward pass as long as that runs. Not for DDP's ``skip_all_reduce_unused_params``.
+        interleave: False steps nothing before the last bucket is on its way, which leaves CPU or GPU to the
+            backward pass as long as that runs. Not for DDP's ``skip_all_reduce_unused_params``.
         gradients: "owners" reduces each gradient to its owner alone (ZeRO stage 2): half the bytes of an
             all-reduce. When backward has ended ``param.grad`` is None on the other ranks. Gradients are
             summed in the order of ranks, so on more than two ranks the last bits differ from an all-reduce's.
@@ -119,7 +119,7 @@ def hook_with_zero_step(
 def hook_with_zero_step_interleaved(
     hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
 ) -> Hook:
-    """Make a comm hook under PyTorch's name for it: a bucket is stepped as soon as it is reduced.
+    """Make a comm hook under PyTorch's name for it: buckets are stepped one by one, as they are reduced.
 
     `zero_step`, which says the rest; arguments as in `hook_with_zero_step`.
     """

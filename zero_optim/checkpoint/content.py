@@ -48,7 +48,9 @@ class RankContent:
 
 
 def collect(group: RankGroup, objects: Objects, extra: object) -> tuple[RankContent, list[str]]:
-    """List what this rank writes. Copies nothing, does not communicate.
+    """List what this rank writes. Does not communicate.
+
+    Of tensors it reads only those that all ranks share, for their checksums; the CPU waits for these.
 
     Returns:
         The content, and descriptions of what must be equal on every rank.

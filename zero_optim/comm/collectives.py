@@ -1,8 +1,9 @@
 """The few collectives that zero_optim uses, each written once.
 
-Only this module knows global ranks and backends: everywhere else a rank is a group rank. All ranks of the
-group must call every method that communicates, in the same order, except `send` and `recv`, which concern
-two ranks.
+Only here, and where `lanes` makes groups, are ranks global: everywhere else a rank is a group rank. All ranks
+of the group must call every method that communicates, in the same order, except `send` and `recv`, which
+concern those that send and receive. If a rank does not come, gloo raises after the group's timeout. NCCL's
+watchdog then ends the process instead, so that errors promised for this case are not seen there.
 
 Note [Rows at once]
     Where a backend can take several collectives as one (NCCL, XCCL), all broadcasts of a bucket are one
@@ -56,7 +57,7 @@ class Pending:
     Args:
         works: handles of the collectives, in the order in which they were started.
         tensors: what the collectives read or write; at least one, all on one device.
-        then: called once when all have ended, on the thread and the stream that waits first.
+        then: called once, on the thread and the stream that waits first, behind all of them.
 
     Attributes:
         is_unclaimed: nobody has waited yet.
@@ -191,7 +192,7 @@ class RankGroup:
         return known or str(dist.get_backend(self.process_group))
 
     def broadcast_rows(self, rows: Iterable[tuple[int, Tensor]]) -> list[dist.Work]:
-        """Start the broadcast of each row from its owner; all run at the same time. All ranks call.
+        """Start the broadcast of each row from its owner, and wait for none. All ranks call.
 
         Measured on gloo, broadcasts by the owners take a third of the time of an all-gather of the same
         bytes. Nor do they need rows of equal length. See Note [Rows at once].
@@ -244,7 +245,7 @@ class RankGroup:
     def all_gather_rows(self, mine: Tensor) -> Tensor:
         """Gather the tensors of all ranks, which must have equal length. One collective.
 
-        On an asynchronous device neither this nor what made the tensor lets the CPU wait.
+        If `device` is asynchronous, the CPU waits neither for this nor for what makes the tensor.
 
         Args:
             mine: 1-D, uint8, on `device`.
@@ -287,8 +288,8 @@ class RankGroup:
                 sender gets its own lane, modulo their number. See also Note [gloo and CUDA].
 
         Returns:
-            The handles; the pieces received, by sending rank, complete when the handles have ended. This
-            rank's own piece is the tensor given.
+            The handles; the pieces received, by sending rank, complete for whoever has waited for all
+            handles. This rank's own piece is the tensor given.
         """
         mine = pieces[self.rank]
         received = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]

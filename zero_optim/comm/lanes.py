@@ -1,13 +1,13 @@
 """Process groups beside a given one, of the same ranks, lent to one user at a time.
 
-The overlapped step, comm hooks and the background saver take them with `lease`; all ranks call, and it
-communicates on the given group.
+The overlapped step where a thread steps, comm hooks on gloo, the background saver and the reduce-scatter
+bucketer take them; all ranks call, and it communicates on the given group.
 
 Note [Lanes]
-    Collectives of two threads on one process group mix. So code that communicates beside the main thread uses
-    process groups of its own: lanes. A gloo group needs three threads and several file descriptors for as
-    long as it lives. So lanes are not made for each user; they are kept, and lent. A user has its lanes until
-    it drops its `Lease`, then the next user gets them.
+    Collectives of two threads on one process group mix. So code that communicates beside the main thread, or
+    that must not wait behind its traffic, uses process groups of its own: lanes. A gloo group needs three
+    threads and several file descriptors for as long as it lives. So lanes are not made for each user; they
+    are kept, and lent. A user has its lanes until it drops its `Lease`, then the next user gets them.
 
     A lease is dropped when Python collects garbage, and each rank does that at another time. So the ranks
     tell each other which lanes are free, and take lanes that are free on all.
@@ -102,8 +102,8 @@ def lanes_beside(group: RankGroup) -> Lease:
     """Take lanes with the backend that sends a group's data, for what must not wait behind its own traffic.
 
     On gloo one lane for each rank, up to eight, as a gloo group sends for few ranks at a time. On NCCL, and
-    whatever else there is, one lane, as NCCL's groups must not run at the same time. All ranks call;
-    communicates and raises as `lease`.
+    whatever else there is, one: NCCL's groups gain nothing beside each other, and may wait for each other for
+    ever. All ranks call; communicates and raises as `lease`.
     """
     backend = group.data_backend
     return lease(group, min(group.size, _MOST) if backend == "gloo" else 1, backend)
@@ -112,7 +112,7 @@ def lanes_beside(group: RankGroup) -> Lease:
 def lease(group: RankGroup, number: int, backend: str) -> Lease:
     """Take some lanes: groups of the same ranks as the given one, with its timeout. All ranks call.
 
-    Communicates on ``group``. Making a new lane takes some 20 ms.
+    Communicates on ``group``. Making a new gloo lane takes some 20 ms.
 
     Args:
         group: the ranks.

@@ -212,10 +212,11 @@ def make_group(ranks: Sequence[int], backend: str, name: str, timeout: timedelta
         ranks: global ranks of the members, by group rank; this process is one of them.
         backend: such as ``"gloo"``.
         name: the same on every member, never used before.
-        timeout: of its collectives, and of waiting for the members here; None for PyTorch's default.
+        timeout: of its collectives, and of waiting for the members; None for PyTorch's default. gloo waits
+            for them here, NCCL with the first collective.
 
     Raises:
-        RuntimeError: a member did not call in time.
+        RuntimeError: a member did not call in time, where the backend waits here.
     """
     world: Any = c10d._world
     make: Any = c10d._new_process_group_helper

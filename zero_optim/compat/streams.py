@@ -3,9 +3,10 @@
 On the CPU a call has done its work when it returns. There the functions here do nothing, or the plain thing.
 
 Note [Streams]
-    An accelerator does the work of one stream in order, and streams beside each other. `Work.wait` of a
-    collective, and `Future.wait`, make the *current stream* wait, not the CPU. So whoever reads a tensor must
-    do it on a stream that waits for the one that writes it. Memory is returned for the stream that it was
+    An accelerator does the work of one stream in order, and streams beside each other. `Work.wait` of an
+    NCCL collective, and `Future.wait` of a future that has been set, make the *current stream* wait, not the
+    CPU. (gloo's make the CPU wait too.) So whoever reads a tensor must do it on a stream that waits for the
+    one that writes it. Memory is returned for the stream that it was
     allocated on: a tensor that another stream uses must be kept, or marked with `record_use`, until that
     stream has got there. A CPU that reads a value waits for all of that; `HostCopy` lets it look later.
 """

@@ -91,9 +91,8 @@ def start_gather(group: RankGroup, bucket: ParamBucket) -> Pending:
     has such a thing.
 
     Returns:
-        The gather. Parameters of other owners have their new values after ``wait()``, on CUDA
-        for work of the stream that waited. Until then nothing may
-        write to any parameter of the bucket.
+        The gather. Parameters of other owners have their new values after ``wait()``, on an accelerator for
+        work of the stream that waited. Until then nothing may write to any parameter of the bucket.
     """
     flat = bucket.fill()
     works = group.broadcast_rows(rows_of(flat, bucket.layout))

@@ -43,7 +43,7 @@ class Sharding:
         owners: group rank that owns each parameter.
         loads: the cost of what each rank owns.
         buckets: in the order in which they are gathered, the same on every rank.
-        under_way: gathers that nothing has waited for yet.
+        under_way: gathers that were started and may not have ended.
         readers: sets of parameters. A step leaves their gathers under way, because the code that reads them
             waits.
     """
@@ -113,7 +113,7 @@ class Sharding:
     def refresh(self, groups: Sequence[ParamGroup]) -> None:
         """Wait for gathers, then check every parameter before a step; see `ParamBucket.refresh`.
 
-        Must be called on the user's thread; see Note [Moving parameters] in `storage`.
+        Must be called in `step`, or in a comm hook; see Note [Moving parameters] in `storage`.
 
         Raises:
             RuntimeError: a parameter does not fit any more; all others were refreshed.

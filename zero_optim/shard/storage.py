@@ -26,13 +26,15 @@ Note [A storage for each parameter]
     ``parameters_as_bucket_view=False`` avoids that. No GPU has been asked yet.
 
 Note [Moving parameters]
-    To move a parameter is to give it another storage. Code on another thread that reads the parameter at that
-    moment would go on reading memory that has been released. So the user's threads alone move what the user
-    replaced: in `step`, or in a comm hook, which the backward pass itself calls. A backward pass that goes on
-    after that finds the same values: autograd saves a leaf as the tensor object, which has its new storage by
-    then; of a view it saves the old storage, which nobody writes to any more. A class that replaces
-    ``param.data`` in its own step is another matter: there a gather moves the parameter, on the thread that
-    stepped it. The backward pass must not read it any more then, as it must not read what was stepped.
+    To move a parameter is to give it another storage. Code on another thread or stream that reads the
+    parameter at that moment would go on reading memory that has been released. So what the user replaced is
+    moved in two places only: in `step`, or in a comm hook. The backward pass itself calls the hook: on the
+    thread that called ``backward()``, or on an accelerator on one of autograd's, with the stream of the pass.
+    A backward pass that goes on after that finds the same values: autograd saves a leaf as the tensor object,
+    which has its new storage by then; of a view it saves the old storage, which nobody writes to any more. A
+    class that replaces ``param.data`` in its own step is another matter: there a gather moves the parameter,
+    on the thread and the stream that stepped it. The backward pass must not read it any more then, as it must
+    not read what was stepped.
 """
 
 from collections.abc import Callable, Collection, Sequence

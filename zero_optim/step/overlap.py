@@ -1,9 +1,9 @@
 """The overlapped step: a step that is taken while the backward pass still runs, some parameters at a time.
 
 Note [Overlap is no mode]
-    Whoever has a bucket's reduced gradients, a comm hook as a rule, steps that bucket at once and starts
-    its gather; ``step()`` finishes what has not been stepped. Owners never change, so it does not
-    matter how often DDP makes its buckets anew, and the first step is as good as any.
+    Whoever has a bucket's reduced gradients, a comm hook as a rule, steps that bucket and starts its gather
+    while others are computed; ``step()`` finishes what has not been stepped. Owners never change, so it does
+    not matter how often DDP makes its buckets anew, and the first step is as good as any.
 
 Note [Phases of an overlapped step]
     The first bucket of a backward pass makes an `OverlappedStep`. It is in ``Phase.BACKWARD`` until the pass
@@ -179,7 +179,7 @@ class Overlap:
         self._sharding.take_over()
 
     def announce(self, wait: Callable[[], object]) -> None:
-        """Take note of a part that is stepped on another thread or stream, and of what waits for that."""
+        """Take note of a part that is stepped on another thread or stream, and of what sees to its end."""
         self._announced[wait] = None
 
     def wait_for_steps(self) -> None:

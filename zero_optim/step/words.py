@@ -30,7 +30,8 @@ def exchange(
 ) -> list[Word]:
     """Tell every rank this one's word; all ranks call; one collective of a byte, and more if a rank failed.
 
-    The CPU waits for it; for nothing before it on an asynchronous device from which the group can send.
+    The CPU waits once. Where ``found_inf`` lies on an accelerator, or the group sends from one, that includes
+    the work that comes before it there, such as the backward pass.
 
     Args:
         group: the ranks.
