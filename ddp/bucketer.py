@@ -111,7 +111,7 @@ class ReduceScatterBucketer:
         if type(bucket_cap_mb) not in (int, float) or not bucket_cap_mb < float("inf"):
             raise TypeError(f"expected bucket_cap_mb to be a finite number of MiB, got {bucket_cap_mb!r}")
         self._cap_nbytes = int(max(0.0, bucket_cap_mb) * 2**20)
-        self._ranks: dict[_Kind, tuple[RankGroup, Lease]] = {}
+        self._ranks: dict[tuple[dist.ProcessGroup | None, torch.device], tuple[RankGroup, Lease]] = {}
         self._buckets: dict[_Kind, _Bucket] = {}
         self._sent: deque[_Sent] = deque()
 
@@ -142,20 +142,20 @@ class ReduceScatterBucketer:
         """
         _check(input_list, dist.get_world_size(group))
         kind = _Kind(group, input_list[0].dtype, input_list[0].device)
-        ranks = self._of_kind(kind)[0]
-        waiting, size = _Waiting(input_list[ranks.rank].shape, callback_fn), _nbytes(input_list)
-        if size > self._cap_nbytes or self._cap_nbytes <= 0:
-            alone = _Bucket([[] for _ in range(ranks.size)], kind.device)
-            alone.add(input_list, waiting)
-            self._send(kind, alone)
-            return
-        bucket = self._buckets.get(kind)
+        ranks = self._ranks_for(kind)[0]
+        size = _nbytes(input_list)
+        goes_at_once = size > self._cap_nbytes or self._cap_nbytes <= 0
+        bucket = None if goes_at_once else self._buckets.get(kind)
         if bucket is not None and bucket.nbytes + size > self._cap_nbytes:
             self._send(kind, self._buckets.pop(kind))
             bucket = None
         if bucket is None:
-            bucket = self._buckets[kind] = _Bucket([[] for _ in range(ranks.size)], kind.device)
-        bucket.add(input_list, waiting)
+            bucket = _Bucket([[] for _ in range(ranks.size)], kind.device)
+        bucket.add(input_list, _Waiting(input_list[ranks.rank].shape, callback_fn))
+        if goes_at_once:
+            self._send(kind, bucket)
+        else:
+            self._buckets[kind] = bucket
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -176,16 +176,17 @@ class ReduceScatterBucketer:
             self._sent.popleft().total.wait()
         self._ranks = {}
 
-    def _of_kind(self, kind: _Kind) -> tuple[RankGroup, Lease]:
-        """Give the ranks, and the groups beside them on which such inputs are sent."""
-        found = self._ranks.get(kind)
+    def _ranks_for(self, kind: _Kind) -> tuple[RankGroup, Lease]:
+        """Give the ranks, and the groups beside them on which such inputs are sent, whatever the dtype."""
+        place = kind.group, kind.device
+        found = self._ranks.get(place)
         if found is None:
             ranks = RankGroup.of(kind.group, kind.device)
-            found = self._ranks[kind] = ranks, lanes_beside(ranks)
+            found = self._ranks[place] = ranks, lanes_beside(ranks)
         return found
 
     def _send(self, kind: _Kind, bucket: _Bucket) -> None:
-        ranks, lease = self._of_kind(kind)
+        ranks, lease = self._ranks_for(kind)
         if len(self._sent) == _NUM_UNDER_WAY:
             self._sent.popleft().finish()
         self._sent.append(_Sent(RowSum(ranks, lease.groups, bucket.packed()), bucket.waiting))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pool import Pool, Ranks
+from zero_optim.comm.lanes import lanes_beside
 from zero_optim.ddp import ReduceScatterBucketer, bucketer
 
 
@@ -93,6 +94,13 @@ def test_chunks_may_differ_in_length(ranks4: Ranks) -> None:
         assert (order, right) == ([0, 1, 2], [True] * 3)
 
 
+def test_the_capacity_is_over_the_chunks_of_all_ranks(ranks4: Ranks) -> None:
+    calls = [kilobytes(1, 1, 1, 1), kilobytes(1, 1, 1, 1), kilobytes(0, 0, 1, 0)]
+    for sends, order, right in ranks4.run(run, calls, 8):
+        assert sends == [[512] * 4, [0, 0, 256, 0]]
+        assert (order, right) == ([0, 1, 2], [True] * 3)
+
+
 def test_an_input_that_does_not_fit_sends_the_bucket_first(ranks2: Ranks) -> None:
     calls = [kilobytes(2, 2), kilobytes(2, 2), kilobytes(1, 0), kilobytes(0, 7)]
     for sends, order, right in ranks2.run(run, calls, 8):
@@ -105,6 +113,13 @@ def test_an_input_larger_than_a_bucket_goes_at_once_ahead_of_what_has_collected(
     for sends, order, right in ranks2.run(run, calls, 8):
         assert sends == [[1280, 1024], [512, 512]]
         assert (order, right) == ([1, 0, 2], [True] * 3)
+
+
+def test_an_input_as_large_as_a_bucket_waits_in_it(ranks2: Ranks) -> None:
+    calls = [kilobytes(4, 4), kilobytes(0, 1), kilobytes(8, 0)]
+    for sends, order, right in ranks2.run(run, calls, 8):
+        assert sends == [[1024, 1024], [0, 256], [2048, 0]]
+        assert (order, right) == ([0, 1, 2], [True] * 3)
 
 
 @pytest.mark.parametrize("cap", [0, -1, -math.inf])
@@ -120,6 +135,33 @@ def test_dtypes_do_not_share_a_bucket(ranks2: Ranks) -> None:
     for sends, order, right in ranks2.run(run, calls, 1024):
         assert sends == [[10, 12], [5, 6], [1, 1]]
         assert (order, right) == ([0, 2, 1, 3], [True] * 4)
+
+
+def lanes_of_two_dtypes() -> tuple[int, int, int]:
+    """How many leases were taken; how many sends there were, and over how many different sets of lanes."""
+    leases: list[Any] = []
+    used: list[frozenset[int]] = []
+
+    def counted(ranks: Any) -> Any:
+        leases.append(lanes_beside(ranks))
+        return leases[-1]
+
+    class Recorded(bucketer.RowSum):
+        def __init__(self, group: Any, lanes: Any, rows: Sequence[Tensor]) -> None:
+            used.append(frozenset(map(id, lanes)))
+            super().__init__(group, lanes, rows)
+
+    collected = ReduceScatterBucketer()
+    with patch.object(bucketer, "lanes_beside", counted), patch.object(bucketer, "RowSum", Recorded):
+        for dtype in (torch.float32, torch.bfloat16):
+            collected.reduce_scatter_async([torch.ones(3, dtype=dtype)] * 2)
+        collected.flush()
+    collected.teardown()
+    return len(leases), len(used), len(set(used))
+
+
+def test_dtypes_share_the_process_groups_on_which_they_are_sent(ranks2: Ranks) -> None:
+    assert ranks2.run(lanes_of_two_dtypes) == [(1, 2, 1)] * 2
 
 
 def test_one_rank_gets_its_chunk_back(ranks1: Ranks) -> None:
@@ -144,6 +186,29 @@ def test_whatever_comes_each_sum_is_right_and_each_is_called_back_once(
     assert small == sorted(small)
     assert all(sum(rows) <= capacity or tuple(rows) in lengths for rows in sends)
     assert sum(map(sum, sends)) == sum(map(sum, lengths))
+
+
+def when_called_back() -> list[tuple[str, float]]:
+    """What each callback receives, between the moments of the caller."""
+    seen: list[tuple[str, float]] = []
+    collected = ReduceScatterBucketer()
+    for number in range(3):
+        chunks = [torch.tensor([10.0 * number + receiver]) for receiver in range(2)]
+        collected.reduce_scatter_async(
+            chunks, None, lambda total, name=f"call {number}": seen.append((name, total.item()))
+        )
+    seen.append(("flush", 0.0))
+    collected.flush()
+    seen.append(("flushed", 0.0))
+    collected.flush()
+    collected.teardown()
+    return seen
+
+
+def test_a_flush_sends_what_is_left_and_calls_each_callback_with_its_own_sum_in_order(ranks2: Ranks) -> None:
+    for rank, seen in enumerate(ranks2.run(when_called_back)):
+        sums = [(f"call {number}", 2 * (10.0 * number + rank)) for number in range(3)]
+        assert seen == [("flush", 0.0), *sums, ("flushed", 0.0)]
 
 
 def shapes_given_back() -> list[torch.Size]:
