@@ -42,7 +42,7 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease, lease
-from zero_optim.compat.streams import future_on, keeping_stream
+from zero_optim.compat.streams import current_stream, future_on, using_stream
 from zero_optim.hooks.bucket import TensorFuture
 
 _QUEUED = ("nccl", "xccl")  # backends whose futures are done once their work is queued on the device
@@ -171,7 +171,7 @@ class LaterStage:
             except Exception as error:  # noqa: BLE001 - raised where the result is waited for
                 turnstile.enter(turn, partial(fail, error))  # the later turns must not wait for ever
             else:
-                turnstile.enter(turn, partial(on_turn, keeping_stream(device)()))
+                turnstile.enter(turn, partial(on_turn, using_stream(device, current_stream(device))))
 
         first.then(on_first)
         # For C++ an exception set on a Python future is an ordinary value; one raised in a callback is not.

@@ -3,15 +3,15 @@
 On the CPU a call has done its work when it returns. There the functions here do nothing, or the plain thing.
 
 Note [Streams]
-    An accelerator does the work of one stream in order, and streams beside each other. `Work.wait` of an
-    NCCL collective, and `Future.wait` of a future that has been set, make the *current stream* wait, not the
-    CPU. (gloo's make the CPU wait too.) So whoever reads a tensor must do it on a stream that waits for the
-    one that writes it. Memory is returned for the stream that it was
-    allocated on: a tensor that another stream uses must be kept, or marked with `record_use`, until that
-    stream has got there. A CPU that reads a value waits for all of that; `HostCopy` lets it look later.
+    An accelerator does the work of one stream in order, and streams beside each other. `Work.wait` of an NCCL
+    collective, and `Future.wait` of a future that has been set, make the *current stream* wait, not the CPU.
+    (gloo's make the CPU wait too.) So whoever reads a tensor must do it on a stream that waits for the one
+    that writes it. Memory is returned for the stream that it was allocated on: a tensor that another stream
+    uses must be kept, or marked with `record_use`, until that stream has got there. A CPU that reads a value
+    waits for all of that; `HostCopy` lets it look later.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -207,9 +207,3 @@ class StreamBeside:
             with using_stream(device, stream):
                 event = recorded_event(device)
             wait_for_event(device, event)
-
-
-def keeping_stream(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """Remember the current stream; the function returned makes contexts that use it, on any thread."""
-    stream = current_stream(device)
-    return lambda: using_stream(device, stream)
