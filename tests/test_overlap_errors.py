@@ -254,14 +254,26 @@ class Breaking(Net):
         return out
 
 
-def check_broken_off(interleave: bool, waits: bool) -> None:
-    """With our DDP, which recovers from a pass that broke off."""
+def run_broken_off(interleave: bool) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+    """An overlapped run whose second backward pass has broken off."""
     setting = Setting("ours", model=Breaking, zero={"interleave": interleave})
     model, optimizer = setting.build(overlap=True)
     plain_step(model, optimizer, 0)
     optimizer.zero_grad()
     with pytest.raises(ArithmeticError, match="broke off"):
         model(inputs(1), True).sum().backward()
+    return model, optimizer
+
+
+def assert_trains_on(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
+    for number in range(2):
+        plain_step(model, optimizer, 3 + number)
+        assert_equal_on_all_ranks(model, number)
+
+
+def check_broken_off(interleave: bool, waits: bool) -> None:
+    """With our DDP, which recovers from a pass that broke off."""
+    model, optimizer = run_broken_off(interleave)
     if waits:
         optimizer.wait_for_gathers()
     optimizer.zero_grad()
@@ -273,9 +285,7 @@ def check_broken_off(interleave: bool, waits: bool) -> None:
         optimizer.zero_grad()
         with pytest.raises(RuntimeError, match="the last backward pass broke off"):
             loss_of(model, 2).backward()
-    for number in range(2):
-        plain_step(model, optimizer, 3 + number)
-        assert_equal_on_all_ranks(model, number)
+    assert_trains_on(model, optimizer)
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -22,7 +22,7 @@ from overlap import (
     plain_step,
 )
 from pool import Ranks
-from test_overlap_errors import Breaking, assert_equal_on_all_ranks, check_failing_hook, check_failing_step
+from test_overlap_errors import assert_trains_on, check_failing_hook, check_failing_step, run_broken_off
 from test_overlap_hooks import OURS, THEIRS
 from test_overlap_order import check_rebuilding
 from test_overlap_owners import check_equal
@@ -175,12 +175,7 @@ def test_a_reduction_that_fails_on_one_rank_raises_in_its_backward_pass(ranks2: 
 
 def check_broken_off_late(interleave: bool, waits: bool) -> None:
     """As `check_broken_off`, where DDP tells of a pass only when the second one after it begins."""
-    setting = Setting("ours", model=Breaking, zero={"interleave": interleave})
-    model, optimizer = setting.build(overlap=True)
-    plain_step(model, optimizer, 0)
-    optimizer.zero_grad()
-    with pytest.raises(ArithmeticError, match="broke off"):
-        model(inputs(1), True).sum().backward()
+    model, optimizer = run_broken_off(interleave)
     messages = []
     for _ in range(4):
         if waits:
@@ -192,9 +187,7 @@ def check_broken_off_late(interleave: bool, waits: bool) -> None:
             messages.append(str(error))
     assert any("ended with an exception" in message for message in messages)
     assert any("the last backward pass broke off" in message for message in messages) or waits
-    for number in range(2):
-        plain_step(model, optimizer, 3 + number)
-        assert_equal_on_all_ranks(model, number)
+    assert_trains_on(model, optimizer)
 
 
 @pytest.mark.parametrize("waits", [True, False])
