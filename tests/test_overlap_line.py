@@ -90,7 +90,7 @@ def test_a_bucket_left_when_backward_ends_is_stepped_behind_the_callers_stream()
 
     overlap: Any = Announcing()
     overlap.announce = announced.append
-    of, nothing = task.BackwardPass(False, lambda: None), cast("Any", None)
+    of, nothing = task.SteppedPass(False, lambda: None), cast("Any", None)
     with fake_streams() as accelerator:
         made = line.InlineLine(cast("Any", Steps()), overlap)
         made.put([task.Task(of, nothing, torch.zeros(1), nothing, True, torch.futures.Future())])

@@ -308,15 +308,15 @@ class FailingFuture:
 def check_thread_lives_on() -> None:
     """Even if what minds errors fails: both the first error and what it calls."""
     model, optimizer = Setting("ours").build(overlap=True)
-    receive, fail = steps.BucketSteps.receive, task.BackwardPass.fail
+    receive, fail = steps.BucketSteps.receive, task.SteppedPass.fail
     steps.BucketSteps.receive = raises_once(receive)  # type: ignore[method-assign]
-    task.BackwardPass.fail = raises_once(fail)  # type: ignore[method-assign]
+    task.SteppedPass.fail = raises_once(fail)  # type: ignore[method-assign]
     try:
         with pytest.raises(ArithmeticError, match="something failed"):
             loss_of(model, 0).backward()
     finally:
         steps.BucketSteps.receive = receive  # type: ignore[method-assign]
-        task.BackwardPass.fail = fail  # type: ignore[method-assign]
+        task.SteppedPass.fail = fail  # type: ignore[method-assign]
     optimizer.step()
     before = [param.detach().clone() for param in model.parameters()]
     plain_step(model, optimizer, 1)
@@ -328,7 +328,7 @@ def test_the_thread_goes_on_after_any_error(ranks1: Ranks) -> None:
 
 
 def test_a_future_that_refuses_the_result_gets_the_gradients_as_they_were() -> None:
-    of = task.BackwardPass(False, lambda: None)
+    of = task.SteppedPass(False, lambda: None)
     buffer, future = torch.zeros(2), FailingFuture()
     bucket: Any = task.Task(of, None, buffer, None, False, future)  # type: ignore[arg-type]
     bucket.complete(torch.ones(2))

@@ -30,7 +30,7 @@ from zero_optim.hooks.bucket import GradBucket, Hook, TensorFuture
 from zero_optim.hooks.overlap.line import line_of
 from zero_optim.hooks.overlap.owners import BucketOwnership, OwnerReduction
 from zero_optim.hooks.overlap.steps import BucketSteps
-from zero_optim.hooks.overlap.task import BackwardPass, Task
+from zero_optim.hooks.overlap.task import SteppedPass, Task
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.step.overlap import StepPart
 
@@ -64,7 +64,7 @@ class Stepper:
         self._interleave = interleave
         self._all_used = all_used
         self._plans: dict[int, tuple[StepPart, BucketOwnership | None]] = {}
-        self._pass: BackwardPass | None = None
+        self._pass: SteppedPass | None = None
         self._line = line_of(BucketSteps(optimizer, self._overlap), self._overlap)
 
     def take(self, state: object, bucket: GradBucket) -> TensorFuture:
@@ -72,7 +72,7 @@ class Stepper:
         number, joined = bucket.index(), not in_backward()
         of = self._pass
         if of is None or number <= of.number:  # the pass before may have broken off
-            of = self._pass = BackwardPass(joined, _abandoning(self._overlap.lanes, self._owner_lanes))
+            of = self._pass = SteppedPass(joined, _abandoning(self._overlap.lanes, self._owner_lanes))
         of.number, of.is_complete = number, bucket.is_last()
         if not joined and backward_number() not in of.asked:
             of.asked.add(backward_number())
@@ -105,7 +105,7 @@ class Stepper:
             known = self._plans[number] = overlap.part(params), ownership
         return known
 
-    def _release(self, of: BackwardPass) -> None:
+    def _release(self, of: SteppedPass) -> None:
         """Put in line what was held."""
         if not of.has_begun:
             self._begin(of)
@@ -116,7 +116,7 @@ class Stepper:
             torch.autograd.graph.increment_version(task.part.params)
         self._line.put(tasks)
 
-    def _begin(self, of: BackwardPass) -> None:
+    def _begin(self, of: SteppedPass) -> None:
         """Begin the step, on this thread: see Note [Moving parameters] in `zero_optim.shard.storage`."""
         of.has_begun = True
         with of.minding(), torch.no_grad():
@@ -144,7 +144,7 @@ class Stepper:
         if of.error is not None:
             raise of.error
 
-    def _end_step(self, of: BackwardPass, is_inner: bool) -> None:
+    def _end_step(self, of: SteppedPass, is_inner: bool) -> None:
         try:
             if not is_inner:
                 self._step_late(of, [param.grad for param in of.late])
@@ -153,7 +153,7 @@ class Stepper:
         finally:
             self._overlap.end_backward(is_final=not is_inner, failed=of.error is not None)
 
-    def _end_joined(self, of: BackwardPass) -> None:
+    def _end_joined(self, of: SteppedPass) -> None:
         """Take part in the same gathers."""
         self._pass = None
         self._overlap.wait_for_steps()
@@ -161,7 +161,7 @@ class Stepper:
         if of.error is not None:
             raise of.error
 
-    def _step_late(self, of: BackwardPass, gradients: Sequence[Tensor | None]) -> None:
+    def _step_late(self, of: SteppedPass, gradients: Sequence[Tensor | None]) -> None:
         """Step what is late, unless ``step()`` will: under ``Join`` it lends owners the gradients."""
         late, current = of.pop_late(), self._overlap.current
         if late and current is not None and not current.lends:

@@ -12,8 +12,8 @@ from zero_optim.step.overlap import StepPart
 
 
 @dataclass(slots=True, eq=False)
-class BackwardPass:
-    """What is known of one backward pass: made by its first bucket, dropped when it has ended.
+class SteppedPass:
+    """What is known of one backward pass that steps: made by its first bucket, dropped when it has ended.
 
     Attributes:
         joined: this rank has no backward pass, and only takes part: it ran out of inputs, or the pass broke
@@ -76,7 +76,7 @@ class Task:
         done: given to DDP; gets the reduced gradients.
     """
 
-    of: BackwardPass
+    of: SteppedPass
     part: StepPart
     buffer: Tensor
     reduced: TensorFuture | OwnerReduction
