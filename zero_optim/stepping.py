@@ -76,7 +76,7 @@ class SteppedOptimizer(ShardedStateDicts, Joinable):
         return False
 
     def _lendable(self, params: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[int], list[ParamGroup]]:
-        return params, [self._sharding.owners[param] for param in params], self.param_groups
+        return params, [self._sharding.first_owner(param) for param in params], self.param_groups
 
     # ------------------------------------------------------------------ in the backward pass
 
