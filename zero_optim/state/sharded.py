@@ -220,6 +220,15 @@ class ShardedOptimizer(Optimizer):
         """
         return {param: self._sharding.pieces[param] for param in self._params()}
 
+    def bucket_members(self) -> list[list[Tensor]]:
+        """List the parameters of each bucket; equal on every rank."""
+        return [list(bucket.params) for bucket in self._sharding.buckets]
+
+    @property
+    def overlaps_with_ddp(self) -> bool:
+        """Whether the step is only ever taken during the backward pass."""
+        return self._options.overlap_with_ddp
+
     @property
     def optim(self) -> Optimizer | OptimizerView:
         """The local optimizer of this rank, or with several classes a view of all local optimizers.
