@@ -18,5 +18,13 @@ from zero_optim.ddp.bucket import GradBucket
 from zero_optim.ddp.bucketer import ReduceScatterBucketer
 from zero_optim.ddp.data_parallel import DistributedDataParallel
 from zero_optim.ddp.reducer import Reducer
+from zero_optim.ddp.sharded import ShardedDataParallel
 
-__all__ = ["DistributedDataParallel", "GradBucket", "ReduceScatterBucketer", "Reducer", "ReducerOptions"]
+__all__ = [
+    "DistributedDataParallel",
+    "GradBucket",
+    "ReduceScatterBucketer",
+    "Reducer",
+    "ReducerOptions",
+    "ShardedDataParallel",
+]

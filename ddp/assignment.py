@@ -116,6 +116,16 @@ class BucketAssignment:
     buckets: Sequence[ReducerBucket] = ()
     places: Sequence[tuple[ReducerBucket, int, int]] = ()
 
+    @classmethod
+    def of(cls, names: Sequence[str], buckets: Sequence[ReducerBucket]) -> "BucketAssignment":
+        """Find the places of the parameters; each is in one bucket."""
+        places = {
+            index: (bucket, number, slot)
+            for number, bucket in enumerate(buckets)
+            for slot, index in enumerate(bucket.indices)
+        }
+        return cls(names, buckets, [places[index] for index in range(len(names))])
+
 
 def assign(
     reduced: ReducedParams, options: ReducerOptions, order: Sequence[int] | None = None
@@ -147,12 +157,7 @@ def assign(
         )
         for indices in members
     ]
-    places = {
-        index: (bucket, number, slot)
-        for number, bucket in enumerate(buckets)
-        for slot, index in enumerate(bucket.indices)
-    }
-    return BucketAssignment(names, buckets, [places[index] for index in range(len(params))])
+    return BucketAssignment.of(names, buckets)
 
 
 def _first_buckets(

@@ -250,9 +250,8 @@ class BackwardPass:
                 self._note(report.more, index)
 
     def _has_gradient(self, index: int) -> bool:
-        """Whether a parameter has one; its hook is called for an undefined one too."""
         bucket, _, slot = self._assignment.places[index]
-        return bucket.params[slot].grad is not None
+        return bucket.has_gradient(slot)
 
     def close(self, group: RankGroup) -> FailureReport:
         """Have ranks tell each other what was used and what went wrong, after the last bucket; all call."""

@@ -58,11 +58,14 @@ class ReducerBucket:
         self._misfits: list[int] = []  # slots of sparse gradients among dense ones, or the other way round
         if is_sparse:
             self.flat = self._no_gradient(dtype)
-            self.views = []
+            self.views: list[Tensor] = []
         else:
-            numel = sum(param.numel() for param in params)
-            self.flat = params[0].new_zeros(numel, dtype=dtype, requires_grad=False)
-            self.views = self.views_of(self.flat)
+            self.flat, self.views = self._allocate(dtype)
+
+    def _allocate(self, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+        numel = sum(param.numel() for param in self.params)
+        flat = self.params[0].new_zeros(numel, dtype=dtype, requires_grad=False)
+        return flat, self.views_of(flat)
 
     def zeros_like(self) -> "ReducerBucket":
         """Make another bucket for the same parameters, of zeros, or without entries if it is sparse."""
@@ -97,6 +100,10 @@ class ReducerBucket:
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """View another flat tensor of as many elements as this bucket views its own."""
         return consecutive_views(flat, self.params)
+
+    def has_gradient(self, slot: int) -> bool:
+        """Whether a parameter has a gradient; its hook is called for an undefined one too."""
+        return self.params[slot].grad is not None
 
     def take_pending(self, divisor: float) -> None:
         """Copy what has come and was not copied yet, divided.
@@ -213,6 +220,13 @@ class ReducerBucket:
         elif result is not self.flat:
             views = self.views_of(result.reshape(-1))
         self._give_views(views, skipped)
+
+    def give_joined(self, unused: Sequence[bool]) -> None:
+        """Do nothing with what was reduced in a pass of the other ranks: gradients here are left alone.
+
+        Args:
+            unused: by parameter among all, whether no rank used it.
+        """
 
     def _give_views(self, views: Sequence[Tensor], skipped: Sequence[bool]) -> None:
         if self.as_views and all(map(is_, [param.grad for param in self.params], views)):

@@ -7,6 +7,7 @@ touch private names of that class; they are checked against the installed PyTorc
 
 import inspect
 import weakref
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -140,24 +141,17 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         pairs = [
             pair for pair in zip(names, parameters, strict=True) if pair[0] not in self.parameters_to_ignore
         ]
-        own = weakref.ref(self)
-        reducer = Reducer(
-            pairs,
-            self.process_group,
-            ReducerOptions(
-                bucket_caps_nbytes=self._caps(),
-                limits_first_buckets=bool(getattr(self, "bucket_bytes_cap_list", ())),
-                find_unused_parameters=self.find_unused_parameters,
-                static_graph=static_graph,
-                gradient_as_bucket_view=self.gradient_as_bucket_view,
-                skip_all_reduce_unused_params=getattr(self, "skip_all_reduce_unused_params", False),
-                batched_grad_copy=getattr(self, "batched_grad_copy", False),
-                reduce_dtype=None if self._precision is None else self._precision.reduce_dtype,
-            ),
-            sparse=sparse,
-            wanted=lambda was_expected: was_expected and _wants_reduction(own()),
-            checks=False,
+        options = ReducerOptions(
+            bucket_caps_nbytes=self._caps(),
+            limits_first_buckets=bool(getattr(self, "bucket_bytes_cap_list", ())),
+            find_unused_parameters=self.find_unused_parameters,
+            static_graph=static_graph,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            skip_all_reduce_unused_params=getattr(self, "skip_all_reduce_unused_params", False),
+            batched_grad_copy=getattr(self, "batched_grad_copy", False),
+            reduce_dtype=None if self._precision is None else self._precision.reduce_dtype,
         )
+        reducer = self._make_reducer(pairs, options, sparse)
         self.reducer: Any = TorchReducerAdapter(reducer)
         self.logger: Any = TorchLoggerAdapter(LoggingSource(reducer, self._about()))
         for hook, state in self.__dict__.get("_comm_hooks", ()):  # when a copy is made whole
@@ -166,6 +160,17 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if self._precision is not None:
             with_sparse = [param for name, param in pairs if name in sparse]
             self._casting = Casting(self.module, self._precision, self.parameters_to_ignore, with_sparse)
+
+    def _make_reducer(
+        self, pairs: Sequence[tuple[str, Tensor]], options: ReducerOptions, sparse: Sequence[str]
+    ) -> Reducer:
+        wanted = self._wanted()
+        return Reducer(pairs, self.process_group, options, sparse=sparse, wanted=wanted, checks=False)
+
+    def _wanted(self) -> Callable[[bool], bool]:
+        """Make what tells whether a pass is to be reduced; it does not keep the wrapper."""
+        own = weakref.ref(self)
+        return lambda was_expected: was_expected and _wants_reduction(own())
 
     def _own(self) -> Reducer:
         """Give our reducer.

@@ -97,7 +97,7 @@ class Reducer:
         self.history = History(len(self.params))
         self._upcoming = UpcomingPass(wanted)
         self._slot = HookSlot()
-        self._assignment = assign(self._reduced, self.options)
+        self._assignment = self._assigned(None)
         self._inbox = Inbox(self.params, weakly(self._first_arrived))
         weakref.finalize(self, remove, self._inbox.handles)
 
@@ -138,7 +138,10 @@ class Reducer:
     def _assign(self, order: Sequence[int] | None) -> None:
         """Make buckets. The old ones go first, but for what gradients that are views of them still use."""
         self._assignment = BucketAssignment()
-        self._assignment = assign(self._reduced, self.options, order)
+        self._assignment = self._assigned(order)
+
+    def _assigned(self, order: Sequence[int] | None) -> BucketAssignment:
+        return assign(self._reduced, self.options, order)
 
     def rebuild(self) -> bool:
         """Make buckets anew in the order in which gradients came on rank 0, once that is known.
@@ -342,4 +345,6 @@ class Reducer:
         self.history.num_buckets_reduced = shadow.reductions.num_launched
         # A rank that has no pass to learn from takes it that the others' is what its own would have been.
         unused = [not flag for flag in used]
+        for bucket in shadow.reductions.buckets:
+            bucket.give_joined(unused or self.history.unused)
         self.history.conclude([int(flag) for flag in used], self.history.last_order, unused, self.options)

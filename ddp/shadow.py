@@ -61,8 +61,8 @@ class ShadowPass:
         used_here = [False] * self._num_params if self._terms.asks_for_use else []
         in_last_bucket = self._terms.failure_word_in_last_bucket
         report = FailureReport(group, None, used_here, in_last_bucket=in_last_bucket)
-        self.reductions.drain()
+        results = [reduced for _, reduced in self.reductions.results()]
         if in_last_bucket:
-            report.read_word(self._buckets[-1].flat)
+            report.read_word(results[-1])
         report.check()
         return report.used()

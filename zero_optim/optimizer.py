@@ -163,6 +163,7 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
         """
         if self.leaves_out_step():
             return None
+        self.num_steps += 1
         Join.notify_join_context(self)
         loss: float | None = None
         failure: Exception | None = None
@@ -238,7 +239,7 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
                 "clip_grad_norm_(), or zero_step (overlap_with_ddp)"
             )
         params = self._params()
-        owners = [self._sharding.owners[param] for param in params]
+        owners = [self._sharding.first_owner(param) for param in params]
         asked = ClipArguments(max_norm, norm_type, error_if_nonfinite, foreach)
         return clip_together(self._group, params, owners, asked)
 

@@ -24,6 +24,7 @@ class SteppedOptimizer(ShardedStateDicts, Joinable):
     """
 
     _overlap: Overlap | None  # made when a hook first asks for it
+    num_steps = 0  # that have begun, those that were skipped too
 
     # ------------------------------------------------------------------ a step
 
@@ -76,7 +77,7 @@ class SteppedOptimizer(ShardedStateDicts, Joinable):
         return False
 
     def _lendable(self, params: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[int], list[ParamGroup]]:
-        return params, [self._sharding.owners[param] for param in params], self.param_groups
+        return params, [self._sharding.first_owner(param) for param in params], self.param_groups
 
     # ------------------------------------------------------------------ in the backward pass
 
@@ -176,6 +177,7 @@ class SteppedOptimizer(ShardedStateDicts, Joinable):
 
     def shadow_step(self) -> None:
         """Take part in a step of the active ranks, after this one ran out of inputs."""
+        self.num_steps += 1
         overlap = self._overlap
         if overlap is not None and overlap.current is not None:
             # The comm hook began the step: joined ranks run it too.

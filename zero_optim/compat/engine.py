@@ -38,6 +38,7 @@ WORKS_WITH = "2.8 to 2.13"  # versions of PyTorch
 
 NEEDED: tuple[tuple[object, str], ...] = (
     (Tensor, "_indices"),
+    (Tensor, "_make_wrapper_subclass"),
     (Tensor, "_values"),
     (Tensor, "_version"),
     (torch.amp.GradScaler, "_check_inf_per_device"),
@@ -63,6 +64,7 @@ NEEDED: tuple[tuple[object, str], ...] = (
     (Variable, "_execution_engine"),
     (getattr(Variable, "_execution_engine", None), "queue_callback"),
     (torch._C, "_current_autograd_node"),
+    (torch._C, "_disabled_torch_function_impl"),
     (torch._C, "_current_graph_task_id"),
     (torch._C, "_will_engine_execute_node"),
     (torch, "_foreach_copy_"),

@@ -16,6 +16,7 @@ from zero_optim.plan.groups import ParamGroup, param_names, params_of
 from zero_optim.plan.layout import Layout, whole
 from zero_optim.plan.memory import dense_strides
 from zero_optim.plan.partition import assign_owners
+from zero_optim.plan.pieces import Pieces, owned_by_text, whole_piece
 
 # New CPU tensors start at such addresses, and so do extents. Some kernels look at the alignment (MKL's matrix
 # product does): with the same alignment they give the same bits as without sharding.
@@ -40,21 +41,30 @@ class BucketPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Owner of every parameter, and the buckets in the order in which they are gathered.
+    """Who owns what of every parameter, and the buckets in the order in which they are gathered.
 
     Args:
         costs: what owning each parameter costs.
-        owners: group rank that owns each parameter.
+        pieces: of each parameter, the rows that each of its owners has.
         buckets: every parameter is in exactly one.
     """
 
     costs: tuple[float, ...]
-    owners: tuple[int, ...]
+    pieces: tuple[Pieces, ...]
     buckets: tuple[BucketPlan, ...]
+
+    def loads(self, num_ranks: int) -> list[float]:
+        """Add up what owning its pieces costs each rank; that of a piece is the share of its rows."""
+        loads: list[float] = [0] * num_ranks
+        for cost, pieces in zip(self.costs, self.pieces, strict=True):
+            rows = pieces[-1].stop
+            for piece in pieces:
+                loads[piece.owner] += cost if len(pieces) == 1 else cost * (piece.stop - piece.start) / rows
+        return loads
 
     def __post_init__(self) -> None:
         """Check that the buckets hold every parameter once."""
-        assert sorted(chain.from_iterable(b.params for b in self.buckets)) == list(range(len(self.owners)))
+        assert sorted(chain.from_iterable(b.params for b in self.buckets)) == list(range(len(self.pieces)))
 
 
 def make_plan(
@@ -80,7 +90,7 @@ def make_plan(
     buckets = assign_buckets(keys, [p.numel() * p.element_size() for p in params], cap_nbytes)
     return Plan(
         tuple(chain.from_iterable(costs)),
-        owners,
+        tuple(whole_piece(owner, param.shape) for param, owner in zip(params, owners, strict=True)),
         tuple(_lay_out(bucket, params, owners) for bucket in buckets),
     )
 
@@ -116,6 +126,6 @@ def describe_params(groups: Sequence[ParamGroup], plan: Plan) -> list[str]:
     slots = _device_slots(params)
     return [
         f"{name}, {p.dtype}, {p.device.type}[{slots[p.device]}], strides {dense_strides(p)}, "
-        f"{'trainable' if p.requires_grad else 'frozen'}, owned by rank {owner}"
-        for name, p, owner in zip(param_names(groups), params, plan.owners, strict=True)
+        f"{'trainable' if p.requires_grad else 'frozen'}, {owned_by_text(pieces)}"
+        for name, p, pieces in zip(param_names(groups), params, plan.pieces, strict=True)
     ]

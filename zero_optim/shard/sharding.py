@@ -18,7 +18,7 @@ from zero_optim.plan.costs import Cost
 from zero_optim.plan.groups import ParamGroup, describe_options, member_ids, param_names, params_of
 from zero_optim.plan.layout import Span, spans
 from zero_optim.plan.memory import check_shardable
-from zero_optim.plan.partition import rank_loads
+from zero_optim.plan.pieces import Piece, Pieces, piece_of
 from zero_optim.plan.plan import Plan, describe_params, make_plan
 from zero_optim.shard.gathers import UnderWay, gather_buckets, start_gathers
 from zero_optim.shard.storage import ParamBucket, is_active, make_bucket
@@ -40,7 +40,7 @@ class Sharding:
         cap_mb: capacity of a bucket in MiB, infinity for no limit.
 
     Attributes:
-        owners: group rank that owns each parameter.
+        pieces: of each parameter, the rows that each of its owners has.
         loads: the cost of what each rank owns.
         buckets: in the order in which they are gathered, the same on every rank.
         under_way: gathers that were started and may not have ended.
@@ -49,7 +49,7 @@ class Sharding:
     """
 
     def __init__(self, group: RankGroup, as_views: bool, cap_mb: float) -> None:
-        self.owners: dict[Tensor, int] = {}
+        self.pieces: dict[Tensor, Pieces] = {}
         self.loads: list[float] = [0] * group.size
         self.buckets: list[ParamBucket] = []
         self.under_way = UnderWay()
@@ -94,13 +94,26 @@ class Sharding:
         return plan
 
     def owned(self, params: Sequence[Tensor], plan: Plan) -> list[Tensor]:
-        """Pick the parameters that a plan gives to this rank, in order."""
-        return [param for param, owner in zip(params, plan.owners, strict=True) if owner == self._group.rank]
+        """Pick the parameters of which a plan gives this rank a piece, in order."""
+        rank = self._group.rank
+        return [param for param, pieces in zip(params, plan.pieces, strict=True) if piece_of(pieces, rank)]
+
+    def piece_here(self, param: Tensor) -> Piece | None:
+        """Tell which rows of a parameter this rank owns; None if it owns none."""
+        return piece_of(self.pieces[param], self._group.rank)
+
+    def is_cut(self, param: Tensor) -> bool:
+        """Whether several ranks own rows of a parameter."""
+        return len(self.pieces[param]) > 1
+
+    def first_owner(self, param: Tensor) -> int:
+        """Tell the rank that owns a parameter, or its first rows."""
+        return self.pieces[param][0].owner
 
     def add(self, params: Sequence[Tensor], plan: Plan) -> None:
         """Note the owners of a plan, and make its buckets. Does not communicate."""
-        self.owners.update(zip(params, plan.owners, strict=True))
-        more = rank_loads(plan.costs, plan.owners, self._group.size)
+        self.pieces.update(zip(params, plan.pieces, strict=True))
+        more = plan.loads(self._group.size)
         self.loads = [load + extra for load, extra in zip(self.loads, more, strict=True)]
         for bucket in plan.buckets:
             members = [params[index] for index in bucket.params]
@@ -138,7 +151,7 @@ class Sharding:
 
     def _check_owned(self, groups: Sequence[ParamGroup]) -> None:
         for index, param in enumerate(params_of(groups)):
-            if param not in self.owners:
+            if param not in self.pieces:
                 name = param_names(groups)[index]
                 raise ValueError(f"{name} has no owner: add parameters with add_param_group(), on all ranks")
 
@@ -171,7 +184,7 @@ class Sharding:
         """Wait for the gathers under way, except those that a reader waits for."""
         if self.readers:
             read = frozenset[Tensor]().union(*self.readers)
-            self.under_way.wait_for(param for param in self.owners if param not in read)
+            self.under_way.wait_for(param for param in self.pieces if param not in read)
         else:
             self.under_way.wait()
 

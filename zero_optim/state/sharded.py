@@ -20,6 +20,7 @@ from zero_optim.explain import Explanation, explain
 from zero_optim.plan.costs import Cost, CostName, cost_named
 from zero_optim.plan.description import describe
 from zero_optim.plan.groups import ParamGroup, params_of
+from zero_optim.plan.pieces import Pieces
 from zero_optim.shard.lazy import LazyGather
 from zero_optim.shard.sharding import Sharding
 from zero_optim.state.whole import Snapshot, nbytes_held
@@ -201,12 +202,32 @@ class ShardedOptimizer(Optimizer):
         return self._group
 
     def owned_parameters(self) -> list[Tensor]:
-        """List the parameters whose state this rank keeps, in order."""
-        return [param for param in self._params() if self._sharding.owners[param] == self._group.rank]
+        """List the parameters of which this rank owns all rows, or some; in order."""
+        return [param for param in self._params() if self._sharding.piece_here(param) is not None]
 
     def owners(self) -> dict[Tensor, int]:
-        """List for each parameter the group rank that keeps its state; equal on every rank."""
-        return {param: self._sharding.owners[param] for param in self._params()}
+        """List for each parameter the group rank that keeps its state; equal on every rank.
+
+        Of a parameter that is cut it is the rank that keeps the state of the first rows; see `pieces`.
+        """
+        return {param: self._sharding.first_owner(param) for param in self._params()}
+
+    def pieces(self) -> dict[Tensor, Pieces]:
+        """List for each parameter its pieces; equal on every rank.
+
+        Each is (owner, start, stop): the group rank that keeps the state of rows ``[start, stop)`` of
+        dimension 0. A parameter that is not cut has one.
+        """
+        return {param: self._sharding.pieces[param] for param in self._params()}
+
+    def bucket_members(self) -> list[list[Tensor]]:
+        """List the parameters of each bucket; equal on every rank."""
+        return [list(bucket.params) for bucket in self._sharding.buckets]
+
+    @property
+    def overlaps_with_ddp(self) -> bool:
+        """Whether the step is only ever taken during the backward pass."""
+        return self._options.overlap_with_ddp
 
     @property
     def optim(self) -> Optimizer | OptimizerView:

@@ -127,7 +127,7 @@ class ShardedStateDicts(ShardedOptimizer):
                 saved = state_dict["param_groups"]
                 owned = pick_owned(state_dict, params, self.owned_parameters())
         if src is not None:
-            owners = [self._sharding.owners[param] for param in params]
+            owners = [self._sharding.first_owner(param) for param in params]
             owned, saved = deal_out(self._group, src, state_dict, params, owners)
         with failing_together(self._group):
             self.check_weights()

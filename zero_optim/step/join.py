@@ -16,6 +16,7 @@ from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.wire import decode, encode, recv_encoded, send_value
 from zero_optim.plan.groups import ParamGroup, options_of
+from zero_optim.step.partial import PartialGradient
 from zero_optim.step.words import Word, exchange, ranks_that
 
 
@@ -68,8 +69,10 @@ def lend_to(
 def _parcel(to: int, params: Sequence[Tensor], owners: Sequence[int], groups: list[ParamGroup]) -> ParamGroup:
     """Put together what one joined rank needs."""
     grads = {i: p.grad for i, p in enumerate(params) if owners[i] == to and p.grad is not None}
+    partial = [i for i, grad in grads.items() if isinstance(grad, PartialGradient)]
+    whole = {i: grad for i, grad in grads.items() if i not in partial}
     options = [options_of(group) for group in groups]
-    return {"grads": grads, "options": options}
+    return {"grads": whole, "partial": partial, "options": options}
 
 
 def _unpack(
@@ -79,8 +82,8 @@ def _unpack(
     for group, options in zip(groups, parcel["options"], strict=True):
         group.update(options)
     for index, param in enumerate(params):
-        if owners[index] != rank:
-            continue
+        if owners[index] != rank or index in parcel["partial"]:
+            continue  # where gradients are sharded, the owner has them
         grad = parcel["grads"].get(index)
         if grad is None or param.grad is None or grad.is_sparse or param.grad.is_sparse:
             param.grad = None if grad is None else grad.to(param.device)

@@ -141,7 +141,7 @@ class Overlap:
 
     def __init__(self, group: RankGroup, sharding: Sharding, owned: OwnedState) -> None:
         self.group = group
-        self.takes_thread = _takes_thread(group, sharding.owners)
+        self.takes_thread = _takes_thread(group, sharding.pieces)
         self.lanes = self.new_lanes()
         self.current: OverlappedStep | None = None
         self._sharding = sharding
@@ -201,33 +201,33 @@ class Overlap:
         Raises:
             ValueError: the optimizer does not have one of them.
         """
-        unknown = sum(param not in self._sharding.owners for param in params)
+        unknown = sum(param not in self._sharding.pieces for param in params)
         if unknown:
             raise ValueError(
                 f"{unknown} parameters of the model are not in the optimizer, so they have no owner to "
                 'reduce their gradients to: add them to it, or reduce gradients "everywhere"'
             )
-        return [self._sharding.owners[param] for param in params]
+        return [self._sharding.first_owner(param) for param in params]
 
     def drop_gradients(self) -> None:
         """Let go of the gradients of what other ranks own: here they were not reduced."""
         assert self.current is not None  # called at the end of its backward pass
         for param in self.current.stepped:
-            if self._sharding.owners[param] != self.group.rank:
+            if self._sharding.piece_here(param) is None:
                 param.grad = None
 
     def part(self, params: Sequence[Tensor]) -> StepPart:
         """Plan the step of some parameters; those that the optimizer does not have are left out."""
-        known = [(place, param) for place, param in enumerate(params) if param in self._sharding.owners]
-        owned = [(place, param) for place, param in known if self._sharding.owners[param] == self.group.rank]
+        known = [(place, param) for place, param in enumerate(params) if param in self._sharding.pieces]
+        owned = [(place, param) for place, param in known if self._sharding.piece_here(param) is not None]
         every = tuple(param for _, param in known)
-        num_known = len(self._sharding.owners)
+        num_known = len(self._sharding.pieces)
         return StepPart(num_known, tuple(params), every, tuple(owned), self._sharding.spans_of(every))
 
     def is_current(self, part: StepPart, params: Sequence[Tensor]) -> bool:
         """Whether `part` would give the same for some parameters."""
         return (
-            part.num_known == len(self._sharding.owners)
+            part.num_known == len(self._sharding.pieces)
             and len(part.given) == len(params)
             and all(a is b for a, b in zip(part.given, params, strict=True))
         )

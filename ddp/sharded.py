@@ -1,0 +1,200 @@
+"""`ShardedDataParallel`: data parallelism whose gradients are sharded, for an optimizer that is sharded."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zero_optim.comm.agreement import agree, failing_together
+from zero_optim.comm.arguments import raise_together
+from zero_optim.compat.engine import eager
+from zero_optim.ddp.assignment import ReducerOptions
+from zero_optim.ddp.data_parallel import DistributedDataParallel
+from zero_optim.ddp.owner_reducer import Accumulate, OwnerReducer
+from zero_optim.ddp.reducer import Reducer
+from zero_optim.ddp.report import names_text
+from zero_optim.optimizer import ZeroRedundancyOptimizer
+
+_OPTIONS = (
+    "broadcast_buffers",
+    "device_ids",
+    "dim",
+    "find_unused_parameters",
+    "init_sync",
+    "mixed_precision",
+    "output_device",
+    "static_graph",
+)
+_REFUSED = {
+    "batched_grad_copy": "gradients are copied as they come, so that they can be dropped",
+    "bucket_cap_mb": "buckets are those of the optimizer: give it bucket_cap_mb",
+    "bucket_cap_mb_list": "buckets are those of the optimizer: give it bucket_cap_mb",
+    "check_reduction": "it has had no effect for long",
+    "delay_all_reduce_named_params": "every gradient goes to its owner, and none can be averaged elsewhere",
+    "device_mesh": "the ranks are those of the optimizer: give it process_group=mesh.get_group()",
+    "gradient_as_bucket_view": "an owner's gradients are views already, and nobody else has whole ones",
+    "param_to_hook_all_reduce": "every gradient goes to its owner, and none can be averaged elsewhere",
+    "skip_all_reduce_unused_params": "the ranks have to reduce the same buckets",
+}
+
+
+class ShardedDataParallel(DistributedDataParallel):
+    """Reduce each gradient to its owner alone during the backward pass (ZeRO stage 2).
+
+    Use it in the place of ``DistributedDataParallel``, with the optimizer built first::
+
+        optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, lr=1e-3)
+        model = ShardedDataParallel(module, optimizer)
+
+    The loop stays as it is: ``backward()``, ``optimizer.clip_grad_norm_()``, ``GradScaler``,
+    ``optimizer.step()``, ``zero_grad()``. After a backward pass the owner of a parameter has the averaged
+    gradient in ``param.grad``. On other ranks a `PartialGradient` stands there, without memory. What reads it
+    raises: ``torch.nn.utils.clip_grad_norm_`` does, ``optimizer.clip_grad_norm_`` is right. A parameter
+    that no rank used has None on every rank.
+
+    A gradient is multiplied by one over the number of ranks, then the ranks' gradients are added up in the
+    order of ranks. On two ranks that gives, bit for bit, what ``DistributedDataParallel`` gives.
+
+    Each bucket is sent while the next one fills, and takes half the bytes of an all-reduce. A rank holds its
+    own gradients and less than three buckets, with two ranks 1.5, with three 2: Note [Memory of sharded
+    gradients] in `zero_optim.ddp.owner_bucket` says exactly. The first pass with ``static_graph=True`` holds
+    all gradients, as it is there to learn.
+
+    All ranks of the optimizer's group must construct it, with the same arguments, and run forward and
+    backward passes together. Errors of a backward pass, ``Join``, checkpointing, and parameters that are
+    unused are as in `DistributedDataParallel`. Sparse gradients are summed on every rank, and kept by their
+    owners.
+
+    Args:
+        module: what to train. The optimizer has all of its parameters that require a gradient.
+        optimizer: steps them.
+        accumulate: what several backward passes before a step do. "owner": each is reduced, and the owners
+            add up. That needs no more memory, and sends each time; ``no_sync()`` is refused. "local": passes
+            under ``no_sync()`` add up whole gradients on each rank, and the next one outside of it reduces
+            the sums. The bits differ: "owner" adds over ranks first, then over passes; "local" over passes
+            first, on each rank, then over ranks.
+        process_group: that of the optimizer; need not be given.
+        **options: ``device_ids``, ``output_device``, ``dim``, ``broadcast_buffers``, ``init_sync``,
+            ``find_unused_parameters``, ``static_graph`` and ``mixed_precision``, as in
+            `DistributedDataParallel`.
+
+    Raises:
+        TypeError: on every rank: ``optimizer`` is not sharded by this library, or an option is unknown or has
+            no meaning here; says why.
+        ValueError: likewise: the optimizer lacks a parameter, or has another process group.
+        RankMismatchError: on every rank: models or arguments differ.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: ZeroRedundancyOptimizer,
+        *,
+        accumulate: Accumulate = "owner",
+        process_group: dist.ProcessGroup | None = None,
+        **options: Any,  # noqa: ANN401 - PyTorch's
+    ) -> None:
+        """Check, agree with the other ranks, and wrap."""
+        _check_optimizer(optimizer)
+        with failing_together(optimizer.ranks):
+            _check_arguments(accumulate, options)
+            _check_group(optimizer, process_group)
+            _check_module(module, optimizer)
+        agree(optimizer.ranks, [f"accumulate={accumulate!r}"], "the arguments of ShardedDataParallel")
+        self._optimizer = optimizer
+        self._accumulate = accumulate
+        base: Any = super()
+        base.__init__(module, process_group=optimizer.ranks.process_group, **options)
+
+    def _make_reducer(
+        self, pairs: Sequence[tuple[str, Tensor]], options: ReducerOptions, sparse: Sequence[str]
+    ) -> Reducer:
+        return OwnerReducer(pairs, self._optimizer, options, sparse=sparse, wanted=self._wanted())
+
+    @eager
+    def _post_forward(self, output: object) -> object:
+        if torch.is_grad_enabled() and not self.require_backward_grad_sync:
+            own = self._own()
+            assert isinstance(own, OwnerReducer)  # made above
+            own.begin_local()
+        return super()._post_forward(output)
+
+    def no_sync(self) -> Any:  # noqa: ANN401 - PyTorch's context
+        """Add up gradients on each rank, whole, in the passes of this context; with ``accumulate="local"``.
+
+        Raises:
+            RuntimeError: ``accumulate`` is "owner".
+        """
+        if self._accumulate == "owner":
+            raise RuntimeError(
+                'accumulate="owner" adds several backward passes up in the rows of the owners, without '
+                'no_sync(): leave it out, or build ShardedDataParallel with accumulate="local"'
+            )
+        return super().no_sync()
+
+    def register_comm_hook(self, state: object, hook: object) -> NoReturn:
+        """Refuse a comm hook: gradients are reduced to owners here.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "ShardedDataParallel reduces gradients to their owners, and takes no comm hook: use "
+            "zero_optim.ddp.DistributedDataParallel with it"
+        )
+
+    def _register_builtin_comm_hook(self, comm_hook_type: object) -> None:
+        self.register_comm_hook(None, comm_hook_type)
+
+    def _update_process_group(self, new_process_group: object) -> None:
+        raise RuntimeError(
+            "ShardedDataParallel has the process group of its optimizer: build both anew for other ranks"
+        )
+
+
+def _check_optimizer(optimizer: object) -> None:
+    if not isinstance(optimizer, ZeroRedundancyOptimizer):
+        kind = type(optimizer).__name__
+        raise_together(TypeError(f"expected a zero_optim.ZeroRedundancyOptimizer, got {kind}"))
+
+
+def _check_arguments(accumulate: object, options: Mapping[str, object]) -> None:
+    if accumulate not in ("owner", "local"):
+        raise ValueError(f'expected accumulate to be "owner" or "local", got {accumulate!r}')
+    for name in options:
+        if name in _REFUSED:
+            raise TypeError(f"ShardedDataParallel takes no {name}: {_REFUSED[name]}")
+        if name not in _OPTIONS:
+            raise TypeError(f"expected options among {', '.join(_OPTIONS)}, got {name}")
+
+
+def _check_group(optimizer: ZeroRedundancyOptimizer, process_group: dist.ProcessGroup | None) -> None:
+    if process_group is not None and process_group is not optimizer.ranks.process_group:
+        raise ValueError(
+            "process_group is another group than that of the optimizer, whose ranks own the gradients: leave "
+            "it out, or give both the same"
+        )
+
+
+def _check_module(module: object, optimizer: ZeroRedundancyOptimizer) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a module to wrap, got {type(module).__name__}")
+    if optimizer.overlaps_with_ddp:
+        raise ValueError(
+            "the optimizer has overlap_with_ddp=True, and would wait for a comm hook that steps it: leave "
+            "that out"
+        )
+    known = optimizer.pieces()
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    unknown = [
+        name
+        for name, param in module.named_parameters()
+        if param.requires_grad and name not in ignored and param not in known
+    ]
+    if unknown:
+        raise ValueError(
+            f"the optimizer does not have {names_text(unknown)}, so nobody owns the gradients: add them to "
+            "it, or freeze them (requires_grad=False) before wrapping"
+        )

@@ -1,0 +1,76 @@
+"""For the tests of sharded gradients: the same run with whole gradients, and with sharded ones."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from overlap import Net, adamw, loss_of
+from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
+from zero_optim.step.partial import PartialGradient
+
+
+@dataclass
+class Setting:
+    """How to build a run, with whole gradients or with sharded ones.
+
+    Args:
+        model: builds the model, with equal values each time.
+        optimizer: builds the optimizer over the model.
+        options: of both wrappers.
+        accumulate: of `ShardedDataParallel`.
+    """
+
+    model: Callable[[], nn.Module] = Net
+    optimizer: Callable[[nn.Module], ZeroRedundancyOptimizer] = adamw
+    options: dict[str, Any] = field(default_factory=dict)
+    accumulate: Any = "owner"
+
+    def whole(self) -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
+        """Our DDP and the optimizer."""
+        model = self.model()
+        optimizer = self.optimizer(model)
+        return DistributedDataParallel(model, **self.options), optimizer
+
+    def sharded(self) -> tuple[ShardedDataParallel, ZeroRedundancyOptimizer]:
+        """The wrapper whose gradients are sharded, and the optimizer."""
+        model = self.model()
+        optimizer = self.optimizer(model)
+        return ShardedDataParallel(model, optimizer, accumulate=self.accumulate, **self.options), optimizer
+
+
+Step = Callable[[Any, ZeroRedundancyOptimizer, int], object]
+
+
+def plain_step(model: nn.Module, optimizer: ZeroRedundancyOptimizer, step: int) -> None:
+    optimizer.zero_grad()
+    loss_of(model, step).backward()
+    optimizer.step()
+
+
+def assert_same_run(setting: Setting, step: Step = plain_step, steps: int = 4) -> ShardedDataParallel:
+    """Train both ways; after every step parameters are the same bit for bit, and gradients where they are."""
+    (whole, one), (sharded, other) = setting.whole(), setting.sharded()
+    for number in range(steps):
+        expected, got = step(whole, one, number), step(sharded, other, number)
+        assert repr(expected) == repr(got), (number, expected, got)
+        for (name, want), param in zip(whole.named_parameters(), sharded.parameters(), strict=True):
+            assert torch.equal(param, want), (number, name)
+        assert_same_gradients(sharded, whole)
+    return sharded
+
+
+def assert_same_gradients(sharded: nn.Module, whole: nn.Module) -> None:
+    """Gradients are those of a run with whole ones, or partial, or None on both sides."""
+    for (name, param), other in zip(sharded.named_parameters(), whole.parameters(), strict=True):
+        assert_same_gradient(name, param.grad, other.grad)
+
+
+def assert_same_gradient(name: str, got: Tensor | None, want: Tensor | None) -> None:
+    if got is None or want is None:
+        assert got is want, (name, got, want)
+    elif not isinstance(got, PartialGradient):
+        assert torch.equal(got.to_dense(), want.to_dense()), (name, got, want)

@@ -1,0 +1,178 @@
+"""`PartialGradient`: what stands in ``param.grad`` where a rank does not hold the whole reduced gradient.
+
+Note [Partial gradients]
+    Where gradients are sharded, the reduced gradient of a parameter lies on its owners alone. On the other
+    ranks ``param.grad`` must not be None, as that means "unused" to an optimizer, to ``GradScaler`` and to a
+    user. Nor may it be a tensor of some values: its norm, its sum, its histogram would be wrong, silently.
+    So a tensor stands there that has the parameter's shape, dtype and device, and no memory. It holds the
+    rows that this rank owns, if any. An operator that treats each element alone, in place, works on
+    those rows. Every other one raises. What is None after a backward pass is None on every rank.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from zero_optim.plan.pieces import Pieces, owned_by_text
+
+# In place, each element alone, with numbers or 0-d tensors beside the gradients.
+_PER_ELEMENT = frozenset(
+    {
+        "_amp_foreach_non_finite_check_and_unscale_",
+        "clamp_",
+        "clamp_max_",
+        "clamp_min_",
+        "div_",
+        "mul_",
+        "nan_to_num_",
+        "neg_",
+        "zero_",
+        *(f"_foreach_{name}_" for name in ("clamp_max", "clamp_min", "div", "mul", "neg", "zero")),
+    }
+)
+
+
+class PartialGradient(Tensor):
+    """A reduced gradient of which this rank holds some rows, or none. It does not communicate.
+
+    Operators that change each element alone, in place, work on the rows that are here: ``zero_``, ``mul_``
+    and ``div_`` by a number, ``clamp_``, what ``GradScaler`` calls. Any other one raises.
+
+    Args:
+        param: whose gradient it is.
+        pieces: who owns which of its rows.
+        piece: the rows of this rank, with their shape; None if it owns none.
+        name: of the parameter, for messages.
+
+    Attributes:
+        piece: as given.
+        is_zero: all elements were set to zero since; on the other ranks too, if they did the same.
+    """
+
+    piece: Tensor | None
+    is_zero: bool
+
+    @staticmethod
+    def __new__(
+        cls: type["PartialGradient"], param: Tensor, pieces: Pieces, piece: Tensor | None, name: str
+    ) -> "PartialGradient":
+        """Make the tensor without memory."""
+        make: Any = Tensor._make_wrapper_subclass
+        made: PartialGradient = make(
+            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
+        )
+        return made
+
+    def __init__(self, param: Tensor, pieces: Pieces, piece: Tensor | None, name: str) -> None:
+        """Keep the rows."""
+        self.piece = piece
+        self.is_zero = False
+        self._pieces = pieces
+        self._name = name
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # noqa: ANN401
+        """Tell what it is, without an element."""
+        here = "no rows here" if self.piece is None else f"{self.piece.shape[0]} rows here"
+        kind = f"{tuple(self.shape)}, {self.dtype}, {self.device}"
+        return f"PartialGradient({self._name}: {kind}, {owned_by_text(self._pieces)}, {here})"
+
+    def __deepcopy__(self, memo: object) -> "PartialGradient":
+        """Copy the rows."""
+        return self._with(None if self.piece is None else self.piece.detach().clone())
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be pickled."""
+        self._refuse("pickle")
+
+    def _with(self, piece: Tensor | None) -> "PartialGradient":
+        made = PartialGradient(self, self._pieces, piece, self._name)
+        made.is_zero = self.is_zero
+        return made
+
+    def _refuse(self, operator: str) -> NoReturn:
+        raise RuntimeError(
+            f"{operator} of the gradient of {self._name} needs elements that this rank does not have: "
+            f"gradients are sharded, and this one is {owned_by_text(self._pieces)}. To clip, all ranks call "
+            "optimizer.clip_grad_norm_(), in the place of torch.nn.utils.clip_grad_norm_(). To add up several "
+            "backward passes leave that to ShardedDataParallel(accumulate=...). The rows of this rank are "
+            'in ".piece"; optimizer.owned_parameters() are those of which there are any'
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,  # noqa: ANN401 - PyTorch's
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - what the operator returns
+        """Run an operator on the rows that are here, or refuse it."""
+        name = func.overloadpacket.__name__
+        first = args[0] if args else None
+        if name == "detach" and isinstance(first, PartialGradient):
+            return first._with(first.piece)
+        if name == "detach_":
+            return first
+        beside = args[1:]
+        if name in _PER_ELEMENT and not any(_has_elements(value) for value in beside):
+            if isinstance(first, PartialGradient):
+                _run_on_one(func, name, first, beside, kwargs or {})
+                return first
+            if isinstance(first, list | tuple):
+                return _run_on_many(func, name, first, beside, kwargs or {})
+        return _first_in(args)._refuse(name)
+
+
+def _run_on_one(
+    func: Callable[..., Any], name: str, grad: PartialGradient, beside: Sequence[Any], kwargs: dict[str, Any]
+) -> None:
+    grad.is_zero = name == "zero_"
+    if grad.piece is not None:
+        func(grad.piece, *beside, **kwargs)
+
+
+def _run_on_many(
+    func: Callable[..., Any],
+    name: str,
+    grads: Sequence[Tensor],
+    beside: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:  # noqa: ANN401 - what the operator returns
+    """Run an operator on a list of gradients, some of which are partial."""
+    there = []
+    for grad in grads:
+        if isinstance(grad, PartialGradient):
+            grad.is_zero = name == "_foreach_zero_"
+            there.append(grad.piece)
+        else:
+            there.append(grad)
+    present = [place for place, tensor in enumerate(there) if tensor is not None]
+    if not present:
+        return None
+    # A list beside the gradients has a number, or a 0-d tensor, for each.
+    args = [
+        [value[place] for place in present] if isinstance(value, list | tuple) else value for value in beside
+    ]
+    return func([there[place] for place in present], *args, **kwargs)
+
+
+def _has_elements(value: object) -> bool:
+    """Whether something is, or holds, a tensor of more than one element, or a partial gradient."""
+    if isinstance(value, list | tuple):
+        return any(map(_has_elements, value))
+    return isinstance(value, PartialGradient) or (isinstance(value, Tensor) and value.numel() > 1)
+
+
+def _first_in(values: Sequence[Any]) -> PartialGradient:
+    for value in values:
+        if isinstance(value, PartialGradient):
+            return value
+        if isinstance(value, list | tuple):
+            for item in value:
+                if isinstance(item, PartialGradient):
+                    return item
+    raise AssertionError("an operator is dispatched here for one of its arguments")
