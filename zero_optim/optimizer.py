@@ -202,8 +202,10 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
 
     @property
     def _leaves_closure(self) -> bool:
-        """Whether a closure may be left to the class's own step."""
-        return self._overlap is None and not self._join_config.enable and self._owned.takes_closures
+        """Whether a closure may be left to the class's own step: leaves apart need its gradients before."""
+        if self._overlap is not None or self._join_config.enable or self._sharding.has_cuts:
+            return False
+        return self._owned.takes_closures
 
     def clip_grad_norm_(
         self,
