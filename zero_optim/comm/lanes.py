@@ -1,7 +1,7 @@
 """Process groups beside a given one, of the same ranks, lent to one user at a time.
 
-The overlapped step where a thread steps, comm hooks on gloo, the background saver and the reduce-scatter
-bucketer take them; all ranks call, and it communicates on the given group.
+Gathers on gloo, the overlapped step where a thread steps, comm hooks on gloo, the background saver and the
+reduce-scatter bucketer take them; all ranks call, and it communicates on the given group.
 
 Note [Lanes]
     Collectives of two threads on one process group mix. So code that communicates beside the main thread, or
@@ -106,7 +106,12 @@ def lanes_beside(group: RankGroup) -> Lease:
     ever. All ranks call; communicates and raises as `lease`.
     """
     backend = group.data_backend
-    return lease(group, min(group.size, _MOST) if backend == "gloo" else 1, backend)
+    return gloo_lanes_beside(group) if backend == "gloo" else lease(group, 1, backend)
+
+
+def gloo_lanes_beside(group: RankGroup) -> Lease:
+    """Take gloo lanes, one for each rank, up to eight. All ranks call; communicates and raises as `lease`."""
+    return lease(group, min(group.size, _MOST), "gloo")
 
 
 def lease(group: RankGroup, number: int, backend: str) -> Lease:

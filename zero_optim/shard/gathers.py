@@ -1,20 +1,54 @@
 """Gathers: the owners broadcast their rows of each bucket to all ranks.
 
 All functions that take a group or lanes communicate, and all ranks call them in the same order of buckets.
+
+Note [A lane an owner]
+    A gloo group matches operations by the order in which they were issued, and runs few at a time. So
+    broadcasts of several owners on one group are half duplex for much of the time. With a group for each
+    owner each link is used in both directions: a gather of 55 MB between two ranks takes 240 ms over 1 Gbit/s
+    in the place of 390 to 440, of which the wire alone needs 233; over loopback 0.8 to 0.9 of the time.
+
+    Process groups take threads and file descriptors. Below 1 MiB in all, two ranks gain nothing (measured:
+    0.9 to 1.3 of the time). So lanes are taken by the first gather that is larger and has several owners.
+    Sizes and owners are planned, so the ranks decide alike. The lanes are not those of an overlapped step,
+    whose thread gathers in an order of its own.
+
+    Other backends have one communicator for all traffic of a device. There the broadcasts of a bucket are one
+    launch however many owners it has: Note [Rows at once] in `zero_optim.comm.collectives`.
+
+Note [Step, then gather]
+    Ordinary steps step everything, then gather everything. To step one bucket, start its gather, and step the
+    next, was tried on gloo: the same bits for most classes, and too little gain. Time of a step with it, as a
+    factor (AdamW, 13.8 M parameters, two ranks, buckets of 32 MiB / 8 MiB)::
+
+        AdamW's options    link of 1 Gbit/s    loopback, two cores
+        fused              1.00 / 1.01         1.02 / 1.04
+        foreach=False      0.99 / 0.99         1.03 / 1.14
+        foreach=True       0.97 / 0.93         0.74 / 0.87
+
+    A fused step is 9 of 240 ms, so there is little to hide. The rank that has a long row in the first bucket
+    starts late all the same. Over loopback, the step and gloo's threads share the cores. What ``foreach``
+    gains is mostly in its own step, as its temporaries then fit the cache.
 """
 
 import threading
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
+import torch.distributed as dist
 from torch import Tensor
 
 from zero_optim.comm.collectives import Pending, RankGroup
+from zero_optim.comm.lanes import Lease, gloo_lanes_beside
+from zero_optim.compat.streams import is_asynchronous
 from zero_optim.plan.layout import Span
 from zero_optim.shard.storage import ParamBucket, rows_of
 
 # Enough to keep the network busy. Each gather under way has a flat tensor, unless parameters are views of it.
 NUM_UNDER_WAY = 4
+# See Note [A lane an owner].
+LANES_FROM_NBYTES = 2**20
 
 
 class UnderWay:
@@ -84,18 +118,22 @@ class UnderWay:
         self._awaited = {param: some for param, some in of_params if some}
 
 
-def start_gather(group: RankGroup, bucket: ParamBucket) -> Pending:
+def start_gather(lanes: Sequence[RankGroup], bucket: ParamBucket) -> Pending:
     """Start the gather of one bucket; all ranks call, in the same order of buckets.
 
     One broadcast for each owner that has a row in the bucket; one launch for all of them where the backend
     has such a thing.
+
+    Args:
+        lanes: groups of the same ranks, see `start_gather_of_part`.
+        bucket: the bucket.
 
     Returns:
         The gather. Parameters of other owners have their new values after ``wait()``, on an accelerator for
         work of the stream that waited. Until then nothing may write to any parameter of the bucket.
     """
     flat = bucket.fill()
-    works = group.broadcast_rows(rows_of(flat, bucket.layout))
+    works = _broadcast(lanes, rows_of(flat, bucket.layout))
     return Pending(works, [flat], lambda: bucket.settle(flat))
 
 
@@ -112,28 +150,80 @@ def start_gather_of_part(
         spans: where they lie.
     """
     flat = bucket.fill(chosen)
-    works = []
-    for number, lane in enumerate(lanes):
-        mine = [span for span in spans if span.owner % len(lanes) == number]
-        works += lane.broadcast_rows([(span.owner, flat[span.start : span.stop]) for span in mine])
+    works = _broadcast(lanes, [(span.owner, flat[span.start : span.stop]) for span in spans])
     return Pending(works, [flat], lambda: bucket.settle(flat, chosen))
 
 
-def start_gathers(group: RankGroup, buckets: Sequence[ParamBucket], under_way: UnderWay) -> None:
-    """Start the gathers of buckets, and wait for none; all ranks call."""
-    for bucket in buckets:
-        under_way.add(bucket.params, start_gather(group, bucket))
+def _broadcast(lanes: Sequence[RankGroup], rows: Sequence[tuple[int, Tensor]]) -> list[dist.Work]:
+    works = []
+    for number, lane in enumerate(lanes):
+        works += lane.broadcast_rows([row for row in rows if row[0] % len(lanes) == number])
+    return works
 
 
-def gather_buckets(group: RankGroup, buckets: Sequence[ParamBucket]) -> None:
-    """Gather buckets, `NUM_UNDER_WAY` at a time, and wait for all; all ranks call.
+class Gathers:
+    """The gathers of one optimizer after its ordinary steps, and what may still be under way of any.
 
-    In a group of one it does not communicate.
+    Attributes:
+        under_way: gathers that were started and may not have ended, those of overlapped steps too.
+        readers: sets of parameters. A step leaves their gathers under way, because the code that reads them
+            waits.
     """
-    under_way: deque[Pending] = deque()
-    for bucket in buckets:
-        if len(under_way) == NUM_UNDER_WAY:
-            under_way.popleft().wait()
-        under_way.append(start_gather(group, bucket))
-    for pending in under_way:
-        pending.wait()
+
+    def __init__(self) -> None:
+        self.under_way = UnderWay()
+        self.readers: list[frozenset[Tensor]] = []
+        self._lanes: Lease | None = None  # for owners, see Note [A lane an owner]; the same on every rank
+
+    def __reduce__(self) -> "tuple[type[Gathers], tuple[()]]":
+        """Copy and pickle as new: readers wait for this object's gathers; a copy takes lanes of its own."""
+        return Gathers, ()
+
+    def start(self, group: RankGroup, buckets: Sequence[ParamBucket]) -> None:
+        """Start the gathers of buckets, and wait for none; all ranks call."""
+        with self._lent(group, buckets) as lanes:
+            for bucket in buckets:
+                self.under_way.add(bucket.params, start_gather(_lanes_for(bucket, group, lanes), bucket))
+
+    def run(self, group: RankGroup, buckets: Sequence[ParamBucket]) -> None:
+        """Gather buckets, `NUM_UNDER_WAY` at a time, and wait for all; all ranks call.
+
+        In a group of one it does not communicate.
+        """
+        under_way: deque[Pending] = deque()
+        with self._lent(group, buckets) as lanes:
+            for bucket in buckets:
+                if len(under_way) == NUM_UNDER_WAY:
+                    under_way.popleft().wait()
+                under_way.append(start_gather(_lanes_for(bucket, group, lanes), bucket))
+            for pending in under_way:
+                pending.wait()
+
+    @contextmanager
+    def _lent(self, group: RankGroup, buckets: Sequence[ParamBucket]) -> Iterator[Sequence[RankGroup]]:
+        """Give the lanes, if there are any; where the body fails, nobody else gets them."""
+        if self._lanes is None and _gains_by_lanes(group, buckets):
+            self._lanes = gloo_lanes_beside(group)
+        lanes = self._lanes
+        try:
+            yield () if lanes is None else lanes.groups
+        except BaseException:
+            if lanes is not None:
+                lanes.abandon()
+            raise
+
+
+def _gains_by_lanes(group: RankGroup, buckets: Sequence[ParamBucket]) -> bool:
+    """Whether the gather of some buckets is quicker on lanes; the same on every rank."""
+    sent = [bucket for bucket in buckets if _may_use_lanes(bucket, group)]
+    if group.size == 1 or sum(bucket.nbytes for bucket in sent) < LANES_FROM_NBYTES:
+        return False
+    return len({row.owner for bucket in sent for row in bucket.layout.rows}) > 1
+
+
+def _may_use_lanes(bucket: ParamBucket, group: RankGroup) -> bool:
+    return not is_asynchronous(bucket.device) and group.backend_of(bucket.device) == "gloo"
+
+
+def _lanes_for(bucket: ParamBucket, group: RankGroup, lanes: Sequence[RankGroup]) -> Sequence[RankGroup]:
+    return lanes if lanes and _may_use_lanes(bucket, group) else (group,)

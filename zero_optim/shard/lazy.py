@@ -42,13 +42,13 @@ class LazyGather:
             self._handles.append(module.register_forward_pre_hook(_ForwardWait(self, module), prepend=True))
             self._handles.append(module.register_state_dict_pre_hook(self.wait))  # type: ignore[no-untyped-call]
             self._handles.append(module.register_load_state_dict_pre_hook(self.wait))  # type: ignore[no-untyped-call]
-        sharding.readers.append(self._params)
+        sharding.gathers.readers.append(self._params)
 
     def remove(self) -> None:
         """Wait for the gathers under way, and remove the hooks. Then steps wait for their gathers again."""
         self._under_way.wait()
         if self._handles:
-            self._sharding.readers.remove(self._params)
+            self._sharding.gathers.readers.remove(self._params)
         while self._handles:
             self._handles.pop().remove()
 

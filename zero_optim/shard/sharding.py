@@ -7,7 +7,6 @@ import math
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
 
 from torch import Tensor
 
@@ -20,7 +19,7 @@ from zero_optim.plan.layout import Span, spans
 from zero_optim.plan.memory import check_shardable
 from zero_optim.plan.pieces import Piece, Pieces, piece_of
 from zero_optim.plan.plan import Plan, describe_params, make_plan
-from zero_optim.shard.gathers import UnderWay, gather_buckets, start_gathers
+from zero_optim.shard.gathers import Gathers, UnderWay
 from zero_optim.shard.storage import ParamBucket, is_active, make_bucket
 
 _DIFFERS_ON_PURPOSE = (
@@ -43,17 +42,14 @@ class Sharding:
         pieces: of each parameter, the rows that each of its owners has.
         loads: the cost of what each rank owns.
         buckets: in the order in which they are gathered, the same on every rank.
-        under_way: gathers that were started and may not have ended.
-        readers: sets of parameters. A step leaves their gathers under way, because the code that reads them
-            waits.
+        gathers: those that were started and may not have ended, and who waits for them.
     """
 
     def __init__(self, group: RankGroup, as_views: bool, cap_mb: float) -> None:
         self.pieces: dict[Tensor, Pieces] = {}
         self.loads: list[float] = [0] * group.size
         self.buckets: list[ParamBucket] = []
-        self.under_way = UnderWay()
-        self.readers: list[frozenset[Tensor]] = []
+        self.gathers = Gathers()
         self._places: dict[Tensor, tuple[int, int]] = {}
         self._group = group
         self._as_views = as_views
@@ -61,9 +57,10 @@ class Sharding:
         self._active: list[bool] = []
         self._checked: list[list[int]] = []  # the groups' members when all had an owner at the last check
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickle without the readers, which wait for the gathers of this object."""
-        return {**self.__dict__, "readers": []}
+    @property
+    def under_way(self) -> UnderWay:
+        """Gathers that were started and may not have ended."""
+        return self.gathers.under_way
 
     def plan(
         self, groups: Sequence[ParamGroup], costs: Sequence[Cost], before: int, about: Sequence[str]
@@ -180,16 +177,16 @@ class Sharding:
             agree(self._group, items, "which parameters are frozen")
             self._active = active
         gathered = [bucket for bucket, on in zip(self.buckets, active, strict=True) if on or frozen_too]
-        if self.readers:
-            start_gathers(self._group, gathered, self.under_way)
+        if self.gathers.readers:
+            self.gathers.start(self._group, gathered)
             self.end_step()
         else:
-            gather_buckets(self._group, gathered)
+            self.gathers.run(self._group, gathered)
 
     def end_step(self) -> None:
         """Wait for the gathers under way, except those that a reader waits for."""
-        if self.readers:
-            read = frozenset[Tensor]().union(*self.readers)
+        if self.gathers.readers:
+            read = frozenset[Tensor]().union(*self.gathers.readers)
             self.under_way.wait_for(param for param in self.pieces if param not in read)
         else:
             self.under_way.wait()
@@ -215,7 +212,7 @@ class Sharding:
     @eager
     def gather_all(self) -> None:
         """Gather all parameters, also frozen ones; all ranks call."""
-        gather_buckets(self._group, self.buckets)
+        self.gathers.run(self._group, self.buckets)
 
 
 def _nbytes(cap_mb: float) -> int:

@@ -55,6 +55,16 @@ class ParamBucket(Protocol):
     params: list[Tensor]
     layout: Layout
 
+    @property
+    def device(self) -> torch.device:
+        """Where the flat tensor is, wherever the user may have put the parameters since."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the flat tensor, padding included."""
+        ...
+
     def refresh(self) -> None:
         """Check the parameters before a step: take over what the user did to them, or refuse it.
 
@@ -231,6 +241,16 @@ class ViewBucket:
         """Copy and pickle by making a new bucket from the copied parameters."""
         return partial(make_bucket, as_views=True), (self.params, self.layout, self._rank)
 
+    @property
+    def device(self) -> torch.device:
+        """See `ParamBucket`."""
+        return self._flat.device
+
+    @property
+    def nbytes(self) -> int:
+        """See `ParamBucket`."""
+        return self._flat.nbytes
+
     def refresh(self) -> None:
         """See `ParamBucket`. Parameters whose ``data`` was replaced move in again, all that fit.
 
@@ -303,6 +323,16 @@ class CopyBucket:
         self.layout = layout
         self._forms = list(map(Form.of, params))
         self._own, self._others = _members(layout, self._forms, rank)
+
+    @property
+    def device(self) -> torch.device:
+        """See `ParamBucket`."""
+        return self._forms[0].device
+
+    @property
+    def nbytes(self) -> int:
+        """See `ParamBucket`."""
+        return self.layout.numel * self._forms[0].dtype.itemsize
 
     def refresh(self) -> None:
         """See `ParamBucket`."""

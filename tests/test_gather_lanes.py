@@ -1,0 +1,293 @@
+"""Gathers of ordinary steps: on gloo each owner sends on a group of its own, elsewhere in one launch."""
+
+import copy
+import gc
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from overlap import Setting, plain_step
+from pool import Ranks
+from training import assert_same_bits, set_grads, twin
+from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.comm import collectives
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.lanes import gloo_lanes_beside
+from zero_optim.shard import gathers
+
+LARGE = [(300, 256)] * 5 + [(7,)]  # 1.5 MB
+CAP = 0.3  # MiB, so that there are several buckets
+
+
+def make(shapes: list[tuple[int, ...]] = LARGE, **options: Any) -> ZeroRedundancyOptimizer:
+    generator = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    return ZeroRedundancyOptimizer(
+        params, torch.optim.SGD, **{"lr": 0.1, "momentum": 0.9, "bucket_cap_mb": CAP, **options}
+    )
+
+
+def params_of(optimizer: ZeroRedundancyOptimizer) -> list[torch.Tensor]:
+    return list(optimizer.owners())
+
+
+def step(optimizer: ZeroRedundancyOptimizer, number: int = 0) -> None:
+    set_grads(params_of(optimizer), number)
+    optimizer.step()
+
+
+@contextmanager
+def broadcasts() -> Iterator[list[tuple[str, int]]]:
+    """Give what is broadcast in the body: name of the group, and source."""
+    sent: list[tuple[str, int]] = []
+    real = dist.broadcast
+
+    def noted(tensor: torch.Tensor, source: int, group: Any, async_op: bool) -> Any:
+        sent.append((group.group_name, source))
+        return real(tensor, source, group=group, async_op=async_op)
+
+    with mock.patch.object(dist, "broadcast", noted):
+        yield sent
+
+
+def groups_used(optimizer: ZeroRedundancyOptimizer, number: int = 0) -> dict[int, set[str]]:
+    """Step, and tell on which groups each owner sent."""
+    with broadcasts() as sent:
+        step(optimizer, number)
+        optimizer.wait_for_gathers()
+    return {owner: {name for name, source in sent if source == owner} for _, owner in sent}
+
+
+def given_group() -> str:
+    world = dist.group.WORLD
+    assert world is not None
+    return world.group_name
+
+
+# ---------------------------------------------------------------------- who gets lanes
+
+
+def check_owners() -> None:
+    optimizer = make()
+    first = groups_used(optimizer)
+    assert first.keys() == set(range(dist.get_world_size()))
+    assert all(len(names) == 1 for names in first.values()), first
+    assert len(set.union(*first.values())) == dist.get_world_size()
+    assert given_group() not in set.union(*first.values())
+    assert groups_used(optimizer, 1) == first
+
+
+def test_each_owner_sends_on_a_group_of_its_own(ranks_2_and_4: Ranks) -> None:
+    ranks_2_and_4.run(check_owners)
+
+
+def check_given_group(shapes: list[tuple[int, ...]]) -> None:
+    with mock.patch.object(gathers, "gloo_lanes_beside") as taken:
+        used = groups_used(make(shapes))
+    assert set.union(*used.values()) == {given_group()}
+    taken.assert_not_called()
+
+
+@pytest.mark.parametrize("shapes", [[(8, 8)] * 4, [(600, 600)]], ids=["little to send", "one owner"])
+def test_no_group_is_made_where_it_gains_nothing(ranks2: Ranks, shapes: list[tuple[int, ...]]) -> None:
+    ranks2.run(check_given_group, shapes)
+
+
+def check_other_backends() -> None:
+    with mock.patch.object(RankGroup, "backend_of", return_value="nccl"):
+        check_given_group(LARGE)
+    with mock.patch.object(gathers, "is_asynchronous", return_value=True):  # gloo and CUDA
+        check_given_group(LARGE)
+
+
+def test_other_backends_and_devices_have_one_communicator(ranks2: Ranks) -> None:
+    ranks2.run(check_other_backends)
+
+
+def check_building() -> None:
+    with mock.patch.object(gathers, "gloo_lanes_beside") as taken:
+        make()
+    taken.assert_not_called()
+
+
+def test_no_group_is_made_before_it_is_needed(ranks2: Ranks) -> None:
+    ranks2.run(check_building)
+
+
+# ---------------------------------------------------------------------- the same bits
+
+
+def check_bits(options: dict[str, Any], lazily: bool) -> None:
+    optimizer = make(**options)
+    mine = params_of(optimizer)
+    theirs = twin(mine)
+    plain = torch.optim.SGD(theirs, lr=0.1, momentum=0.9)
+    if lazily:
+        optimizer.gather_lazily(nn.ParameterList(mine))  # type: ignore[arg-type]
+    for number in range(3):
+        set_grads(theirs, number)
+        plain.step()
+        assert given_group() not in set.union(*groups_used(optimizer, number).values())
+        assert_same_bits(mine, theirs, number)
+    optimizer.gather_parameters()
+    assert_same_bits(mine, theirs)
+
+
+@pytest.mark.parametrize("lazily", [False, True], ids=["at once", "lazily"])
+@pytest.mark.parametrize("as_view", [True, False], ids=["view", "packed"])
+def test_parameters_are_those_of_the_unsharded_run(ranks_2_and_4: Ranks, as_view: bool, lazily: bool) -> None:
+    ranks_2_and_4.run(check_bits, {"parameters_as_bucket_view": as_view}, lazily)
+
+
+# ---------------------------------------------------------------------- whose lanes they are
+
+
+def lane_names(optimizer: ZeroRedundancyOptimizer) -> set[str]:
+    return set.union(*groups_used(optimizer).values())
+
+
+def check_copies() -> None:
+    optimizer = make()
+    names = lane_names(optimizer)
+    copies = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
+    for other in copies:
+        assert lane_names(other).isdisjoint({*names, given_group()})
+    assert lane_names(optimizer) == names
+    for other in copies:
+        assert_same_bits(params_of(other), params_of(optimizer))
+
+
+def test_a_copy_takes_lanes_of_its_own(ranks2: Ranks) -> None:
+    ranks2.run(check_copies)
+
+
+def check_overlap() -> None:
+    """An overlapped step gathers on its lanes, from a thread; other gathers do not go there."""
+    with mock.patch.object(gathers, "LANES_FROM_NBYTES", 0):
+        model, optimizer = Setting("ours").build(overlap=True)
+        with broadcasts() as overlapped:
+            plain_step(model, optimizer, 0)
+        with broadcasts() as ordinary:
+            optimizer.gather_parameters()
+    used, others = ({name for name, _ in sent} for sent in (overlapped, ordinary))
+    lanes = optimizer.overlap().lanes.groups
+    assert {lane.process_group.group_name for lane in lanes} <= used
+    assert len(others) == 2
+    assert others.isdisjoint({*used, given_group()})
+
+
+def test_gathers_beside_an_overlapped_step_do_not_use_its_lanes(ranks2: Ranks) -> None:
+    ranks2.run(check_overlap)
+
+
+def check_handed_on() -> None:
+    names = lane_names(make())
+    gc.collect()
+    assert lane_names(make()) == names
+
+
+def test_lanes_are_handed_on_when_the_optimizer_goes(ranks2: Ranks) -> None:
+    ranks2.run(check_handed_on)
+
+
+def check_abandoned() -> None:
+    optimizer = make()
+    names = lane_names(optimizer)
+    with (
+        mock.patch.object(RankGroup, "broadcast_rows", side_effect=ConnectionError),
+        pytest.raises(ConnectionError),
+    ):
+        step(optimizer, 1)
+    del optimizer
+    gc.collect()
+    others = {lane.process_group.group_name for lane in gloo_lanes_beside(RankGroup.of(None)).groups}
+    assert others.isdisjoint(names)
+
+
+def test_lanes_on_which_a_gather_failed_are_not_lent_again(ranks2: Ranks) -> None:
+    ranks2.run(check_abandoned)
+
+
+class FailsOnRank0(torch.optim.SGD):
+    """Raises on one rank when asked to."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if FailsOnRank0.fails and dist.get_rank() == 0:
+            raise ArithmeticError
+        return super().step(closure)
+
+
+def check_failing_class() -> None:
+    generator = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in LARGE]
+    optimizer = ZeroRedundancyOptimizer(params, FailsOnRank0, lr=0.1)
+    FailsOnRank0.fails = True
+    try:
+        step(optimizer)
+        raised = False
+    except ArithmeticError:
+        raised = True
+    assert raised == (dist.get_rank() == 0)
+    FailsOnRank0.fails = False
+    step(optimizer, 1)
+    largest = [param.detach().clone() for param in params]
+    for param in largest:
+        dist.broadcast(param, 0)
+    assert_same_bits(params, largest)
+
+
+def test_a_rank_whose_class_fails_takes_part_in_the_gathers(ranks2: Ranks) -> None:
+    ranks2.run(check_failing_class)
+
+
+# ---------------------------------------------------------------------- where a bucket is one launch
+
+
+def launches() -> tuple[int, int]:
+    """How many launches a step takes where broadcasts coalesce, and how many buckets there are."""
+    started = 0
+
+    @contextmanager
+    def one(*_: object) -> Iterator[list[dist.Work]]:
+        nonlocal started
+        started += 1
+        works: list[dist.Work] = []
+        yield works
+        works.append(mock.Mock(spec=dist.Work))
+
+    optimizer = make([(100, 128)] * 16)  # every rank owns a part of every bucket
+    set_grads(params_of(optimizer), 0)
+    works: list[Any] = []
+    real = dist.broadcast
+
+    def broadcast(*args: Any, **kwargs: Any) -> Any:
+        works.append(real(*args, **kwargs))
+        return works[-1]
+
+    with (
+        mock.patch.object(RankGroup, "backend_of", return_value="nccl"),
+        mock.patch.object(collectives, "coalesces", return_value=True),
+        mock.patch.object(collectives, "coalesced", one),
+        mock.patch.object(dist, "broadcast", broadcast),
+    ):
+        optimizer.step()
+    for work in works:
+        work.wait()
+    assert len(works) > started  # several owners in a bucket
+    return started, len(optimizer._sharding.buckets)
+
+
+def test_a_step_launches_as_often_with_four_ranks_as_with_two(ranks2: Ranks, ranks4: Ranks) -> None:
+    found = {*ranks2.run(launches), *ranks4.run(launches)}
+    assert len(found) == 1
+    num_launches, num_buckets = found.pop()
+    assert num_launches == num_buckets > 1
