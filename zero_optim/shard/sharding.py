@@ -161,11 +161,12 @@ class Sharding:
             agree(self._group, items, "which parameters are frozen")
             self._active = active
         gathered = [bucket for bucket, on in zip(self.buckets, active, strict=True) if on or frozen_too]
+        group = self._group.during("gather")
         if self.readers:
-            start_gathers(self._group, gathered, self.under_way)
+            start_gathers(group, gathered, self.under_way)
             self.end_step()
         else:
-            gather_buckets(self._group, gathered)
+            gather_buckets(group, gathered)
 
     def end_step(self) -> None:
         """Wait for the gathers under way, except those that a reader waits for."""
@@ -196,7 +197,7 @@ class Sharding:
     @eager
     def gather_all(self) -> None:
         """Gather all parameters, also frozen ones; all ranks call."""
-        gather_buckets(self._group, self.buckets)
+        gather_buckets(self._group.during("gather"), self.buckets)
 
 
 def _nbytes(cap_mb: float) -> int:

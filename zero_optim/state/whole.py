@@ -109,6 +109,7 @@ def consolidate(
         TypeError: on every rank, if some state cannot be sent without pickle, or holds a tensor subclass that
             a target has not imported.
     """
+    group = group.during("state")
     with failing_together(group):
         mine = by_index(owned, params)
         skeleton, tensors = encode(mine, "optimizer state")
@@ -258,6 +259,7 @@ def deal_out(
         TypeError: on every rank, if some state cannot be sent without pickle, or holds a tensor subclass that
             its owner has not imported.
     """
+    group = group.during("state")
     with failing_together(group):
         messages, told = [], {}
         if state_dict is not None:
