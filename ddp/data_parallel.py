@@ -345,6 +345,20 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         data = self.logger.journal.data()
         return {**data.strs_map, **data.ints_map}
 
+    def metrics(self, *, reset: bool = True) -> dict[str, float]:
+        """Tell what the reductions on this rank communicated since the last call. Does not communicate.
+
+        The keys are those of `ZeroRedundancyOptimizer.metrics`, which explains them, and the figures of both
+        can be added up. The phases are ``reduce`` (gradients), ``agree`` (failures, unused parameters, the
+        order of buckets) and ``total``. ``passes`` is how many backward passes were reduced. With a comm hook
+        ``exposed_seconds/reduce`` is the wait for the hook, and what the hook sends is not counted here. Nor
+        are buffers, which PyTorch's code broadcasts.
+
+        Args:
+            reset: count from zero again; False leaves the counts alone.
+        """
+        return self._own().metrics(reset=reset)
+
 
 def _wait(work: dist.Work) -> None:
     work.wait()

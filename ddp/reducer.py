@@ -128,7 +128,11 @@ class Reducer:
 
     def use_group(self, process_group: dist.ProcessGroup | None) -> None:
         """Average over other ranks from now on. All of these must call, between iterations, and `reset`."""
-        self._group = RankGroup.of(process_group, self.params)
+        self._group = replace(RankGroup.of(process_group, self.params), phase=self._group.phase)
+
+    def metrics(self, *, reset: bool = True) -> dict[str, float]:
+        """Tell what this rank communicated since the last call; see `DistributedDataParallel.metrics`."""
+        return self._group.phase.traffic.figures(("reduce", "agree"), "passes", reset=reset)
 
     @property
     def assignment(self) -> BucketAssignment:
@@ -304,6 +308,7 @@ class Reducer:
         if not (any(current.calls) or current.asks_for_use or broke_off):
             return  # torch.autograd.grad went through the output, and computed no parameter's gradient
         self.history.carried = [False] * len(self.params)
+        self._group.phase.traffic.count_step()
         in_join = self._upcoming.divisor is not None
         defers = self.defers_reports and not in_join and not current.learns
         self._upcoming.divisor = None

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.traffic import Phase
 from zero_optim.ddp.bucket import GradBucket, ReducerBucket, tensor_of
 
 Hook = Callable[[Any, Any], Future[Tensor]]  # (state, bucket), PyTorch's contract
@@ -84,11 +85,13 @@ class SumReduction:
 
     def __init__(self, group: RankGroup, bucket: ReducerBucket) -> None:
         self._bucket = bucket
+        self._phase = group.phase
         self._work = all_reduce(group, bucket.flat)
 
     def wait(self) -> Tensor:
         """Wait for the sum."""
-        self._work.wait()
+        with self._phase.waiting():
+            self._work.wait()
         if self._bucket.is_sparse:
             return _result(self._work)
         return self._bucket.flat
@@ -104,15 +107,24 @@ class HookReduction:
         index: the bucket's place in the order of reduction.
         is_last: whether none follows.
         all_used: see `GradBucket`.
+        phase: where the wait for it is counted. What it sends is not known here.
 
     Raises:
         RuntimeError: it did not return a future.
     """
 
     def __init__(
-        self, hook: Hook, state: object, bucket: ReducerBucket, index: int, is_last: bool, all_used: bool
+        self,
+        hook: Hook,
+        state: object,
+        bucket: ReducerBucket,
+        index: int,
+        is_last: bool,
+        all_used: bool,
+        phase: Phase,
     ) -> None:
         self._bucket = bucket
+        self._phase = phase
         self._name = hook_name(hook)
         self._future = hook(state, GradBucket(bucket, index, is_last, all_used))
         if not isinstance(self._future, torch._C.Future):
@@ -129,7 +141,8 @@ class HookReduction:
             TypeError: it holds something else than one tensor.
             ValueError: the tensor is not as long as the bucket.
         """
-        value = self._future.wait()
+        with self._phase.waiting():
+            value = self._future.wait()
         result = tensor_of(value)
         if result is None:
             raise TypeError(
@@ -154,14 +167,14 @@ def launching(group: RankGroup, slot: "HookSlot", *, all_used: bool) -> Launch:
         slot: of the hook. Whoever launches holds it.
         all_used: see `GradBucket`.
     """
-    reference = weakref.ref(slot)
+    reference, group = weakref.ref(slot), group.during("reduce")
 
     def launch(bucket: ReducerBucket, number: int, is_last: bool) -> Reduction:
         found = reference()
         assert found is not None  # see above
         if found.is_empty:
             return SumReduction(group, bucket)
-        return found.launch(bucket, number, is_last, all_used)
+        return found.launch(bucket, number, is_last, all_used, group.phase)
 
     return launch
 
@@ -200,12 +213,14 @@ class HookSlot:
             )
         self._hook = (hook, state)
 
-    def launch(self, bucket: ReducerBucket, index: int, is_last: bool, all_used: bool) -> HookReduction:
+    def launch(
+        self, bucket: ReducerBucket, index: int, is_last: bool, all_used: bool, phase: Phase
+    ) -> HookReduction:
         """Call the hook."""
         assert self._hook is not None  # asked for by is_empty
         hook, state = self._hook
         with self.minding():
-            return HookReduction(hook, state, bucket, index, is_last, all_used)
+            return HookReduction(hook, state, bucket, index, is_last, all_used, phase)
 
     def await_all(self, reductions: BucketReductions) -> None:
         """Let nothing come before what hooks issue; on gloo PowerSGD's does so from other threads, later."""
@@ -225,6 +240,7 @@ class HookSlot:
 
 def all_reduce(group: RankGroup, tensor: Tensor) -> dist.Work:
     """Launch a sum over all ranks, in place for dense tensors."""
+    group.count_sum(tensor)
     work = dist.all_reduce(tensor, group=group.process_group, async_op=True)
     assert isinstance(work, dist.Work)  # a member's asynchronous collective always gives a handle
     return work

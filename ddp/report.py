@@ -71,6 +71,7 @@ class FailureReport:
             return
         self._counts = to_device(torch.tensor([failure is not None, *used], dtype=torch.int32), group.device)
         if group.size > 1:
+            group.count_sum(self._counts)
             work = dist.all_reduce(self._counts, group=group.process_group, async_op=True)
             assert isinstance(work, dist.Work)  # a member's asynchronous collective always gives a handle
             self._work = work
@@ -93,7 +94,8 @@ class FailureReport:
         if self._answer is None:
             assert self._counts is not None  # otherwise `read_word` comes first
             if self._work is not None:
-                self._work.wait()
+                with self._group.phase.waiting():
+                    self._work.wait()
             self._answer = HostCopy(self._counts)
         return self._answer
 

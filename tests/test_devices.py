@@ -315,7 +315,7 @@ def check_exchange_by_backend() -> None:
     work = mock.Mock(spec=dist.Work)
     with mock.patch.object(dist, "all_to_all", return_value=work) as asked:
         works, came = group.exchange(sent, [replace(group, backends={"cpu": "nccl"})])
-    assert works == [work]
+    assert [handle.work for handle in works] == [work]
     into, pieces = asked.call_args.args
     assert [part.numel() for part in pieces] == [0 if to == group.rank else to * 3 for to in range(2)]
     assert [part.numel() for part in into] == [0 if r == group.rank else group.rank * 3 for r in range(2)]

@@ -181,6 +181,7 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
             return loss
         if self.is_skipped_together(kwargs.pop("grad_scaler", None), failure):
             return loss
+        self._group.phase.traffic.count_step()
         if shared is not None:
             return self._step_with(shared, kwargs)
         stepped: float | None = self._run(self._owned.local.step, self.param_groups, None, **kwargs)

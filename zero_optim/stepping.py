@@ -95,6 +95,7 @@ class SteppedOptimizer(ShardedStateDicts, Joinable):
         Raises:
             RuntimeError: the step before was not finished, or its backward pass broke off.
         """
+        self._group.phase.traffic.count_step()
         self._opt_called = True  # for schedulers, which warn if it is step() that never was
         overlap, lends = self.overlap(), self._join_config.enable
         try:
@@ -188,6 +189,7 @@ class SteppedOptimizer(ShardedStateDicts, Joinable):
         if is_skipped_by_all(words):
             return
         lend_to(self._group, ranks_that(words, Word.JOINED), *self._lendable(self._params()))
+        self._group.phase.traffic.count_step()
         self._run(self._owned.local.step, self.param_groups, None)
 
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from zero_optim.comm.lanes import Lease
 from zero_optim.compat.engine import after_backward, backward_number, in_backward, in_outer_backward
 from zero_optim.compat.streams import future_on
+from zero_optim.hooks.allreduce import mean_hook
 from zero_optim.hooks.bucket import GradBucket, Hook, TensorFuture
 from zero_optim.hooks.overlap.line import line_of
 from zero_optim.hooks.overlap.owners import BucketOwnership, OwnerReduction
@@ -76,16 +77,17 @@ class Stepper:
         of.number, of.is_complete = number, bucket.is_last()
         if not joined and backward_number() not in of.asked:
             of.asked.add(backward_number())
-            # Behind the callback that DDP has queued by then.
-            after_backward(lambda: after_backward(self._end))
+            after_backward(self._before_end)
         part, ownership = self._plan(number, bucket.parameters())
         buffer, all_used = bucket.buffer(), getattr(bucket, "all_used", False) or self._all_used()
         reduced: TensorFuture | OwnerReduction
         if ownership is None or self._owner_lanes is None:
             reduced = self._hook(state, bucket)
+            if self._hook is mean_hook:  # what other hooks send is not known
+                self._overlap.reducing().count_sum(buffer)
         else:
-            lanes = self._owner_lanes.groups
-            reduced = OwnerReduction(self._overlap.group, lanes, bucket, ownership, joined, all_used)
+            lanes, ranks = self._owner_lanes.groups, self._overlap.reducing()
+            reduced = OwnerReduction(ranks, lanes, bucket, ownership, joined, all_used)
         done = future_on(buffer.device)
         of.held.append(Task(of, part, buffer, reduced, all_used, done))
         if self._interleave or of.is_complete:
@@ -127,6 +129,17 @@ class Stepper:
                 self._overlap.take_over()
 
     # ------------------------------------------------------------------ at the end of the backward pass
+
+    def _before_end(self) -> None:
+        """See to it that `_end` comes behind the callback that DDP has queued by now.
+
+        A wait for the thread is done here, where it is counted: DDP would wait next, and PyTorch's does not
+        tell how long.
+        """
+        after_backward(self._end)
+        of = self._pass
+        if self._overlap.takes_thread and of is not None and (of.is_complete or not in_outer_backward()):
+            self._overlap.wait_for_steps()
 
     def _end(self) -> None:
         """Step what is late, now that DDP has handed the gradients out, and raise what has failed."""

@@ -69,7 +69,9 @@ def group_of(model: object, optimizer: object, process_group: object) -> RankGro
     if isinstance(process_group, dist.ProcessGroup) or process_group is dist.GroupMember.NON_GROUP_MEMBER:
         params = optimizer.param_groups if isinstance(optimizer, ZeroRedundancyOptimizer) else ()
         return RankGroup.of(cast("dist.ProcessGroup", process_group), [params, model])
-    return optimizer.ranks if isinstance(optimizer, ZeroRedundancyOptimizer) else RankGroup.of(None, model)
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        return optimizer.ranks.uncounted()
+    return RankGroup.of(None, model)
 
 
 def check_group(process_group: object) -> None:

@@ -22,7 +22,7 @@ Note [gloo and CUDA]
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from zero_optim.comm.backends import (
     devices_of,
     unserved,
 )
+from zero_optim.comm.traffic import CountedWork, Phase, Waitable, broadcast_nbytes, sum_nbytes
 from zero_optim.compat.engine import coalesced, coalesces, timeout_of
 from zero_optim.compat.streams import (
     Event,
@@ -63,7 +64,7 @@ class Pending:
         is_unclaimed: nobody has waited yet.
     """
 
-    works: list[dist.Work]
+    works: Sequence[Waitable]
     tensors: list[Tensor]
     then: Callable[[], None]
     is_unclaimed: bool = field(default=True, init=False)
@@ -78,7 +79,7 @@ class Pending:
         if not self.is_unclaimed:
             return self._wait_behind()
         self.is_unclaimed = False
-        tensors, self.tensors, works, self.works = self.tensors, [], self.works, []
+        tensors, self.tensors, works, self.works = self.tensors, [], self.works, ()
         for work in works:
             work.wait()
         self.then()
@@ -115,6 +116,7 @@ class RankGroup:
             `zero_optim.comm.backends`.
         data_devices: where the parameters lie; empty where nothing is known of them.
         backends: what serves each type of device, such as ``{"cpu": "gloo", "cuda": "nccl"}``.
+        phase: where what is sent is counted, and the waits.
     """
 
     process_group: dist.ProcessGroup
@@ -123,10 +125,11 @@ class RankGroup:
     device: torch.device
     data_devices: tuple[torch.device, ...]
     backends: Mapping[str, str] = field(compare=False)
+    phase: Phase = field(default_factory=Phase, compare=False, repr=False)
 
     def __deepcopy__(self, memo: object) -> "RankGroup":
-        """Return this object: a process group cannot be copied."""
-        return self
+        """Return the same ranks, as a process group cannot be copied. A copy's traffic counts from zero."""
+        return replace(self, phase=Phase(name=self.phase.name))
 
     def __reduce__(
         self,
@@ -169,6 +172,20 @@ class RankGroup:
         small = device_for_small_tensors(backends, devices, getattr(group, "bound_device_id", None))
         return cls(group, dist.get_rank(group), dist.get_world_size(group), small, devices, backends)
 
+    def during(self, phase: str, *, is_exposed: bool | None = None) -> "RankGroup":
+        """Give the same ranks, with what is sent and waited for counted under the name of a phase.
+
+        Args:
+            phase: one of `zero_optim.comm.traffic.PHASES`.
+            is_exposed: callers wait; None to leave it as it is.
+        """
+        is_exposed = self.phase.is_exposed if is_exposed is None else is_exposed
+        return replace(self, phase=Phase(self.phase.traffic, phase, is_exposed))
+
+    def uncounted(self) -> "RankGroup":
+        """Give the same ranks, with traffic that nobody reads."""
+        return replace(self, phase=Phase())
+
     def check_serves(self, data: object) -> None:
         """Refuse tensors on a device that the group cannot send. Does not communicate.
 
@@ -191,7 +208,7 @@ class RankGroup:
         known = backend_for(self.backends, self.data_devices) if self.backends else ""
         return known or str(dist.get_backend(self.process_group))
 
-    def broadcast_rows(self, rows: Iterable[tuple[int, Tensor]]) -> list[dist.Work]:
+    def broadcast_rows(self, rows: Iterable[tuple[int, Tensor]]) -> list[Waitable]:
         """Start the broadcast of each row from its owner, and wait for none. All ranks call.
 
         Measured on gloo, broadcasts by the owners take a third of the time of an all-gather of the same
@@ -208,11 +225,20 @@ class RankGroup:
         if len(listed) < 2 or not coalesces(self.process_group, listed[0][1].device):
             works = [self._broadcast(row, owner) for owner, row in listed]
             assert None not in works  # async_op=True on a member always returns a handle
-            return [work for work in works if work is not None]
+            return self._counted(works, sum(self._nbytes_sent(row, owner) for owner, row in listed))
         with coalesced(self.process_group, listed[0][1].device) as started:
             for owner, row in listed:
                 self._broadcast(row, owner)
-        return started
+        return self._counted(started, sum(self._nbytes_sent(row, owner) for owner, row in listed))
+
+    def _nbytes_sent(self, row: Tensor, source: int) -> int:
+        behind, is_gloo = (self.rank - source) % self.size, self.backend_of(row.device) == "gloo"
+        return broadcast_nbytes(row.nbytes, behind, self.size, is_gloo=is_gloo)
+
+    def _counted(self, works: Sequence[Waitable | None], nbytes: int) -> list[Waitable]:
+        if works:
+            self.phase.sent(nbytes, len(works))
+        return [CountedWork(work, self.phase) for work in works if work is not None]
 
     def _broadcast(self, tensor: Tensor, source: int) -> dist.Work | None:
         # As bytes, because no backend knows every dtype (gloo lacks float8, NCCL lacks int16).
@@ -221,6 +247,14 @@ class RankGroup:
             row, self._global(source), group=self.process_group, async_op=True
         )
         return work
+
+    def count_sum(self, tensor: Tensor) -> None:
+        """Count a sum of a tensor over all ranks, which the caller starts."""
+        if self.size > 1 and tensor.is_sparse:
+            nbytes = tensor._indices().nbytes + tensor._values().nbytes
+            self.phase.sent((self.size - 1) * nbytes)
+        elif self.size > 1:
+            self.phase.sent(sum_nbytes(tensor.nbytes, self.size))
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Return the payloads of all ranks, by rank. They may differ in length. Two collectives."""
@@ -259,8 +293,10 @@ class RankGroup:
         if self.size == 1 or not mine.numel():
             return mine.expand(self.size, -1)
         gathered = mine.new_empty(self.size, mine.numel())
+        self.phase.sent((self.size - 1) * mine.nbytes)
         try:
-            dist.all_gather(list(gathered.unbind()), mine, group=self.process_group)
+            with self.phase.waiting():
+                dist.all_gather(list(gathered.unbind()), mine, group=self.process_group)
         except RuntimeError as error:  # of the backend, whose text does not tell who waited for whom
             raise self.unanswered("the ranks could not agree", error) from error
         return gathered
@@ -278,7 +314,7 @@ class RankGroup:
 
     def exchange(
         self, pieces: Sequence[Tensor], lanes: "Sequence[RankGroup]"
-    ) -> tuple[list[dist.Work], list[Tensor]]:
+    ) -> tuple[list[Waitable], list[Tensor]]:
         """Start sending one piece to each rank, and receiving one from each; all ranks call.
 
         Args:
@@ -295,6 +331,15 @@ class RankGroup:
         received = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
         if self.size == 1:
             return [], received
+        works, received = self._start_exchange(pieces, received, lanes)
+        nbytes = sum(piece.nbytes for rank, piece in enumerate(pieces) if rank != self.rank)
+        self.phase.sent(nbytes)
+        return [CountedWork(work, self.phase) for work in works], received
+
+    def _start_exchange(
+        self, pieces: Sequence[Tensor], received: list[Tensor], lanes: "Sequence[RankGroup]"
+    ) -> tuple[list[dist.Work], list[Tensor]]:
+        mine = pieces[self.rank]
         if lanes[0].backend_of(mine.device) != "gloo":
             return self._exchange_at_once(pieces, received, lanes[0]), received
         if mine.device.type != "cpu":
@@ -339,9 +384,11 @@ class RankGroup:
         """
         staged = tensor.to(self.device)
         works = [dist.isend(staged, self._global(rank), group=self.process_group) for rank in to]
-        for work in works:
-            assert work is not None  # this process is a member
-            work.wait()
+        self.phase.sent(staged.nbytes * len(works), len(works))
+        with self.phase.waiting():
+            for work in works:
+                assert work is not None  # this process is a member
+                work.wait()
 
     def recv(self, tensor: Tensor, source: int) -> None:
         """Fill a contiguous tensor with what ``source`` sends.
@@ -349,7 +396,8 @@ class RankGroup:
         Returns when it has arrived; for a tensor on an asynchronous device, only the current stream waits.
         """
         staged = tensor if tensor.device == self.device else torch.empty_like(tensor, device=self.device)
-        dist.recv(staged, self._global(source), group=self.process_group)
+        with self.phase.waiting():
+            dist.recv(staged, self._global(source), group=self.process_group)
         if staged is not tensor:
             tensor.copy_(staged)
 

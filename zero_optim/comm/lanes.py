@@ -31,7 +31,7 @@ import json
 import secrets
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -89,8 +89,10 @@ class _Pool:
         self.free -= free
         return {name for name in free if name in self.lanes}
 
-    def lend(self, names: Iterable[str], data: object) -> Lease:
-        return Lease({name: RankGroup.of(self.lanes[name], data) for name in names}, self.free)
+    def lend(self, names: Iterable[str], group: RankGroup) -> Lease:
+        """Lend lanes; what goes on them counts where what goes on the group beside them does."""
+        made = {name: RankGroup.of(self.lanes[name], group.data_devices) for name in names}
+        return Lease({name: replace(lane, phase=group.phase) for name, lane in made.items()}, self.free)
 
 
 # By the default group, then by ranks, backend and timeout. PyTorch keeps groups in globals, so this has to be
@@ -143,7 +145,7 @@ def lease(group: RankGroup, number: int, backend: str) -> Lease:
             offered.add(name)
             chosen.append(name)
         offered.difference_update(chosen)
-        return pool.lend(chosen, group.data_devices)
+        return pool.lend(chosen, group)
     finally:
         pool.free |= offered
 

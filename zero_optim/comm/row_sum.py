@@ -27,7 +27,7 @@ class RowExchange:
 
     def __init__(self, group: RankGroup, lanes: Sequence[RankGroup], rows: Sequence[Tensor]) -> None:
         self._rows = rows  # alive until they have been sent
-        self._works, self._came = group.exchange(rows, lanes)
+        self._works, self._came = group.during("reduce").exchange(rows, lanes)
         # In a group of one nothing is sent, and no handle orders the stream that waits behind this one.
         self._made = None if self._works else recorded_event(rows[0].device)
 

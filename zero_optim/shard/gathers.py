@@ -36,11 +36,11 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch.distributed as dist
 from torch import Tensor
 
 from zero_optim.comm.collectives import Pending, RankGroup
 from zero_optim.comm.lanes import Lease, gloo_lanes_beside
+from zero_optim.comm.traffic import Waitable
 from zero_optim.compat.streams import is_asynchronous
 from zero_optim.plan.layout import Span
 from zero_optim.shard.storage import ParamBucket, rows_of
@@ -154,8 +154,8 @@ def start_gather_of_part(
     return Pending(works, [flat], lambda: bucket.settle(flat, chosen))
 
 
-def _broadcast(lanes: Sequence[RankGroup], rows: Sequence[tuple[int, Tensor]]) -> list[dist.Work]:
-    works = []
+def _broadcast(lanes: Sequence[RankGroup], rows: Sequence[tuple[int, Tensor]]) -> list[Waitable]:
+    works: list[Waitable] = []
     for number, lane in enumerate(lanes):
         works += lane.broadcast_rows([row for row in rows if row[0] % len(lanes) == number])
     return works

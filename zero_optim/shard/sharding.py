@@ -177,11 +177,12 @@ class Sharding:
             agree(self._group, items, "which parameters are frozen")
             self._active = active
         gathered = [bucket for bucket, on in zip(self.buckets, active, strict=True) if on or frozen_too]
+        group = self._group.during("gather")
         if self.gathers.readers:
-            self.gathers.start(self._group, gathered)
+            self.gathers.start(group, gathered)
             self.end_step()
         else:
-            self.gathers.run(self._group, gathered)
+            self.gathers.run(group, gathered)
 
     def end_step(self) -> None:
         """Wait for the gathers under way, except those that a reader waits for."""
@@ -212,7 +213,7 @@ class Sharding:
     @eager
     def gather_all(self) -> None:
         """Gather all parameters, also frozen ones; all ranks call."""
-        self.gathers.run(self._group, self.buckets)
+        self.gathers.run(self._group.during("gather"), self.buckets)
 
 
 def _nbytes(cap_mb: float) -> int:

@@ -16,6 +16,7 @@ from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.arguments import check_flags
 from zero_optim.comm.backends import held
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.traffic import PHASES
 from zero_optim.explain import Explanation, explain
 from zero_optim.plan.costs import Cost, CostName, cost_named
 from zero_optim.plan.description import describe
@@ -248,6 +249,34 @@ class ShardedOptimizer(Optimizer):
     def state_nbytes(self) -> int:
         """Return the bytes of the optimizer state that this rank holds now, each storage counted once."""
         return nbytes_held(self.state)
+
+    def metrics(self, *, reset: bool = True) -> dict[str, float]:
+        """Tell what this rank communicated since the last call, for any logger. Does not communicate.
+
+        The first call counts from the construction. A copy of the optimizer counts from zero.
+
+        - ``exposed_seconds/PHASE``: how long callers waited for communication, and for ranks that came late.
+          What a thread waits for beside them is left out. On an accelerator these are waits of the CPU: with
+          NCCL it does not wait, and the figure says nothing of the device.
+        - ``sent_bytes/PHASE``: what this rank's network interface sends, see Note [Bytes sent] in
+          `zero_optim.comm.traffic`.
+        - ``collectives/PHASE``: how many were started.
+        - ``steps``: how many were taken, to divide by.
+
+        The phases:
+
+        - ``gather``: owners send parameters.
+        - ``reduce``: gradients go to their owners, or are averaged by `zero_optim.hooks.zero_step` itself.
+          Other reductions are DDP's. Ours has ``metrics()`` too, where its wait for a comm hook is counted.
+        - ``clip``: `clip_grad_norm_`.
+        - ``agree``: what ranks tell each other at construction, for a ``GradScaler``, a closure or ``Join``.
+        - ``state``: consolidated states, and state dicts that one rank deals out. Not checkpoints.
+        - ``total``: all of them.
+
+        Args:
+            reset: count from zero again; False leaves the counts alone, for a second reader.
+        """
+        return self._group.phase.traffic.figures(PHASES, "steps", reset=reset)
 
     def explain(self, *, quiet: bool = False) -> Explanation:
         """Print on rank 0 what each rank really holds: parameters, state, balance, buckets; all ranks call.

@@ -117,6 +117,7 @@ def consolidate(
             a target has not imported, or is no plain tensor although it is cut.
         StateMismatchError: on every rank, if the owners of a cut parameter keep different entries.
     """
+    group = group.during("state")
     with failing_together(group):
         mine = by_index(owned, params)
         for index in mine.keys() & cuts.keys():
@@ -272,6 +273,7 @@ def deal_out(
         TypeError: on every rank, if some state cannot be sent without pickle, or holds a tensor subclass that
             its owner has not imported.
     """
+    group = group.during("state")
     with failing_together(group):
         messages, told = [], {}
         if state_dict is not None:

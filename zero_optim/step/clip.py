@@ -96,7 +96,7 @@ def clip_together(
     Raises:
         RuntimeError: on every rank, the norm is not finite and that was not to be.
     """
-    norm = global_grad_norm(group, params, owners, asked)
+    norm = global_grad_norm(group.during("clip"), params, owners, asked)
     if asked.error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"the norm of order {asked.norm_type} of all gradients is {norm.item()}: they cannot be clipped. "

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.plan.pieces import Piece, num_rows
+from zero_optim.step.partial import PartialGradient
 
 
 def is_whole(piece: Piece, shape: torch.Size) -> bool:
@@ -44,9 +45,12 @@ def owned_gradient(param: Tensor, piece: Piece) -> Tensor | None:
         piece: of it, which this rank owns.
 
     Returns:
-        `rows_of` the parameter's gradient.
+        `rows_of` the parameter's gradient; what is here of one that is sharded.
     """
-    return None if param.grad is None else rows_of(param.grad, piece)
+    grad = param.grad
+    if isinstance(grad, PartialGradient):
+        return grad.piece
+    return None if grad is None else rows_of(grad, piece)
 
 
 @torch.no_grad()

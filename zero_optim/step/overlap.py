@@ -189,12 +189,20 @@ class Overlap:
         What is stepped on another stream is waited for by the current one.
         """
         announced, self._announced = self._announced, {}
-        for wait in announced:
-            wait()
+        # Without a thread these calls do the work themselves, and the waits in it are counted there.
+        exposed = bool(announced) and self.takes_thread
+        with self.group.during("reduce", is_exposed=exposed).phase.waiting():
+            for wait in announced:
+                wait()
 
     def new_lanes(self) -> Lease:
         """Take process groups that a thread need not share; without a thread ``group``. All ranks call."""
-        return lanes_beside(self.group) if self.takes_thread else Lease.of(self.group)
+        group = self.group.during("gather")
+        return lanes_beside(group) if self.takes_thread else Lease.of(group)
+
+    def reducing(self) -> RankGroup:
+        """Give the ranks for a reduction of gradients: waits for it are not exposed where a thread waits."""
+        return self.group.during("reduce", is_exposed=not self.takes_thread)
 
     def pieces(self, params: Sequence[Tensor]) -> list[Pieces]:
         """Tell who owns which rows of some parameters.
