@@ -57,10 +57,10 @@ def launch(world_size: int, worker: Worker, *args: object, link: Link | None = N
     """Run ``worker(*args)`` on ranks of a gloo group on this machine, one thread each.
 
     Args:
-        world_size: number of ranks; two if there is a link.
+        world_size: number of ranks.
         worker: runs on each rank. It must return plain values.
         *args: its arguments.
-        link: connects the two ranks, each in its namespace.
+        link: connects the ranks, each in its namespace.
 
     Returns:
         What each rank returned, by rank.

@@ -1,4 +1,9 @@
-"""Two emulated hosts: network namespaces connected by a slow link. Only root can make them."""
+"""Emulated hosts: network namespaces connected by slow links. Only root can make them.
+
+Two hosts have one link between them. More have a link each to a switch, a bridge in a namespace of its own.
+It holds back what it forwards to a host, as that holds back what it sends. So each host sends and receives at
+the rate of its link, at the same time, whoever the others are.
+"""
 
 import ctypes
 import os
@@ -11,14 +16,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CLONE_NEWNET = 0x40000000  # <sched.h>
+_UNITS = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}  # in the notation of tc
 
 
 @dataclass(frozen=True)
 class Link:
-    """A pair of namespaces; rank r is in namespace r."""
+    """Namespaces that are connected; rank r is in namespace r.
 
-    names: tuple[str, str]
+    Attributes:
+        names: of the namespaces.
+        interface: name of the network interface in each of them.
+        rate: of each link and direction, in the notation of tc.
+    """
+
+    names: tuple[str, ...]
     interface: str
+    rate: str
 
     def enter(self, rank: int) -> None:
         """Move this process, which must have one thread only, into its namespace."""
@@ -27,6 +40,24 @@ class Link:
             if libc.setns(handle.fileno(), CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), f"cannot enter the namespace {self.names[rank]}")
         os.environ["GLOO_SOCKET_IFNAME"] = self.interface
+
+    @property
+    def nbytes_per_second(self) -> float:
+        """The rate of a link in one direction."""
+        number = self.rate.rstrip("abcdefghijklmnopqrstuvwxyz")
+        return float(number) * _UNITS[self.rate[len(number) :]] / 8
+
+    def nbytes_sent(self) -> int:
+        """Read how many bytes the interface of this process, which has entered, has sent, with all headers.
+
+        These are the statistics of ``/sys/class/net``, which shows those of another namespace. A segment that
+        the kernel leaves to the interface to cut has one header, as on a card that cuts segments itself.
+        """
+        for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
+            name, _, counts = line.partition(":")
+            if name.strip() == self.interface:
+                return int(counts.split()[8])
+        raise LookupError(f"no interface {self.interface}")
 
 
 def require_root() -> None:
@@ -38,38 +69,44 @@ def require_root() -> None:
 
 
 @contextmanager
-def emulated(rate: str = "1gbit") -> Iterator[Link]:
-    """Connect two new namespaces by a link, for the time of a ``with``; it has the rate in each direction."""
-    names = (f"zero-{os.getpid()}-a", f"zero-{os.getpid()}-b")
-    interface = "veth-zero"
+def emulated(rate: str = "1gbit", size: int = 2) -> Iterator[Link]:
+    """Connect new namespaces, for the time of a ``with``; each link has the rate in each direction."""
+    names = tuple(f"zero-{os.getpid()}-{number}" for number in range(size))
+    switch, link = f"zero-{os.getpid()}-switch", Link(names, "veth-zero", rate)
     try:
         for name in names:
             _run("ip", "netns", "add", name)
-        _run(
-            "ip",
-            "link",
-            "add",
-            interface,
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            interface,
-            "netns",
-            names[1],
-        )
+        if size == 2:
+            _connect(names[0], link.interface, names[1], link.interface)
+        else:
+            _run("ip", "netns", "add", switch)
+            _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+            _run("ip", "-n", switch, "link", "set", "bridge", "up")
+            for number, name in enumerate(names):
+                _connect(name, link.interface, switch, f"port{number}")
+                _run("ip", "-n", switch, "link", "set", f"port{number}", "master", "bridge")
+                _start(switch, f"port{number}", rate)
         for number, name in enumerate(names, start=1):
-            inside = ("ip", "netns", "exec", name)
-            _run(*inside, "ip", "addr", "add", f"10.77.0.{number}/24", "dev", interface)
-            _run(*inside, "ip", "link", "set", "lo", "up")
-            _run(*inside, "ip", "link", "set", interface, "up")
-            shape = ("tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
-            _run(*inside, "tc", "qdisc", "add", "dev", interface, "root", *shape)
-        yield Link(names, interface)
+            _run("ip", "-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", link.interface)
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+            _start(name, link.interface, rate)
+        yield link
     finally:
-        for name in names:
+        for name in (*names, switch):
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def _connect(one: str, interface: str, other: str, peer: str) -> None:
+    """Connect two namespaces by a cable."""
+    ends = ("netns", one, "type", "veth", "peer", "name", peer, "netns", other)
+    _run("ip", "link", "add", "name", interface, *ends)
+
+
+def _start(name: str, interface: str, rate: str) -> None:
+    """Switch an interface on, and hold back what it sends."""
+    _run("ip", "-n", name, "link", "set", interface, "up")
+    shape = ("tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
+    _run("tc", "-n", name, "qdisc", "add", "dev", interface, "root", *shape)
 
 
 def _run(*command: str) -> None:

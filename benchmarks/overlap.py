@@ -1,130 +1,140 @@
-"""Iterations with and without overlap, compared with PyTorch's DDP and ZeRO at their best settings.
+"""Iterations of training recipes, compared with PyTorch's DDP and ZeRO at their best settings.
 
 AdamW(fused), one thread a rank; contenders take turns in one run. "compute alone" is forward, backward and
-the step of what a rank owns, without communication. The time of an iteration beyond it is exposed
-communication.
+the step of a rank's share, without communication. The time of an iteration beyond it is exposed
+communication, and whatever else the recipe does. Beside it stands how long callers waited by `metrics()`.
+
+The bound is compute alone, then all bytes at the rate of the link: 2 (W-1)/W times the parameters' bytes
+from each rank. Bytes on the wire are those that the interfaces have sent, with headers and acknowledgements.
 """
 
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from harness import arguments, launch, medians, record, show, time_interleaved
 from link import Link, emulated, require_root
-from models import Workload, workload
-from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
-from torch.nn.parallel import DistributedDataParallel as TorchDdp
-from torch.optim import AdamW
+from recipes import ALONE, CONSECUTIVE, SHARDED, TORCH, Contender, chosen
 
-from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.ddp import DistributedDataParallel
-from zero_optim.hooks import zero_step
-
-OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}
-CONSECUTIVE = 3  # iterations of one contender in a row: the next one waits for what the last left running
-Iteration = Callable[[], object]
+EXPOSED, SENT = "exposed_seconds/total", "sent_bytes/total"
 
 
-def compute_alone(name: str) -> Iteration:
-    """Train on this rank only, and step what a rank owns."""
-    work = workload(name)
-    params = list(work.model.parameters())
-    owned = ZeroRedundancyOptimizer(params, AdamW, **OPTIONS).owned_parameters()
-    return iteration(work, work.model, AdamW(owned, **OPTIONS))
-
-
-def pytorch(name: str) -> Iteration:
-    work = workload(name)
-    model = TorchDdp(work.model, gradient_as_bucket_view=True)
-    return iteration(
-        work, model, TorchZero(model.parameters(), AdamW, parameters_as_bucket_view=True, **OPTIONS)
+def worker(name: str, every: bool, rounds: int, link: Link | None) -> dict[str, Any]:
+    """Time all recipes, and read the counters; runs on each rank, and gives figures of all ranks."""
+    contenders = {kind: make(name) for kind, make in chosen(every=every).items()}
+    told: dict[str, list[dict[str, float]]] = {kind: [] for kind in contenders}
+    times = time_interleaved(
+        {kind: _noting(each, told[kind]) for kind, each in contenders.items()}, rounds, warmup=2
     )
+    figures = {kind: _medians(rows[-rounds:]) for kind, rows in told.items()}
+    wire = {kind: _nbytes_on_wire(each, link) for kind, each in contenders.items() if link is not None}
+    return {
+        "seconds": {kind: seconds / CONSECUTIVE for kind, seconds in medians(times).items()},
+        "metrics": {kind: rows for kind, row in figures.items() if (rows := _means(row))},
+        "wire_nbytes": {kind: _of_ranks(nbytes / CONSECUTIVE) for kind, nbytes in wire.items()},
+        "param_nbytes": contenders[ALONE].nbytes,
+    }
 
 
-def ours(
-    name: str, *, overlap: str = "", lazy: bool = False, wrapper: type = DistributedDataParallel
-) -> Iteration:
-    work = workload(name)
-    model = wrapper(work.model, gradient_as_bucket_view=True)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, **OPTIONS)
-    if overlap:
-        model.register_comm_hook(None, zero_step(optimizer, gradients=overlap))
-    if lazy:
-        optimizer.gather_lazily(model)
-    return iteration(work, model, optimizer)
+def _noting(contender: Contender, told: list[dict[str, float]]) -> Callable[[], object]:
+    """Keep the metrics of each turn; to read them is part of the turn, as in training."""
+
+    def turn() -> None:
+        contender.iterate()
+        told.append(contender.metrics())
+
+    return turn
 
 
-def iteration(work: Workload, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iteration:
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    batch = work.batch(generator)
-
-    def iterate() -> None:
-        for _ in range(CONSECUTIVE):
-            optimizer.zero_grad()
-            work.loss(model(batch)).backward()
-            optimizer.step()
-        wait = getattr(optimizer, "wait_for_gathers", None)
-        if wait is not None:  # what still runs belongs to these iterations
-            wait()
-
-    return iterate
+def _medians(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Give the median over turns of each metric, of one iteration."""
+    return {key: median(row[key] for row in rows) / CONSECUTIVE for key in rows[0]}
 
 
-CONTENDERS: dict[str, Callable[[str], Iteration]] = {
-    "compute alone": compute_alone,
-    "torch DDP + ZeRO": pytorch,
-    "ours, no overlap": ours,
-    "ours, zero_step": lambda name: ours(name, overlap="everywhere"),
-    "ours, zero_step, lazy gather": lambda name: ours(name, overlap="everywhere", lazy=True),
-    "ours, zero_step to owners": lambda name: ours(name, overlap="owners"),
-    "ours, zero_step to owners, lazy": lambda name: ours(name, overlap="owners", lazy=True),
-    "torch DDP + zero_step": lambda name: ours(name, overlap="everywhere", wrapper=TorchDdp),
-    "torch DDP + zero_step to owners": lambda name: ours(name, overlap="owners", wrapper=TorchDdp),
-}
+def _means(figures: dict[str, float]) -> dict[str, float]:
+    """Give the mean of each metric over all ranks; all ranks call."""
+    if not figures:
+        return {}
+    totals = torch.tensor(list(figures.values()), dtype=torch.float64)
+    dist.all_reduce(totals)
+    return dict(zip(figures, (totals / dist.get_world_size()).tolist(), strict=True))
 
 
-def worker(name: str, rounds: int) -> dict[str, list[float]]:
-    times = time_interleaved({kind: make(name) for kind, make in CONTENDERS.items()}, rounds, warmup=2)
-    return {kind: [seconds / CONSECUTIVE for seconds in row] for kind, row in times.items()}
+def _nbytes_on_wire(contender: Contender, link: Link) -> int:
+    """Count what this rank's interface sends in one turn; all ranks call."""
+    dist.barrier()  # nothing of the turn before is under way
+    before = link.nbytes_sent()
+    contender.iterate()
+    dist.barrier()
+    return link.nbytes_sent() - before
 
 
-def measure(name: str, ranks: int, rounds: int, link: Link | None) -> dict[str, Any]:
-    times = medians(launch(ranks, worker, name, rounds, link=link)[0])
-    return {"model": name, "ranks": ranks, "link": link is not None, "seconds": times}
+def _of_ranks(value: float) -> list[float]:
+    """Give the values of all ranks, by rank."""
+    mine = torch.tensor([value], dtype=torch.float64)
+    values = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(values, mine)
+    return torch.cat(values).tolist()
+
+
+def measure(name: str, ranks: int, rounds: int, every: bool, rate: str | None) -> dict[str, Any]:
+    with nullcontext() if rate is None else emulated(rate, ranks) as link:
+        run = launch(ranks, worker, name, every, rounds, link, link=link)[0]
+    ideal = 2 * (ranks - 1) / ranks * run["param_nbytes"]  # from each rank
+    run |= {"model": name, "ranks": ranks, "rate": rate, "ideal_nbytes": ideal}
+    if link is not None:
+        run["bound_seconds"] = run["seconds"][ALONE] + ideal / link.nbytes_per_second
+    return run
 
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--rounds", type=int, default=20, metavar="N", help="timed iterations (20)")
+    parser.add_argument("--rounds", type=int, default=20, metavar="N", help="timed turns (20)")
     parser.add_argument("--models", nargs="+", default=["gpt"], help="gpt, tiny, resnet (gpt)")
-    parser.add_argument("--ranks", nargs="+", type=int, default=[2], help="ranks over loopback (2)")
-    parser.add_argument("--link", action="store_true", help="2 ranks over an emulated link; needs root")
-    parser.add_argument("--rate", default="1gbit", help="rate of the link, in the notation of tc (1gbit)")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2], help="numbers of ranks (2)")
+    parser.add_argument("--every", action="store_true", help="more recipes, such as zero_step everywhere")
+    parser.add_argument("--link", action="store_true", help="ranks over emulated links; needs root")
+    parser.add_argument("--rate", default="1gbit", help="rate of a link, in the notation of tc (1gbit)")
     options = parser.parse_args()
     if options.link:
         require_root()
-    with emulated(options.rate) if options.link else nullcontext() as link:
-        ranks = [2] if options.link else options.ranks
-        runs = [measure(name, size, options.rounds, link) for name in options.models for size in ranks]
+    if not any(kind.startswith(SHARDED) for kind in chosen(every=True)):
+        print("left out: zero_optim.ddp has no ShardedDataParallel, which shards gradients")
+    rate = options.rate if options.link else None
+    cases = [(name, ranks) for name in options.models for ranks in options.ranks]
+    runs = [measure(name, ranks, options.rounds, options.every, rate) for name, ranks in cases]
     for run in runs:
-        tell(run, options.rate)
-    record("overlap", {"rate": options.rate if options.link else None, "runs": runs}, dry=options.dry)
+        tell(run)
+    record("overlap", {"rate": rate, "runs": runs}, dry=options.dry)
 
 
-def tell(run: dict[str, Any], rate: str) -> None:
-    """Print one run: times, ratios, exposed communication."""
-    times = run["seconds"]
-    alone, theirs = times["compute alone"], times["torch DDP + ZeRO"]
-    rows = [
-        [kind, f"{t * 1e3:.1f}", f"{t / theirs:.3f}", f"{(t - alone) * 1e3:.1f}"] for kind, t in times.items()
-    ]
-    where = f"a link of {rate}" if run["link"] else "loopback"
-    columns = ("iteration", "ms", "ratio to torch", "exposed communication, ms")
-    show(f"{run['model']}, {run['ranks']} ranks over {where}", columns, rows)
+def tell(run: dict[str, Any]) -> None:
+    """Print one run: times, ratios, exposed communication, bytes."""
+    times, ideal, bound = run["seconds"], run["ideal_nbytes"], run.get("bound_seconds")
+    rows = []
+    for kind, seconds in times.items():
+        metrics, wire = run["metrics"].get(kind), run["wire_nbytes"].get(kind)
+        rows.append(
+            [
+                kind,
+                f"{seconds * 1e3:.1f}",
+                f"{seconds / times[TORCH]:.3f}",
+                "" if bound is None else f"{seconds / bound:.3f}",
+                f"{(seconds - times[ALONE]) * 1e3:.1f}",
+                "" if metrics is None else f"{metrics[EXPOSED] * 1e3:.1f}",
+                "" if metrics is None or not ideal else f"{metrics[SENT] / ideal:.4f}",
+                "" if wire is None else f"{sum(wire) / len(wire) / ideal:.4f}",
+                "" if wire is None else f"{max(wire) / ideal:.4f}",
+            ]
+        )
+    where = "loopback" if run["rate"] is None else f"links of {run['rate']}"
+    columns = ("iteration", "ms", "/ torch's", "/ bound", "exposed, ms", "metrics(), ms")
+    bytes_sent = ("metrics() sent / ideal", "wire / ideal", "fullest rank's")
+    show(f"{run['model']}, {run['ranks']} ranks over {where}", [*columns, *bytes_sent], rows)
 
 
 if __name__ == "__main__":

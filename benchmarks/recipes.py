@@ -1,0 +1,150 @@
+"""Ways to train with sharded optimizer state, for `overlap.py`: PyTorch's and ours, also with clipping."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import Workload, workload
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+from torch.nn.parallel import DistributedDataParallel as TorchDdp
+from torch.optim import AdamW
+
+import zero_optim.ddp
+from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.ddp import DistributedDataParallel
+from zero_optim.hooks import zero_step
+
+OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}
+CONSECUTIVE = 3  # iterations of one contender in a row: the next one waits for what the last left running
+MAX_NORM = 1.0
+
+Metrics = dict[str, float]
+Clip = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A model in training on this rank.
+
+    Attributes:
+        iterate: trains for `CONSECUTIVE` iterations.
+        metrics: what the library says of the communication since the last call; empty for PyTorch's.
+        nbytes: of the parameters.
+    """
+
+    iterate: Callable[[], object]
+    metrics: Callable[[], Metrics]
+    nbytes: int
+
+
+def compute_alone(name: str) -> Contender:
+    """Forward, backward, and the step of a rank's share; nothing is sent."""
+    work = workload(name)
+    loads, mine = [0] * dist.get_world_size(), []
+    for param in sorted(work.model.parameters(), key=torch.Tensor.numel, reverse=True):
+        rank = loads.index(min(loads))
+        loads[rank] += param.numel()
+        if rank == dist.get_rank():
+            mine.append(param)
+    return training(work, work.model, AdamW(mine, **OPTIONS))
+
+
+def pytorch(name: str, *, clips: bool = False) -> Contender:
+    work = workload(name)
+    model = TorchDdp(work.model, gradient_as_bucket_view=True)
+    optimizer = TorchZero(model.parameters(), AdamW, parameters_as_bucket_view=True, **OPTIONS)
+    clip = (lambda: nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)) if clips else None
+    return training(work, model, optimizer, clip)
+
+
+def ours(
+    name: str,
+    *,
+    overlap: str = "",
+    lazy: bool = False,
+    clips: bool = False,
+    wrapper: type = DistributedDataParallel,
+) -> Contender:
+    work = workload(name)
+    model = wrapper(work.model, gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, **OPTIONS)
+    if overlap:
+        model.register_comm_hook(None, zero_step(optimizer, gradients=overlap, ddp=model))
+    return finished(work, model, optimizer, lazy=lazy, clips=clips)
+
+
+def sharded(name: str, *, lazy: bool = False, clips: bool = False) -> Contender:
+    """Gradients go to their owners alone, and the step is where it always was."""
+    work = workload(name)
+    optimizer = ZeroRedundancyOptimizer(work.model.parameters(), AdamW, **OPTIONS)
+    model = zero_optim.ddp.ShardedDataParallel(work.model, optimizer)
+    return finished(work, model, optimizer, lazy=lazy, clips=clips)
+
+
+def finished(
+    work: Workload, model: nn.Module, optimizer: ZeroRedundancyOptimizer, *, lazy: bool, clips: bool
+) -> Contender:
+    if lazy:
+        optimizer.gather_lazily(model)
+    return training(work, model, optimizer, (lambda: optimizer.clip_grad_norm_(MAX_NORM)) if clips else None)
+
+
+def training(
+    work: Workload, model: nn.Module, optimizer: torch.optim.Optimizer, clip: Clip | None = None
+) -> Contender:
+    batch = work.batch(torch.Generator().manual_seed(dist.get_rank()))
+
+    def iterate() -> None:
+        for _ in range(CONSECUTIVE):
+            work.loss(model(batch)).backward()
+            if clip is not None:
+                clip()
+            optimizer.step()
+            optimizer.zero_grad()
+        wait = getattr(optimizer, "wait_for_gathers", None)
+        if wait is not None:  # what still runs belongs to these iterations
+            wait()
+
+    def metrics() -> Metrics:
+        total: Counter[str] = Counter()
+        for part in (model, optimizer):
+            total.update(part.metrics() if hasattr(part, "metrics") else {})
+        return dict(total)
+
+    return Contender(iterate, metrics, sum(param.nbytes for param in model.parameters()))
+
+
+ALONE, TORCH = "compute alone", "torch DDP + ZeRO"
+SHARDED = "ours, gradients sharded"  # begins the names of what needs ShardedDataParallel
+RECIPES: dict[str, Callable[[str], Contender]] = {
+    ALONE: compute_alone,
+    TORCH: pytorch,
+    f"{TORCH}, clipping": lambda name: pytorch(name, clips=True),
+    "ours, no overlap": ours,
+    "ours, no overlap, clipping": lambda name: ours(name, clips=True),
+    "ours, zero_step to owners": lambda name: ours(name, overlap="owners"),
+    "ours, zero_step to owners, lazy": lambda name: ours(name, overlap="owners", lazy=True),
+    f"{SHARDED}, lazy": lambda name: sharded(name, lazy=True),
+    f"{SHARDED}, lazy, clipping": lambda name: sharded(name, lazy=True, clips=True),
+}
+MORE: dict[str, Callable[[str], Contender]] = {
+    "ours, no overlap, lazy": lambda name: ours(name, lazy=True),
+    "ours, no overlap, lazy, clipping": lambda name: ours(name, lazy=True, clips=True),
+    "ours, zero_step": lambda name: ours(name, overlap="everywhere"),
+    "ours, zero_step, lazy": lambda name: ours(name, overlap="everywhere", lazy=True),
+    SHARDED: sharded,
+    f"{SHARDED}, clipping": lambda name: sharded(name, clips=True),
+    "torch DDP + zero_step": lambda name: ours(name, overlap="everywhere", wrapper=TorchDdp),
+    "torch DDP + zero_step to owners": lambda name: ours(name, overlap="owners", wrapper=TorchDdp),
+}
+
+
+def chosen(*, every: bool) -> dict[str, Callable[[str], Contender]]:
+    """Give the recipes that are to be measured and can be: some, or all."""
+    wanted = RECIPES | MORE if every else RECIPES
+    can_shard = hasattr(zero_optim.ddp, "ShardedDataParallel")
+    return {kind: make for kind, make in wanted.items() if can_shard or not kind.startswith(SHARDED)}
