@@ -111,6 +111,11 @@ def write(config: RunConfig, step: int) -> None:
         (["--overlap", "--clip", "1"], "nothing can be clipped: give --clip 0"),
         (["--overlap", "owners", "--hook", "fp16"], "leave out --hook fp16"),
         (["--overlap", "--optimizer", "MADGRAD"], "--overlap: MADGRAD cannot be stepped in parts"),
+        (["--shard", "state,gradients"], "invalid choice: 'state,gradients'"),
+        (["--shard", "gradients", "--ddp", "torch"], "give --ddp ours"),
+        (["--shard", "gradients", "--hook", "fp16"], "leave out --hook fp16"),
+        (["--shard", "gradients", "--overlap"], "--overlap during it: give --overlap off or --shard state"),
+        (["--shard", "gradients", "--overlap", "owners", "--clip", "1"], "but cannot clip"),
         (["--resume"], "give a run folder"),
         (["--resume", "nowhere"], "no checkpoint at nowhere"),
     ],
@@ -156,7 +161,9 @@ def test_every_field_has_an_option_and_every_option_reaches_its_field() -> None:
     assert (overlapped.overlap, overlapped.clip) == ("everywhere", 0.0)
     assert started("--overlap", "owners", "--out", "else").overlap == "owners"
     assert config.text == (str(Path(__file__).resolve()),)
-    others = {"options", "hook_options", "bf16", "trace", "overlap", "text", "resume"}
+    sharded = started("--shard", "gradients", "--out", "sharded")
+    assert (sharded.shard, sharded.clip) == ("gradients", RunConfig(out="").clip)
+    others = {"options", "hook_options", "bf16", "trace", "overlap", "shard", "text", "resume"}
     assert {*given, *others} == config.to_dict().keys()
 
 

@@ -198,11 +198,19 @@ def test_a_run_shows_what_it_came_to_and_goes_on_with_another_number_of_ranks(
 
 
 @pytest.mark.slow
-def test_a_traced_run_with_a_hook_and_overlap_leaves_a_picture(run: Any, tmp_path: Path) -> None:
-    options = ("--hook", "bf16", "--overlap", "--trace", "--sample-length", "0", "--steps", "8")
+@pytest.mark.parametrize(
+    "reduction", [("--hook", "bf16", "--overlap"), ("--shard", "gradients")], ids=" ".join
+)
+def test_a_traced_run_leaves_a_picture_with_reductions_steps_and_gathers(
+    run: Any, tmp_path: Path, reduction: tuple[str, ...]
+) -> None:
+    options = (*reduction, "--trace", "--sample-length", "0", "--steps", "8")
     traced = run(*TINY, *options, "--out", "run")
     assert traced.wait() == 0, traced.output
     assert "of reduce, step and gather overlapped with forward and backward" in traced.output
+    shows_gradients = "--shard" in reduction
+    assert ("AdamW and gradients sharded over 2 ranks (" in traced.output) == shows_gradients
+    assert ("gradients held" in traced.output) == shows_gradients
     assert (tmp_path / "run" / "trace.png").read_bytes().startswith(b"\x89PNG")
     spans = spans_of(tmp_path / "run" / "trace.json")
     assert {span.row for span in spans} == {"compute", "reduce", "step", "gather"}

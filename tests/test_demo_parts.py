@@ -129,6 +129,19 @@ def test_the_summary_has_a_line_for_each_rank_and_keeps_paths_whole(terminal: bo
     assert "\x1b[2J" not in shown  # and moves no cursor
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_summary_shows_the_gradients_of_each_rank_where_they_are_sharded(terminal: bool) -> None:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=100, highlight=False)
+    shards = [Shard(10, 80, 40), Shard(30, 0, 0)]
+    display.print_summary(console, display.Summary(shards, 5.5, 1.25, 61.0, "folder", None))
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert "gradients held" in shown
+    rows = [line.split() for line in shown.splitlines() if "80 B" in line]
+    assert [row[-2:] for row in rows] == [["40", "B"], ["0", "B"]]
+    assert "gradients held" not in printed(terminal=terminal)
+
+
 def test_plain_lines_are_few_and_show_every_validation() -> None:
     console = Console(file=io.StringIO(), width=100)
     lines = display.Display(console, done=0, steps=100)

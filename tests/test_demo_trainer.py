@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from pool import Pool, RankError
 from zero_optim import checkpoint
 from zero_optim.demo import saved, text
-from zero_optim.demo.config import RunConfig
+from zero_optim.demo.config import RunConfig, Sharded
 from zero_optim.demo.metrics import Metric
 from zero_optim.demo.ranks import Ranks
 from zero_optim.demo.trainer import Trainer
@@ -94,8 +95,16 @@ def test_losses_are_the_same_bits_with_either_ddp_with_overlap_and_with_the_plai
         {"overlap": "owners"},
         {"overlap": "everywhere", "ddp": "torch"},
         {"overlap": "owners", "ddp": "torch"},
+        {"shard": "gradients"},
     ):
         assert plain(train(pool, 2, replace(config, **options))) == expected, options  # type: ignore[arg-type]
+
+
+def test_clipped_losses_and_norms_are_the_same_bits_with_gradients_sharded(
+    pool: Pool, config: RunConfig
+) -> None:
+    config = replace(config, clip=0.05)
+    assert train(pool, 2, replace(config, shard="gradients")) == train(pool, 2, config)
 
 
 @pytest.mark.parametrize(
@@ -118,16 +127,25 @@ def test_micro_batches_add_up_to_the_batch(pool: Pool, config: RunConfig) -> Non
 
 
 # Three ranks: the fewest on which the order of a sum can differ.
-@pytest.mark.parametrize(("world_size", "accumulate"), [(2, 1), (3, 1), (3, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("world_size", "accumulate", "shard"),
+    [(2, 1, "state"), (3, 1, "state"), (3, 2, "state"), (4, 1, "state"), (3, 2, "gradients")],
+)
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(
-    pool: Pool, config: RunConfig, world_size: int, accumulate: int
+    pool: Pool, config: RunConfig, world_size: int, accumulate: int, shard: Sharded
 ) -> None:
-    config = replace(config, accumulate=accumulate)
+    config = replace(config, accumulate=accumulate, shard=shard)
     if accumulate > 1:
         config = replace(config, layers=4, width=64)
     whole = train(pool, world_size, config, until=8)
     parts = train(pool, world_size, config, until=3) + train(pool, world_size, config, until=8, resume=True)
     assert parts == whole
+
+
+def test_a_run_goes_on_with_its_gradients_sharded(pool: Pool, config: RunConfig) -> None:
+    whole = train(pool, 2, config)
+    parts = train(pool, 2, config, until=3)
+    assert parts + train(pool, 2, replace(config, shard="gradients"), resume=True) == whole
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(pool: Pool, config: RunConfig) -> None:
@@ -192,12 +210,13 @@ def gradient_norms(config: RunConfig) -> tuple[float, float]:
 
 def test_clipping_bounds_the_norm_of_all_gradients_together(pool: Pool, config: RunConfig) -> None:
     config = replace(config, optimizer="SGD", options=(("lr", 1.0),), warmup=0)
-    for norm, length in pool.run(2, gradient_norms, replace(config, clip=0.0)):
-        assert norm > 0.1
-        assert length == pytest.approx(norm, rel=1e-4)
-    for norm, length in pool.run(2, gradient_norms, replace(config, clip=0.05)):
-        assert norm > 0.1  # recorded as it was
-        assert length == pytest.approx(0.05, rel=1e-3)
+    for shard in get_args(Sharded):
+        for norm, length in pool.run(2, gradient_norms, replace(config, clip=0.0, shard=shard)):
+            assert norm > 0.1
+            assert length == pytest.approx(norm, rel=1e-4)
+        for norm, length in pool.run(2, gradient_norms, replace(config, clip=0.05, shard=shard)):
+            assert norm > 0.1  # recorded as it was
+            assert length == pytest.approx(0.05, rel=1e-3)
 
 
 def measured(config: RunConfig) -> tuple[list[tuple[int, int]], int, tuple[str, str]]:
@@ -214,6 +233,23 @@ def test_each_rank_keeps_its_part_of_the_state(pool: Pool, config: RunConfig) ->
             assert nbytes == pytest.approx(2 * 4 * owned, rel=0.01)  # two moments in fp32, and step counts
         assert len(given.encode()) == 16
         assert 1 <= len(added) <= 7
+
+
+def gradients_held(config: RunConfig) -> list[tuple[int, int | None]]:
+    trainer = make(config)
+    trainer.update()
+    before = [param.detach().clone() for param in trainer.gpt.parameters()]
+    shards = trainer.shards()
+    assert all(map(torch.equal, trainer.gpt.parameters(), before))  # measuring trains nothing
+    return [(shard.num_parameters, shard.gradient_nbytes) for shard in shards]
+
+
+def test_each_rank_keeps_the_gradients_of_what_it_owns_where_they_are_sharded(
+    pool: Pool, config: RunConfig
+) -> None:
+    for shards in pool.run(2, gradients_held, replace(config, shard="gradients")):
+        assert [held for _, held in shards] == [4 * owned for owned, _ in shards]
+    assert [held for _, held in pool.run(2, gradients_held, config)[0]] == [None, None]
 
 
 def diverge(config: RunConfig) -> None:

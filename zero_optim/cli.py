@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from zero_optim.demo import prepare, saved
-from zero_optim.demo.config import Device, Overlap, RunConfig, Schedule, Wrapper, defaults
+from zero_optim.demo.config import Device, Overlap, RunConfig, Schedule, Sharded, Wrapper, defaults
 from zero_optim.demo.elastic import launch
 from zero_optim.errors import InterruptedRunError, RankFailedError, ZeroOptimError
 
@@ -278,6 +278,12 @@ def _add_gradients(command: argparse.ArgumentParser, default: dict[str, Any]) ->
         choices=get_args(Overlap),
         help="step during the backward pass, with gradients reduced everywhere (if no value is given) or "
         "only to their owners; excludes --clip",
+    )
+    group.add_argument(
+        "--shard",
+        choices=get_args(Sharded),
+        help="what each rank keeps only a part of: the optimizer state, or the gradients too, which are then "
+        f"reduced to their owners; excludes --overlap, --hook and --ddp torch ({default['shard']})",
     )
     group.add_argument(
         "--trace",

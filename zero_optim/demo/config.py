@@ -10,9 +10,11 @@ Schedule = Literal["cosine", "linear", "constant"]
 Device = Literal["auto", "cpu", "cuda"]
 Wrapper = Literal["ours", "torch"]
 Overlap = Literal["off", "everywhere", "owners"]
+Sharded = Literal["state", "gradients"]
 
 _COUNTS = ("nproc", "steps", "batch_size", "accumulate", "context", "layers", "width", "heads")
 _COUNTS_OR_ZERO = ("warmup", "seed", "eval_every", "save_every", "sample_length")
+_CHOICES = {"schedule": Schedule, "device": Device, "ddp": Wrapper, "overlap": Overlap, "shard": Sharded}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,8 @@ class RunConfig:
         hook_options: options of the hook, as sorted pairs of strings.
         overlap: whether the optimizer steps during the backward pass, and whether gradients are then reduced
             everywhere or only to their owners.
+        shard: what each rank keeps only a part of: the optimizer state, or the gradients too. With
+            ``accumulate``, gradients are whole on each rank until the last micro-batch.
         trace: whether one update is profiled and drawn.
         context, layers, width, heads: see `ModelShape`.
     """
@@ -96,6 +100,7 @@ class RunConfig:
     hook: str = ""
     hook_options: tuple[tuple[str, str], ...] = ()
     overlap: Overlap = "off"
+    shard: Sharded = "state"
     trace: bool = False
     context: int = 128
     layers: int = 4
@@ -110,10 +115,11 @@ class RunConfig:
             _check(name, getattr(self, name), least=0)
         if not (math.isfinite(self.clip) and self.clip >= 0):
             raise ValueError(f"--clip must be a number of at least 0, got {self.clip}")
-        choices = (("schedule", Schedule), ("device", Device), ("ddp", Wrapper), ("overlap", Overlap))
-        for name, kind in choices:
+        for name, kind in _CHOICES.items():
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{flag(name)} must be one of {', '.join(get_args(kind))}")
+        if self.shard == "gradients":
+            self._check_sharded_gradients()
         if self.overlap != "off" and self.clip:
             raise ValueError(
                 "--overlap steps before all gradients are known, so nothing can be clipped: give --clip 0"
@@ -121,6 +127,20 @@ class RunConfig:
         if self.overlap == "owners" and self.hook:
             raise ValueError(f"--overlap owners has a reduction of its own: leave out --hook {self.hook}")
         _ = self.shape  # checks itself
+
+    def _check_sharded_gradients(self) -> None:
+        if self.ddp != "ours":
+            raise ValueError(
+                f"--shard gradients needs zero_optim's DistributedDataParallel, not --ddp {self.ddp}: "
+                "give --ddp ours"
+            )
+        if self.hook:
+            raise ValueError(f"--shard gradients has a reduction of its own: leave out --hook {self.hook}")
+        if self.overlap != "off":
+            raise ValueError(
+                "--shard gradients steps after the backward pass, --overlap during it: give --overlap off or "
+                "--shard state (--overlap owners reduces gradients to their owners too, but cannot clip)"
+            )
 
     @property
     def shape(self) -> ModelShape:

@@ -193,11 +193,14 @@ def print_summary(console: Console, summary: Summary) -> None:
 def _table(shards: Sequence["Shard"], *, plain: bool) -> Table:
     whole = sum(shard.state_nbytes for shard in shards)
     table = Table(box=None, pad_edge=False) if plain else Table(box=SIMPLE_HEAD)
-    for heading in ("rank", "parameters owned", "optimizer state held", "unsharded", "part"):
+    headings = ["rank", "parameters owned", "optimizer state held", "unsharded", "part"]
+    gradients = [_bytes(shard.gradient_nbytes) for shard in shards if shard.gradient_nbytes is not None]
+    for heading in [*headings, "gradients held"] if gradients else headings:
         table.add_column(heading, justify="right")
     for rank, shard in enumerate(shards):
         part = f"{shard.state_nbytes / whole:.1%}" if whole else "-"  # plain SGD has no state
-        table.add_row(str(rank), f"{shard.num_parameters:,}", _bytes(shard.state_nbytes), _bytes(whole), part)
+        state = (_bytes(shard.state_nbytes), _bytes(whole), part)
+        table.add_row(str(rank), f"{shard.num_parameters:,}", *state, *gradients[rank : rank + 1])
     return table
 
 

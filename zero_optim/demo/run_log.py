@@ -49,8 +49,7 @@ class RunLog:
             stall: seconds that training waited.
         """
         self._stalls.append(stall)
-        config = self._trainer.config
-        self._records.draw(f"{config.optimizer} sharded over {_ranks(self._trainer.ranks.world_size)}")
+        self._records.draw(_what_is_sharded(self._trainer))
 
     def traced(self, hidden: float) -> None:
         """Show the result of the profiled update.
@@ -82,13 +81,17 @@ def _header(trainer: Trainer) -> list[tuple[str, str]]:
     config, place, corpus = trainer.config, trainer.ranks, trainer.corpus
     numel = sum(parameter.numel() for parameter in trainer.gpt.parameters())
     sizes = f"layers {config.layers}, width {config.width}, heads {config.heads}, context {config.context}"
-    where = f"{_ranks(place.world_size)} ({place.device.type}, {place.backend})"
     return [
         ("model", f"GPT of {numel:,} parameters: {sizes}"),
         ("text", f"{corpus.name}, {corpus.numel:,} bytes, the last tenth held out"),
-        ("optimizer", f"{config.optimizer} sharded over {where}"),
+        ("optimizer", f"{_what_is_sharded(trainer)} ({place.device.type}, {place.backend})"),
         ("updates", f"{config.steps:,}, each of {config.batch_size} x {config.context} bytes"),
     ]
+
+
+def _what_is_sharded(trainer: Trainer) -> str:
+    gradients = " and gradients" if trainer.config.shard == "gradients" else ""
+    return f"{trainer.config.optimizer}{gradients} sharded over {_ranks(trainer.ranks.world_size)}"
 
 
 def _ranks(count: int) -> str:

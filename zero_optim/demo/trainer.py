@@ -1,5 +1,7 @@
 """The training loop of one rank: DDP averages the gradients, the sharded optimizer steps.
 
+With ``--shard gradients`` only the owner of a parameter gets its average.
+
 Note [Bitwise resume]
     On the same number of ranks, a resumed run equals the uninterrupted one bit for bit. It sees the same
     samples (Note [Data order]), and no update draws random numbers. DDP must also sum in the same order. On
@@ -21,7 +23,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.profiler import record_function
 
 from zero_optim import ZeroRedundancyOptimizer, checkpoint
-from zero_optim.ddp import DistributedDataParallel
+from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 from zero_optim.demo import optimizers, saved, schedule
 from zero_optim.demo.config import RunConfig
 from zero_optim.demo.metrics import Metric
@@ -30,6 +32,8 @@ from zero_optim.demo.text import Corpus, Samples, held_out_windows
 from zero_optim.demo.trace import BACKWARD, FORWARD
 from zero_optim.errors import DivergedError
 from zero_optim.hooks import make_hook, zero_step
+from zero_optim.plan.pieces import num_rows, piece_of
+from zero_optim.step.partial import PartialGradient
 
 if TYPE_CHECKING:
     from zero_optim.demo.ranks import Ranks
@@ -37,10 +41,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one rank keeps: elements of the parameters it owns, and measured bytes of optimizer state."""
+    """What one rank keeps.
+
+    Attributes:
+        num_parameters: elements of the parameters that it owns.
+        state_nbytes: measured bytes of optimizer state.
+        gradient_nbytes: measured bytes of gradients after a backward pass; None if it keeps all of them.
+    """
 
     num_parameters: int
     state_nbytes: int
+    gradient_nbytes: int | None = None
 
 
 class Trainer:
@@ -59,19 +70,25 @@ class Trainer:
         self.corpus = corpus
         self.step = 0
         self.gpt = GPT(config.shape).to(ranks.device)
-        wrapper = {"ours": DistributedDataParallel, "torch": TorchDistributedDataParallel}[config.ddp]
-        self._ddp = wrapper(self.gpt, gradient_as_bucket_view=True)
         self._optimizer = ZeroRedundancyOptimizer(
             self.gpt.parameters(), optimizers.find(config.optimizer), **optimizers.keywords(config.options)
         )
+        self._ddp = self._wrapped()
         self._scheduler = schedule.make(self._optimizer, config)
         self._saving: checkpoint.PendingSave | None = None
         self._samples = Samples(corpus.train, config.context, config.seed)
-        self._settle_buckets()
+        self._pass_without_update()
         self._register_hook()
 
+    def _wrapped(self) -> TorchDistributedDataParallel:
+        """Wrap the model in what reduces its gradients."""
+        if self.config.shard == "gradients":
+            return ShardedDataParallel(self.gpt, self._optimizer, accumulate="local")
+        kind = DistributedDataParallel if self.config.ddp == "ours" else TorchDistributedDataParallel
+        return kind(self.gpt, gradient_as_bucket_view=True)
+
     def _register_hook(self) -> None:
-        """Register the comm hook, if any. Called after `_settle_buckets`, whose pass must not step."""
+        """Register the comm hook, if any. The pass without an update, which comes before, must not step."""
         config = self.config
         state, hook = None, None
         if config.hook:
@@ -81,10 +98,18 @@ class Trainer:
         if hook is not None:
             self._ddp.register_comm_hook(state, hook)
 
-    def _settle_buckets(self) -> None:
-        """Run the pass that trains nothing: Note [Bitwise resume]."""
+    def _pass_without_update(self) -> int:
+        """Run a pass that trains nothing, see Note [Bitwise resume]; all ranks call.
+
+        Returns:
+            The bytes of gradients that it left on this rank.
+        """
         torch.autograd.backward(self._loss(*self._samples.take(0, 1)))
+        grads = [param.grad for param in self.gpt.parameters()]
+        held = [grad.piece if isinstance(grad, PartialGradient) else grad for grad in grads]
+        nbytes = sum(grad.nbytes for grad in held if grad is not None)
         self._optimizer.zero_grad()
+        return nbytes
 
     def update(self) -> Metric:
         """Make one update; all ranks call."""
@@ -110,9 +135,11 @@ class Trainer:
         )
 
     def _clip(self) -> float | None:
-        """Clip the gradients and return their norm before; None if each rank has only those it owns."""
+        """Clip the gradients and return their norm before; None with ``--overlap owners``, which has none."""
         if self.config.overlap == "owners":
             return None
+        if self.config.shard == "gradients":
+            return self._optimizer.clip_grad_norm_(self.config.clip or math.inf).item()
         if self.config.clip:
             return clip_grad_norm_(self.gpt.parameters(), self.config.clip).item()
         grads = [p.grad for p in self.gpt.parameters() if p.grad is not None]
@@ -195,8 +222,15 @@ class Trainer:
 
     def shards(self) -> list[Shard]:
         """Return what each rank keeps, by rank; all ranks call."""
-        owned = sum(parameter.numel() for parameter in self._optimizer.owned_parameters())
-        return [Shard(*numbers) for numbers in self.ranks.collect(owned, self._optimizer.state_nbytes())]
+        owned = 0
+        for param, pieces in self._optimizer.pieces().items():
+            piece = piece_of(pieces, self.ranks.rank)
+            if piece is not None:
+                owned += param.numel() * (piece.stop - piece.start) // num_rows(param.shape)
+        numbers = [owned, self._optimizer.state_nbytes()]
+        if self.config.shard == "gradients":
+            numbers.append(self._pass_without_update())
+        return [Shard(*kept) for kept in self.ranks.collect(*numbers)]
 
     def sample(self) -> tuple[str, str]:
         """Let the model continue the start of the held-out text; does not communicate.
