@@ -18,22 +18,23 @@ from zero_optim.checkpoint.content import (
     RANDOM,
     STATE,
     set_random_state,
-    tensor_owners,
+    tensor_pieces,
 )
 from zero_optim.checkpoint.fitting import Content, model_parts, names_in
 from zero_optim.checkpoint.folder import resolved
 from zero_optim.checkpoint.manifest import blamed_on
 from zero_optim.checkpoint.names import Names, Objects, check_group, group_of, names_of, unwrapped
 from zero_optim.checkpoint.reading import Read
-from zero_optim.checkpoint.storage import CheckpointReader
+from zero_optim.checkpoint.storage import CheckpointReader, Rows
 from zero_optim.checkpoint.undo import Undo
-from zero_optim.checkpoint.values import Json, key_of, tensors_in
+from zero_optim.checkpoint.values import Json, entries_in, key_of, tensors_in
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.wire import PIECE_NBYTES, Nested, memory_of
 from zero_optim.errors import StateMismatchError
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.groups import options_of
+from zero_optim.plan.pieces import Pieces, num_rows, piece_of
 from zero_optim.step.leaves import EMA, MASTER
 
 
@@ -89,10 +90,10 @@ def load(
     with failing_together(group), blamed_on(folder):
         names = names_in(objects, values)
         targets = _targets(group, objects, values)
-        read = Read(reader, _wanted(group, values, objects, names, targets, random))
+        read = Read(reader, _wanted(group, reader, objects, names, targets, random))
         alike = {name: read.value(name) for name in objects.others}
         extra = read.value(EXTRA)
-        state = _own_state(read, objects, names)
+        state = _own_state(group.rank, read, objects, names)
         options = _options(read, objects, names)
         rest = _rest(objects, read)
         key = key_of(RANDOM, str(group.rank))
@@ -139,7 +140,7 @@ def peek(path: str | os.PathLike[str]) -> Peek:
     with blamed_on(Path(path)):
         reader = CheckpointReader(path)
         Content(reader, Objects())
-        read = Read(reader, tensors_in(reader.manifest.values[EXTRA]))
+        read = Read(reader, dict.fromkeys(tensors_in(reader.manifest.values[EXTRA])))
         parts = model_parts(reader.manifest.values)
         entries = reader.manifest.entries
         shapes = {name: entries[part[1][0]].shape for name, part in parts.items() if part[0] == "tensor"}
@@ -151,12 +152,24 @@ def peek(path: str | os.PathLike[str]) -> Peek:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Target:
-    """A tensor of the model to load into, and the rank that reads it."""
+    """A tensor of the model to load into, and the ranks that read it or its rows."""
 
     tensor: Tensor
     key: str
-    owner: int
-    stepped: bool  # the optimizer steps it, and gathers it from its owner
+    pieces: Pieces
+    stepped: bool  # the optimizer steps it, and gathers it from its owners
+
+    @property
+    def reader(self) -> int:
+        """The only rank that reads it; asked of what no optimizer steps."""
+        return self.pieces[0].owner
+
+    def rows(self, rank: int) -> Rows:
+        """Return the rows that a rank which reads reads; None for all."""
+        piece = piece_of(self.pieces, rank)
+        if piece is None or piece[1:] == (0, num_rows(self.tensor.shape)):
+            return None
+        return piece.start, piece.stop
 
 
 def _targets(group: RankGroup, objects: Objects, values: Mapping[str, Json]) -> list[_Target]:
@@ -175,41 +188,65 @@ def _targets(group: RankGroup, objects: Objects, values: Mapping[str, Json]) -> 
             if place not in places:  # tied weights are loaded once
                 places.add(place)
                 present[name] = tensor
-    owners = tensor_owners(present, objects.optimizer, group.size)
+    pieces = tensor_pieces(present, objects.optimizer, group.size)
     stepped = {p.data_ptr() for p in objects.optimizer.owners()} if objects.optimizer is not None else set()
     return [
-        _Target(tensor, parts[name][1][0], owners[name], tensor.numel() > 0 and tensor.data_ptr() in stepped)
+        _Target(tensor, parts[name][1][0], pieces[name], tensor.numel() > 0 and tensor.data_ptr() in stepped)
         for name, tensor in present.items()
     ]
 
 
 def _wanted(
     group: RankGroup,
-    values: Mapping[str, Json],
+    reader: CheckpointReader,
     objects: Objects,
     names: Names | None,
     targets: Iterable[_Target],
     random: bool,
-) -> list[str]:
-    """List the tensors that this rank has to read."""
+) -> dict[str, Rows]:
+    """List the tensors that this rank has to read, with the rows of each."""
+    values = reader.manifest.values
     packed = [values[name] for name in (*objects.others, EXTRA)]
     if random:
         packed += [value for key, value in values.items() if key == key_of(RANDOM, str(group.rank))]
+    of_state: dict[str, Rows] = {}
     if objects.optimizer is not None and names is not None:
-        owned = set(objects.optimizer.owned_parameters())
-        mine = [f"{STATE}/{key_of(name)}" for name, param in names.param.items() if param in owned]
-        packed += [values[key] for key in (*mine, EVERYWHERE) if key in values]
+        of_state = _wanted_state(group.rank, reader, objects.optimizer, names)
+        packed += [values[EVERYWHERE]] if EVERYWHERE in values else []
         packed += [saved["options"] for saved in values[OPTIMIZER]["groups"]]
     if objects.model is not None:
         packed += [part for part in model_parts(values).values() if part[0] != "tensor"]
-    keys = [key for value in packed for key in tensors_in(value)]
-    return keys + [target.key for target in targets if target.owner == group.rank]
+    mine = [target for target in targets if piece_of(target.pieces, group.rank)]
+    return {
+        **{key: None for value in packed for key in tensors_in(value)},
+        **of_state,
+        **{target.key: target.rows(group.rank) for target in mine},
+    }
 
 
-def _own_state(read: Read, objects: Objects, names: Names | None) -> dict[Any, Any]:
+def _wanted_state(
+    rank: int, reader: CheckpointReader, optimizer: ZeroRedundancyOptimizer, names: Names
+) -> dict[str, Rows]:
+    """List the tensors of the state that this rank will own, with the rows of each."""
+    owned, cuts = set(optimizer.owned_parameters()), optimizer.cut_states()
+    wanted: dict[str, Rows] = {}
+    for name, param in names.param.items():
+        packed = reader.manifest.values.get(f"{STATE}/{key_of(name)}")
+        if packed is None or param not in owned:
+            continue
+        wanted.update(dict.fromkeys(tensors_in(packed)))
+        if param in cuts:
+            piece = cuts[param].piece_of(rank)
+            for entry, key in entries_in(packed).items():
+                if cuts[param].is_cut(entry, reader.manifest.entries[key].shape):
+                    wanted[key] = piece.start, piece.stop
+    return wanted
+
+
+def _own_state(rank: int, read: Read, objects: Objects, names: Names | None) -> dict[Any, Any]:
     if objects.optimizer is None or names is None:
         return {}
-    owned = set(objects.optimizer.owned_parameters())
+    owned, cuts = set(objects.optimizer.owned_parameters()), objects.optimizer.cut_states()
     keys = {f"{STATE}/{key_of(name)}": param for name, param in names.param.items() if param in owned}
     state = {param: read.value(key) for key, param in keys.items() if key in read.values}
     everywhere = read.value(EVERYWHERE) if EVERYWHERE in read.values else {}
@@ -217,10 +254,11 @@ def _own_state(read: Read, objects: Objects, names: Names | None) -> dict[Any, A
         for name in members:
             param = names.param[name]
             must = {MASTER, EMA, *objects.optimizer.shaped_entries(param, number)}
+            cut = cuts.get(param) if param in owned else None
+            shape = tuple(param.shape) if cut is None else cut.shape_of(cut.piece_of(rank))
             for entry, value in state.get(param, {}).items():
-                if entry in must and isinstance(value, Tensor) and value.shape != param.shape:
-                    got = tuple(value.shape)
-                    raise ValueError(f"{name}: '{entry}' has shape {got}, not {tuple(param.shape)}")
+                if entry in must and isinstance(value, Tensor) and value.shape != shape:
+                    raise ValueError(f"{name}: '{entry}' has shape {tuple(value.shape)}, not {shape}")
     return {**state, **everywhere}
 
 
@@ -260,10 +298,12 @@ def _same(one: object, other: object) -> bool:
 
 @torch.no_grad()
 def _place_own(group: RankGroup, targets: Sequence[_Target], read: Read) -> None:
-    """Copy what this rank has read to the parameters that it owns."""
+    """Copy what this rank has read to the parameters that it owns, or to its rows of them."""
     for target in targets:
-        if target.stepped and target.owner == group.rank:
-            target.tensor.copy_(read[target.key])
+        if target.stepped and piece_of(target.pieces, group.rank):
+            start, stop = target.rows(group.rank) or (None, None)
+            place = target.tensor if start is None else target.tensor[start:stop]
+            place.copy_(read[target.key])
 
 
 @torch.no_grad()
@@ -282,9 +322,9 @@ def _share(group: RankGroup, batch: Sequence[_Target], read: Read) -> None:
     """Broadcast some tensors from the ranks that read them."""
     rows = []
     for target in batch:
-        saved = read[target.key] if target.owner == group.rank else read.blank(target.key)
+        saved = read[target.key] if target.reader == group.rank else read.blank(target.key)
         rows.append(saved.to(group.device))
-    live = [(t.owner, memory_of(row)) for t, row in zip(batch, rows, strict=True) if row.numel()]
+    live = [(t.reader, memory_of(row)) for t, row in zip(batch, rows, strict=True) if row.numel()]
     for work in group.broadcast_rows(live):
         work.wait()
     for target, row in zip(batch, rows, strict=True):

@@ -16,9 +16,16 @@ from torch import Tensor
 from zero_optim.checkpoint.content import EVERYWHERE, MODEL, OPTIMIZER, RANDOM, STATE
 from zero_optim.checkpoint.fitting import model_parts
 from zero_optim.checkpoint.lock import FolderLock
-from zero_optim.checkpoint.manifest import DataFile, Entry, blamed_on
+from zero_optim.checkpoint.manifest import Chunk, DataFile, Entry, blamed_on
 from zero_optim.checkpoint.safetensors import Box, whole
-from zero_optim.checkpoint.storage import CheckpointReader, complete, discard, new_token, write_tensors
+from zero_optim.checkpoint.storage import (
+    CheckpointReader,
+    complete,
+    discard,
+    entries_of,
+    new_token,
+    write_tensors,
+)
 from zero_optim.checkpoint.torchfile import Source, read_source, write_file
 from zero_optim.checkpoint.values import Json, key_of, tensors_in, unpack
 from zero_optim.errors import CheckpointError, StateMismatchError
@@ -183,7 +190,7 @@ def _write(
     for key, box in source.boxes.items():
         boxes.setdefault(owner_of(key), []).append(box)
     files: dict[str, DataFile] = {}
-    entries: dict[str, Entry] = {}
+    written: list[tuple[Box, Chunk]] = []
     with progress("resharding", sum(box.nbytes for box in source.boxes.values())) as advance:
 
         def read(key: str) -> Tensor:
@@ -194,11 +201,11 @@ def _write(
             for rank in sorted(boxes):
                 file, places = write_tensors(out, token, rank, boxes[rank], read)
                 files.update(file)
-                entries.update(places)
+                written += places
         except BaseException:
             discard(out, token, *range(world_size))
             raise
-    return files, entries
+    return files, entries_of(written)
 
 
 @contextmanager

@@ -1,13 +1,14 @@
 """What a rank has read of a checkpoint: tensors by key, and the values that are put together from them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from zero_optim.checkpoint.storage import CheckpointReader
+from zero_optim.checkpoint.storage import CheckpointReader, Rows
 from zero_optim.checkpoint.values import Json, unpack
 from zero_optim.comm.wire import Nested
+from zero_optim.plan.memory import strides_of_rows
 
 
 class Read:
@@ -15,13 +16,13 @@ class Read:
 
     Args:
         reader: of the checkpoint.
-        keys: of the tensors to read, which is done at once.
+        wanted: the tensors to read, by key, which is done at once; and of each the rows.
     """
 
-    def __init__(self, reader: CheckpointReader, keys: Iterable[str]) -> None:
+    def __init__(self, reader: CheckpointReader, wanted: Mapping[str, Rows]) -> None:
         self.values = reader.manifest.values
         self._entries = reader.manifest.entries
-        self._tensors = {key: reader.read_tensor(key) for key in dict.fromkeys(keys)}
+        self._tensors = {key: reader.read_tensor(key, rows) for key, rows in wanted.items()}
 
     def value(self, key: str) -> Nested:
         """Put a value together."""
@@ -32,8 +33,11 @@ class Read:
         return unpack(value, self.tensor)
 
     def tensor(self, key: str, strides: Sequence[int]) -> Tensor:
-        """Give a tensor with the strides it was saved with."""
-        return with_strides(self._tensors[key], strides)
+        """Give a tensor, or what was read of it, with the strides it was saved with."""
+        tensor, shape = self._tensors[key], self._entries[key].shape
+        if tuple(tensor.shape) != shape:
+            strides = strides_of_rows(strides, shape[0], tensor.shape)
+        return with_strides(tensor, strides)
 
     def blank(self, key: str) -> Tensor:
         """Allocate what another rank has read."""

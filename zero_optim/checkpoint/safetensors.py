@@ -63,6 +63,12 @@ def whole(key: str, dtype: torch.dtype | None, shape: Sequence[int]) -> Box:
     return Box(key, dtype, tuple(shape), (0,) * len(shape), tuple(shape))
 
 
+def rows_box(key: str, dtype: torch.dtype, shape: Sequence[int], start: int, stop: int) -> Box:
+    """Return the box of rows ``[start, stop)`` of dimension 0."""
+    rest = tuple(shape[1:])
+    return Box(key, dtype, tuple(shape), (start, *(0 for _ in rest)), (stop - start, *rest))
+
+
 def lay_out(boxes: Iterable[Box]) -> tuple[bytes, list[tuple[Box, int]]]:
     """Choose the place of each box in a file, at a multiple of its element's size.
 

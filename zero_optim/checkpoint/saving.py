@@ -16,10 +16,10 @@ from torch import nn
 from zero_optim.checkpoint import folder as folders
 from zero_optim.checkpoint.content import RankContent, collect
 from zero_optim.checkpoint.lock import FolderLock
-from zero_optim.checkpoint.manifest import Chunk, DataFile, Entry, dtype_named
+from zero_optim.checkpoint.manifest import Chunk, DataFile, dtype_named
 from zero_optim.checkpoint.names import Objects, check_group, group_of
-from zero_optim.checkpoint.safetensors import whole
-from zero_optim.checkpoint.storage import complete, discard, new_token, write_tensors
+from zero_optim.checkpoint.safetensors import Box
+from zero_optim.checkpoint.storage import complete, discard, entries_of, new_token, write_tensors
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease, lease
@@ -219,13 +219,13 @@ def _write_locked(group: RankGroup, folder: Path, part: RankContent, *, alone: b
     token = group.all_gather_fixed(new_token().encode())[0].decode()
     try:
         with failing_together(group), _clear(folder):
-            boxes = [whole(key, tensor.dtype, tensor.shape) for key, tensor in part.tensors.items()]
-            files, entries = write_tensors(folder, token, group.rank, boxes, part.tensors.__getitem__)
-        parts = _gather_parts(group, files, entries, part)
+            boxes, tensor_of = part.all_boxes(), part.tensors.__getitem__
+            files, written = write_tensors(folder, token, group.rank, boxes, tensor_of)
+        parts = _gather_parts(group, files, written, part)
         with failing_together(group), _clear(folder):
             if parts:
-                files, entries, values = parts
-                complete(folder, group.size, files, entries, values, {}, alone=alone)
+                files, written, values = parts
+                complete(folder, group.size, files, entries_of(written), values, {}, alone=alone)
     except Exception:
         discard(folder, token, group.rank)
         raise
@@ -244,32 +244,33 @@ def _clear(folder: Path) -> Iterator[None]:
         ) from error
 
 
-_Parts = tuple[dict[str, DataFile], dict[str, Entry], dict[str, Any]]
+_Written = list[tuple[Box, Chunk]]
+_Parts = tuple[dict[str, DataFile], _Written, dict[str, Any]]
 
 
 def _gather_parts(
-    group: RankGroup, files: dict[str, DataFile], entries: dict[str, Entry], part: RankContent
+    group: RankGroup, files: dict[str, DataFile], written: _Written, part: RankContent
 ) -> _Parts | None:
     """Send lists of what the ranks have written to rank 0; all ranks call."""
     if group.rank != 0:
         rows = [[f, *astuple(d)] for f, d in files.items()]
-        told = [rows, {key: _row(entry) for key, entry in entries.items()}, part.values]
+        told = [rows, [_row(box, chunk) for box, chunk in written], part.values]
         send_value(group, [0], *encode(told, "the checkpoint's manifest"))
         return None
-    values = dict(part.values)
+    values, every = dict(part.values), list(written)
     for rank in range(1, group.size):
         rows, more, packed = recv_value(group, rank)
         files.update({name: DataFile(*numbers) for name, *numbers in rows})
-        entries.update({key: _entry(*row) for key, row in more.items()})
+        every += [_written(*row) for row in more]
         values.update(packed)
-    return files, entries, values
+    return files, every, values
 
 
-def _row(entry: Entry) -> list[Any]:
-    (chunk,) = entry.chunks  # parameters are never cut
+def _row(box: Box, chunk: Chunk) -> list[Any]:
     place = [chunk.offsets, chunk.sizes, chunk.file, chunk.start, chunk.nbytes, chunk.crc32]
-    return [str(entry.dtype).removeprefix("torch."), entry.shape, place]
+    return [box.key, str(box.dtype).removeprefix("torch."), box.shape, place]
 
 
-def _entry(dtype: str, shape: tuple[int, ...], place: list[Any]) -> Entry:
-    return Entry(dtype_named(dtype), shape, (Chunk(*place),))
+def _written(key: str, dtype: str, shape: tuple[int, ...], place: list[Any]) -> tuple[Box, Chunk]:
+    chunk = Chunk(*place)
+    return Box(key, dtype_named(dtype), shape, chunk.offsets, chunk.sizes), chunk

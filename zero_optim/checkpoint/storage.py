@@ -3,7 +3,7 @@
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,10 @@ from zero_optim.checkpoint.data import (
     tensor_in,
     write_data,
 )
-from zero_optim.checkpoint.manifest import DataFile, Entry, Manifest
+from zero_optim.checkpoint.manifest import Chunk, DataFile, Entry, Manifest
 from zero_optim.checkpoint.safetensors import Box
 from zero_optim.errors import CheckpointError
+from zero_optim.plan.pieces import num_rows
 
 
 def new_token() -> str:
@@ -38,7 +39,7 @@ def data_name(token: str, rank: int) -> str:
 
 def write_tensors(
     folder: Path, token: str, rank: int, boxes: Sequence[Box], read: Callable[[str], Tensor]
-) -> tuple[dict[str, DataFile], dict[str, Entry]]:
+) -> tuple[dict[str, DataFile], list[tuple[Box, Chunk]]]:
     """Write a rank's data file, tensor by tensor; does not communicate.
 
     Extra memory: one tensor, if it is not contiguous or not on the CPU.
@@ -47,17 +48,29 @@ def write_tensors(
         folder: the checkpoint's, which exists.
         token: of this save.
         rank: this rank.
-        boxes: of whole tensors; no other rank writes the same keys.
-        read: returns the tensor of a key.
+        boxes: of tensors, or of their parts; one for each key. No other rank writes the same elements.
+        read: returns the tensor of a key, or the part that is written.
 
     Returns:
-        The file, if there was anything to write, and the place of each tensor in it.
+        The file, if there was anything to write, and the place of each box in it.
     """
     if not boxes:
-        return {}, {}
+        return {}, []
     name = data_name(token, rank)
     file, chunks = write_data(folder / name, rank, boxes, lambda box: bytes_of(read(box.key)))
-    return {name: file}, {box.key: Entry(box.dtype, box.shape, (chunk,)) for box, chunk in chunks}
+    return {name: file}, chunks
+
+
+def entries_of(written: Iterable[tuple[Box, Chunk]]) -> dict[str, Entry]:
+    """Combine what the ranks have written of each tensor.
+
+    Raises:
+        ValueError: the parts of a tensor are not all of it.
+    """
+    found: dict[str, tuple[Box, list[Chunk]]] = {}
+    for box, chunk in written:
+        found.setdefault(box.key, (box, []))[1].append(chunk)
+    return {key: Entry(box.dtype, box.shape, tuple(chunks)) for key, (box, chunks) in found.items()}
 
 
 def complete(
@@ -113,8 +126,11 @@ def _is_committed(folder: Path, token: str) -> bool:
     return any(name.startswith(f"data-{token}-") for name in names)
 
 
+Rows = tuple[int, int] | None  # those to read of a tensor, of dimension 0; None for all
+
+
 class CheckpointReader:
-    """Reads whole tensors of a checkpoint and checks them. Does not communicate.
+    """Reads tensors of a checkpoint and checks them. Does not communicate.
 
     Args:
         path: the checkpoint's folder.
@@ -128,17 +144,27 @@ class CheckpointReader:
         self.manifest = manifests.read(self.folder)
         self._mapped: dict[str, torch.UntypedStorage] = {}
 
-    def read_tensor(self, key: str) -> Tensor:
-        """Read a tensor into CPU memory, contiguous."""
+    def read_tensor(self, key: str, rows: Rows = None) -> Tensor:
+        """Read a tensor, or only some of its rows, into CPU memory, contiguous.
+
+        Of what a rank wrote in several blocks, only those with wanted rows are read.
+        """
         entry = self.manifest.entries.get(key)
         if entry is None or entry.dtype is None:
             raise CheckpointError(f"the checkpoint {self.folder} is damaged: it lacks {key}")
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        start, stop = rows or (0, num_rows(entry.shape))
+        shape = (stop - start, *entry.shape[1:]) if entry.shape else ()
+        tensor = torch.empty(shape, dtype=entry.dtype)
         for chunk in entry.chunks:
-            box = tensor
-            for dim, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-                box = box.narrow(dim, start, size)
-            read_box(self.folder, chunk, key, tensor.dtype, box)
+            box, offsets = tensor, [0] * len(chunk.sizes)
+            for dim, (first, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+                low, high = first, first + size
+                if dim == 0:
+                    low, high = max(start, first), max(start, min(stop, first + size))
+                    offsets[0] = low - first
+                box = box.narrow(dim, low - (start if dim == 0 else 0), max(0, high - low))
+            if box.numel() or rows is None:
+                read_box(self.folder, chunk, key, tensor.dtype, box, offsets)
         return tensor
 
     def map_tensor(self, key: str) -> Tensor:

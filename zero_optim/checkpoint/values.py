@@ -95,6 +95,13 @@ def tensors_in(value: Json) -> dict[str, tuple[int, ...]]:
     return {key: strides for part in parts for key, strides in tensors_in(part).items()}
 
 
+def entries_in(value: Json) -> dict[Any, str]:
+    """List the tensors that are directly in a packed dict: name -> key; none if it is no dict."""
+    kind, body = value
+    parts = body if kind in _DICTS else []
+    return {plain_value(name): place[0] for name, (inner, place) in parts if inner == "tensor"}
+
+
 def unpack(value: Json, get: Callable[[str, tuple[int, ...]], Tensor]) -> Nested:
     """Rebuild a packed value.
 

@@ -176,13 +176,29 @@ def parts_of(skeleton: Skeleton) -> list[Skeleton]:
     return [part for _, part in body] if kind in _DICTS else list(body)
 
 
-def blank_tensors(skeleton: Skeleton) -> list[Tensor]:
-    """Allocate the tensors that a skeleton describes, on the CPU, uninitialised."""
+# Returns memory for a tensor, on the CPU: its path of keys in the value, dtype, shape, dense strides.
+Place = Callable[[tuple[Any, ...], torch.dtype, tuple[int, ...], tuple[int, ...]], Tensor]
+
+
+def new_memory(
+    _path: tuple[Any, ...], dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> Tensor:
+    """Allocate a tensor on the CPU, uninitialised."""
+    return torch.empty_strided(shape, strides, dtype=dtype)
+
+
+def blank_tensors(skeleton: Skeleton, place: Place = new_memory, path: tuple[Any, ...] = ()) -> list[Tensor]:
+    """Allocate the tensors that a skeleton describes, uninitialised."""
     kind, body = skeleton
     if kind == "tensor":
-        dtype, shape, strides = body
-        return [torch.empty_strided(shape, strides, dtype=dtype)]
-    return [tensor for part in parts_of(skeleton) for tensor in blank_tensors(part)]
+        return [place(path, *body)]
+    parts = parts_of(skeleton)
+    keys = [key for key, _ in body] if kind in _DICTS else range(len(parts))
+    return [
+        tensor
+        for key, part in zip(keys, parts, strict=True)
+        for tensor in blank_tensors(part, place, (*path, key))
+    ]
 
 
 def memory_of(tensor: Tensor) -> Tensor:
@@ -250,7 +266,7 @@ def recv_value(group: RankGroup, source: int, advance: Callable[[int], object] =
 
 
 def recv_encoded(
-    group: RankGroup, source: int, advance: Callable[[int], object] = int
+    group: RankGroup, source: int, advance: Callable[[int], object] = int, place: Place = new_memory
 ) -> tuple[Skeleton, list[Tensor]]:
     """Receive a value into CPU memory, for `decode`. Needs memory for one piece beyond the result.
 
@@ -258,13 +274,14 @@ def recv_encoded(
         group: the ranks.
         source: the rank that sends.
         advance: called after each piece with its number of bytes.
+        place: returns the memory to receive a tensor into, on the CPU, with the strides that it is given.
     """
     length = torch.zeros(1, dtype=torch.int64)
     group.recv(length, source)
     header = torch.empty(int(length), dtype=torch.uint8)
     group.recv(header, source)
     skeleton = skeleton_from_bytes(tensor_to_bytes(header))
-    tensors = blank_tensors(skeleton)
+    tensors = blank_tensors(skeleton, place)
     memories = [memory_of(tensor) for tensor in tensors]
     for piece in _pieces([memory.numel() for memory in memories]):
         _recv_piece(group, source, [memories[index][start:stop] for index, start, stop in piece])

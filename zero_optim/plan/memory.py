@@ -1,5 +1,6 @@
 """How parameters lie in memory, and which of them cannot be placed in a bucket. Does not communicate."""
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -15,6 +16,27 @@ def dense_strides(param: Tensor) -> tuple[int, ...]:
     """Strides under which the elements have no gaps between them: the parameter's own if it is dense."""
     # For a contiguous tensor both give the same; the first takes a fifth of the time.
     return param.stride() if param.is_contiguous() else torch.empty_like(param, device="meta").stride()
+
+
+def strides_of_rows(strides: Sequence[int], num_rows: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """Lay out a tensor as another one that has the same rows, or more or fewer of them.
+
+    Args:
+        strides: of the other tensor, which is dense.
+        num_rows: how many rows (in dimension 0) the other tensor has.
+        shape: of the tensor to lay out.
+
+    Returns:
+        Strides without gaps, which have the other tensor's order of dimensions.
+    """
+    row = max(1, math.prod(shape[1:]))
+    if num_rows == 1 or strides[0] >= row:
+        return (row, *strides[1:])
+    found, end = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (strides[dim], -dim)):
+        found[dim] = end
+        end *= max(1, shape[dim])
+    return tuple(found)
 
 
 def consecutive_views(flat: Tensor, params: Sequence[Tensor]) -> list[Tensor]:

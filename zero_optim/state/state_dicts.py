@@ -18,6 +18,7 @@ from torch import Tensor
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.plan.description import describe
 from zero_optim.plan.groups import ParamGroup, describe_options, param_names
+from zero_optim.state.cut_state import CutState
 from zero_optim.state.sharded import ShardedOptimizer
 from zero_optim.state.whole import (
     by_index,
@@ -28,6 +29,7 @@ from zero_optim.state.whole import (
     deal_out,
     pick_owned,
 )
+from zero_optim.step.leaves import EMA, MASTER
 
 
 class ShardedStateDicts(ShardedOptimizer):
@@ -53,7 +55,9 @@ class ShardedStateDicts(ShardedOptimizer):
         self._owned.local.check_dicts()
         agree(self._group, [f"to={describe(to)}"], "the target of consolidate_state_dict")
         targets = check_targets(to, self._group.size)
-        whole = consolidate(self._group, targets, self.owned_state(), self._params())
+        params = self._params()
+        cuts = by_index(self.cut_states(), params)
+        whole = consolidate(self._group, targets, self.owned_state(), params, cuts)
         if whole is not None:
             self._snapshot.hold(whole)
 
@@ -114,21 +118,21 @@ class ShardedStateDicts(ShardedOptimizer):
             nothing has changed.
         """
         agree(self._group, [f"src={describe(src)}"], "the source of load_state_dict")
-        params = self._params()
+        params, pieces = self._params(), list(self.pieces().values())
+        cuts = by_index(self.cut_states(), params)
         owned: dict[Any, Any] = {}
         saved: list[ParamGroup] = []
         with failing_together(self._group):
             self._owned.local.check_dicts()
             check_source(state_dict, src, self._group)
             if state_dict is not None:
-                state_dict = self._checked(state_dict)
+                state_dict = self._checked(state_dict, cuts)
             if src is None:
                 assert state_dict is not None  # check_source
                 saved = state_dict["param_groups"]
-                owned = pick_owned(state_dict, params, self.owned_parameters())
+                owned = pick_owned(state_dict, params, pieces, cuts, self._group.rank)
         if src is not None:
-            owners = [self._sharding.first_owner(param) for param in params]
-            owned, saved = deal_out(self._group, src, state_dict, params, owners)
+            owned, saved = deal_out(self._group, src, state_dict, params, pieces, cuts)
         with failing_together(self._group):
             self.check_weights()
             groups = self._with_options(saved)
@@ -139,21 +143,24 @@ class ShardedStateDicts(ShardedOptimizer):
             for done_hook in self._optimizer_load_state_dict_post_hooks.values():
                 done_hook(self)
 
-    def _checked(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def _checked(self, state_dict: dict[str, Any], cuts: Mapping[int, CutState]) -> dict[str, Any]:
         """Run the hooks that may change a state dict before it is loaded, then check that it fits."""
         state_dict = dict(state_dict)
         for load_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = load_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        check_fits(
-            state_dict, self.param_groups, param_names(self.param_groups), self._owned.local.shaped_keys
-        )
+        names, shaped = param_names(self.param_groups), self._owned.local.shaped_keys
+        check_fits(state_dict, self.param_groups, names, shaped, cuts)
         return state_dict
 
     # ------------------------------------------------------------------ what a rank owns
 
     def owned_state(self) -> dict[Any, Any]:
-        """Return the state that this rank owns, by parameter, and global entries; does not communicate."""
+        """Return the state that this rank owns, by parameter, and global entries; does not communicate.
+
+        Of a cut parameter it is the state of this rank's piece: tensors have the shape of the piece where the
+        class's own would have that of the parameter.
+        """
         # Reading opt.state[p] leaves an empty entry there, also for parameters of other owners.
         others = set(self._params()).difference(self.owned_parameters())
         return {key: value for key, value in self.state.items() if key not in others}
@@ -194,7 +201,7 @@ class ShardedStateDicts(ShardedOptimizer):
     def remember(self) -> Callable[[], None]:
         """Copy this rank's state, options and owned parameters, for a load that may fail later.
 
-        Copies the owned parameters, master copies and averages; does not communicate.
+        Copies what it owns of parameters, master copies and averages; does not communicate.
 
         Returns:
             A function that restores all of it on this rank; all ranks call it, or none.
@@ -213,6 +220,19 @@ class ShardedStateDicts(ShardedOptimizer):
             self.state, self._snapshot = state, snapshot
 
         return undo
+
+    def cut_states(self) -> dict[Tensor, CutState]:
+        """List for each cut parameter how its state lies on its owners; does not communicate."""
+        return {
+            param: CutState(
+                tuple(param.shape),
+                self._sharding.pieces[param],
+                self.shaped_entries(param, number) | {MASTER, EMA},
+            )
+            for number, group in enumerate(self.param_groups)
+            for param in group["params"]
+            if self._sharding.is_cut(param)
+        }
 
     def shaped_entries(self, param: Tensor, group: int) -> frozenset[str]:
         """Name the state entries that must have the shape of a parameter of the group with this index."""

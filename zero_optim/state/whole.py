@@ -24,8 +24,10 @@ from zero_optim.comm.wire import (
 )
 from zero_optim.errors import NotConsolidatedError, StateMismatchError
 from zero_optim.plan.groups import ParamGroup
+from zero_optim.plan.pieces import Pieces, piece_of
 from zero_optim.probe.shaped import ShapedKeys
 from zero_optim.run.progress import progress
+from zero_optim.state.cut_state import CutState, Joined
 
 WholeState = dict[Any, Any]
 
@@ -86,32 +88,41 @@ def check_targets(to: object, num_ranks: int) -> list[int]:
 
 
 def consolidate(
-    group: RankGroup, to: Sequence[int], owned: Mapping[Any, Any], params: Sequence[Tensor]
+    group: RankGroup,
+    to: Sequence[int],
+    owned: Mapping[Any, Any],
+    params: Sequence[Tensor],
+    cuts: Mapping[int, CutState],
 ) -> WholeState | None:
     """Bring the whole state to some ranks; all ranks call.
 
     The owners send directly to the targets, one owner after the other. Other ranks receive nothing; while
     they send, they need extra memory for one piece of `wire.PIECE_NBYTES`. State on an accelerator is sent
     from the CPU where the group has a backend for it; in a group of NCCL alone it goes from device to device,
-    and each pair of ranks makes a communicator for that. After a second, the first target shows a bar on a
-    terminal.
+    and each pair of ranks makes a communicator for that. The rows of a cut parameter's state are received
+    where they belong in the whole. After a second, the first target shows a bar on a terminal.
 
     Args:
         group: the ranks that own the state.
         to: group ranks that receive, in ascending order.
         owned: the state that this rank owns, parameter -> entries, and global entries.
         params: all parameters in the order of their groups.
+        cuts: those that are cut, by index.
 
     Returns:
         On the targets the whole state, in CPU memory that nothing else uses; None on other ranks.
 
     Raises:
         TypeError: on every rank, if some state cannot be sent without pickle, or holds a tensor subclass that
-            a target has not imported.
+            a target has not imported, or is no plain tensor although it is cut.
+        StateMismatchError: on every rank, if the owners of a cut parameter keep different entries.
     """
     with failing_together(group):
         mine = by_index(owned, params)
+        for index in mine.keys() & cuts.keys():
+            cuts[index].cut_entries(mine[index], cuts[index].piece_of(group.rank))
         skeleton, tensors = encode(mine, "optimizer state")
+    joined = Joined(cuts)
     received = []
     # All ranks own about the same number of bytes, so this rank's number gives the total.
     total = group.size * sum(tensor.nbytes for tensor in tensors)
@@ -120,14 +131,12 @@ def consolidate(
             if owner == group.rank:
                 send_value(group, [rank for rank in to if rank != owner], skeleton, tensors)
             elif group.rank in to:
-                received.append(recv_encoded(group, owner, advance))
-    merged: WholeState = {}
+                received.append(recv_encoded(group, owner, advance, joined.places_of(owner)))
     with failing_together(group):  # only now, as a rank that raises receives nothing more
         parts = [decode(skeleton, iter(tensors)) for skeleton, tensors in received]
         if group.rank in to:
-            parts.insert(group.rank, map_tensors(mine, copied_to_cpu))
-        for key, value in (item for part in parts for item in part.items()):
-            merged.setdefault(key, value)  # global entries: every rank has one, the first counts
+            parts.insert(group.rank, joined.copied(mine, group.rank))
+        merged = joined.merge(parts)
     return in_order(merged) if group.rank in to else None
 
 
@@ -148,6 +157,7 @@ def check_fits(
     groups: Sequence[ParamGroup],
     names: Sequence[str],
     shaped: Callable[[int], ShapedKeys],
+    cuts: Mapping[int, CutState],
 ) -> None:
     """Check that a whole state dict fits the parameters.
 
@@ -156,6 +166,7 @@ def check_fits(
         groups: this optimizer's groups.
         names: a name for each parameter.
         shaped: returns, for a group's index, the state entries that must have the parameter's shape.
+        cuts: the cut parameters, by index.
 
     Raises:
         StateMismatchError: with every mismatch, one for each line.
@@ -171,7 +182,7 @@ def check_fits(
         raise StateMismatchError(
             f"the state dict has groups of {saved} parameters, this optimizer has {present}"
         )
-    wrong = _wrong_shapes(state_dict, groups, names, shaped)
+    wrong = _wrong_shapes(state_dict, groups, names, shaped, cuts)
     if wrong:
         raise StateMismatchError("state that does not fit its parameter:\n  " + "\n  ".join(wrong))
 
@@ -181,13 +192,16 @@ def _wrong_shapes(
     groups: Sequence[ParamGroup],
     names: Sequence[str],
     shaped: Callable[[int], ShapedKeys],
+    cuts: Mapping[int, CutState],
 ) -> list[str]:
     params = [(param, shaped(number)) for number, group in enumerate(groups) for param in group["params"]]
     wrong = []
     for index, key in enumerate(saved_keys(state_dict)):
         entry = state_dict["state"].get(key, {})
         param, keys = params[index]
-        must = keys.of(param.dim()) if isinstance(entry, dict) else frozenset()
+        must: frozenset[str] = frozenset()
+        if isinstance(entry, dict):
+            must = cuts[index].shaped if index in cuts else keys.of(param.dim())
         for name in sorted(must & entry.keys()):
             got = entry[name]
             if isinstance(got, Tensor) and got.shape != param.shape:
@@ -201,21 +215,19 @@ def saved_keys(state_dict: Mapping[str, Any]) -> list[Any]:
 
 
 def pick_owned(
-    state_dict: Mapping[str, Any], params: Sequence[Tensor], owned: Sequence[Tensor]
+    state_dict: Mapping[str, Any],
+    params: Sequence[Tensor],
+    pieces: Sequence[Pieces],
+    cuts: Mapping[int, CutState],
+    rank: int,
 ) -> dict[Any, Any]:
-    """Copy from a whole state dict what this rank needs: the state of what it owns, and global entries.
+    """Copy from a whole state dict what a rank needs: the state of what it owns, and global entries.
 
     The caller's tensors are neither kept nor changed.
     """
-    keys = saved_keys(state_dict)
-    param_of = dict(zip(keys, params, strict=True))
-    is_owned = set(owned)
-    picked: dict[Any, Any] = {}
-    for key, value in state_dict["state"].items():
-        if key not in param_of:
-            picked[key] = map_tensors(value, copied)
-        elif param_of[key] in is_owned:
-            picked[param_of[key]] = map_tensors(value, copied)
+    mine = _of_rank(state_dict, pieces, cuts, rank)
+    by_param = {params[index]: value for index, value in mine["owned"].items()}
+    picked: dict[Any, Any] = map_tensors({**by_param, **mine["everywhere"]}, copied)
     return picked
 
 
@@ -238,7 +250,8 @@ def deal_out(
     src: int,
     state_dict: Mapping[str, Any] | None,
     params: Sequence[Tensor],
-    owners: list[int],
+    pieces: Sequence[Pieces],
+    cuts: Mapping[int, CutState],
 ) -> tuple[dict[Any, Any], list[ParamGroup]]:
     """Send each rank what it owns of a whole state dict that one rank holds; all ranks call.
 
@@ -249,7 +262,8 @@ def deal_out(
         src: group rank that holds the dict.
         state_dict: on ``src`` in the format of ``torch.optim``, checked; None on other ranks.
         params: all parameters in the order of their groups.
-        owners: group rank that owns each.
+        pieces: which rows of each have which owner.
+        cuts: the cut parameters, by index.
 
     Returns:
         Parameter -> entries for what this rank owns, with global entries; and the saved groups' options.
@@ -261,10 +275,9 @@ def deal_out(
     with failing_together(group):
         messages, told = [], {}
         if state_dict is not None:
-            messages = [
-                encode(_message(state_dict, owners, rank), "the state dict") for rank in range(group.size)
-            ]
-            told = map_tensors(_message(state_dict, owners, src), copied_to_cpu)
+            parts = [_of_rank(state_dict, pieces, cuts, rank) for rank in range(group.size)]
+            messages = [encode(part, "the state dict") for part in parts]
+            told = map_tensors(parts[src], copied_to_cpu)
     received = []
     if state_dict is None:
         received.append(recv_encoded(group, src))
@@ -278,10 +291,16 @@ def deal_out(
     return {**owned, **told["everywhere"]}, told["groups"]
 
 
-def _message(state_dict: Mapping[str, Any], owners: list[int], rank: int) -> dict[str, Any]:
-    """Pick what a rank needs of a whole state dict: by index what it owns, and what all need."""
+def _of_rank(
+    state_dict: Mapping[str, Any], pieces: Sequence[Pieces], cuts: Mapping[int, CutState], rank: int
+) -> dict[str, Any]:
+    """Pick what a rank needs of a whole state dict, not copied: by index what it owns, and what all need."""
     state, keys = state_dict["state"], saved_keys(state_dict)
-    owned = {i: state[key] for i, key in enumerate(keys) if owners[i] == rank and key in state}
+    owned = {}
+    for index, key in enumerate(keys):
+        piece = piece_of(pieces[index], rank)
+        if piece is not None and key in state:
+            owned[index] = cuts[index].rows(state[key], piece) if index in cuts else state[key]
     known = set(keys)
     return {
         "owned": owned,
