@@ -164,12 +164,20 @@ def _device_slots(params: Sequence[Tensor]) -> dict[torch.device, int]:
     return slots
 
 
-def describe_params(groups: Sequence[ParamGroup], plan: Plan) -> list[str]:
-    """Describe each parameter by everything that must be equal on all ranks."""
+def describe_params(groups: Sequence[ParamGroup]) -> list[str]:
+    """Describe each parameter by everything that must be equal on all ranks before it is planned."""
     params = params_of(groups)
     slots = _device_slots(params)
     return [
         f"{name}, {p.dtype}, {p.device.type}[{slots[p.device]}], strides {dense_strides(p)}, "
-        f"{'trainable' if p.requires_grad else 'frozen'}, {owned_by_text(pieces)}"
-        for name, p, pieces in zip(param_names(groups), params, plan.pieces, strict=True)
+        f"{'trainable' if p.requires_grad else 'frozen'}"
+        for name, p in zip(param_names(groups), params, strict=True)
+    ]
+
+
+def describe_owners(groups: Sequence[ParamGroup], plan: Plan) -> list[str]:
+    """Describe who owns each parameter. If ranks differ in nothing else, a cost function told them apart."""
+    return [
+        f"{name} {owned_by_text(pieces)}"
+        for name, pieces in zip(param_names(groups), plan.pieces, strict=True)
     ]
