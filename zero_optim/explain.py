@@ -7,15 +7,18 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from torch import Tensor
-
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.plan.cuts import MIN_ROW_NBYTES, TOLERANCE
+from zero_optim.plan.groups import ParamGroup, param_names, params_of
+from zero_optim.plan.pieces import num_rows, piece_of
 from zero_optim.probe.traits import Traits
 from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.storage import ParamBucket
 from zero_optim.step.local import LocalOptimizer
 
 _MIB = 2**20
+_NO_PLACE = "it has no rows that could be shared out evenly"
+_MOST_SHOWN = 20  # lines about cuts in the table
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +27,9 @@ class RankHolding:
 
     Args:
         rank: group rank.
-        num_params: number of parameters owned.
-        numel: their elements.
-        param_nbytes: their bytes.
+        num_params: number of parameters of which it owns all rows, or some.
+        numel: the elements it owns of them.
+        param_nbytes: the bytes of these.
         state_nbytes: bytes of optimizer state, measured on its storages.
         cost: what owning them costs, in the unit of the cost function.
     """
@@ -49,6 +52,7 @@ class BucketHolding:
         num_params: number of parameters in it.
         nbytes: bytes that a gather sends, including padding.
         owners: ranks that broadcast a row of it.
+        balance: bytes of the fullest row, divided by the mean over all ranks; 1 is even.
         active: whether steps gather it. They leave out a bucket if all its parameters have always been
             frozen.
     """
@@ -59,6 +63,7 @@ class BucketHolding:
     nbytes: int
     owners: tuple[int, ...]
     active: bool
+    balance: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +74,13 @@ class Explanation:
         ranks: what each rank holds, by rank.
         buckets: in the order in which they are gathered.
         traits: a line for each optimizer class, with what trials of the class found.
+        cuts: a line for each parameter that is cut, and for each uneven bucket why its parameters are not.
     """
 
     ranks: tuple[RankHolding, ...]
     buckets: tuple[BucketHolding, ...]
     traits: tuple[str, ...]
+    cuts: tuple[str, ...]
 
     @property
     def collectives_per_step(self) -> int:
@@ -98,11 +105,19 @@ class Explanation:
         for b in self.buckets:
             where = f"{b.num_params} {b.dtype} on {b.device}, {b.nbytes / _MIB:.2f} MiB"
             lines.append(f"bucket: {where}, owners {list(b.owners)}{'' if b.active else ', frozen'}")
-        return "\n".join([*lines, *self.traits])
+        shown = [*self.cuts[:_MOST_SHOWN]]
+        if len(self.cuts) > _MOST_SHOWN:
+            shown.append(f"and {len(self.cuts) - _MOST_SHOWN} more lines in `cuts`")
+        return "\n".join([*lines, *shown, *self.traits])
 
 
 def explain(
-    group: RankGroup, sharding: Sharding, local: LocalOptimizer, owned: Sequence[Tensor], state_nbytes: int
+    group: RankGroup,
+    sharding: Sharding,
+    local: LocalOptimizer,
+    groups: Sequence[ParamGroup],
+    whole_because: Sequence[str | None],
+    state_nbytes: int,
 ) -> Explanation:
     """Find out what all ranks hold; all ranks call; two small collectives.
 
@@ -110,26 +125,35 @@ def explain(
         group: the ranks.
         sharding: who owns what.
         local: what steps this rank's parameters.
-        owned: these parameters.
+        groups: the public groups.
+        whole_because: for each group why its parameters cannot be cut; None if they can.
         state_nbytes: the state that this rank holds, in bytes.
     """
-    ranks = holdings(group, owned, state_nbytes, sharding.loads[group.rank])
+    ranks = holdings(group, sharding, state_nbytes)
     active = [moves or local.moves_frozen for moves in sharding.active()]
-    buckets = bucket_holdings(sharding.buckets, active)
-    return Explanation(ranks, buckets, tuple(map(describe_traits, local.traits())))
+    buckets = bucket_holdings(sharding.buckets, active, group.size)
+    cuts = [*describe_cuts(sharding, groups), *describe_uneven(sharding, groups, whole_because, buckets)]
+    return Explanation(ranks, buckets, tuple(map(describe_traits, local.traits())), tuple(cuts))
 
 
-def holdings(
-    group: RankGroup, owned: Sequence[Tensor], state_nbytes: int, cost: float
-) -> tuple[RankHolding, ...]:
+def holdings(group: RankGroup, sharding: Sharding, state_nbytes: int) -> tuple[RankHolding, ...]:
     """Exchange what each rank holds. All ranks call; two small collectives."""
-    nbytes = sum(param.numel() * param.element_size() for param in owned)
-    mine = RankHolding(group.rank, len(owned), sum(p.numel() for p in owned), nbytes, state_nbytes, cost)
+    owned: list[tuple[int, int]] = []  # elements and their size in bytes
+    for param, pieces in sharding.pieces.items():
+        piece = piece_of(pieces, group.rank)
+        if piece is not None:
+            share = param.numel() * (piece.stop - piece.start) // max(1, num_rows(param.shape))
+            owned.append((share, param.element_size()))
+    numel, nbytes = sum(numel for numel, _ in owned), sum(numel * size for numel, size in owned)
+    cost = sharding.loads[group.rank]
+    mine = RankHolding(group.rank, len(owned), numel, nbytes, state_nbytes, cost)
     payloads = group.all_gather_bytes(json.dumps(asdict(mine)).encode())
     return tuple(RankHolding(**json.loads(payload)) for payload in payloads)
 
 
-def bucket_holdings(buckets: Sequence[ParamBucket], active: Sequence[bool]) -> tuple[BucketHolding, ...]:
+def bucket_holdings(
+    buckets: Sequence[ParamBucket], active: Sequence[bool], num_ranks: int
+) -> tuple[BucketHolding, ...]:
     """Describe the buckets; does not communicate."""
     described = []
     for bucket, is_gathered in zip(buckets, active, strict=True):
@@ -137,8 +161,47 @@ def bucket_holdings(buckets: Sequence[ParamBucket], active: Sequence[bool]) -> t
         owners = tuple(row.owner for row in layout.rows if row.stop > row.start)
         nbytes = layout.numel * param.element_size()
         kind = (str(param.dtype).removeprefix("torch."), str(param.device))
-        described.append(BucketHolding(*kind, len(bucket.params), nbytes, owners, is_gathered))
+        fullest = max((row.stop - row.start for row in layout.rows), default=0)
+        balance = fullest * num_ranks / layout.numel if layout.numel else 1.0
+        described.append(BucketHolding(*kind, len(bucket.params), nbytes, owners, is_gathered, balance))
     return tuple(described)
+
+
+def describe_cuts(sharding: Sharding, groups: Sequence[ParamGroup]) -> list[str]:
+    """Describe in one line each parameter that is cut; does not communicate."""
+    lines = []
+    for name, param in zip(param_names(groups), params_of(groups), strict=True):
+        pieces = sharding.pieces[param]
+        if len(pieces) > 1:
+            owners = [piece.owner for piece in pieces]
+            lines.append(f"cut: {name} in {len(pieces)} pieces, owners {owners}")
+    return lines
+
+
+def describe_uneven(
+    sharding: Sharding,
+    groups: Sequence[ParamGroup],
+    whole_because: Sequence[str | None],
+    buckets: Sequence[BucketHolding],
+) -> list[str]:
+    """Describe in one line each uneven bucket, and why it was not cut; does not communicate."""
+    reason_of = {
+        param: reason
+        for group, reason in zip(groups, whole_because, strict=True)
+        for param in group["params"]
+    }
+    num_ranks, lines = len(sharding.loads), []
+    for bucket, holding in zip(sharding.buckets, buckets, strict=True):
+        above = (holding.balance - 1) * holding.nbytes / num_ranks
+        if not holding.active or above <= max(MIN_ROW_NBYTES, TOLERANCE * holding.nbytes / num_ranks):
+            continue
+        reasons = dict.fromkeys(reason_of.get(param) for param in bucket.params)
+        why = "; ".join(reason for reason in reasons if reason is not None) or _NO_PLACE
+        lines.append(
+            f"not cut: {holding.num_params} {holding.dtype} on {holding.device}, {holding.nbytes / _MIB:.2f} "
+            f"MiB; the fullest rank sends {holding.balance:.1f} x the mean ({why})"
+        )
+    return lines
 
 
 def describe_traits(found: tuple[str, Traits | None]) -> str:

@@ -26,7 +26,8 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
 
     Use it where ``optimizer_class(params, **defaults)`` stood. Every rank holds all parameters, and
     all gradients before `step`, which is DDP's way; each parameter's state lives on one rank, its
-    owner, which steps it and broadcasts the result. The parameters after each step are, bit for
+    owner, which steps it and broadcasts the result. Of a large parameter several ranks may own rows, see
+    ``cuts``. The parameters after each step are, bit for
     bit, those of the unsharded optimizer, for every class whose step treats parameters one by one.
 
     Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
@@ -60,6 +61,10 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
             `averaged_weights`; the factor by which it keeps its past at a step, below 1.
         assume_separable: take the class without trying it. Otherwise it is run on small tensors, whole and
             in parts, for some 10 to 60 ms the first time, and refused if the results differ.
+        cuts: large parameters may be cut: several ranks own rows of one, so that every bucket is divided
+            evenly. Only where trials of the class with these options gave the same bits, parameters and state
+            (`pieces` and `explain` tell). False keeps every parameter whole, and chooses owners that are even
+            over the whole model, but perhaps not in each bucket.
         **defaults: keyword arguments of ``optimizer_class``.
 
     A group may name its own ``optimizer_class``; its other options are then that class's arguments,
@@ -94,6 +99,7 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
         master_dtype: torch.dtype | None = None,
         ema_decay: float | None = None,
         assume_separable: bool = False,
+        cuts: bool = True,
         **defaults: object,
     ) -> None:
         """Plan, agree on the plan with the other ranks, and build."""
@@ -103,6 +109,7 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
             parameters_as_bucket_view=parameters_as_bucket_view,
             overlap_with_ddp=overlap_with_ddp,
             assume_separable=assume_separable,
+            cuts=cuts,
             bucket_cap_mb=bucket_cap_mb,
             cost=cost,
             master_dtype=master_dtype,
@@ -201,8 +208,10 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
 
     @property
     def _leaves_closure(self) -> bool:
-        """Whether a closure may be left to the class's own step."""
-        return self._overlap is None and not self._join_config.enable and self._owned.takes_closures
+        """Whether a closure may be left to the class's own step: leaves apart need its gradients before."""
+        if self._overlap is not None or self._join_config.enable or self._sharding.has_cuts:
+            return False
+        return self._owned.takes_closures
 
     def clip_grad_norm_(
         self,

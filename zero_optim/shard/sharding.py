@@ -19,7 +19,7 @@ from zero_optim.plan.groups import ParamGroup, describe_options, member_ids, par
 from zero_optim.plan.layout import Span, spans
 from zero_optim.plan.memory import check_shardable
 from zero_optim.plan.pieces import Piece, Pieces, piece_of
-from zero_optim.plan.plan import Plan, describe_params, make_plan
+from zero_optim.plan.plan import Plan, describe_owners, describe_params, make_plan
 from zero_optim.shard.gathers import UnderWay, gather_buckets, start_gathers
 from zero_optim.shard.storage import ParamBucket, is_active, make_bucket
 
@@ -66,7 +66,12 @@ class Sharding:
         return {**self.__dict__, "readers": []}
 
     def plan(
-        self, groups: Sequence[ParamGroup], costs: Sequence[Cost], before: int, about: Sequence[str]
+        self,
+        groups: Sequence[ParamGroup],
+        costs: Sequence[Cost],
+        before: int,
+        about: Sequence[str],
+        bear_cuts: Sequence[bool] | None,
     ) -> Plan:
         """Plan groups, and check that all ranks have the same plan; all ranks call.
 
@@ -77,6 +82,8 @@ class Sharding:
             costs: the cost function of each group to plan.
             before: number of groups that have been planned already.
             about: further descriptions to agree on.
+            bear_cuts: for each group to plan, whether several ranks may own rows of a parameter; None cuts
+                nothing, and evens out the model alone, not each bucket.
 
         Raises:
             ValueError: on every rank, a parameter cannot be sharded; or TypeError.
@@ -87,16 +94,21 @@ class Sharding:
             check_shardable(groups)
             by_group = [group["params"] for group in new]
             spent = [[cost(p) for p in params] for params, cost in zip(by_group, costs, strict=True)]
-            plan = make_plan(by_group, spent, self._group.size, self._cap_nbytes, self.loads)
-            described = [*describe_params(new, plan), *describe_options(new), *about]
-        items = [*described, f"buckets of {self._cap_nbytes} bytes"]
+            bears = None
+            if bear_cuts is not None:
+                bears = [each for each, params in zip(bear_cuts, by_group, strict=True) for _ in params]
+            plan = make_plan(by_group, spent, self._group.size, self._cap_nbytes, self.loads, bears)
+            described = [*describe_params(new), *describe_options(new), *about]
+            # Owners come last: they differ where anything else does, and the first difference is told.
+            items = [*described, f"buckets of {self._cap_nbytes} bytes", *describe_owners(new, plan)]
         agree(self._group, items, "the parameters and options of the optimizer", _HINTS)
         return plan
 
-    def owned(self, params: Sequence[Tensor], plan: Plan) -> list[Tensor]:
-        """Pick the parameters of which a plan gives this rank a piece, in order."""
+    def owned(self, params: Sequence[Tensor], plan: Plan) -> dict[Tensor, Piece]:
+        """Pick the parameters of which a plan gives this rank a piece, in order; with these pieces."""
         rank = self._group.rank
-        return [param for param, pieces in zip(params, plan.pieces, strict=True) if piece_of(pieces, rank)]
+        found = ((param, piece_of(pieces, rank)) for param, pieces in zip(params, plan.pieces, strict=True))
+        return {param: piece for param, piece in found if piece is not None}
 
     def piece_here(self, param: Tensor) -> Piece | None:
         """Tell which rows of a parameter this rank owns; None if it owns none."""
@@ -105,6 +117,11 @@ class Sharding:
     def is_cut(self, param: Tensor) -> bool:
         """Whether several ranks own rows of a parameter."""
         return len(self.pieces[param]) > 1
+
+    @property
+    def has_cuts(self) -> bool:
+        """Whether any parameter is cut; the same on every rank."""
+        return any(len(pieces) > 1 for pieces in self.pieces.values())
 
     def first_owner(self, param: Tensor) -> int:
         """Tell the rank that owns a parameter, or its first rows."""

@@ -25,7 +25,7 @@ from zero_optim.shard.lazy import LazyGather
 from zero_optim.shard.sharding import Sharding
 from zero_optim.state.whole import Snapshot, nbytes_held
 from zero_optim.step.leaves import Leaves, WeightAverage
-from zero_optim.step.local import LocalOptimizer, OptimizerView
+from zero_optim.step.local import LocalOptimizer, OptimizerView, why_not_cut
 from zero_optim.step.owned import OwnedState
 from zero_optim.step.spec import OptimizerSpec
 
@@ -42,6 +42,7 @@ class ShardingOptions:
     parameters_as_bucket_view: bool
     overlap_with_ddp: bool
     assume_separable: bool
+    cuts: bool
     bucket_cap_mb: float
     cost: CostName | Cost
     master_dtype: torch.dtype | None
@@ -53,6 +54,7 @@ class ShardingOptions:
             "parameters_as_bucket_view": self.parameters_as_bucket_view,
             "overlap_with_ddp": self.overlap_with_ddp,
             "assume_separable": self.assume_separable,
+            "cuts": self.cuts,
         }
 
     def check_flags(self) -> None:
@@ -131,13 +133,18 @@ class ShardedOptimizer(Optimizer):
             specs = [OptimizerSpec.taken_from(each) for each in groups]
             about = [f"optimizer {spec.describe()}" for spec in (default, *filter(None, specs))]
             about += options.describe()
+            bear_cuts = None
+            if options.cuts and group.size > 1:
+                found = why_not_cut(default, groups, specs, is_tried=not options.assume_separable)
+                bear_cuts = [reason is None for reason in found]
         every = params_of(groups)
-        plan = sharding.plan(groups, costs, 0, about)
+        plan = sharding.plan(groups, costs, 0, about, bear_cuts)
         owned = sharding.owned(every, plan)
         with failing_together(group):
-            leaf_of = {param: leaves.leaf(param) for param in owned}
+            leaf_of = {param: leaves.add(param, piece) for param, piece in owned.items()}
             local = LocalOptimizer(default, groups, specs, leaf_of, options.assume_separable)
         sharding.add(every, plan)
+        leaves.follow()
         # Takes the attributes of the reader, also the hooks, as an optimizer does when it is unpickled.
         Optimizer.__setstate__(self, vars(reader))
         self._group = group
@@ -153,6 +160,11 @@ class ShardedOptimizer(Optimizer):
         self.wait_for_gathers()
         names = ("_group", "_options", "_sharding", "_owned", "_snapshot")
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in names}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over a copied or unpickled state; leaves of cut parameters become views of the copies."""
+        super().__setstate__(state)
+        self._owned.leaves.follow()
 
     def _show_state(self) -> None:
         self.state = self._owned.shown_state()  # type: ignore[assignment]
@@ -185,11 +197,15 @@ class ShardedOptimizer(Optimizer):
                 cost = cost_named(group.pop("cost", self._options.cost))
                 spec = OptimizerSpec.taken_from(group)
                 about = [f"optimizer {spec.describe()}"] if spec is not None else []
+                bear_cuts = None
+                if self._options.cuts and self._group.size > 1:
+                    bear_cuts = [self._owned.local.why_not_cut(group, spec) is None]
         finally:
             self.defaults = defaults
-        plan = self._sharding.plan(self.param_groups, [cost], before, about)
+        plan = self._sharding.plan(self.param_groups, [cost], before, about, bear_cuts)
         self._owned.add_group(group, spec, self._sharding.owned(group["params"], plan))
         self._sharding.add(group["params"], plan)
+        self._owned.leaves.follow()
 
     # ------------------------------------------------------------------ who owns what
 
@@ -242,8 +258,9 @@ class ShardedOptimizer(Optimizer):
         Returns:
             The same as data, on every rank.
         """
-        parameters, nbytes = self.owned_parameters(), self.state_nbytes()
-        explanation = explain(self._group, self._sharding, self._owned.local, parameters, nbytes)
+        local, groups, nbytes = self._owned.local, self.param_groups, self.state_nbytes()
+        reasons = local.whole_because() if self._options.cuts else ["cuts=False"] * len(groups)
+        explanation = explain(self._group, self._sharding, local, groups, reasons, nbytes)
         if self._group.rank == 0 and not quiet:
             print(explanation)  # noqa: T201 - what it is for
         return explanation

@@ -91,6 +91,14 @@ class BuiltOptimizer:
         """Refuse a class whose step cannot be taken some parameters at a time; see `OptimizerSpec`."""
         self.spec.check_parts(self.traits)
 
+    def why_not_cut(self, *more: ParamGroup) -> str | None:
+        """Tell why ranks cannot share the rows of a parameter that it steps; None if they can.
+
+        Args:
+            more: options of groups that may be added.
+        """
+        return self.spec.why_not_cut([*self._given, *more], is_tried=self._is_tried)
+
     def add_group(self, number: int, group: ParamGroup, *, steps_parts: bool) -> None:
         """Add what this rank owns of a public group.
 

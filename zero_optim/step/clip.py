@@ -4,6 +4,7 @@ Every parameter's norm is taken by its owner, from the gradient that the step wi
 the norms are then combined on every rank in the same order. So the result is equal on all ranks
 even where gradients are not, and equal bit for bit to ``torch.nn.utils.clip_grad_norm_`` where they
 are (several dtypes or devices aside: PyTorch combines those group by group, in no fixed order).
+The norm of a cut parameter is taken once, of its whole gradient, by the owner of its first rows.
 
 Note [One gather, one wait]
     Every rank knows who owns what, so what a rank tells has a fixed length: a byte and a float64 for each
@@ -87,7 +88,7 @@ def clip_together(
     Args:
         group: the ranks that own the parameters.
         params: every parameter, in the same order on every rank.
-        owners: owner of each.
+        owners: owner of each, or of its first rows.
         asked: the arguments, which are checked and compared here.
 
     Returns:
@@ -114,7 +115,7 @@ def global_grad_norm(
     Args:
         group: the ranks that own the parameters.
         params: every parameter, in the same order on every rank.
-        owners: owner of each.
+        owners: owner of each, or of its first rows.
         asked: the arguments, which are checked and compared here.
 
     Returns:
@@ -125,9 +126,7 @@ def global_grad_norm(
         RankMismatchError: on every rank, when ranks gave different arguments.
         TypeError: likewise, when an argument is of the wrong kind on any; or ValueError.
     """
-    owned: list[list[int]] = [[] for _ in range(group.size)]
-    for index, owner in enumerate(owners):
-        owned[owner].append(index)
+    owned = _measured(owners, group.size)
     grads = [params[index].grad for index in owned[group.rank]]
     heading, norms, failure = b"\1", None, None
     try:
@@ -155,6 +154,22 @@ def global_grad_norm(
     stacked = torch.tensor([of_param[index] for index in sorted(of_param)], dtype=dtype)
     norm: Tensor = torch.linalg.vector_norm(to_device(stacked, params[0].device), asked.check())
     return norm
+
+
+def _measured(owners: Sequence[int], num_ranks: int) -> list[list[int]]:
+    """Say of which parameters each rank takes the norm, by index; every parameter is in one list.
+
+    Every rank has the whole reduced gradient. So a norm need not be combined from those of pieces, which
+    would round in another way than PyTorch's.
+
+    Args:
+        owners: of each parameter the rank that owns it, or its first rows.
+        num_ranks: of the group.
+    """
+    measured: list[list[int]] = [[] for _ in range(num_ranks)]
+    for index, owner in enumerate(owners):
+        measured[owner].append(index)
+    return measured
 
 
 def _exchanged(

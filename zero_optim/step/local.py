@@ -9,7 +9,7 @@ A group may name its own ``optimizer_class``. Groups that do have an optimizer e
 group's options as arguments; all others share the default one, as in ``torch.optim``.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -98,6 +98,27 @@ class LocalOptimizer:
     def traits(self) -> list[tuple[str, Traits | None]]:
         """List what was found of each class; None where it was not tried."""
         return [(built.spec.name, built.traits) for built in self._built]
+
+    def why_not_cut(self, group: ParamGroup, spec: OptimizerSpec | None) -> str | None:
+        """Tell why ranks cannot share rows of the parameters of a group that may be added; None if they can.
+
+        Args:
+            group: the public group.
+            spec: of its own optimizer, if any.
+        """
+        shared = self._shared()
+        if spec is None and shared is not None:
+            return shared.why_not_cut(options_of(group))
+        return (spec or self._default).why_not_cut([options_of(group)], is_tried=not self._assume_separable)
+
+    def whole_because(self) -> list[str | None]:
+        """Tell for each public group why ranks cannot share rows of its parameters; None if they can."""
+        found: dict[int, str | None] = {}
+        for built in self._built:
+            reason = built.why_not_cut()
+            told = None if reason is None else f"{built.spec.name}: {reason}"
+            found.update(dict.fromkeys(built.numbers, told))
+        return [found[number] for number in range(self.num_groups)]
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -285,6 +306,29 @@ class LocalOptimizer:
             for key, value in local.items():
                 if key not in PARAM_KEYS:
                     public.setdefault(key, value)
+
+
+def why_not_cut(
+    default: OptimizerSpec,
+    groups: Sequence[ParamGroup],
+    specs: Sequence[OptimizerSpec | None],
+    *,
+    is_tried: bool,
+) -> list[str | None]:
+    """Find out for each group why ranks cannot share the rows of a parameter of it; None if they can.
+
+    Args:
+        default: what steps the groups that name no class of their own.
+        groups: the public groups, as they were given.
+        specs: for each group the spec of its own optimizer, or None.
+        is_tried: whether to try what sharding does to classes; an untried one bears no cuts.
+    """
+    shared = [options_of(group) for group, spec in zip(groups, specs, strict=True) if spec is None]
+    of_shared = default.why_not_cut(shared, is_tried=is_tried) if shared else None
+    return [
+        of_shared if spec is None else spec.why_not_cut([options_of(group)], is_tried=is_tried)
+        for group, spec in zip(groups, specs, strict=True)
+    ]
 
 
 def _owned_group(group: ParamGroup, owned: Mapping[Tensor, Tensor]) -> ParamGroup:

@@ -1,6 +1,6 @@
 """How the optimizer of some groups is built: the user's class, and what it is given."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from zero_optim.plan.description import describe
 from zero_optim.plan.groups import ParamGroup, options_of
+from zero_optim.probe.probe import why_not_cut
 from zero_optim.probe.traits import Traits
 
 
@@ -51,6 +52,17 @@ class OptimizerSpec:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"expected optimizer_class to build a torch.optim.Optimizer, got {optimizer!r}")
         return optimizer
+
+    def why_not_cut(self, given: Sequence[ParamGroup], *, is_tried: bool) -> str | None:
+        """Find out why ranks cannot share the rows of a parameter that it steps; None if they can.
+
+        Args:
+            given: the options of each group that it steps, as they were given.
+            is_tried: whether to try what sharding does to the class; an untried one bears no cuts.
+        """
+        if not is_tried:
+            return "it was not tried (assume_separable=True)"
+        return why_not_cut(self.optimizer_class, self.arguments, given)
 
     def check_parts(self, traits: Traits | None) -> None:
         """Refuse a class whose step cannot be taken some parameters at a time.
