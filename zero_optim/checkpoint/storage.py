@@ -156,15 +156,15 @@ class CheckpointReader:
         shape = (stop - start, *entry.shape[1:]) if entry.shape else ()
         tensor = torch.empty(shape, dtype=entry.dtype)
         for chunk in entry.chunks:
-            box, offsets = tensor, [0] * len(chunk.sizes)
-            for dim, (first, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-                low, high = first, first + size
-                if dim == 0:
-                    low, high = max(start, first), max(start, min(stop, first + size))
-                    offsets[0] = low - first
-                box = box.narrow(dim, low - (start if dim == 0 else 0), max(0, high - low))
-            if box.numel() or rows is None:
-                read_box(self.folder, chunk, key, tensor.dtype, box, offsets)
+            box, inside = tensor, [0] * len(chunk.sizes)
+            if chunk.sizes:
+                first, end = max(start, chunk.offsets[0]), min(stop, chunk.offsets[0] + chunk.sizes[0])
+                if first >= end and rows is not None:
+                    continue
+                box, inside[0] = box[first - start : end - start], first - chunk.offsets[0]
+            for dim in range(1, len(chunk.sizes)):
+                box = box.narrow(dim, chunk.offsets[dim], chunk.sizes[dim])
+            read_box(self.folder, chunk, key, tensor.dtype, box, inside)
         return tensor
 
     def map_tensor(self, key: str) -> Tensor:
