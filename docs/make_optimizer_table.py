@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 from optimizer_cases import CASES, Case, Options, answer_of, write_options  # noqa: E402
 from pool import Pool, RankError  # noqa: E402
 from test_optimizers import check_case, check_refusal  # noqa: E402
-from zero_optim.probe.probe import probe  # noqa: E402
+from zero_optim.probe.probe import probe, why_not_cut  # noqa: E402
 from zero_optim.probe.traits import Traits  # noqa: E402
 
 TARGET = ROOT / "docs" / "optimizers.md"
@@ -30,25 +30,27 @@ Made by `python docs/make_optimizer_table.py`, which runs the checks of tests/te
 with PyTorch {torch.__version__.partition("+")[0]} on CPU and torch-optimizer 0.3.0. Do not edit.
 
 The last column answers: are the parameters after each of 13 steps, and the saved state, bit for bit those of
-the unsharded optimizer? The three before it say what `zero_optim.probe` found by trying the class with
+the unsharded optimizer? The four before it say what `zero_optim.probe` found by trying the class with
 these options.
 
 - separable: each parameter's step needs that parameter's own gradient and state only, so whole parameters can
   be given to different ranks. What is not separable is refused, unless `assume_separable=True`.
 - in parts: one optimizer may step some of its parameters now and the others later.
 - element-wise: a parameter may be cut anywhere.
+- cut by rows: several ranks may own rows of one parameter, which are stepped as parameters of their own.
 """
 LONG_HEAD = """
 ## Every set of options
 
-| class | options | separable | in parts | element-wise | bitwise equal |
-|---|---|---|---|---|---|
+| class | options | separable | in parts | element-wise | cut by rows | bitwise equal |
+|---|---|---|---|---|---|---|
 """
 
 
 def row(name: str, options: Options, traits: Traits, answer: str) -> str:
     """Write one line of the table."""
-    found = (traits.separable, traits.steppable_in_parts, traits.elementwise)
+    bears_cuts = why_not_cut(CASES[name].optimizer_class, options) is None
+    found = (traits.separable, traits.steppable_in_parts, traits.elementwise, bears_cuts)
     holds = ["yes" if trait else "no" for trait in found]
     cells = [f"`{name}`", f"`{write_options(options)}`", *holds, answer]
     return f"| {' | '.join(cells)} |"
@@ -79,8 +81,8 @@ def short_table(lines: list[str]) -> str:
     last = {line.split(" | ")[0]: line.split(" | ") for line in lines}
     head = [
         "\n## One line a class\n",
-        "| class | separable | in parts | element-wise | bitwise equal |",
-        "|---|---|---|---|---|",
+        "| class | separable | in parts | element-wise | cut by rows | bitwise equal |",
+        "|---|---|---|---|---|---|",
     ]
     return "\n".join([*head, *(" | ".join([cells[0], *cells[2:]]) for cells in last.values())]) + "\n"
 

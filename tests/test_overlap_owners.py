@@ -15,6 +15,7 @@ from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.hooks import allreduce_hook, zero_step
 from zero_optim.hooks.overlap.owners import BucketOwnership
+from zero_optim.plan.pieces import whole_piece
 
 WRAPPERS = {"ours": DistributedDataParallel, "torch": TorchDdp}
 
@@ -92,6 +93,8 @@ def test_what_cannot_be_reduced_to_owners_is_refused(ranks2: Ranks) -> None:
 
 def test_neighbours_of_one_owner_travel_as_one_span() -> None:
     params = [torch.zeros(n) for n in (2, 3, 4, 1)]
-    ownership = BucketOwnership.of(params, [1, 1, 0, 1], 2)
+    ownership = BucketOwnership.of(
+        params, [whole_piece(owner, (n,)) for owner, n in ((1, 2), (1, 3), (0, 4), (1, 1))], 2
+    )
     assert ownership.spans == (((5, 9),), ((0, 5), (9, 10)))
     assert ownership.slots == ((2,), (0, 1, 3))

@@ -10,6 +10,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from zero_optim.comm.agreement import failing_together
 from zero_optim.plan.groups import ParamGroup
+from zero_optim.plan.pieces import Pieces
 from zero_optim.state.state_dicts import ShardedStateDicts
 from zero_optim.step.amp import Scaling, drop_scale
 from zero_optim.step.join import lend_gradients, lend_to
@@ -76,8 +77,8 @@ class SteppedOptimizer(ShardedStateDicts, Joinable):
         lend_to(self._group, ranks_that(words, Word.JOINED), *self._lendable(self._params()))
         return False
 
-    def _lendable(self, params: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[int], list[ParamGroup]]:
-        return params, [self._sharding.first_owner(param) for param in params], self.param_groups
+    def _lendable(self, params: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[Pieces], list[ParamGroup]]:
+        return params, [self._sharding.pieces[param] for param in params], self.param_groups
 
     # ------------------------------------------------------------------ in the backward pass
 

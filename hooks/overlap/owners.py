@@ -1,8 +1,8 @@
 """Reducing gradients to their owners alone: half the bytes of an all-reduce, for optimizers that are sharded.
 
 ZeRO stage 2 (Rajbhandari et al., SC 2020): nobody but its owner needs a parameter's reduced gradient.
-Each rank sends every owner the gradients of what that owns. An owner adds up what came, in the order of
-ranks, so that the sum is the same in every run.
+Each rank sends every owner the gradients of what that owns, of a cut parameter the rows. An owner adds up
+what came, in the order of ranks, so that the sum is the same in every run.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.row_sum import RowExchange, RowSum
 from zero_optim.compat.streams import record_use, to_device
 from zero_optim.hooks.bucket import GradBucket, dense_buffer
+from zero_optim.plan.pieces import Pieces
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,31 +24,37 @@ class BucketOwnership:
 
     Attributes:
         params: of the bucket, in its order.
-        owners: group rank that owns each.
         spans: by rank, the runs of elements ``[start, stop)`` of the bucket that it owns.
-        slots: by rank, the places of its parameters.
+        slots: by rank, the places of the parameters of which it owns a piece.
     """
 
     params: tuple[Tensor, ...]
-    owners: tuple[int, ...]
     spans: tuple[tuple[tuple[int, int], ...], ...]
     slots: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, params: Sequence[Tensor], owners: Sequence[int], size: int) -> "BucketOwnership":
-        """Find the spans: neighbours of one owner make one span."""
+    def of(cls, params: Sequence[Tensor], pieces: Sequence[Pieces], size: int) -> "BucketOwnership":
+        """Find the spans: neighbours of one owner make one span.
+
+        Args:
+            params: of the bucket, in its order. Dimension 0 of one that is cut is outermost in memory.
+            pieces: of each, who owns which rows.
+            size: number of ranks.
+        """
         spans: list[list[tuple[int, int]]] = [[] for _ in range(size)]
         slots: list[list[int]] = [[] for _ in range(size)]
         start = 0
-        for slot, (param, owner) in enumerate(zip(params, owners, strict=True)):
-            stop, mine = start + param.numel(), spans[owner]
-            if mine and mine[-1][1] == start:
-                mine[-1] = (mine[-1][0], stop)
-            else:
-                mine.append((start, stop))
-            slots[owner].append(slot)
-            start = stop
-        return cls(tuple(params), tuple(owners), tuple(map(tuple, spans)), tuple(map(tuple, slots)))
+        for slot, (param, of_param) in enumerate(zip(params, pieces, strict=True)):
+            in_row = param.numel() // max(1, of_param[-1].stop)
+            for piece in of_param:
+                stop, mine = start + in_row * (piece.stop - piece.start), spans[piece.owner]
+                if mine and mine[-1][1] == start:
+                    mine[-1] = (mine[-1][0], stop)
+                else:
+                    mine.append((start, stop))
+                slots[piece.owner].append(slot)
+                start = stop
+        return cls(tuple(params), tuple(map(tuple, spans)), tuple(map(tuple, slots)))
 
 
 class OwnerReduction:

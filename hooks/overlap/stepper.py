@@ -101,7 +101,7 @@ class Stepper:
         if known is None or not overlap.is_current(known[0], params):
             ownership = None
             if self._owner_lanes is not None:
-                ownership = BucketOwnership.of(params, overlap.owners(params), overlap.group.size)
+                ownership = BucketOwnership.of(params, overlap.pieces(params), overlap.group.size)
             known = self._plans[number] = overlap.part(params), ownership
         return known
 

@@ -6,12 +6,13 @@ A bucket of three parameters on two ranks, parameter 1 owned by rank 0, the othe
     rows    '---rank 0--'----rank 1---'
 
 Rows are in rank order. A rank that owns nothing in the bucket has no row, so the size of a layout does not
-grow with the number of ranks.
+grow with the number of ranks. A parameter may cross rows, as `in_order` lays it out: its extents follow each
+other without a gap, so that it is one contiguous tensor, of which several ranks own a part.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 
@@ -46,7 +47,8 @@ class Layout:
     """The rows of one bucket, checked when the object is made.
 
     The extents hold every element of every parameter exactly once. They do not overlap, and each lies
-    inside its row. The rows follow each other without gaps, in rank order.
+    inside its row. The rows follow each other without gaps, in rank order. A rank has at most one extent of
+    a parameter, and the extents of a parameter follow each other without gaps.
 
     Args:
         numels: elements of each parameter of the bucket.
@@ -86,18 +88,36 @@ class Layout:
 
     def _prove_tiling(self) -> None:
         covered = [0] * len(self.numels)
-        for extent in sorted(extent for row in self.rows for extent in row.extents):
+        extents = sorted(extent for row in self.rows for extent in row.extents)
+        for extent in extents:
             if extent.start != covered[extent.param]:
                 raise ValueError(
                     f"parameter {extent.param} of the bucket: expected its next extent to start at "
                     f"{covered[extent.param]}, got {extent.start}"
                 )
             covered[extent.param] = extent.stop
+        self._prove_contiguous(extents)
         for param, (got, numel) in enumerate(zip(covered, self.numels, strict=True)):
             if got != numel:
                 raise ValueError(
                     f"parameter {param} of the bucket: {got} of its {numel} elements have a place"
                 )
+
+    def _prove_contiguous(self, extents: Sequence[Extent]) -> None:
+        """Check the places of cut parameters.
+
+        Args:
+            extents: all, by parameter and first element.
+        """
+        for before, after in pairwise(extents):
+            if before.param == after.param and before.end != after.offset:
+                raise ValueError(
+                    f"parameter {after.param} of the bucket: expected its extents to follow each other, but "
+                    f"one ends at {before.end} and the next begins at {after.offset}"
+                )
+        for row in self.rows if len(extents) > len(self.numels) else ():
+            if len({extent.param for extent in row.extents}) < len(row.extents):
+                raise ValueError(f"rank {row.owner} has two extents of one parameter")
 
 
 def _prove_extents(row: Row) -> None:
@@ -135,6 +155,51 @@ def whole(numels: Sequence[int], owners: Sequence[int], alignment: int = 1) -> L
             offset += -(-numels[param] // alignment) * alignment
         rows.append(Row(owner, start, offset, tuple(extents)))
         start = offset
+    return Layout(tuple(numels), tuple(rows))
+
+
+def aligned_offsets(numels: Sequence[int], alignment: int = 1) -> list[int]:
+    """Lay parameters one after the other.
+
+    Args:
+        numels: elements of each parameter.
+        alignment: each starts at a multiple of this many elements.
+
+    Returns:
+        The offset of each, and that of the end, which is a multiple of the alignment too.
+    """
+    return list(accumulate((-(-numel // alignment) * alignment for numel in numels), initial=0))
+
+
+def in_order(numels: Sequence[int], owners: Sequence[int], ends: Sequence[int], alignment: int = 1) -> Layout:
+    """Lay out a bucket with its parameters one after the other, whoever owns them; rows may cut them.
+
+    Args:
+        numels: elements of each parameter.
+        owners: the group rank of each row, rising.
+        ends: where each row ends in the flat tensor, rising. The last is the length of the flat tensor, as
+            `aligned_offsets` returns it.
+        alignment: parameters start at multiples of this many elements.
+
+    Raises:
+        ValueError: the rows do not fit the parameters.
+    """
+    offsets = aligned_offsets(numels, alignment)
+    rows: list[Row] = []
+    param, start = 0, 0
+    for number, (owner, stop) in enumerate(zip(owners, ends, strict=True)):
+        extents = []
+        is_last = number == len(ends) - 1
+        while param < len(numels) and (offsets[param] < stop or is_last):
+            first = max(start - offsets[param], 0)
+            extents.append(
+                Extent(param, first, min(numels[param], stop - offsets[param]), offsets[param] + first)
+            )
+            if extents[-1].stop < numels[param]:
+                break  # the next row goes on with it
+            param += 1
+        rows.append(Row(owner, start, stop, tuple(extents)))
+        start = stop
     return Layout(tuple(numels), tuple(rows))
 
 

@@ -6,17 +6,19 @@ computes it alone, without communication. `shard.sharding` does that, and compar
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 
 import torch
 from torch import Tensor
 
 from zero_optim.plan.buckets import assign_buckets
+from zero_optim.plan.cuts import cut_step
 from zero_optim.plan.groups import ParamGroup, param_names, params_of
 from zero_optim.plan.layout import Layout, whole
 from zero_optim.plan.memory import dense_strides
 from zero_optim.plan.partition import assign_owners
-from zero_optim.plan.pieces import Pieces, owned_by_text, whole_piece
+from zero_optim.plan.pieces import Piece, Pieces, num_rows, owned_by_text
+from zero_optim.plan.rows import Sizes, choose_rows
 
 # New CPU tensors start at such addresses, and so do extents. Some kernels look at the alignment (MKL's matrix
 # product does): with the same alignment they give the same bits as without sharding.
@@ -53,6 +55,11 @@ class Plan:
     pieces: tuple[Pieces, ...]
     buckets: tuple[BucketPlan, ...]
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether several ranks own rows of any parameter."""
+        return any(len(pieces) > 1 for pieces in self.pieces)
+
     def loads(self, num_ranks: int) -> list[float]:
         """Add up what owning its pieces costs each rank; that of a piece is the share of its rows."""
         loads: list[float] = [0] * num_ranks
@@ -73,8 +80,9 @@ def make_plan(
     num_ranks: int,
     cap_nbytes: int,
     loads: Sequence[float] | None = None,
+    bears_cuts: Sequence[bool] | None = None,
 ) -> Plan:
-    """Choose owners, then buckets. Does not communicate.
+    """Choose buckets, owners, and what is cut. Does not communicate.
 
     Args:
         groups: parameters of each group.
@@ -82,34 +90,70 @@ def make_plan(
         num_ranks: size of the process group.
         cap_nbytes: capacity of a bucket in bytes.
         loads: total cost of what each rank owns already; all zero if None.
+        bears_cuts: for each parameter, over all groups, whether several ranks may own rows of it. None:
+            owners are chosen for the whole model only, and buckets may be uneven.
     """
     params = list(chain.from_iterable(groups))
-    by_group = assign_owners(costs, num_ranks, loads)
-    owners = tuple(chain.from_iterable(by_group))
-    keys = _travel_keys(params)
-    buckets = assign_buckets(keys, [p.numel() * p.element_size() for p in params], cap_nbytes)
-    return Plan(
-        tuple(chain.from_iterable(costs)),
-        tuple(whole_piece(owner, param.shape) for param, owner in zip(params, owners, strict=True)),
-        tuple(_lay_out(bucket, params, owners) for bucket in buckets),
-    )
+    bears = [False] * len(params) if bears_cuts is None else bears_cuts
+    numels, item_nbytes = [p.numel() for p in params], [p.element_size() for p in params]
+    nbytes = [numel * size for numel, size in zip(numels, item_nbytes, strict=True)]
+    buckets = assign_buckets(_travel_keys(params, bears), nbytes, cap_nbytes)
+    alignments = list(map(_alignment, params))
+    all_costs = tuple(chain.from_iterable(costs))
+    if bears_cuts is None:
+        owners = list(chain.from_iterable(assign_owners(costs, num_ranks, loads)))
+        layouts = [
+            whole([numels[i] for i in bucket], [owners[i] for i in bucket], alignments[bucket[0]])
+            for bucket in buckets
+        ]
+    else:
+        steps = [_cut_step(*each) for each in zip(params, bears, alignments, strict=True)]
+        sizes = Sizes(numels, item_nbytes, all_costs, steps, alignments)
+        ends = list(accumulate(map(len, groups), initial=0))
+        members = [range(*each) for each in pairwise(ends)]
+        layouts = choose_rows(sizes, buckets, members, [0] * num_ranks if loads is None else loads)
+    plans = tuple(BucketPlan(tuple(bucket), layout) for bucket, layout in zip(buckets, layouts, strict=True))
+    return Plan(all_costs, _pieces(params, plans), plans)
 
 
-def _lay_out(bucket: list[int], params: Sequence[Tensor], owners: Sequence[int]) -> BucketPlan:
-    first = params[bucket[0]]
-    nbytes = ALIGNMENT_NBYTES if first.device.type == "cpu" else ACCELERATOR_ALIGNMENT_NBYTES
-    alignment = max(1, nbytes // first.element_size())
-    layout = whole([params[i].numel() for i in bucket], [owners[i] for i in bucket], alignment)
-    return BucketPlan(tuple(bucket), layout)
+def _alignment(param: Tensor) -> int:
+    """Return at which multiples of elements extents start."""
+    nbytes = ALIGNMENT_NBYTES if param.device.type == "cpu" else ACCELERATOR_ALIGNMENT_NBYTES
+    return max(1, nbytes // param.element_size())
 
 
-def _travel_keys(params: Sequence[Tensor]) -> list[Hashable]:
+def _cut_step(param: Tensor, bears_cuts: bool, alignment: int) -> int:
+    """Return how many elements lie between two places where a parameter may be cut; 0 if it may not be."""
+    if not bears_cuts or param.dim() == 0 or param.shape[0] < 2 or param.numel() == 0:
+        return 0
+    if dense_strides(param)[0] != param.numel() // param.shape[0]:
+        return 0  # dimension 0 is not outermost, so a row is no contiguous memory
+    step = cut_step(param.numel(), param.shape[0], alignment)
+    return step if step < param.numel() else 0
+
+
+def _pieces(params: Sequence[Tensor], buckets: Sequence[BucketPlan]) -> tuple[Pieces, ...]:
+    """Read from the layouts which rows of each parameter each rank owns."""
+    pieces: list[list[Piece]] = [[] for _ in params]
+    for bucket in buckets:
+        for row in bucket.layout.rows:
+            for extent in row.extents:
+                index = bucket.params[extent.param]
+                rows, numel = num_rows(params[index].shape), bucket.layout.numels[extent.param]
+                is_whole = extent.stop - extent.start == numel
+                part = (0, rows) if is_whole else (extent.start * rows // numel, extent.stop * rows // numel)
+                pieces[index].append(Piece(row.owner, *part))
+    return tuple(map(tuple, pieces))
+
+
+def _travel_keys(params: Sequence[Tensor], bears_cuts: Sequence[bool]) -> list[Hashable]:
     """Give each parameter a key; only parameters with equal keys may share a bucket.
 
-    Parameters that are frozen when planned have buckets of their own, since those need no gather.
+    Parameters that are frozen when planned have buckets of their own, since those need no gather. So have
+    those that may be cut, since their buckets can be divided in equal rows.
     """
     slots = _device_slots(params)
-    return [(p.dtype, slots[p.device], p.requires_grad) for p in params]
+    return [(p.dtype, slots[p.device], p.requires_grad, b) for p, b in zip(params, bears_cuts, strict=True)]
 
 
 def _device_slots(params: Sequence[Tensor]) -> dict[torch.device, int]:

@@ -88,6 +88,14 @@ class OptimizerUnderTest:
         distinct = {_kind_of(group): to_hashable(_awake(group)) for group in reversed(groups)}
         return cls(_reference(build), to_hashable(_awake(options)), tuple(reversed(distinct.values())))
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether a kernel of its own takes the whole step: one that divides its work where plans cut, too.
+
+        Other kernels divide long tensors among threads anywhere.
+        """
+        return any(from_hashable(held).get("fused") for held in (self.options, *self.groups))
+
     def build(self, params: Sequence[Sequence[Tensor]]) -> Optimizer:
         """Build the optimizer. A group without parameters stays, as on a rank that owns none of it."""
         own = [from_hashable(group) for group in self.groups] or [{}]

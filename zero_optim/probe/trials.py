@@ -12,9 +12,10 @@ Note [Gradients that trigger]
     warm-up and Ranger's look-ahead need.
 """
 
+import math
 import random
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -28,6 +29,7 @@ from torch.optim import Optimizer
 from zero_optim.probe.subject import OptimizerUnderTest, bits, switch_mode
 
 Shape: TypeAlias = tuple[int, ...]
+Cut: TypeAlias = Callable[[int, Tensor], list[Tensor]]  # cuts the first value of a parameter, given its index
 
 _NUM_STEPS = 9
 # Larger than any clipping threshold or damping constant in use; its square is far from overflow.
@@ -35,6 +37,8 @@ _HUGE = 1e4
 # (parameter, step) without a gradient: one, a whole group, and the one with the huge gradient.
 _GAPS = frozenset({(1, 3), (1, 5), (3, 5), (5, 5), (0, 6)})
 _STEP_OF_EVALUATION = 5
+# Pieces of a parameter start at multiples of so many bytes where it is cut by rows, as in a plan.
+_ALIGNMENT_NBYTES = 64
 
 
 # ---------------------------------------------------------------------- parameters and gradients
@@ -56,6 +60,14 @@ class Feed:
     def with_groups(self, subject: OptimizerUnderTest) -> "Feed":
         """Return a feed with enough parameters for every group of the subject."""
         return replace(self, num_groups=max(self.num_groups, len(subject.groups)))
+
+    def with_rows(self) -> "Feed":
+        """Return a feed of the same kind, whose parameters are long enough for `by_rows` to cut them."""
+        return replace(self, shapes=tuple(self._longer(shape) for shape in self.shapes))
+
+    def _longer(self, shape: Shape) -> Shape:
+        step = _rows_apart(torch.empty(shape, dtype=self.dtype, device="meta"))
+        return (2 * step + shape[0], *shape[1:])
 
     @property
     def num_params(self) -> int:
@@ -132,7 +144,7 @@ class TrialRun:
                 continue
             parts = torch.split(gradient.reshape(-1), [leaf.numel() for leaf in pieces])
             for leaf, part in zip(pieces, parts, strict=True):
-                leaf.grad = part.clone()
+                leaf.grad = part.reshape(leaf.shape).clone()
 
     def bits(self, index: int) -> bytes:
         """The current value of a parameter."""
@@ -150,10 +162,13 @@ class TrialRun:
 
 
 def start(
-    subject: OptimizerUnderTest, feed: Feed, values: Mapping[int, Tensor], *, cut: bool = False
+    subject: OptimizerUnderTest, feed: Feed, values: Mapping[int, Tensor], *, cut: Cut | None = None
 ) -> TrialRun:
-    """Build an optimizer over some parameters. The groups are the same for any choice."""
-    leaves = {index: _leaves(value, cut and (3 if index == 1 else 2)) for index, value in values.items()}
+    """Build an optimizer over some parameters, whole or cut. The groups are the same for any choice."""
+    leaves = {
+        index: [piece.clone().requires_grad_() for piece in ([value] if cut is None else cut(index, value))]
+        for index, value in values.items()
+    }
     groups: list[list[Tensor]] = [[] for _ in range(feed.num_groups)]
     for index, pieces in leaves.items():
         groups[index % feed.num_groups].extend(pieces)
@@ -166,13 +181,24 @@ def starts_of(feed: Feed, noise: list[Tensor] | None = None) -> dict[int, Tensor
     return {index: feed.start(index, row) for index, row in enumerate(numbers)}
 
 
-def _leaves(value: Tensor, num_pieces: int) -> list[Tensor]:
-    """Return the parameter or pieces of it, which do not fit vector instructions; a third has one element."""
-    if not num_pieces:
-        return [value.clone().requires_grad_()]
+def anywhere(index: int, value: Tensor) -> list[Tensor]:
+    """Cut a parameter in 1-D pieces, which do not fit vector instructions; a third one has one element."""
     middle = value.numel() * 3 // 8 | 1
-    sizes = [middle, value.numel() - middle] if num_pieces == 2 else [middle, 1, value.numel() - middle - 1]
-    return [piece.clone().requires_grad_() for piece in torch.split(value.reshape(-1), sizes)]
+    sizes = [middle, 1, value.numel() - middle - 1] if index == 1 else [middle, value.numel() - middle]
+    return list(torch.split(value.reshape(-1), sizes))
+
+
+def by_rows(index: int, value: Tensor) -> list[Tensor]:
+    """Cut a parameter between rows of dimension 0, as a plan does; the second one in three pieces."""
+    step = _rows_apart(value)
+    sizes = [step, step, len(value) - 2 * step] if index == 1 else [step, len(value) - step]
+    return list(torch.split(value, sizes))
+
+
+def _rows_apart(value: Tensor) -> int:
+    """Return how many rows lie between two places where a plan may cut."""
+    row_nbytes = value.element_size() * value.numel() // len(value)
+    return math.lcm(row_nbytes, _ALIGNMENT_NBYTES) // row_nbytes
 
 
 def step_whole(run: TrialRun, step: int, gradients: Mapping[int, Tensor | None]) -> None:

@@ -93,10 +93,11 @@ class Sharding:
         agree(self._group, items, "the parameters and options of the optimizer", _HINTS)
         return plan
 
-    def owned(self, params: Sequence[Tensor], plan: Plan) -> list[Tensor]:
-        """Pick the parameters of which a plan gives this rank a piece, in order."""
+    def owned(self, params: Sequence[Tensor], plan: Plan) -> dict[Tensor, Piece]:
+        """Pick the parameters of which a plan gives this rank a piece, in order; with these pieces."""
         rank = self._group.rank
-        return [param for param, pieces in zip(params, plan.pieces, strict=True) if piece_of(pieces, rank)]
+        found = ((param, piece_of(pieces, rank)) for param, pieces in zip(params, plan.pieces, strict=True))
+        return {param: piece for param, piece in found if piece is not None}
 
     def piece_here(self, param: Tensor) -> Piece | None:
         """Tell which rows of a parameter this rank owns; None if it owns none."""
@@ -105,6 +106,11 @@ class Sharding:
     def is_cut(self, param: Tensor) -> bool:
         """Whether several ranks own rows of a parameter."""
         return len(self.pieces[param]) > 1
+
+    @property
+    def has_cuts(self) -> bool:
+        """Whether any parameter is cut; the same on every rank."""
+        return any(len(pieces) > 1 for pieces in self.pieces.values())
 
     def first_owner(self, param: Tensor) -> int:
         """Tell the rank that owns a parameter, or its first rows."""

@@ -72,7 +72,7 @@ class ParamBucket(Protocol):
         ...
 
     def settle(self, flat: Tensor, chosen: Collection[int] | None = None) -> None:
-        """Give the parameters of other owners the values in ``flat``; ``chosen`` as in `fill`."""
+        """Give what other ranks own of the parameters the values in ``flat``; ``chosen`` as in `fill`."""
         ...
 
 
@@ -113,17 +113,25 @@ class Form(NamedTuple):
             )
 
 
+def _starts(layout: Layout) -> list[int]:
+    """Tell where each parameter begins. The extents of a cut one follow each other, so its first one says."""
+    first: dict[int, int] = {}
+    for row in layout.rows:
+        for extent in row.extents:
+            first.setdefault(extent.param, extent.offset)
+    return [first[param] for param in range(len(layout.numels))]
+
+
 def _views(flat: Tensor, forms: Sequence[Form], layout: Layout) -> list[Tensor]:
     """View each parameter's place in ``flat`` with the parameter's shape and memory format."""
-    extents = sorted(extent for row in layout.rows for extent in row.extents)
-    return [flat.as_strided(form.size, form.stride, e.offset) for form, e in zip(forms, extents, strict=True)]
+    starts = _starts(layout)
+    return [flat.as_strided(form.size, form.stride, at) for form, at in zip(forms, starts, strict=True)]
 
 
 def _with_own_storages(flat: Tensor, forms: Sequence[Form], layout: Layout) -> list[Tensor]:
     """Like `_views`, but each view has its own storage. See Note [A storage for each parameter]."""
     octets, size = flat.view(torch.uint8), flat.element_size()
-    starts = [extent.offset * size for extent in sorted(e for row in layout.rows for e in row.extents)]
-    return [_over(octets[start:], form) for form, start in zip(forms, starts, strict=True)]
+    return [_over(octets[at * size :], form) for form, at in zip(forms, _starts(layout), strict=True)]
 
 
 def _over(octets: Tensor, form: Form) -> Tensor:
@@ -163,15 +171,35 @@ def make_bucket(params: list[Tensor], layout: Layout, rank: int, *, as_views: bo
     return CopyBucket(params, layout, rank)
 
 
-def _members(layout: Layout, rank: int) -> tuple[list[int], list[int]]:
-    """Split a bucket's parameters into those ``rank`` owns and the others."""
-    own = [extent.param for row in layout.rows if row.owner == rank for extent in row.extents]
-    others = [extent.param for row in layout.rows if row.owner != rank for extent in row.extents]
+class _Part(NamedTuple):
+    """What one rank owns of a parameter of the bucket: rows ``[start, stop)`` of it, or all for None."""
+
+    param: int
+    rows: tuple[int, int] | None
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """View the part in a tensor with the shape of the parameter; a write counts as one to the tensor."""
+        return tensor if self.rows is None else tensor.detach()[slice(*self.rows)]
+
+
+def _members(layout: Layout, forms: Sequence[Form], rank: int) -> tuple[list[_Part], list[_Part]]:
+    """Split a bucket's parameters into what ``rank`` owns and what others do; a cut one may be in both."""
+    own: list[_Part] = []
+    others: list[_Part] = []
+    for row in layout.rows:
+        parts = own if row.owner == rank else others
+        for extent in row.extents:
+            rows = None
+            if extent.stop - extent.start < layout.numels[extent.param]:
+                # Dimension 0 of a cut parameter is outermost in memory.
+                in_row = forms[extent.param].size[1:].numel()
+                rows = (extent.start // in_row, extent.stop // in_row)
+            parts.append(_Part(extent.param, rows))
     return own, others
 
 
-def _picked(indices: list[int], chosen: Collection[int] | None) -> list[int]:
-    return indices if chosen is None else [index for index in indices if index in chosen]
+def _picked(parts: list[_Part], chosen: Collection[int] | None) -> list[_Part]:
+    return parts if chosen is None else [part for part in parts if part.param in chosen]
 
 
 class ViewBucket:
@@ -193,7 +221,7 @@ class ViewBucket:
         self._flat = torch.zeros(layout.numel, dtype=params[0].dtype, device=params[0].device)
         self._views = _with_own_storages(self._flat, self._forms, layout)
         self._rank = rank
-        self._others = _members(layout, rank)[1]
+        self._others = _members(layout, self._forms, rank)[1]
         self._addresses = [view.data_ptr() for view in self._views]
         self._shared: set[int] = set()  # parameters in shared memory, which gathers copy
         for index in range(len(params)):
@@ -229,17 +257,19 @@ class ViewBucket:
         """See `ParamBucket`. The values are there already; this tells autograd that they changed."""
         assert flat is self._flat
         others = _picked(self._others, chosen)
-        torch.autograd.graph.increment_version([self.params[index] for index in others])
+        changed = dict.fromkeys(part.param for part in others)
+        torch.autograd.graph.increment_version([self.params[index] for index in changed])
         if self._shared:
-            self._copy_out([index for index in others if index in self._shared])
+            self._copy_out([part for part in others if part.param in self._shared])
 
     @torch.no_grad()
-    def _copy_out(self, indices: list[int]) -> None:
+    def _copy_out(self, parts: list[_Part]) -> None:
         """Copy from the flat tensor to parameters that do not lie in it."""
         places = _views(self._flat, self._forms, self.layout)
-        for index in indices:
-            if self._forms[index].fits(self.params[index]):
-                self.params[index].copy_(places[index])
+        for part in parts:
+            param = self.params[part.param]
+            if self._forms[part.param].fits(param):
+                part.of(param).copy_(part.of(places[part.param]))
 
     def _moved_out(self, chosen: Collection[int] | None = None) -> list[int]:
         """Find the parameters that are no longer in the bucket."""
@@ -268,11 +298,11 @@ class CopyBucket:
     """
 
     def __init__(self, params: list[Tensor], layout: Layout, rank: int) -> None:
-        """Note who owns which parameter. Allocates nothing."""
+        """Note who owns what. Allocates nothing."""
         self.params = params
         self.layout = layout
-        self._own, self._others = _members(layout, rank)
         self._forms = list(map(Form.of, params))
+        self._own, self._others = _members(layout, self._forms, rank)
 
     def refresh(self) -> None:
         """See `ParamBucket`."""
@@ -289,11 +319,12 @@ class CopyBucket:
         """See `ParamBucket`."""
         self._copy(flat, _picked(self._others, chosen), into_params=True)
 
-    def _copy(self, flat: Tensor, indices: list[int], *, into_params: bool) -> None:
-        """Copy between some parameters and their places, all in one call."""
-        if not indices:
+    def _copy(self, flat: Tensor, parts: list[_Part], *, into_params: bool) -> None:
+        """Copy between some parameters, or rows of them, and their places, all in one call."""
+        if not parts:
             return
         views = _views(flat, self._forms, self.layout)
-        places, params = [views[i] for i in indices], [self.params[i] for i in indices]
+        places = [part.of(views[part.param]) for part in parts]
+        params = [part.of(self.params[part.param]) for part in parts]
         with torch.no_grad():
             torch._foreach_copy_(*((params, places) if into_params else (places, params)))

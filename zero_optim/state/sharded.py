@@ -135,9 +135,10 @@ class ShardedOptimizer(Optimizer):
         plan = sharding.plan(groups, costs, 0, about)
         owned = sharding.owned(every, plan)
         with failing_together(group):
-            leaf_of = {param: leaves.leaf(param) for param in owned}
+            leaf_of = {param: leaves.add(param, piece) for param, piece in owned.items()}
             local = LocalOptimizer(default, groups, specs, leaf_of, options.assume_separable)
         sharding.add(every, plan)
+        leaves.follow()
         # Takes the attributes of the reader, also the hooks, as an optimizer does when it is unpickled.
         Optimizer.__setstate__(self, vars(reader))
         self._group = group
@@ -153,6 +154,11 @@ class ShardedOptimizer(Optimizer):
         self.wait_for_gathers()
         names = ("_group", "_options", "_sharding", "_owned", "_snapshot")
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in names}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over a copied or unpickled state; leaves of cut parameters become views of the copies."""
+        super().__setstate__(state)
+        self._owned.leaves.follow()
 
     def _show_state(self) -> None:
         self.state = self._owned.shown_state()  # type: ignore[assignment]
@@ -190,6 +196,7 @@ class ShardedOptimizer(Optimizer):
         plan = self._sharding.plan(self.param_groups, [cost], before, about)
         self._owned.add_group(group, spec, self._sharding.owned(group["params"], plan))
         self._sharding.add(group["params"], plan)
+        self._owned.leaves.follow()
 
     # ------------------------------------------------------------------ who owns what
 

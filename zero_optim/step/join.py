@@ -2,26 +2,31 @@
 
 A rank that has joined owns parameters still, so each step needs it: it steps them and takes part in
 the gathers. But it computes no gradients any more, and PyTorch's DDP does not give it the reduced
-ones either. So one rank that is still active lends it the gradients of what it owns, and the
-options (the learning rate goes on changing where schedulers run). The result is, bit for bit, that
-of the active ranks stepping an unsharded optimizer.
+ones either. So one rank that is still active lends it the gradients of what it owns (of a cut
+parameter, the rows), and the options (the learning rate goes on changing where schedulers run). The
+result is, bit for bit, that of the active ranks stepping an unsharded optimizer.
 """
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.wire import decode, encode, recv_encoded, send_value
 from zero_optim.plan.groups import ParamGroup, options_of
+from zero_optim.plan.pieces import Pieces, piece_of
+from zero_optim.step.gradients import owned_gradient, set_owned_gradient
 from zero_optim.step.partial import PartialGradient
 from zero_optim.step.words import Word, exchange, ranks_that
 
 
 def lend_gradients(
-    group: RankGroup, joined: bool, params: Sequence[Tensor], owners: Sequence[int], groups: list[ParamGroup]
+    group: RankGroup,
+    joined: bool,
+    params: Sequence[Tensor],
+    pieces: Sequence[Pieces],
+    groups: list[ParamGroup],
 ) -> None:
     """Give ranks that have joined the gradients and options they need; all ranks call each step.
 
@@ -32,18 +37,18 @@ def lend_gradients(
         group: all ranks, joined or active.
         joined: whether this rank has joined.
         params: every parameter; a joined rank's gradients are overwritten.
-        owners: the owner of each.
+        pieces: who owns which rows of each.
         groups: public groups; a joined rank's options are overwritten.
     """
     words = exchange(group, Word.JOINED if joined else Word.NOTHING)
-    lend_to(group, ranks_that(words, Word.JOINED), params, owners, groups)
+    lend_to(group, ranks_that(words, Word.JOINED), params, pieces, groups)
 
 
 def lend_to(
     group: RankGroup,
     have_joined: Sequence[int],
     params: Sequence[Tensor],
-    owners: Sequence[int],
+    pieces: Sequence[Pieces],
     groups: list[ParamGroup],
 ) -> None:
     """The same, where it is known which ranks have joined."""
@@ -54,7 +59,7 @@ def lend_to(
     with failing_together(group):
         if group.rank == lender:
             parcels = [
-                (to, *encode(_parcel(to, params, owners, groups), "a gradient or option"))
+                (to, *encode(_parcel(to, params, pieces, groups), "a gradient or option"))
                 for to in have_joined
             ]
     for to, skeleton, tensors in parcels:
@@ -63,30 +68,40 @@ def lend_to(
         received.append(recv_encoded(group, lender))
     with failing_together(group):  # a gradient may be of a tensor subclass that is not imported here
         for skeleton, tensors in received:
-            _unpack(decode(skeleton, iter(tensors)), params, owners, groups, group.rank)
+            _unpack(decode(skeleton, iter(tensors)), params, pieces, groups, group.rank)
 
 
-def _parcel(to: int, params: Sequence[Tensor], owners: Sequence[int], groups: list[ParamGroup]) -> ParamGroup:
+def _parcel(
+    to: int, params: Sequence[Tensor], pieces: Sequence[Pieces], groups: list[ParamGroup]
+) -> ParamGroup:
     """Put together what one joined rank needs."""
-    grads = {i: p.grad for i, p in enumerate(params) if owners[i] == to and p.grad is not None}
-    partial = [i for i, grad in grads.items() if isinstance(grad, PartialGradient)]
-    whole = {i: grad for i, grad in grads.items() if i not in partial}
-    options = [options_of(group) for group in groups]
-    return {"grads": whole, "partial": partial, "options": options}
+    grads: dict[int, Tensor] = {}
+    partial: list[int] = []
+    for index, (param, of_param) in enumerate(zip(params, pieces, strict=True)):
+        piece = piece_of(of_param, to)
+        if piece is None or param.grad is None:
+            continue
+        if isinstance(param.grad, PartialGradient):
+            partial.append(index)
+        else:
+            grad = owned_gradient(param, piece)
+            assert grad is not None  # see above
+            grads[index] = grad
+    return {"grads": grads, "partial": partial, "options": [options_of(group) for group in groups]}
 
 
 def _unpack(
-    parcel: ParamGroup, params: Sequence[Tensor], owners: Sequence[int], groups: list[ParamGroup], rank: int
+    parcel: ParamGroup,
+    params: Sequence[Tensor],
+    pieces: Sequence[Pieces],
+    groups: list[ParamGroup],
+    rank: int,
 ) -> None:
-    """Install a parcel; a gradient that exists is filled in place, as it may be a view of DDP's."""
+    """Install a parcel."""
     for group, options in zip(groups, parcel["options"], strict=True):
         group.update(options)
-    for index, param in enumerate(params):
-        if owners[index] != rank or index in parcel["partial"]:
-            continue  # where gradients are sharded, the owner has them
-        grad = parcel["grads"].get(index)
-        if grad is None or param.grad is None or grad.is_sparse or param.grad.is_sparse:
-            param.grad = None if grad is None else grad.to(param.device)
-            continue
-        with torch.no_grad():
-            param.grad.copy_(grad)
+    partial = frozenset(parcel["partial"])  # where gradients are sharded, owners have them by themselves
+    for index, (param, of_param) in enumerate(zip(params, pieces, strict=True)):
+        piece = piece_of(of_param, rank)
+        if piece is not None and index not in partial:
+            set_owned_gradient(param, piece, parcel["grads"].get(index))

@@ -1,7 +1,8 @@
 """What a rank keeps beside its parameters: master copies to step, and averages to evaluate.
 
 Both are made for owned parameters only, so a rank holds few of them, and both travel in state
-dicts as entries of the parameter's state, "master" and "ema".
+dicts as entries of the parameter's state, "master" and "ema". Of a parameter that is cut, they have the rows
+that this rank owns.
 
 Note [Masters and their parameters]
     A checkpoint loaded into the model must not be undone by a stale master. No version counter sees every
@@ -10,6 +11,14 @@ Note [Masters and their parameters]
     clamp or a padding row that a script writes after each step would otherwise round the whole tensor each
     time, and what masters are for would be lost. A NaN is not equal to itself and is taken over, which
     changes nothing; 0.0 and -0.0 are equal, and the master stays.
+
+Note [Leaves of cut parameters]
+    A rank that owns some rows of a parameter steps a leaf that is a view of these rows, unless it has a
+    master. The user, a bucket or a copy of the optimizer may give the parameter other memory at any time. So
+    before each use the leaf is put over the parameter's rows again, if it is not there: the parameter counts.
+    Only between `Leaves.take_in` and `Leaves.put_back` does the leaf count, since the class steps it: where
+    the class gave the leaf other memory, `put_back` copies the values to the parameter. Autograd does not see
+    that a write to the leaf changes the parameter, so `put_back` tells it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,20 +30,23 @@ from torch.nn import Parameter
 
 from zero_optim.compat.streams import is_asynchronous
 from zero_optim.errors import StateMismatchError
+from zero_optim.plan.pieces import Piece
+from zero_optim.step.gradients import is_whole, owned_gradient, rows_of
 
 MASTER = "master"
 EMA = "ema"
 
 
 class Leaves:
-    """What the local optimizer steps: this rank's parameters, or master copies of them.
+    """What the local optimizer steps: this rank's parameters, the rows it owns of them, or master copies.
 
     Args:
         master_dtype: parameters of a narrower floating-point dtype are stepped in this one; None
             steps every parameter itself.
 
     Attributes:
-        masters: parameter -> its master copy.
+        masters: parameter -> the master copy of what this rank owns of it.
+        separate: parameter -> leaf, of all those whose leaf is not the parameter itself.
     """
 
     def __init__(self, master_dtype: torch.dtype | None) -> None:
@@ -44,45 +56,97 @@ class Leaves:
             raise ValueError(f"expected master_dtype to be a floating-point dtype, got {master_dtype}")
         self._dtype = master_dtype
         self.masters: dict[Tensor, Tensor] = {}
+        self.separate: dict[Tensor, Tensor] = {}
+        self._pieces: dict[Tensor, Piece] = {}
+
+    def add(self, param: Tensor, piece: Piece) -> Tensor:
+        """Begin to step what this rank owns of a parameter; gives its leaf."""
+        self._pieces[param] = piece
+        rows = self.rows(param)
+        dtype, trains = self._dtype, param.requires_grad
+        if dtype is not None and param.is_floating_point() and param.itemsize < dtype.itemsize:
+            self.masters[param] = Parameter(rows.detach().to(dtype), requires_grad=trains)
+            self.separate[param] = self.masters[param]
+        elif rows is not param:
+            self.separate[param] = Parameter(rows.data, requires_grad=trains)
+        return self.leaf(param)
 
     def leaf(self, param: Tensor) -> Tensor:
-        """Give what is stepped for an owned parameter; a master copy is made the first time."""
-        if self._dtype is None or not param.is_floating_point() or param.itemsize >= self._dtype.itemsize:
+        """Give what is stepped for an owned parameter."""
+        leaf = self.separate.get(param)
+        if leaf is None:
             return param
         if param not in self.masters:
-            self.masters[param] = Parameter(param.detach().to(self._dtype), requires_grad=param.requires_grad)
-        return self.masters[param]
+            self._put_over_rows(param)
+        return leaf
+
+    def rows(self, param: Tensor) -> Tensor:
+        """View what this rank owns of a parameter: the parameter itself unless it is cut.
+
+        Autograd sees a write to it as one to the parameter.
+        """
+        piece = self._pieces[param]
+        return param if is_whole(piece, param.shape) else rows_of(param.detach(), piece)
+
+    def own_rows(self, param: Tensor, tensor: Tensor) -> Tensor:
+        """Take what this rank owns out of a tensor with the shape of a parameter; see `rows_of`."""
+        return rows_of(tensor, self._pieces[param])
 
     def drop(self, params: Iterable[Tensor]) -> None:
-        """Forget the masters of parameters that could not be added."""
+        """Forget parameters that could not be added."""
         for param in params:
-            self.masters.pop(param, None)
+            for held in (self.masters, self.separate, self._pieces):
+                held.pop(param, None)
 
-    def take_in(self, params: Iterable[Tensor] | None = None) -> None:
-        """Give the masters the parameters' gradients, and values where those were changed from outside.
+    def follow(self) -> None:
+        """Put leaves over the rows of parameters that have moved, so that the memory before is released."""
+        for param in self.separate:
+            self.leaf(param)
+
+    def _put_over_rows(self, param: Tensor) -> None:
+        rows, leaf = self.rows(param).data, self.separate[param]
+        if not _is_over(leaf, rows):
+            leaf.data = rows
+
+    def take_in(self, gradients: Mapping[Tensor, Tensor] | None = None) -> None:
+        """Give separate leaves their gradients, and values that were changed from outside.
 
         See Note [Masters and their parameters]. The CPU does not wait for an asynchronous device.
 
         Args:
-            params: those whose masters are meant; None for all.
+            gradients: of those whose leaves are meant, what this rank owns of each; None for all, with the
+                gradients that the parameters hold.
         """
-        for param, master in self._some(params).items():
-            _follow(param, master)
-            master.grad = None if param.grad is None else param.grad.to(master.dtype)
+        for param, leaf in self._some(gradients).items():
+            if param in self.masters:
+                _follow(self.rows(param), leaf)
+            else:
+                self._put_over_rows(param)
+            leaf.requires_grad_(param.requires_grad)
+            grad = owned_gradient(param, self._pieces[param]) if gradients is None else gradients[param]
+            leaf.grad = None if grad is None else grad.to(leaf.dtype)
 
     @torch.no_grad()
     def put_back(self, params: Iterable[Tensor] | None = None) -> None:
-        """Round the masters, or some, to the parameters, and let their gradients go."""
-        masters = self._some(params)
+        """Give the parameters, or some, the values of separate leaves, and let the leaves' gradients go."""
+        leaves = self._some(params)
+        masters = {param: leaf for param, leaf in leaves.items() if param in self.masters}
+        views = [param for param in leaves if param not in self.masters]
         if masters:
-            torch._foreach_copy_(list(masters), list(masters.values()))
-        for master in masters.values():
-            master.grad = None
+            torch._foreach_copy_([self.rows(param) for param in masters], list(masters.values()))
+        for param in views:
+            rows = self.rows(param)
+            if not _is_over(leaves[param], rows):
+                rows.copy_(leaves[param])
+                leaves[param].data = rows.data
+        if views:
+            torch.autograd.graph.increment_version(views)
+        for leaf in leaves.values():
+            leaf.grad = None
 
     def _some(self, params: Iterable[Tensor] | None) -> dict[Tensor, Tensor]:
-        if params is None:
-            return self.masters
-        return {param: self.masters[param] for param in params if param in self.masters}
+        every = self.separate
+        return every if params is None else {param: every[param] for param in params if param in every}
 
     def taken_from(self, entries: Mapping[Tensor, dict[str, Any]]) -> dict[Tensor, Tensor]:
         """Take masters out of loaded entries, ready for `load`; all that may raise does so here.
@@ -96,9 +160,10 @@ class Leaves:
         """Take over masters that were loaded; a parameter without one starts from its own value."""
         for param, master in self.masters.items():
             saved = saved_masters.get(param)
-            master.data.copy_(param if saved is None else saved)
+            rows = self.rows(param).data
+            master.data.copy_(rows if saved is None else saved)
             if saved is not None:
-                param.data.copy_(master)
+                rows.copy_(master)
 
 
 class WeightAverage:
@@ -113,7 +178,7 @@ class WeightAverage:
         leaves: masters, which are averaged where there are any.
 
     Attributes:
-        averages: parameter -> average, in the leaf's dtype.
+        averages: parameter -> average of what this rank owns of it, in the leaf's dtype.
     """
 
     def __init__(self, decay: float | None, leaves: Leaves) -> None:
@@ -160,15 +225,15 @@ class WeightAverage:
         if self._decay is None:
             raise RuntimeError("no averages are kept: build the optimizer with ema_decay=…")
         self.check_out()
-        self._swapped = {param: param.detach().clone() for param in self.averages}
+        self._swapped = {param: self._leaves.rows(param).detach().clone() for param in self.averages}
         for param, average in self.averages.items():
-            param.copy_(average)
+            self._leaves.rows(param).copy_(average)
 
     @torch.no_grad()
     def swap_out(self) -> None:
         """Put the parameters' own values back."""
         for param, value in (self._swapped or {}).items():
-            param.copy_(value)
+            self._leaves.rows(param).copy_(value)
         self._swapped = None
 
     def taken_from(self, entries: Mapping[Tensor, dict[str, Any]]) -> dict[Tensor, Tensor]:
@@ -184,6 +249,11 @@ class WeightAverage:
         for param, average in self.averages.items():
             saved = saved_averages.get(param)
             average.copy_(self._leaves.leaf(param).detach() if saved is None else saved)
+
+
+def _is_over(leaf: Tensor, rows: Tensor) -> bool:
+    """Whether a leaf is a view of some rows."""
+    return leaf.data_ptr() == rows.data_ptr() and leaf.stride() == rows.stride()
 
 
 @torch.no_grad()
@@ -205,14 +275,14 @@ def _taken_from(
         saved = entries.get(param, {}).get(name)
         if saved is None:
             continue
-        fits = isinstance(saved, Tensor) and saved.layout is torch.strided and saved.shape == param.shape
+        fits = isinstance(saved, Tensor) and saved.layout is torch.strided and saved.shape == own.shape
         loses_imaginary = fits and saved.is_complex() and not own.is_complex()
         if not fits or saved.is_meta or loses_imaginary:
             got = f"shape {tuple(saved.shape)}" if isinstance(saved, Tensor) else f"{type(saved).__name__}"
             kind = f" ({saved.dtype} on {saved.device}, {saved.layout})" if isinstance(saved, Tensor) else ""
             wanted = "dense tensor" if own.is_complex() else "dense real tensor"
             raise StateMismatchError(
-                f"expected '{name}' of a parameter of shape {tuple(param.shape)} to be a {wanted} "
+                f"expected '{name}' of a parameter of shape {tuple(own.shape)} to be a {wanted} "
                 f"of that shape, got {got}{kind}"
             )
         is_alike = type(saved) is Tensor and (saved.dtype, saved.device) == (own.dtype, own.device)
@@ -225,7 +295,7 @@ class OwnedStateView(Mapping[Any, Any]):
 
     Args:
         state: the local optimizers' state, by leaf; global entries have keys of their own.
-        leaves: parameters stepped through masters.
+        leaves: what is stepped for the parameters.
         average: averages kept.
     """
 
@@ -235,7 +305,7 @@ class OwnedStateView(Mapping[Any, Any]):
         self._average = average
 
     def __getitem__(self, key: Any) -> Any:  # noqa: ANN401 - whatever the class keeps
-        leaf = self._leaves.masters.get(key, key) if isinstance(key, Tensor) else key
+        leaf = self._leaves.separate.get(key, key) if isinstance(key, Tensor) else key
         found = next((state[leaf] for state in self._states if leaf in state), None)
         if not isinstance(key, Tensor):
             return found
@@ -248,7 +318,7 @@ class OwnedStateView(Mapping[Any, Any]):
         return entries
 
     def __iter__(self) -> Iterator[Any]:
-        param_of = {master: param for param, master in self._leaves.masters.items()}
+        param_of = {leaf: param for param, leaf in self._leaves.separate.items()}
         keys = [key for state in self._states for key in state]
         shown = [param_of.get(key, key) if isinstance(key, Tensor) else key for key in keys]
         return iter(dict.fromkeys([*shown, *self._leaves.masters, *self._average.averages]))

@@ -24,6 +24,7 @@ from zero_optim.comm.lanes import Lease, lanes_beside
 from zero_optim.compat.streams import is_asynchronous
 from zero_optim.plan.groups import ParamGroup, params_of
 from zero_optim.plan.layout import Span
+from zero_optim.plan.pieces import Pieces
 from zero_optim.shard.gathers import start_gather_of_part
 from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.storage import ParamBucket
@@ -38,7 +39,7 @@ class StepPart:
         num_known: how many parameters the optimizer had.
         given: the parameters as they were given.
         params: those of them that the optimizer has, whoever owns them.
-        owned: those that this rank owns, each with its place among the parameters given.
+        owned: those of which this rank owns a piece, each with its place among the parameters given.
         gathers: for each bucket concerned, the bucket, the parameters by index within it, and where they lie.
     """
 
@@ -195,8 +196,8 @@ class Overlap:
         """Take process groups that a thread need not share; without a thread ``group``. All ranks call."""
         return lanes_beside(self.group) if self.takes_thread else Lease.of(self.group)
 
-    def owners(self, params: Sequence[Tensor]) -> list[int]:
-        """Tell who owns some parameters.
+    def pieces(self, params: Sequence[Tensor]) -> list[Pieces]:
+        """Tell who owns which rows of some parameters.
 
         Raises:
             ValueError: the optimizer does not have one of them.
@@ -207,13 +208,13 @@ class Overlap:
                 f"{unknown} parameters of the model are not in the optimizer, so they have no owner to "
                 'reduce their gradients to: add them to it, or reduce gradients "everywhere"'
             )
-        return [self._sharding.first_owner(param) for param in params]
+        return [self._sharding.pieces[param] for param in params]
 
     def drop_gradients(self) -> None:
-        """Let go of the gradients of what other ranks own: here they were not reduced."""
+        """Let go of the gradients of what other ranks own, all or some rows: here they were not reduced."""
         assert self.current is not None  # called at the end of its backward pass
         for param in self.current.stepped:
-            if self._sharding.piece_here(param) is None:
+            if self._sharding.piece_here(param) is None or self._sharding.is_cut(param):
                 param.grad = None
 
     def part(self, params: Sequence[Tensor]) -> StepPart:

@@ -9,6 +9,7 @@ from torch import Tensor
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.groups import ParamGroup
+from zero_optim.plan.pieces import Piece
 from zero_optim.step.leaves import EMA, MASTER, Leaves, OwnedStateView, WeightAverage
 from zero_optim.step.local import LocalOptimizer
 from zero_optim.step.spec import OptimizerSpec
@@ -46,7 +47,7 @@ class OwnedState:
 
     @property
     def _is_plain(self) -> bool:
-        return len(self.local.states) == 1 and not self.leaves.masters and not self.average.averages
+        return len(self.local.states) == 1 and not self.leaves.separate and not self.average.averages
 
     @property
     def takes_closures(self) -> bool:
@@ -62,7 +63,10 @@ class OwnedState:
         if isinstance(state, OwnedStateView) or state is self.local.states[0]:
             return
         if not self._is_plain or not isinstance(state, dict):
-            raise TypeError("no dict can replace the state of several optimizers, of masters or of averages")
+            raise TypeError(
+                "no dict can replace the state of several optimizers, of masters, of averages or of cut "
+                "parameters"
+            )
         self.local.replace_state(state)
 
     def run(self, work: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401 - what work returns
@@ -79,13 +83,18 @@ class OwnedState:
 
         Args:
             groups: the public groups.
-            gradients: what each is stepped with; left as they are.
+            gradients: what each is stepped with, in the shape of the parameter; left as they are. Only the
+                rows that this rank owns are read.
         """
-        held: dict[Tensor, Tensor | None] = {param: param.grad for param in gradients}
+        spares = self.local.spares_gradients
+        own = {param: self.leaves.own_rows(param, gradient) for param, gradient in gradients.items()}
+        own = own if spares else {param: gradient.clone() for param, gradient in own.items()}
+        separate = self.leaves.separate
+        held = {param: param.grad for param in own if param not in separate}
         try:
-            for param, gradient in gradients.items():
-                param.grad = gradient if self.local.spares_gradients else gradient.clone()
-            self.leaves.take_in(gradients)
+            for param in held:
+                param.grad = own[param]
+            self.leaves.take_in(own)
             self.local.step_some(groups, [self.leaves.leaf(param) for param in gradients])
             self.leaves.put_back(gradients)
             self.average.update(gradients)
@@ -93,8 +102,13 @@ class OwnedState:
             for param, grad in held.items():
                 param.grad = grad
 
-    def add_group(self, group: ParamGroup, spec: OptimizerSpec | None, owned: Sequence[Tensor]) -> None:
+    def add_group(self, group: ParamGroup, spec: OptimizerSpec | None, owned: Mapping[Tensor, Piece]) -> None:
         """Add what this rank owns of a group, on all ranks or none; all ranks call.
+
+        Args:
+            group: the public group.
+            spec: of its own optimizer, if any.
+            owned: what this rank owns of it.
 
         Raises:
             Exception: what the class raises on any rank.
@@ -102,7 +116,8 @@ class OwnedState:
         before = self.local.num_groups
         try:
             with failing_together(self._group):
-                self.local.add_group(group, spec, {param: self.leaves.leaf(param) for param in owned})
+                leaf_of = {param: self.leaves.add(param, piece) for param, piece in owned.items()}
+                self.local.add_group(group, spec, leaf_of)
         except Exception:
             self.local.drop_groups(before)
             self.leaves.drop(owned)
@@ -112,12 +127,12 @@ class OwnedState:
     def remember(self, owned: Sequence[Tensor]) -> Callable[[], None]:
         """Take note of what `load` replaces, and copy the owned parameters; gives what undoes it."""
         before = self.local.save()
-        tensors = [*owned, *self.leaves.masters.values(), *self.average.averages.values()]
-        copies = [tensor.detach().clone() for tensor in tensors]
+        beside = [*self.leaves.masters.values(), *self.average.averages.values()]
+        copies = [tensor.detach().clone() for tensor in [*map(self.leaves.rows, owned), *beside]]
 
         def undo() -> None:
             self.local.restore(before)
-            for tensor, copy in zip(tensors, copies, strict=True):
+            for tensor, copy in zip([*map(self.leaves.rows, owned), *beside], copies, strict=True):
                 tensor.data.copy_(copy)
 
         return undo
@@ -136,12 +151,13 @@ class OwnedState:
         """
         entries = {param: value for param, value in owned.items() if isinstance(value, dict)}
         of_leaves: dict[Any, Any] = {}
+        separate = self.leaves.separate
         for key, value in owned.items():
             of_leaf = value
             if key in entries:
                 of_leaf = {name: entry for name, entry in value.items() if name not in (MASTER, EMA)}
             if of_leaf != {}:
-                of_leaves[self.leaves.masters.get(key, key)] = of_leaf
+                of_leaves[separate.get(key, key)] = of_leaf
         before = self.local.save()
         try:
             with failing_together(self._group):

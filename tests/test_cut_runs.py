@@ -1,0 +1,598 @@
+"""Parameters that are cut: several ranks own rows of one, and the run has the bits of the unsharded run."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.optim import Optimizer
+
+from cuts import ONE_A_BUCKET, SHAPES, cutting
+from pool import Ranks
+from training import assert_same_bits, make_params, params_of, set_grads, train_both, twin
+from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.plan.pieces import Piece
+from zero_optim.step.gradients import rows_of
+
+CLASSES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"lr": 0.01}),
+    "adamw-single": (torch.optim.AdamW, {"lr": 0.01, "foreach": False}),
+    "adamw-foreach": (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
+    "adamw-fused": (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
+    "sgd-momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.5}),
+}
+VIEWS = pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
+
+
+def cut_pair(
+    params: list[nn.Parameter],
+    optimizer_class: type[Optimizer] = torch.optim.AdamW,
+    *,
+    cap: float = ONE_A_BUCKET,
+    options: dict[str, Any] | None = None,
+    **sharded_options: Any,
+) -> tuple[Optimizer, ZeroRedundancyOptimizer]:
+    """An unsharded optimizer over parameters, and one over equal ones that are cut."""
+    options = {"lr": 0.01} if options is None else options
+    mine = twin(params)
+    with cutting():
+        sharded = ZeroRedundancyOptimizer(
+            mine, optimizer_class, bucket_cap_mb=cap, **sharded_options, **options
+        )
+    assert any(len(pieces) > 1 for pieces in sharded.pieces().values())
+    return optimizer_class(params, **options), sharded
+
+
+def assert_same_rows(plain: Optimizer, sharded: ZeroRedundancyOptimizer) -> None:
+    """Compare the state that this rank owns with its rows of the unsharded state, bit for bit."""
+    rank = dist.get_rank()
+    for param, other in zip(params_of(sharded), params_of(plain), strict=True):
+        piece = next((piece for piece in sharded.pieces()[param] if piece.owner == rank), None)
+        assert (piece is None) == (param not in sharded.state)
+        if piece is None:
+            continue
+        assert list(sharded.state[param]) == list(plain.state[other])
+        for key, value in plain.state[other].items():
+            expected = rows_of(value, piece) if value.shape == other.shape else value
+            assert torch.equal(sharded.state[param][key], expected), key
+    assert sharded.state_nbytes() > 0
+
+
+def check_parity(name: str, view: bool, cap: float) -> None:
+    optimizer_class, options = CLASSES[name]
+    plain, sharded = cut_pair(
+        make_params(SHAPES), optimizer_class, cap=cap, options=options, parameters_as_bucket_view=view
+    )
+    train_both(plain, sharded, 6)
+    assert_same_rows(plain, sharded)
+
+
+@VIEWS
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_run_with_cut_parameters_has_the_bits_of_the_unsharded_run(
+    ranks2: Ranks, name: str, view: bool
+) -> None:
+    ranks2.run(check_parity, name, view, ONE_A_BUCKET)
+
+
+@VIEWS
+def test_four_ranks_cut_each_parameter_or_a_bucket(ranks4: Ranks, view: bool) -> None:
+    ranks4.run(check_parity, "adamw", view, ONE_A_BUCKET)
+    ranks4.run(check_parity, "adamw", view, 1.0)
+
+
+def check_few_rows() -> None:
+    plain, sharded = cut_pair([*make_params(((2, 64),)), *make_params(((1, 64),), seed=2)])
+    train_both(plain, sharded, 2)
+
+
+def test_a_piece_may_be_one_row(ranks2: Ranks) -> None:
+    ranks2.run(check_few_rows)
+
+
+def check_masters(view: bool) -> None:
+    """In fp32 by hand: masters stepped whole, rounded to the parameters."""
+    params = make_params(SHAPES, torch.bfloat16)
+    masters = [nn.Parameter(p.detach().float()) for p in params]
+    plain = torch.optim.AdamW(masters, lr=0.01)
+    _, sharded = cut_pair(params, master_dtype=torch.float32, parameters_as_bucket_view=view, ema_decay=0.5)
+    averages = [master.detach().clone() for master in masters]
+    mine = params_of(sharded)
+    for step in range(4):
+        set_grads(mine, step)
+        for master, param in zip(masters, mine, strict=True):
+            assert param.grad is not None
+            master.grad = param.grad.float()
+        plain.step()
+        sharded.step()
+        torch._foreach_lerp_(averages, masters, 0.5)
+        assert_same_bits(mine, [master.to(torch.bfloat16) for master in masters])
+    for param, master, average in zip(mine, masters, averages, strict=True):
+        for piece in sharded.pieces()[param]:
+            if piece.owner == dist.get_rank():
+                entries = sharded.state[param]
+                assert torch.equal(entries["master"], rows_of(master, piece))
+                assert torch.equal(entries["ema"], rows_of(average, piece))
+    before = [param.detach().clone() for param in mine]
+    with sharded.averaged_weights():
+        assert_same_bits(mine, [average.to(torch.bfloat16) for average in averages])
+    assert_same_bits(mine, before)
+
+
+@VIEWS
+def test_masters_and_averages_are_kept_by_rows(ranks2: Ranks, view: bool) -> None:
+    ranks2.run(check_masters, view)
+
+
+def check_written_masters() -> None:
+    params = make_params(((64, 8),), torch.bfloat16)
+    _, sharded = cut_pair(params, torch.optim.SGD, options={"lr": 1e-4}, master_dtype=torch.float32)
+    (mine,) = params_of(sharded)
+    master = params[0].detach().float()
+    for step in range(3):
+        set_grads([mine], step)
+        assert mine.grad is not None
+        master -= 1e-4 * mine.grad.float()
+        sharded.step()
+        with torch.no_grad():
+            for where in (3, 60):  # a row of each rank
+                mine[where] = step
+                master[where] = step
+    set_grads([mine], 9)
+    assert mine.grad is not None
+    master -= 1e-4 * mine.grad.float()
+    sharded.step()
+    assert torch.equal(mine, master.to(torch.bfloat16))
+
+
+def test_rows_written_between_steps_reach_their_masters(ranks2: Ranks) -> None:
+    ranks2.run(check_written_masters)
+
+
+def check_averages(view: bool) -> None:
+    plain, sharded = cut_pair(make_params(SHAPES), ema_decay=0.9, parameters_as_bucket_view=view)
+    averages = [param.detach().clone() for param in params_of(plain)]
+    for step in range(3):
+        train_both(plain, sharded, 1, first=step)
+        torch._foreach_lerp_(averages, [p.detach() for p in params_of(plain)], 1 - 0.9)
+    before = [param.detach().clone() for param in params_of(sharded)]
+    with sharded.averaged_weights():
+        assert_same_bits(params_of(sharded), averages)
+    assert_same_bits(params_of(sharded), before)
+    train_both(plain, sharded, 2, first=3)
+
+
+@VIEWS
+def test_averaged_weights_come_from_all_owners(ranks2: Ranks, view: bool) -> None:
+    ranks2.run(check_averages, view)
+
+
+def check_groups() -> None:
+    plain, sharded = cut_pair(make_params(SHAPES))
+    train_both(plain, sharded, 2)
+    extra = make_params(((64, 4), (5,)), seed=5)
+    more = twin(extra)
+    plain.add_param_group({"params": extra, "lr": 0.1})
+    with cutting():
+        sharded.add_param_group({"params": more, "lr": 0.1})
+    assert len(sharded.pieces()[more[0]]) == 2
+    train_both(plain, sharded, 3, first=2)
+    assert_same_rows(plain, sharded)
+
+
+def test_a_group_added_later_may_be_cut(ranks2: Ranks) -> None:
+    ranks2.run(check_groups)
+
+
+def check_bad_group() -> None:
+    plain, sharded = cut_pair(make_params(SHAPES), torch.optim.SGD, options={"lr": 0.1})
+    extra = make_params(((64, 4),), seed=5)
+    with cutting(), pytest.raises(ValueError, match="momentum"):
+        sharded.add_param_group({"params": extra, "optimizer_class": torch.optim.SGD, "momentum": -1.0})
+    train_both(plain, sharded, 1)
+    with cutting():
+        sharded.add_param_group({"params": extra})
+    train_both(sharded, sharded, 1)
+
+
+def test_a_cut_group_that_the_class_refuses_leaves_nothing_behind(ranks2: Ranks) -> None:
+    ranks2.run(check_bad_group)
+
+
+def sparse_gradient(param: Tensor, step: int, *, coalesced: bool) -> Tensor:
+    """Some rows of a gradient, one of them twice unless it is coalesced; few lie on the first rank."""
+    generator = torch.Generator().manual_seed(step)
+    rows = torch.randint(param.shape[0], (7,), generator=generator)
+    rows[3] = rows[1]
+    grad = torch.sparse_coo_tensor(
+        rows[None], torch.randn(7, *param.shape[1:], generator=generator), param.shape, check_invariants=True
+    )
+    return grad.coalesce() if coalesced else grad
+
+
+def check_sparse(name: str) -> None:
+    optimizer_class = getattr(torch.optim, name)
+    plain, sharded = cut_pair(make_params(((64, 4), (48, 8), (6, 3))), optimizer_class, options={"lr": 0.1})
+    for step in range(6):
+        for optimizer in (plain, sharded):
+            for param in params_of(optimizer):
+                param.grad = sparse_gradient(param, step, coalesced=bool(step % 2))
+            optimizer.step()
+        assert_same_bits(params_of(sharded), params_of(plain), step)
+
+
+@pytest.mark.parametrize("name", ["SGD", "SparseAdam"])
+def test_sparse_gradients_are_split_by_rows(ranks2: Ranks, name: str) -> None:
+    ranks2.run(check_sparse, name)
+
+
+def check_gaps() -> None:
+    plain, sharded = cut_pair(make_params(SHAPES))
+    for step in range(5):
+        for optimizer in (plain, sharded):
+            set_grads(params_of(optimizer), step)
+            for index, param in enumerate(params_of(optimizer)):
+                if (index + step) % 3 == 0:
+                    param.grad = None
+            optimizer.step()
+        assert_same_bits(params_of(sharded), params_of(plain), step)
+
+
+def test_a_cut_parameter_without_a_gradient_is_left_alone(ranks2: Ranks) -> None:
+    ranks2.run(check_gaps)
+
+
+def check_freezing() -> None:
+    plain, sharded = cut_pair(make_params(SHAPES))
+    train_both(plain, sharded, 2)
+    for optimizer in (plain, sharded):
+        params_of(optimizer)[0].requires_grad_(False)
+    train_both(plain, sharded, 2, first=2)
+    for optimizer in (plain, sharded):
+        params_of(optimizer)[0].requires_grad_(True)
+    train_both(plain, sharded, 2, first=4)
+    leaves = params_of(sharded.optim)  # type: ignore[arg-type]
+    assert all(leaf.requires_grad for leaf in leaves)
+    assert all(leaf.grad is None for leaf in leaves if not any(leaf is p for p in params_of(sharded)))
+
+
+def test_a_cut_parameter_may_be_frozen_and_thawed(ranks2: Ranks) -> None:
+    ranks2.run(check_freezing)
+
+
+def check_memory_format(view: bool) -> None:
+    params = make_params(((16, 4, 3, 3), (64, 16), (16, 4, 2, 2)))
+    for param in (params[0], params[2]):
+        param.data = param.data.to(memory_format=torch.channels_last)
+    params[1].data = params[1].data.t()  # dimension 0 is not outermost: it stays whole
+    strides = [param.stride() for param in params]
+    plain, sharded = cut_pair(params, parameters_as_bucket_view=view)
+    assert [len(pieces) for pieces in sharded.pieces().values()] == [2, 1, 2]
+    train_both(plain, sharded, 3)
+    assert [param.stride() for param in params_of(sharded)] == strides
+    assert_same_rows(plain, sharded)
+
+
+@VIEWS
+def test_cut_parameters_keep_their_strides(ranks2: Ranks, view: bool) -> None:
+    ranks2.run(check_memory_format, view)
+
+
+def check_replaced_data(view: bool) -> None:
+    plain, sharded = cut_pair(make_params(SHAPES), parameters_as_bucket_view=view, ema_decay=0.5)
+    train_both(plain, sharded, 2)
+    for optimizer in (plain, sharded):
+        for param in params_of(optimizer):
+            param.data = param.data * 2
+    train_both(plain, sharded, 2, first=2)
+    for optimizer in (plain, sharded):
+        for param in params_of(optimizer)[2:3]:
+            param.data = param.data.to(memory_format=torch.channels_last) * 2
+    train_both(plain, sharded, 2, first=4)
+    for optimizer in (plain, sharded):
+        with torch.no_grad():
+            for param in params_of(optimizer):
+                param.mul_(0.5)
+    train_both(plain, sharded, 2, first=6)
+    sharded.gather_parameters()
+    assert_same_bits(params_of(sharded), params_of(plain))
+
+
+@VIEWS
+def test_data_that_the_user_replaces_is_stepped(ranks2: Ranks, view: bool) -> None:
+    ranks2.run(check_replaced_data, view)
+
+
+class Replacing(torch.optim.SGD):
+    """Gives what it steps new memory at each step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data = param - group["lr"] * param.grad
+
+
+def check_replacing(view: bool) -> None:
+    plain, sharded = cut_pair(make_params(SHAPES), Replacing, parameters_as_bucket_view=view)
+    train_both(plain, sharded, 3)
+
+
+@VIEWS
+def test_a_class_may_give_what_it_steps_other_memory(ranks2: Ranks, view: bool) -> None:
+    ranks2.run(check_replacing, view)
+
+
+def check_copies(view: bool) -> None:
+    plain, sharded = cut_pair(make_params(SHAPES), parameters_as_bucket_view=view, ema_decay=0.5)
+    train_both(plain, sharded, 2)
+    other = copy.deepcopy(sharded)
+    again = copy.deepcopy(plain)
+    assert not {p.data_ptr() for p in params_of(sharded) if p.numel()} & {
+        p.data_ptr() for p in params_of(other) if p.numel()
+    }
+    for param, leaf in other._owned.leaves.separate.items():
+        assert leaf.data_ptr() == other._owned.leaves.rows(param).data_ptr()
+    before = [param.detach().clone() for param in params_of(sharded)]
+    train_both(again, other, 3, first=2)
+    assert_same_bits(params_of(sharded), before)
+    train_both(plain, sharded, 3, first=2)
+
+
+@VIEWS
+def test_a_copy_steps_its_own_parameters(ranks2: Ranks, view: bool) -> None:
+    ranks2.run(check_copies, view)
+
+
+def check_shared() -> None:
+    plain, sharded = cut_pair(make_params(SHAPES))
+    train_both(plain, sharded, 2)
+    for param in params_of(sharded):
+        param.share_memory_()
+    train_both(plain, sharded, 3, first=2)
+    assert all(param.is_shared() for param in params_of(sharded))
+
+
+def test_cut_parameters_may_move_to_shared_memory(ranks2: Ranks) -> None:
+    ranks2.run(check_shared)
+
+
+def check_stale_graph(view: bool, masters: bool) -> None:
+    weight = nn.Parameter(torch.randn(32, 8, dtype=torch.bfloat16 if masters else torch.float32))
+    dtype = torch.float32 if masters else None
+    _, sharded = cut_pair([weight], torch.optim.SGD, parameters_as_bucket_view=view, master_dtype=dtype)
+    (mine,) = params_of(sharded)
+    loss = (mine.square() * mine).sum()
+    loss.backward(retain_graph=True)
+    sharded.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@VIEWS
+@pytest.mark.parametrize("masters", [False, True])
+def test_autograd_notices_that_a_step_changed_a_cut_parameter(
+    ranks2: Ranks, view: bool, masters: bool
+) -> None:
+    ranks2.run(check_stale_graph, view, masters)
+
+
+def check_closure() -> None:
+    plain, sharded = cut_pair(make_params(((64, 4), (3,))), torch.optim.SGD, options={"lr": 0.1})
+    calls = []
+
+    def closure_for(optimizer: Optimizer) -> Any:
+        def closure() -> Tensor:
+            calls.append(torch.is_grad_enabled())
+            optimizer.zero_grad()
+            loss = torch.stack([p.square().sum() for p in params_of(optimizer)]).sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        return closure
+
+    for step in range(3):
+        expected = plain.step(closure_for(plain))
+        assert torch.equal(expected, sharded.step(closure_for(sharded)))  # type: ignore[arg-type]
+        assert_same_bits(params_of(sharded), params_of(plain), step)
+    assert calls == [True] * 6
+
+
+def test_a_closure_makes_the_gradients_of_cut_parameters(ranks2: Ranks) -> None:
+    ranks2.run(check_closure)
+
+
+def check_clip(norm_type: float) -> None:
+    shapes = [shape for shape in SHAPES if 0 not in shape]  # PyTorch has no maximum of nothing
+    plain, sharded = cut_pair(make_params(shapes), torch.optim.SGD, options={"lr": 0.1})
+    for step in range(2):
+        for optimizer in (plain, sharded):
+            set_grads(params_of(optimizer), step, scale=3.0)
+        expected = nn.utils.clip_grad_norm_(params_of(plain), 1.0, norm_type)
+        assert torch.equal(sharded.clip_grad_norm_(1.0, norm_type), expected)
+        for param, other in zip(params_of(sharded), params_of(plain), strict=True):
+            assert param.grad is not None
+            assert other.grad is not None
+            assert torch.equal(param.grad, other.grad)
+        for optimizer in (plain, sharded):
+            optimizer.step()
+        assert_same_bits(params_of(sharded), params_of(plain), step)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_the_norm_of_a_cut_parameter_is_pytorchs_to_the_bit(ranks2: Ranks, norm_type: float) -> None:
+    ranks2.run(check_clip, norm_type)
+
+
+def check_scaler(rows_of_rank: int, unscale_first: bool) -> None:
+    """One infinity, in rows that one rank owns, and on that rank alone."""
+    plain, sharded = cut_pair(make_params(((64, 8), (5,))))
+    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2) for _ in range(2)]
+    for step in range(4):
+        for optimizer, scaler in zip((plain, sharded), scalers, strict=True):
+            scaler.scale(torch.zeros(()))
+            set_grads(params_of(optimizer), step, scale=8.0)
+            if step == 1 and (optimizer is plain or dist.get_rank() == rows_of_rank):
+                grad = params_of(optimizer)[0].grad
+                assert grad is not None
+                grad[63 * rows_of_rank, 3] = float("inf")
+            if unscale_first:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        assert_same_bits(params_of(sharded), params_of(plain), step)
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+
+
+@pytest.mark.parametrize("unscale_first", [False, True])
+def test_an_infinity_in_one_piece_skips_the_step_everywhere(ranks2: Ranks, unscale_first: bool) -> None:
+    ranks2.run(check_scaler, 1, unscale_first)
+    ranks2.run(check_scaler, 0, unscale_first)
+
+
+def check_join(sparse: bool, keeps_gradients: bool) -> None:
+    """Rank 1 runs out of inputs after two steps; rank 0 goes on, and lends it its rows."""
+    optimizer_class = torch.optim.SGD if sparse else torch.optim.AdamW
+    plain, sharded = cut_pair(make_params(((64, 4), (32, 8), (3,))), optimizer_class, options={"lr": 0.1})
+
+    def give(optimizer: Optimizer, step: int) -> None:
+        for index, param in enumerate(params_of(optimizer)):
+            if sparse and param.dim() == 2:
+                param.grad = sparse_gradient(param, step + 10 * index, coalesced=True)
+            else:
+                param.grad = torch.full_like(param, 0.5 + step)
+            if index == step % 4:
+                param.grad = None
+
+    with Join([sharded]):
+        for step in range(2 + 4 * (dist.get_rank() == 0)):
+            give(sharded, step)
+            sharded.step()
+        if not keeps_gradients:
+            sharded.zero_grad()
+    for step in range(6):
+        give(plain, step)
+        plain.step()
+    assert_same_bits(params_of(sharded), params_of(plain))
+
+
+@pytest.mark.parametrize("keeps_gradients", [True, False])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_joined_rank_is_lent_the_rows_that_it_owns(
+    ranks2: Ranks, sparse: bool, keeps_gradients: bool
+) -> None:
+    ranks2.run(check_join, sparse, keeps_gradients)
+
+
+def check_lazy() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+    other = copy.deepcopy(model)
+    with cutting():
+        sharded = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, bucket_cap_mb=ONE_A_BUCKET, lr=0.01
+        )
+    sharded.gather_lazily(model)
+    plain = torch.optim.AdamW(other.parameters(), lr=0.01)
+    for step in range(5):
+        x = torch.randn(3, 16, generator=torch.Generator().manual_seed(step))
+        losses = []
+        for net, optimizer in ((model, sharded), (other, plain)):
+            optimizer.zero_grad()
+            loss = net(x).square().sum()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss)
+        assert torch.equal(*losses)
+    sharded.wait_for_gathers()
+    assert_same_bits(list(model.parameters()), list(other.parameters()))
+
+
+def test_lazy_gathers_bring_all_pieces(ranks2: Ranks) -> None:
+    ranks2.run(check_lazy)
+
+
+class Switching(torch.optim.SGD):
+    """Has a method that changes parameters, as schedule-free classes do."""
+
+    @torch.no_grad()
+    def double(self) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.mul_(2)
+
+
+def check_methods() -> None:
+    plain, sharded = cut_pair(make_params(SHAPES), Switching)
+    train_both(plain, sharded, 1)
+    plain.double()  # type: ignore[attr-defined]
+    sharded.double()
+    assert_same_bits(params_of(sharded), params_of(plain))
+    train_both(plain, sharded, 1, first=1)
+
+
+def test_methods_of_the_class_reach_all_pieces(ranks2: Ranks) -> None:
+    ranks2.run(check_methods)
+
+
+def check_undo() -> None:
+    plain, sharded = cut_pair(make_params(SHAPES), ema_decay=0.5)
+    train_both(plain, sharded, 2)
+    undo = sharded.remember()
+    before = [param.detach().clone() for param in params_of(sharded)]
+    for step in range(2, 4):
+        set_grads(params_of(sharded), step)
+        sharded.step()
+    undo()
+    sharded.gather_parameters()
+    assert_same_bits(params_of(sharded), before)
+
+
+def test_what_is_remembered_of_cut_parameters_comes_back(ranks2: Ranks) -> None:
+    ranks2.run(check_undo)
+
+
+@contextmanager
+def gradients_watched(sharded: ZeroRedundancyOptimizer) -> Iterator[list[int]]:
+    """Count the elements of the leaves' gradients when the class steps."""
+    seen: list[int] = []
+    local = sharded.optim
+    assert isinstance(local, Optimizer)
+    handle = local.register_step_pre_hook(
+        lambda *_: seen.append(sum(p.grad.numel() for p in params_of(local) if p.grad is not None))
+    )
+    yield seen
+    handle.remove()
+
+
+def check_share() -> None:
+    _, sharded = cut_pair(make_params(((64, 8), (32, 4))))
+    set_grads(params_of(sharded), 0)
+    with gradients_watched(sharded) as seen:
+        sharded.step()
+    assert seen == [(64 * 8 + 32 * 4) // 2]
+    assert all(param.grad is not None and param.grad.shape == param.shape for param in params_of(sharded))
+
+
+def test_a_rank_steps_its_rows_alone(ranks2: Ranks) -> None:
+    ranks2.run(check_share)
+
+
+def test_rows_of_a_sparse_tensor_keep_their_order_and_duplicates() -> None:
+    whole = torch.sparse_coo_tensor(
+        torch.tensor([[5, 1, 5, 7]]), torch.arange(8.0).view(4, 2), (8, 2), check_invariants=True
+    )
+    rows = rows_of(whole, Piece(0, 4, 8))
+    assert rows.shape == (4, 2)
+    assert rows._indices().tolist() == [[1, 1, 3]]
+    assert rows._values().tolist() == [[0.0, 1.0], [4.0, 5.0], [6.0, 7.0]]
+    assert not rows.is_coalesced()
+    assert rows_of(whole.coalesce(), Piece(0, 4, 8)).is_coalesced()
+    assert rows_of(whole, Piece(0, 0, 8)) is whole

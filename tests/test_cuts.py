@@ -1,0 +1,256 @@
+"""Rows that are even in every bucket: owners bucket by bucket, and parameters cut between rows."""
+
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from zero_optim.plan import cuts
+from zero_optim.plan.balance import RankLoads, fullest_row
+from zero_optim.plan.cuts import MIN_ROW_NBYTES, cut_step, even_rows, longest_row
+from zero_optim.plan.layout import Extent, Layout, Row, aligned_offsets, in_order, spans
+from zero_optim.plan.partition import assign_owners, rank_loads
+from zero_optim.plan.pieces import Piece, num_rows
+from zero_optim.plan.plan import Plan, make_plan
+
+settings.register_profile("same", derandomize=True, deadline=None, database=None, max_examples=60)
+settings.load_profile("same")
+
+shapes = st.lists(
+    st.one_of(
+        st.just(()),
+        st.tuples(st.integers(0, 5000)),
+        st.tuples(st.integers(0, 300), st.integers(0, 70)),
+        st.tuples(st.integers(1, 40), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)),
+    ),
+    min_size=1,
+    max_size=12,
+)
+sizes_of_ranks = st.integers(1, 9)
+
+
+def meta(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def plan_of(groups: list[list[Tensor]], num_ranks: int, cap: int, bears: bool | None, **more: Any) -> Plan:
+    costs = [[p.numel() for p in group] for group in groups]
+    flags = None if bears is None else [bears] * sum(map(len, groups))
+    return make_plan(groups, costs, num_ranks, cap, bears_cuts=flags, **more)
+
+
+# ---------------------------------------------------------------------- owners bucket by bucket
+
+
+@given(st.lists(st.lists(st.integers(0, 50), max_size=9), max_size=6), sizes_of_ranks)
+def test_a_bucket_goes_to_whom_has_least_of_it_and_then_least_of_all(
+    buckets: list[list[int]], num_ranks: int
+) -> None:
+    ranks, loads = RankLoads([0] * num_ranks), [0] * num_ranks
+    for sizes in buckets:
+        owners = ranks.assign_bucket(sizes, sizes)
+        rows = [0] * num_ranks
+        for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+            expected = min(range(num_ranks), key=lambda rank: (rows[rank], loads[rank], rank))
+            assert owners[index] == expected
+            rows[expected] += sizes[index]
+            loads[expected] += sizes[index]
+        assert max(rows) == fullest_row(sizes, num_ranks)
+    assert ranks.fullest() == max(loads)
+
+
+@given(shapes, sizes_of_ranks, st.sampled_from([1, 4000, 10**9]))
+def test_even_buckets_do_not_cost_the_balance_of_the_model(
+    shapes: list[tuple[int, ...]], num_ranks: int, cap: int
+) -> None:
+    params = [meta(shape) for shape in shapes]
+    loads = plan_of([params], num_ranks, cap, bears=False).loads(num_ranks)
+    before = plan_of([params], num_ranks, cap, bears=None).loads(num_ranks)
+    assert max(loads) <= max(1.05 * sum(loads) / num_ranks, *before)
+
+
+def test_each_bucket_is_even_where_the_model_alone_was_before() -> None:
+    # Two buckets of equal parameters: one after the other by size, the ranks would each own one bucket.
+    params = [meta((100, 100)), meta((100, 99)), meta((100, 98)), meta((100, 97))]
+    plan = plan_of([params], 2, 2 * 40_000, bears=False)
+    assert [len(bucket.layout.rows) for bucket in plan.buckets] == [2, 2]
+
+
+# ---------------------------------------------------------------------- rows of a bucket
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 200), st.integers(1, 40), st.booleans()), min_size=1, max_size=10),
+    sizes_of_ranks,
+    st.sampled_from([1, 4, 16]),
+)
+def test_even_rows_end_between_aligned_rows_of_parameters_and_are_nearly_equal(
+    params: list[tuple[int, int, bool]], count: int, alignment: int
+) -> None:
+    numels = [rows * width for rows, width, _ in params]
+    steps = [
+        cut_step(rows * width, rows, alignment) if rows and may_be_cut else 0
+        for rows, width, may_be_cut in params
+    ]
+    ends = even_rows(numels, steps, count, alignment)
+    offsets = aligned_offsets(numels, alignment)
+    assert ends[-1] == offsets[-1]
+    assert ends == sorted(set(ends)) or offsets[-1] == 0
+    assert len(ends) <= count
+    for end in ends:
+        assert end % alignment == 0
+        inside = [i for i, start in enumerate(offsets[:-1]) if start < end < start + numels[i]]
+        assert all(steps[i] and (end - offsets[i]) % params[i][1] == 0 for i in inside)
+    largest = max(step or numel for step, numel in zip(steps, numels, strict=True))
+    assert longest_row(ends) <= Fraction(offsets[-1], count) + largest + 2 * alignment
+    layout = in_order(numels, range(len(ends)), ends, alignment)
+    assert layout.numel == offsets[-1]
+
+
+def test_rows_that_cut_a_parameter_hold_its_extents_one_after_the_other() -> None:
+    layout = in_order([20, 0, 3, 10], [2, 5, 7], [12, 24, 36], alignment=4)
+    assert layout.rows == (
+        Row(2, 0, 12, (Extent(0, 0, 12, 0),)),
+        Row(5, 12, 24, (Extent(0, 12, 20, 12), Extent(1, 0, 0, 20), Extent(2, 0, 3, 20))),
+        Row(7, 24, 36, (Extent(3, 0, 10, 24),)),
+    )
+
+
+def test_a_cut_parameter_has_a_span_with_each_owner() -> None:
+    layout = in_order([20, 3, 10], [2, 5, 7], [12, 24, 36], alignment=4)
+    assert [tuple(span) for span in spans(layout, {0})] == [(2, 0, 12), (5, 12, 20)]
+    assert [tuple(span) for span in spans(layout, {0, 1})] == [(2, 0, 12), (5, 12, 23)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([Row(0, 0, 4, (Extent(0, 0, 2, 0),)), Row(1, 4, 8, (Extent(0, 2, 4, 4),))], "one ends at 2"),
+        ([Row(0, 0, 4, (Extent(0, 0, 2, 0), Extent(0, 2, 4, 2)))], "two extents of one parameter"),
+        ([Row(0, 0, 2, (Extent(0, 2, 4, 0),)), Row(1, 2, 4, (Extent(0, 0, 2, 2),))], "next begins at 0"),
+    ],
+)
+def test_a_layout_that_scatters_a_parameter_cannot_be_made(rows: list[Row], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Layout((4,), tuple(rows))
+
+
+# ---------------------------------------------------------------------- plans
+
+
+def check(plan: Plan, params: list[Tensor], num_ranks: int) -> None:
+    for param, pieces in zip(params, plan.pieces, strict=True):
+        assert pieces[0].start == 0
+        assert pieces[-1].stop == num_rows(param.shape)
+        for before, after in pairwise(pieces):
+            assert before.stop == after.start
+            assert before.owner < after.owner
+        assert all(0 <= piece.owner < num_ranks for piece in pieces)
+    for bucket in plan.buckets:
+        for row in bucket.layout.rows:
+            for extent in row.extents:
+                param = params[bucket.params[extent.param]]
+                width = param.numel() // max(1, num_rows(param.shape))
+                piece = next(p for p in plan.pieces[bucket.params[extent.param]] if p.owner == row.owner)
+                assert (piece.start * width, piece.stop * width) == (extent.start, extent.stop)
+                assert extent.offset * param.element_size() % 64 == 0 or param.device.type != "cpu"
+
+
+@given(shapes, sizes_of_ranks, st.sampled_from([1, 4000, 10**9]), st.sampled_from(["float32", "bfloat16"]))
+def test_a_plan_gives_every_row_to_one_rank_and_each_rank_one_piece(
+    shapes: list[tuple[int, ...]], num_ranks: int, cap: int, dtype: str
+) -> None:
+    params = [meta(shape, getattr(torch, dtype)) for shape in shapes]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuts, "MIN_ROW_NBYTES", 256)
+        plan = plan_of([params], num_ranks, cap, bears=True)
+        check(plan, params, num_ranks)
+        assert plan == plan_of([params], num_ranks, cap, bears=True)
+        assert not plan_of([params], num_ranks, cap, bears=False).is_cut
+        # An added group moves nobody, and counts what is there.
+        more = plan_of([params], num_ranks, cap, bears=True, loads=plan.loads(num_ranks))
+        check(more, params, num_ranks)
+
+
+@given(shapes, sizes_of_ranks, st.sampled_from([4000, 10**9]))
+def test_no_row_of_what_may_be_cut_is_far_above_the_mean(
+    shapes: list[tuple[int, ...]], num_ranks: int, cap: int
+) -> None:
+    params = [meta(shape) for shape in shapes]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuts, "MIN_ROW_NBYTES", 1024)
+        plan = plan_of([params], num_ranks, cap, bears=True)
+    for bucket in plan.buckets:
+        nbytes = [4 * numel for numel in bucket.layout.numels]
+        fullest = max(sum(e.stop - e.start for e in row.extents) for row in bucket.layout.rows) * 4
+        mean = sum(nbytes) / num_ranks
+        widths = [params[i].numel() // max(1, num_rows(params[i].shape)) for i in bucket.params]
+        coarsest = 512 * max(
+            widths
+        )  # bytes; with rows of odd lengths, every 128th begins at an aligned place
+        assert fullest <= mean + max(2 * 1024, 0.05 * mean) + coarsest + 1024
+
+
+def test_a_large_embedding_is_shared_by_all_ranks() -> None:
+    params = [meta((64_000, 64)), *[meta((4_000, 64)) for _ in range(4)]]
+    before = plan_of([params], 2, 32 * 2**20, bears=None).loads(2)
+    plan = plan_of([params], 2, 32 * 2**20, bears=True)
+    loads = plan.loads(2)
+    assert max(before) / (sum(before) / 2) > 1.5
+    assert max(loads) / (sum(loads) / 2) <= 1.01
+    assert [piece.owner for piece in plan.pieces[0]] == [0, 1]
+    assert plan.is_cut
+
+
+def test_what_bears_no_cuts_is_whole_and_in_other_buckets() -> None:
+    params = [meta((4_000, 64)), meta((64_000, 64)), meta((4_000, 64)), meta((64_000, 64))]
+    groups, costs = [params[:2], params[2:]], [[1.0, 16.0], [1.0, 16.0]]
+    plan = make_plan(groups, costs, 4, 10**9, bears_cuts=[True, True, False, False])
+    assert sorted(sorted(bucket.params) for bucket in plan.buckets) == [[0, 1], [2, 3]]
+    assert all(len(plan.pieces[index]) == 1 for index in (2, 3))
+    assert any(len(plan.pieces[index]) > 1 for index in (0, 1))
+
+
+def test_only_rows_that_are_contiguous_memory_are_cut() -> None:
+    images = torch.empty(640, 64, 3, 3, device="meta").to(memory_format=torch.channels_last)
+    turned = torch.empty(640, 640, device="meta").t()
+    assert len(plan_of([[images]], 4, 10**9, bears=True).pieces[0]) == 4
+    assert plan_of([[turned]], 4, 10**9, bears=True).pieces[0] == (Piece(0, 0, 640),)
+
+
+def test_small_buckets_and_single_ranks_are_not_cut() -> None:
+    assert not plan_of([[meta((128, 128))]], 8, 10**9, bears=True).is_cut  # 64 KiB
+    assert not plan_of([[meta((4096, 128))]], 1, 10**9, bears=True).is_cut
+    assert plan_of([[meta((4096, 128))]], 8, 10**9, bears=True).is_cut
+
+
+def test_rows_are_no_shorter_than_a_message_is_worth() -> None:
+    plan = plan_of([[meta((4096, 128))]], 1024, 10**9, bears=True)
+    rows = plan.buckets[0].layout.rows
+    assert len(rows) == 4096 * 128 * 4 // MIN_ROW_NBYTES
+    assert min((row.stop - row.start) * 4 for row in rows) >= MIN_ROW_NBYTES
+
+
+def test_the_number_of_rows_does_not_grow_with_a_very_large_model() -> None:
+    assert cuts.min_row_nbytes(16 * 2**30) == MIN_ROW_NBYTES
+    assert cuts.min_row_nbytes(2 * 2**40) == 2 * 2**40 // cuts.MAX_ROWS
+
+
+def test_loads_from_before_choose_who_gets_the_rows() -> None:
+    param = meta((1024, 128))  # 512 KiB: eight rows
+    plan = plan_of([[param]], 16, 10**9, bears=True, loads=[5.0] * 8 + [0.0] * 8)
+    assert [piece.owner for piece in plan.pieces[0]] == list(range(8, 16))
+
+
+def test_without_flags_owners_are_those_of_the_whole_model() -> None:
+    params = [meta((n, 640)) for n in (300, 200, 100, 77)]
+    plan = plan_of([params], 3, 10**9, bears=None)
+    costs = [p.numel() for p in params]
+    (owners,) = assign_owners([costs], 3)
+    assert [pieces[0].owner for pieces in plan.pieces] == owners
+    assert plan.loads(3) == rank_loads(costs, owners, 3)

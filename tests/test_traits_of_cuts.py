@@ -1,0 +1,176 @@
+"""Which optimizer classes bear cuts: ranks may share the rows of a parameter, bit for bit."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch_optimizer
+from torch.optim import Optimizer
+
+from optimizer_cases import CASES, MISSING, write_options
+from test_traits import ClipsGlobally, GlobalCounter, Langevin, LargeFactored, RoundsStochastically, Small
+from zero_optim.probe.probe import probe, why_not_cut
+from zero_optim.probe.trials import Feed, by_rows, starts_of
+
+# Those of the table that bear cuts with every set of options.
+BEARING = {
+    "torch.optim": "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD",
+    "torch_optimizer": "AccSGD AdaBelief AdaBound AdaMod AggMo DiffGrad Lookahead PID QHAdam QHM RAdam "
+    "Ranger RangerQH Yogi",
+}
+# With weight decay they are scaled by norms of the whole parameter, or rounded by the place in it.
+BEARING_WITHOUT_DECAY = {"torch_optimizer.LARS", "torch_optimizer.SGDW"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param(name, options, id=f"{name}, {write_options(options)}")
+        for name, case in CASES.items()
+        if name not in MISSING
+        for options in case.options
+    ],
+)
+def test_which_classes_of_the_table_bear_cuts(name: str, options: dict[str, Any]) -> None:
+    package, _, short = name.rpartition(".")
+    expected = short in BEARING[package].split() or (
+        name in BEARING_WITHOUT_DECAY and "weight_decay" not in options
+    )
+    reason = why_not_cut(CASES[name].optimizer_class, options)
+    assert (reason is None) == expected, reason
+
+
+# ------------------------------------------------------------------ classes of our own
+
+
+class Lion(Small):
+    """Steps by the sign of a blend of momentum and gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, p in self.each():
+            average = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+            p.sub_(torch.sign(average * 0.9 + p.grad * 0.1), alpha=group["lr"])
+            average.lerp_(p.grad, 0.01)
+
+
+class RowNormalized(Small):
+    """Divides each row by its norm: a row is whole wherever a plan cuts, but no vector is."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, p in self.each():
+            p.sub_(p.grad / (p.grad.norm(dim=-1, keepdim=True) + 1e-8), alpha=group["lr"])
+
+
+class RemembersItsSize(Small):
+    """Steps element by element, but keeps a number that differs between a parameter and its rows."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for _, p in self.each():
+            self.state[p]["numel"] = p.numel()
+
+
+class RemembersInBlocks(Small):
+    """Keeps a momentum in int8, scaled by the largest of every 48 values in a row."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, p in self.each():
+            flat = torch.nn.functional.pad(p.grad.reshape(-1), (0, -p.numel() % 48)).reshape(-1, 48)
+            scale = flat.abs().amax(1, keepdim=True).clamp(min=1e-30)
+            coarse = ((flat / scale * 127).round() * scale / 127).reshape(-1)[: p.numel()]
+            p.sub_(coarse.reshape(p.shape), alpha=group["lr"])
+
+
+class Replaces(Small):
+    """Replaces its state by a new tensor in every step, once as a list."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, p in self.each():
+            state = self.state[p]
+            state["history"] = [p.grad.clone(), *state.get("history", [])][:3]
+            state["step"] = state.get("step", 0) + 1
+            p.sub_(sum(state["history"], torch.zeros_like(p)), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("build", [Small, Lion, Replaces])
+def test_an_element_wise_class_bears_cuts(build: Callable[..., Optimizer]) -> None:
+    assert why_not_cut(build, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (GlobalCounter, "state that belongs to no parameter"),
+        (Langevin, "draws random numbers"),
+        (RoundsStochastically, "draws random numbers"),
+        (ClipsGlobally, "differed after step"),
+        (LargeFactored, "cut in pieces"),
+        (RowNormalized, "cut in pieces"),
+        (RemembersItsSize, "the state of"),
+        (RemembersInBlocks, "differed after step"),
+        (torch.optim.LBFGS, "closure"),
+        (torch.optim.SparseAdam, "sparse gradients"),
+        (torch_optimizer.NovoGrad, "differed"),
+    ],
+)
+def test_a_class_that_bears_no_cuts_has_a_reason(build: Callable[..., Optimizer], words: str) -> None:
+    assert words in (why_not_cut(build, {}) or "")
+
+
+@pytest.mark.parametrize("switch", ["foreach", "capturable", "differentiable", "maximize", "amsgrad"])
+def test_switches_of_an_implementation_do_not_forbid_cuts(switch: str) -> None:
+    assert why_not_cut(torch.optim.AdamW, {switch: True}) is None
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adagrad"])
+def test_fused_kernels_bear_cuts_where_plans_cut(name: str) -> None:
+    assert why_not_cut(getattr(torch.optim, name), {"fused": True}) is None
+    assert why_not_cut(getattr(torch.optim, name), {}, [{"fused": True}]) is None
+
+
+def test_a_class_that_cannot_be_built_gives_a_reason_and_raises_nothing() -> None:
+    assert "TypeError" in (why_not_cut(torch.optim.SGD, {"no_such_option": 1}) or "")
+
+
+def test_options_of_groups_forbid_cuts() -> None:
+    decays = [{"weight_decay": 0.0}, {"weight_decay": 1e-4}]
+    assert why_not_cut(torch_optimizer.LARS, {"lr": 0.1}, decays[:1]) is None
+    assert why_not_cut(torch_optimizer.LARS, {"lr": 0.1}, decays) is not None
+
+
+class Counted(Small):
+    """Counts how often it was built."""
+
+    built = 0
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        type(self).built += 1
+        super().__init__(params, **options)
+
+
+def test_cuts_are_tried_once_and_only_when_asked_for() -> None:
+    probe(Counted, {"lr": 0.1})
+    built = Counted.built
+    why_not_cut(Counted, {"lr": 0.1})
+    assert Counted.built > built
+    built = Counted.built
+    why_not_cut(Counted, {"lr": 0.1})
+    assert Counted.built == built
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_trial_pieces_start_where_a_plan_may_cut(dtype: torch.dtype) -> None:
+    feed = Feed(((9, 13), (67,), (40,), (2, 3, 3, 3)), dtype=dtype).with_rows()
+    for index, start in starts_of(feed).items():
+        pieces = by_rows(index, start)
+        assert len(pieces) == (3 if index == 1 else 2)
+        assert torch.equal(torch.cat(pieces), start)
+        for piece in pieces[:-1]:
+            assert piece.numel() * piece.element_size() % 64 == 0
+        assert pieces[-1].numel() * start.element_size() % 64  # the end of a vector

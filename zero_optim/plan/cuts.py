@@ -1,0 +1,102 @@
+"""Where to cut the parameters of a bucket, so that its rows are equally long. Pure arithmetic, no torch.
+
+The parameters lie one after the other in the bucket's flat tensor, and its rows may end inside a parameter::
+
+    flat    | 0 0 0 0 0 0 0 0 0 0 0 0 0 . 1 1 |      "." is padding that aligns the next parameter
+    rows    '---rank 2---'---rank 5---'-rank 7-'
+
+So every parameter is contiguous, and is viewed as one tensor, whoever owns its rows. A row of the bucket
+ends between rows of the parameter's dimension 0, where the next element is aligned. There, kernels that look
+at the alignment do what they do at the beginning of a tensor.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
+
+from zero_optim.plan.balance import fullest_row
+from zero_optim.plan.layout import aligned_offsets
+
+# A message that is much shorter takes hardly less time: then latency is what counts.
+MIN_ROW_NBYTES = 64 * 2**10
+# So long are rows at least, as a part of all that is planned: a plan has no more rows than this, and one for
+# each bucket. For 16,384 ranks it is a sixteenth of what one of them owns.
+MAX_ROWS = 2**18
+# So much longer than the mean the longest row of a bucket may be.
+TOLERANCE = 0.05
+
+
+def min_row_nbytes(nbytes: int) -> int:
+    """Return how long a row is at least, in bytes, where parameters are cut.
+
+    Args:
+        nbytes: bytes of all parameters that are planned together.
+    """
+    return max(MIN_ROW_NBYTES, nbytes // MAX_ROWS)
+
+
+def cut_step(numel: int, num_rows: int, alignment: int) -> int:
+    """Return how many elements lie between two places where a parameter may be cut.
+
+    Args:
+        numel: elements of the parameter, at least 1.
+        num_rows: its rows: dimension 0.
+        alignment: elements; pieces start at multiples of it.
+    """
+    return math.lcm(numel // num_rows, alignment)
+
+
+def is_uneven(nbytes: Sequence[int], num_ranks: int, min_nbytes: int) -> bool:
+    """Whether whole parameters leave the ranks of a bucket waiting for the one that owns most of it.
+
+    Args:
+        nbytes: bytes of each parameter.
+        num_ranks: ranks that can own them.
+        min_nbytes: see `min_row_nbytes`.
+    """
+    mean = sum(nbytes) / num_ranks
+    tolerated = max(min_nbytes, TOLERANCE * mean)
+    # The fullest row was at most the mean when its last parameter came: so most buckets are known at once.
+    return max(nbytes, default=0) > tolerated and fullest_row(nbytes, num_ranks) > mean + tolerated
+
+
+def even_rows(numels: Sequence[int], steps: Sequence[int], count: int, alignment: int) -> list[int]:
+    """Divide a bucket in rows of nearly equal length.
+
+    A row is at most one step and the padding of one parameter longer than the mean.
+
+    Args:
+        numels: elements of each parameter.
+        steps: elements between two places where it may be cut, see `cut_step`; 0 if it may not be cut.
+        count: number of rows; there may be fewer, where the steps are longer than a row.
+        alignment: elements; parameters start at multiples of it.
+
+    Returns:
+        The offset in the flat tensor at which each row ends, rising; the last is the flat tensor's length.
+    """
+    *offsets, total = aligned_offsets(numels, alignment)
+    ends = [total]
+    for number in range(count - 1, 0, -1):
+        target = total * number // count
+        index = bisect_right(offsets, target) - 1
+        end = _nearest(target, offsets[index], [*offsets, total][index + 1], numels[index], steps[index])
+        if 0 < end < ends[-1]:
+            ends.append(end)
+    return ends[::-1]
+
+
+def _nearest(target: int, start: int, after: int, numel: int, step: int) -> int:
+    """Find the place nearest to a target where a parameter may be cut: inside of it, or at its edges."""
+    below = start if step == 0 else start + (target - start) // step * step
+    above = after if step == 0 else below + step
+    if above >= start + numel:
+        above = after
+    if below >= start + numel:
+        below = after
+    return below if target - below <= above - target else above
+
+
+def longest_row(ends: Sequence[int]) -> int:
+    """Return the elements of the longest row, from where each ends."""
+    return max((stop - start for start, stop in pairwise([0, *ends])), default=0)
