@@ -149,6 +149,10 @@ class OwnerBucket(ReducerBucket):
         """Whether a parameter has got one in this pass."""
         return slot in self._filling.taken or self.params[slot].grad is not None
 
+    def is_inside(self, slot: int) -> bool:
+        """Whether a parameter's gradient is part of the bucket: none is, as they are dropped."""
+        return False
+
     # ------------------------------------------------------------------ gradients come
 
     def take_one(self, slot: int, divisor: float) -> None:

@@ -225,7 +225,9 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
         """Scale all gradients down so that their global norm is at most ``max_norm``; all ranks call.
 
         ``torch.nn.utils.clip_grad_norm_`` with the owners' gradients: the norm is the same on every
-        rank, and each is taken once, by its owner. One small collective. The CPU waits for it and for the
+        rank, and each is taken once, by its owner. Where gradients are sharded, the norm of a parameter that
+        is cut is combined from those of its rows, and may differ from PyTorch's in the last bits. One small
+        collective. The CPU waits for it and for the
         gradients, once; with ``error_if_nonfinite`` once more.
 
         Args:
@@ -249,9 +251,9 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
                 "clip_grad_norm_(), or zero_step (overlap_with_ddp)"
             )
         params = self._params()
-        owners = [self._sharding.first_owner(param) for param in params]
+        pieces = [self._sharding.pieces[param] for param in params]
         asked = ClipArguments(max_norm, norm_type, error_if_nonfinite, foreach)
-        return clip_together(self._group, params, owners, asked)
+        return clip_together(self._group, params, pieces, asked)
 
 
 make_known(ZeroRedundancyOptimizer)

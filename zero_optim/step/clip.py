@@ -4,7 +4,9 @@ Every parameter's norm is taken by its owner, from the gradient that the step wi
 the norms are then combined on every rank in the same order. So the result is equal on all ranks
 even where gradients are not, and equal bit for bit to ``torch.nn.utils.clip_grad_norm_`` where they
 are (several dtypes or devices aside: PyTorch combines those group by group, in no fixed order).
-The norm of a cut parameter is taken once, of its whole gradient, by the owner of its first rows.
+The norm of a cut parameter is taken once, of its whole gradient, by the owner of its first rows. Where
+gradients are sharded nobody has that: each owner takes the norm of its rows, and the norms are combined in
+the order of rows, in the gradient's dtype. Then the last bits may differ from PyTorch's.
 
 Note [One gather, one wait]
     Every rank knows who owns what, so what a rank tells has a fixed length: a byte and a float64 for each
@@ -21,6 +23,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +33,8 @@ from zero_optim.comm.arguments import check_flags
 from zero_optim.comm.collectives import RankGroup, bytes_to_tensor, tensor_to_bytes
 from zero_optim.compat.streams import HostCopy, brought_to, is_asynchronous, to_device
 from zero_optim.plan.description import describe
+from zero_optim.plan.pieces import Pieces
+from zero_optim.step.partial import PartialGradient
 
 _HEADING_NBYTES = 16  # a byte for failure, then the digest
 
@@ -78,7 +83,7 @@ def _number(name: str, value: object) -> float:
 
 
 def clip_together(
-    group: RankGroup, params: Sequence[Tensor], owners: Sequence[int], asked: ClipArguments
+    group: RankGroup, params: Sequence[Tensor], pieces: Sequence[Pieces], asked: ClipArguments
 ) -> Tensor:
     """Scale all gradients down, if their norm as one vector is above what was asked for; all ranks call.
 
@@ -88,7 +93,7 @@ def clip_together(
     Args:
         group: the ranks that own the parameters.
         params: every parameter, in the same order on every rank.
-        owners: owner of each, or of its first rows.
+        pieces: who owns which rows of each.
         asked: the arguments, which are checked and compared here.
 
     Returns:
@@ -97,25 +102,49 @@ def clip_together(
     Raises:
         RuntimeError: on every rank, the norm is not finite and that was not to be.
     """
-    norm = global_grad_norm(group.during("clip"), params, owners, asked)
+    norm = global_grad_norm(group.during("clip"), params, pieces, asked)
     if asked.error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"the norm of order {asked.norm_type} of all gradients is {norm.item()}: they cannot be clipped. "
             "Leave out error_if_nonfinite to scale them all the same"
         )
-    torch.nn.utils.clip_grads_with_norm_(params, asked.max_norm, norm, asked.foreach)
+    scaled: Any = _with_gradients_here(params)
+    torch.nn.utils.clip_grads_with_norm_(scaled, asked.max_norm, norm, asked.foreach)
     return norm
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Holder:
+    """Stands for a parameter of whose gradient only some rows are here.
+
+    Attributes:
+        grad: the rows.
+    """
+
+    grad: Tensor
+
+
+def _with_gradients_here(params: Sequence[Tensor]) -> list[Tensor | _Holder]:
+    """List whose gradients are scaled here: plain tensors, so that many are scaled in one call."""
+    found: list[Tensor | _Holder] = []
+    for param in params:
+        grad = param.grad
+        if not isinstance(grad, PartialGradient):
+            found.append(param)
+        elif grad.piece is not None:
+            found.append(_Holder(grad.piece))
+    return found
+
+
 def global_grad_norm(
-    group: RankGroup, params: Sequence[Tensor], owners: Sequence[int], asked: ClipArguments
+    group: RankGroup, params: Sequence[Tensor], pieces: Sequence[Pieces], asked: ClipArguments
 ) -> Tensor:
     """Compute the norm of all gradients as one vector; all ranks call; one small collective.
 
     Args:
         group: the ranks that own the parameters.
         params: every parameter, in the same order on every rank.
-        owners: owner of each, or of its first rows.
+        pieces: who owns which rows of each.
         asked: the arguments, which are checked and compared here.
 
     Returns:
@@ -126,8 +155,8 @@ def global_grad_norm(
         RankMismatchError: on every rank, when ranks gave different arguments.
         TypeError: likewise, when an argument is of the wrong kind on any; or ValueError.
     """
-    owned = _measured(owners, group.size)
-    grads = [params[index].grad for index in owned[group.rank]]
+    owned = _measured(pieces, group.size)
+    grads = [_measured_here(params[index], pieces[index], group.rank) for index in owned[group.rank]]
     heading, norms, failure = b"\1", None, None
     try:
         norms = _norms([grad for grad in grads if grad is not None], asked.check(), asked.foreach)
@@ -142,34 +171,50 @@ def global_grad_norm(
                 raise failure
     if len({heading for heading, _ in told}) > 1:
         agree(group, [str(asked)], "the arguments of clip_grad_norm_")
-    of_param = {
-        index: norm
-        for indices, (_, found) in zip(owned, told, strict=True)
-        for index, norm in zip(indices, found, strict=False)  # there are slots for the most that a rank owns
-        if norm is not None
-    }
+    of_param: dict[int, list[float]] = {}  # by rank, which is the order of rows
+    for indices, (_, found) in zip(owned, told, strict=True):
+        for index, norm in zip(indices, found, strict=False):  # there are slots for the most that a rank owns
+            if norm is not None:
+                of_param.setdefault(index, []).append(norm)
     if not of_param:
         return torch.tensor(0.0)
+    order = asked.check()
     dtype = reduce(torch.promote_types, (_norm_dtype(params[index]) for index in of_param))
-    stacked = torch.tensor([of_param[index] for index in sorted(of_param)], dtype=dtype)
-    norm: Tensor = torch.linalg.vector_norm(to_device(stacked, params[0].device), asked.check())
-    return norm
+    combined = [_combined(of_param[index], order, params[index]) for index in sorted(of_param)]
+    stacked = torch.tensor(combined, dtype=dtype)
+    total: Tensor = torch.linalg.vector_norm(to_device(stacked, params[0].device), order)
+    return total
 
 
-def _measured(owners: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Say of which parameters each rank takes the norm, by index; every parameter is in one list.
+def _combined(norms: Sequence[float], order: float, param: Tensor) -> float:
+    """Combine the norms of a gradient's rows, on the CPU, in the dtype that a norm of it has."""
+    if len(norms) == 1:
+        return norms[0]
+    return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=_norm_dtype(param)), order))
 
-    Every rank has the whole reduced gradient. So a norm need not be combined from those of pieces, which
-    would round in another way than PyTorch's.
+
+def _measured(pieces: Sequence[Pieces], num_ranks: int) -> list[list[int]]:
+    """Say of which parameters each rank may take a norm, by index: those of which it owns a piece.
 
     Args:
-        owners: of each parameter the rank that owns it, or its first rows.
+        pieces: who owns which rows of each parameter.
         num_ranks: of the group.
     """
     measured: list[list[int]] = [[] for _ in range(num_ranks)]
-    for index, owner in enumerate(owners):
-        measured[owner].append(index)
+    for index, of_param in enumerate(pieces):
+        for piece in of_param:
+            measured[piece.owner].append(index)
     return measured
+
+
+def _measured_here(param: Tensor, pieces: Pieces, rank: int) -> Tensor | None:
+    """Give what a rank takes the norm of; None if that is for another rank, or there is no gradient.
+
+    A norm is combined from those of pieces only where it must be: it rounds in another way than PyTorch's.
+    """
+    if isinstance(param.grad, PartialGradient):
+        return param.grad.piece
+    return param.grad if pieces[0].owner == rank else None
 
 
 def _exchanged(

@@ -45,12 +45,11 @@ def owned_gradient(param: Tensor, piece: Piece) -> Tensor | None:
         piece: of it, which this rank owns.
 
     Returns:
-        `rows_of` the parameter's gradient; what is here of one that is sharded.
+        `rows_of` the parameter's gradient; what a partial one holds.
     """
-    grad = param.grad
-    if isinstance(grad, PartialGradient):
-        return grad.piece
-    return None if grad is None else rows_of(grad, piece)
+    if isinstance(param.grad, PartialGradient):
+        return param.grad.piece
+    return None if param.grad is None else rows_of(param.grad, piece)
 
 
 @torch.no_grad()

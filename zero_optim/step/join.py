@@ -79,13 +79,13 @@ def _parcel(
     partial: list[int] = []
     for index, (param, of_param) in enumerate(zip(params, pieces, strict=True)):
         piece = piece_of(of_param, to)
-        if piece is None:
+        if piece is None or param.grad is None:
             continue
         if isinstance(param.grad, PartialGradient):
             partial.append(index)
-            continue
-        grad = owned_gradient(param, piece)
-        if grad is not None:
+        else:
+            grad = owned_gradient(param, piece)
+            assert grad is not None  # see above
             grads[index] = grad
     return {"grads": grads, "partial": partial, "options": [options_of(group) for group in groups]}
 
@@ -100,7 +100,8 @@ def _unpack(
     """Install a parcel."""
     for group, options in zip(groups, parcel["options"], strict=True):
         group.update(options)
+    partial = frozenset(parcel["partial"])  # where gradients are sharded, owners have them by themselves
     for index, (param, of_param) in enumerate(zip(params, pieces, strict=True)):
         piece = piece_of(of_param, rank)
-        if piece is not None and index not in parcel["partial"]:  # where gradients are sharded, it has them
+        if piece is not None and index not in partial:
             set_owned_gradient(param, piece, parcel["grads"].get(index))

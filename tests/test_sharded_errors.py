@@ -1,0 +1,151 @@
+"""What sharded gradients refuse, and what ranks see when something goes wrong."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from overlap import Net, adamw, inputs, loss_of
+from pool import Ranks
+from sharded import Setting
+from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.ddp import ShardedDataParallel
+from zero_optim.errors import RankMismatchError, ReductionError
+from zero_optim.hooks import allreduce_hook
+
+
+def refuses(**options: Any) -> str:
+    """Give the message with which options are refused."""
+    model = Net()
+    optimizer = options.pop("optimizer", None) or adamw(model)
+    with pytest.raises((TypeError, ValueError, RankMismatchError)) as caught:
+        ShardedDataParallel(model, optimizer, **options)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def refuses_options() -> None:
+    assert "TypeError: ShardedDataParallel takes no bucket_cap_mb: buckets are" in refuses(bucket_cap_mb=1)
+    assert "takes no gradient_as_bucket_view" in refuses(gradient_as_bucket_view=True)
+    assert "expected options among" in refuses(colour="red")
+    assert 'ValueError: expected accumulate to be "owner" or "local", got 3' in refuses(accumulate=3)
+
+
+def test_options_without_a_meaning_are_refused(ranks2: Ranks) -> None:
+    ranks2.run(refuses_options)
+
+
+def refuses_optimizers() -> None:
+    model = Net()
+    told = refuses(optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    assert "expected a zero_optim.ZeroRedundancyOptimizer, got SGD" in told
+    others = ZeroRedundancyOptimizer([*model.parameters()], torch.optim.SGD, lr=0.1)
+    assert "ValueError: the optimizer does not have conv.weight, conv.bias" in refuses(optimizer=others)
+    both = [*range(dist.get_world_size())]
+    group = dist.new_group(both)
+    assert "process_group is another group than that of the optimizer" in refuses(process_group=group)
+    steps_early = adamw(model, overlap_with_ddp=True)
+    with pytest.raises(ValueError, match="overlap_with_ddp=True, and would wait"):
+        ShardedDataParallel(model, steps_early)
+
+
+def test_an_optimizer_that_cannot_own_the_gradients_is_refused(ranks2: Ranks) -> None:
+    ranks2.run(refuses_optimizers)
+
+
+def refuses_on_one() -> None:
+    if dist.get_rank() == 0:
+        assert "bucket_cap_mb" in refuses(bucket_cap_mb=1)
+    else:
+        model = Net()
+        optimizer = adamw(model)
+        with pytest.raises(TypeError, match="rank 0: ShardedDataParallel takes no bucket_cap_mb"):
+            ShardedDataParallel(model, optimizer)
+    model = Net()
+    optimizer = adamw(model)
+    accumulate: Any = "owner" if dist.get_rank() else "local"
+    with pytest.raises(RankMismatchError, match="accumulate"):
+        ShardedDataParallel(model, optimizer, accumulate=accumulate)
+
+
+def test_what_is_wrong_on_one_rank_raises_on_every_rank(ranks2: Ranks) -> None:
+    ranks2.run(refuses_on_one)
+
+
+def refuses_hooks() -> None:
+    wrapped, _ = Setting().sharded()
+    for register in (
+        lambda: wrapped.register_comm_hook(None, allreduce_hook),
+        lambda: wrapped._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE),
+    ):
+        with pytest.raises(RuntimeError, match="takes no comm hook"):
+            register()
+
+
+def test_comm_hooks_are_refused(ranks2: Ranks) -> None:
+    ranks2.run(refuses_hooks)
+
+
+def refuses_to_read() -> None:
+    wrapped, optimizer = Setting().sharded()
+    loss_of(wrapped, 0).backward()
+    with pytest.raises(RuntimeError, match=r"optimizer\.clip_grad_norm_\(\), in the place of torch"):
+        nn.utils.clip_grad_norm_(wrapped.parameters(), 1.0)
+    before = [param.detach().clone() for param in wrapped.parameters()]
+    optimizer.step()
+    assert all(not torch.equal(a, b) for a, b in zip(wrapped.parameters(), before, strict=True))
+
+
+def test_the_norm_of_pytorch_is_refused_on_partial_gradients(ranks2: Ranks) -> None:
+    ranks2.run(refuses_to_read)
+
+
+def goes_on_after_a_failure() -> None:
+    """One rank raises in its backward pass; the next pass raises on every rank, and the one after works."""
+    (whole, one), (wrapped, optimizer) = Setting().whole(), Setting().sharded()
+    out = wrapped(inputs(0))
+    if dist.get_rank() == 1:
+        wrapped.module.layers[0].weight.register_hook(_fail_once([]))
+        with pytest.raises(ZeroDivisionError):
+            out.square().mean().backward()
+        with pytest.raises(ReductionError, match="rank 1: a backward pass ended with an exception"):
+            wrapped(inputs(0))
+    else:
+        with pytest.raises(ReductionError, match="rank 1: a backward pass ended with an exception"):
+            out.square().mean().backward()
+    optimizer.zero_grad()
+    for number in range(2):
+        for model, stepped in ((whole, one), (wrapped, optimizer)):
+            stepped.zero_grad()
+            loss_of(model, number).backward()
+            stepped.step()
+    for a, b in zip(whole.parameters(), wrapped.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def _fail_once(done: list[int]) -> Any:
+    def fail(grad: torch.Tensor) -> None:
+        if not done:
+            done.append(1)
+            raise ZeroDivisionError
+
+    return fail
+
+
+def test_a_rank_that_raises_in_backward_leaves_no_other_waiting(ranks2: Ranks) -> None:
+    ranks2.run(goes_on_after_a_failure)
+
+
+def lacks_gradients() -> None:
+    wrapped, optimizer = Setting().sharded()
+    loss = wrapped(inputs(0), dist.get_rank() == 0).square().mean()
+    with pytest.raises(ReductionError, match=r"rank 1: no gradient for spare\.weight, spare\.bias"):
+        loss.backward()
+    optimizer.zero_grad()
+    loss_of(wrapped, 1).backward()
+    optimizer.step()
+
+
+def test_a_missing_gradient_raises_on_every_rank(ranks2: Ranks) -> None:
+    ranks2.run(lacks_gradients)
