@@ -97,7 +97,7 @@ def test_a_count_beside_a_piece_of_one_element_is_none_of_its_rows() -> None:
     "other", [{}, {"avg": torch.zeros(3, 3, dtype=torch.float64)}, {"avg": torch.zeros(())}]
 )
 def test_owners_that_keep_different_entries_are_refused(other: dict[str, Any]) -> None:
-    with pytest.raises(StateMismatchError, match="'avg' for . of its 5 rows"):
+    with pytest.raises(StateMismatchError, match=r"'avg' for . of its 5 rows"):
         joined([{"avg": torch.zeros(2, 3)}, other])
 
 
