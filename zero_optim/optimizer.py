@@ -58,8 +58,8 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
             held by the owner alone: torch.float32 for bf16 and fp16 parameters.
         ema_decay: keep an exponential moving average of the weights, each rank of what it owns, for
             `averaged_weights`; the factor by which it keeps its past at a step, below 1.
-        gather_lazily: the model, whose forward passes then wait for the gathers in the place of `step`, each
-            module for its own parameters: with clipping, `step` and `clip_grad_norm_` wait for the norm alone.
+        gather_lazily: the model, whose forward passes wait for the gathers in the place of `step`, each
+            module for its own parameters. So with clipping, the norm alone is waited for after backward.
             The method of this name says what else waits, and what must. Wrapped in DDP or not, by now or
             later; compile it later. A copy of the optimizer waits in `step`.
         assume_separable: take the class without trying it. Otherwise it is run on small tensors, whole and
