@@ -111,6 +111,12 @@ def constructions() -> dict[str, Case]:
         "master_dtype": (adam, {**adam, "master_dtype": torch.float64}),
         "ema_decay": ({**adam, "ema_decay": 0.5}, {**adam, "ema_decay": 0.25}),
         "group of ranks": (adam, {**adam, "process_group": "world"}),
+        "a lazy reader": (
+            {**adam, "params": params, "gather_lazily": nn.ParameterList(params)},
+            {**adam, "params": params},
+        ),
+        "a flag as lazy reader": (adam, {**adam, "gather_lazily": True}),
+        "a lazy reader of other parameters": (adam, {**adam, "gather_lazily": nn.Linear(2, 2)}),
         "a truthy flag": (adam, {**adam, "parameters_as_bucket_view": 2}),
         "a text as flag": (adam, {**adam, "overlap_with_ddp": "no"}),
         "a list as flag": (adam, {**adam, "assume_separable": []}),

@@ -2,10 +2,12 @@
 
 import copy
 import io
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from overlap import WRAPPERS, Net, Setting, adamw, assert_same_params, inputs, l
 from pool import Ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.shard import gathers
 
 DELAY = 0.3  # seconds
 
@@ -161,8 +164,13 @@ class Chain(nn.Module):
         return x
 
 
-def check_waits(as_view: bool) -> None:
+def check_waits(as_view: bool, clips: bool) -> None:
     """Every broadcast takes long: step() does not wait, and each layer waits for its own alone."""
+    with mock.patch.object(gathers, "LANES_FROM_NBYTES", 0):
+        _check_waits(as_view, clips)
+
+
+def _check_waits(as_view: bool, clips: bool) -> None:
     model = Chain()
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(),
@@ -170,8 +178,8 @@ def check_waits(as_view: bool) -> None:
         lr=0.1,
         bucket_cap_mb=8 * 8 * 4 / 2**20,
         parameters_as_bucket_view=as_view,
+        gather_lazily=model,
     )
-    optimizer.gather_lazily(model)
     x = torch.ones(2, 8)
     model(x)  # shows which modules are called
     waited: list[int] = []
@@ -187,6 +195,8 @@ def check_waits(as_view: bool) -> None:
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     with slow_gathers(DELAY) as handles_waited_for:
+        if clips:
+            optimizer.clip_grad_norm_(1e9)
         optimizer.step()
     assert handles_waited_for == []
     assert waited == []
@@ -197,9 +207,94 @@ def check_waits(as_view: bool) -> None:
     assert not optimizer._sharding.under_way
 
 
+@pytest.mark.parametrize("clips", [False, True], ids=["unclipped", "clipped"])
 @pytest.mark.parametrize("as_view", [True, False], ids=["view", "packed"])
-def test_a_module_waits_for_its_own_buckets_alone(ranks2: Ranks, as_view: bool) -> None:
-    ranks2.run(check_waits, as_view)
+def test_a_module_waits_for_its_own_buckets_alone(ranks2: Ranks, as_view: bool, clips: bool) -> None:
+    ranks2.run(check_waits, as_view, clips)
+
+
+# ---------------------------------------------------------------------- one argument
+
+
+def clipped_step(
+    model: nn.Module, optimizer: ZeroRedundancyOptimizer, scaler: torch.amp.GradScaler, number: int
+) -> float:
+    """The usual recipe; the third step overflows on one rank."""
+    optimizer.zero_grad()
+    loss = loss_of(model, number)
+    scaler.scale(loss).backward()
+    if scaler.is_enabled() and number == 2 and dist.get_rank() == 1:
+        params = [param for param in model.parameters() if param.grad is not None]
+        params[0].grad[0] = torch.inf  # type: ignore[index]
+    scaler.unscale_(optimizer)
+    norm = optimizer.clip_grad_norm_(0.1)
+    scaler.step(optimizer)
+    scaler.update()
+    return float(norm)
+
+
+def check_clipped(wrapper: str, is_scaled: bool, as_view: bool) -> None:
+    """The model is wrapped when the optimizer has been built."""
+    nets = [Net(), Net()]
+    plain, lazy = (
+        adamw(net, parameters_as_bucket_view=as_view, gather_lazily=reader)
+        for net, reader in zip(nets, (None, nets[1]), strict=True)
+    )
+    models = [WRAPPERS[wrapper](net) for net in nets]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=64.0, enabled=is_scaled) for _ in nets]
+    with mock.patch.object(gathers, "LANES_FROM_NBYTES", 0):
+        for number in range(5):
+            expected = clipped_step(models[0], plain, scalers[0], number)
+            with slow_gathers():
+                got = clipped_step(models[1], lazy, scalers[1], number)
+            assert got == expected or (math.isnan(got) and math.isnan(expected)), number
+            skips = is_scaled and number == 2
+            assert bool(lazy._sharding.under_way) != skips, number
+            assert not plain._sharding.under_way
+    saved = models[1].state_dict()  # waits
+    assert not lazy._sharding.under_way
+    for name, value in models[0].state_dict().items():
+        assert torch.equal(saved[name], value), name
+
+
+@pytest.mark.parametrize("as_view", [True, False], ids=["view", "packed"])
+@pytest.mark.parametrize("is_scaled", [False, True], ids=["unscaled", "scaled"])
+@both_wrappers
+def test_clipped_training_gives_the_same_bits(
+    ranks2: Ranks, wrapper: str, is_scaled: bool, as_view: bool
+) -> None:
+    ranks2.run(check_clipped, wrapper, is_scaled, as_view)
+
+
+def check_copy_of_argument() -> None:
+    model = Net()
+    optimizer = adamw(model, gather_lazily=model)
+    memo: dict[int, Any] = {}
+    other = copy.deepcopy(optimizer, memo)
+    assert not any(isinstance(copied, nn.Module) for copied in memo.values())
+    for param in other.owners():
+        param.grad = torch.ones_like(param)
+    other.step()
+    assert not other._sharding.under_way
+    step_once(optimizer, model)
+    assert optimizer._sharding.under_way
+
+
+def test_a_copy_does_not_have_the_model_of_the_argument(ranks2: Ranks) -> None:
+    ranks2.run(check_copy_of_argument)
+
+
+def check_messages() -> None:
+    model = Net()
+    with pytest.raises(TypeError, match=r"gather_lazily=model, or None, got True"):
+        adamw(model, gather_lazily=True)
+    with pytest.raises(ValueError, match="this Linear has none of them"):
+        adamw(model, gather_lazily=nn.Linear(2, 2))
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_what_cannot_wait_is_refused_with_what_to_give(ranks2: Ranks) -> None:
+    ranks2.run(check_messages)
 
 
 # ---------------------------------------------------------------------- everything that reads

@@ -59,6 +59,10 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
             held by the owner alone: torch.float32 for bf16 and fp16 parameters.
         ema_decay: keep an exponential moving average of the weights, each rank of what it owns, for
             `averaged_weights`; the factor by which it keeps its past at a step, below 1.
+        gather_lazily: the model, whose forward passes wait for the gathers in the place of `step`, each
+            module for its own parameters. So with clipping, the norm alone is waited for after backward.
+            The method of this name says what else waits, and what must. Wrapped in DDP or not, by now or
+            later; compile it later. A copy of the optimizer waits in `step`.
         assume_separable: take the class without trying it. Otherwise it is run on small tensors, whole and
             in parts, for some 10 to 60 ms the first time, and refused if the results differ.
         cuts: large parameters may be cut: several ranks own rows of one, so that every bucket is divided
@@ -98,6 +102,7 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
         cost: CostName | Cost = "numel",
         master_dtype: torch.dtype | None = None,
         ema_decay: float | None = None,
+        gather_lazily: torch.nn.Module | None = None,
         assume_separable: bool = False,
         cuts: bool = True,
         **defaults: object,
@@ -115,7 +120,8 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
             master_dtype=master_dtype,
             ema_decay=ema_decay,
         )
-        super().__init__(params, OptimizerSpec(optimizer_class, defaults), ranks_of(process_group), options)
+        default, group = OptimizerSpec(optimizer_class, defaults), ranks_of(process_group)
+        super().__init__(params, default, group, options, gather_lazily)
         if overlap_with_ddp:
             self.overlap()
 

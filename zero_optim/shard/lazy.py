@@ -1,8 +1,10 @@
 """Lazy gathers: in the forward pass each module waits for its own parameters, just before it needs them.
 
-``optimizer.gather_lazily`` makes them. Nothing here starts a collective; it only waits.
+``optimizer.gather_lazily`` makes them, or the constructor's argument of this name. Nothing here starts a
+collective; it only waits.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -99,6 +101,31 @@ class _ForwardWait:
     def __call__(self, *_: object) -> None:
         """Wait for what the module needs."""
         self.gather.wait_for(self.module)
+
+
+def check_reader(model: object, params: Iterable[Tensor]) -> None:
+    """Refuse what cannot wait for the gathers of an optimizer. None is no reader, and passes.
+
+    Args:
+        model: whose forward passes are to wait.
+        params: those of the optimizer.
+
+    Raises:
+        TypeError: it is no module.
+        ValueError: it has none of the parameters, so that nothing would be gathered lazily.
+    """
+    if model is None:
+        return
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            "expected gather_lazily to be the model whose forward passes wait for parameters, as in "
+            f"gather_lazily=model, or None, got {model!r}"
+        )
+    if frozenset(model.parameters()).isdisjoint(params):
+        raise ValueError(
+            f"expected gather_lazily to be a model with parameters of the optimizer, but this "
+            f"{type(model).__name__} has none of them: give the model whose parameters it was built over"
+        )
 
 
 def wait_for_gathers(model: nn.Module) -> None:

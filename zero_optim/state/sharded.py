@@ -22,7 +22,7 @@ from zero_optim.plan.costs import Cost, CostName, cost_named
 from zero_optim.plan.description import describe
 from zero_optim.plan.groups import ParamGroup, params_of
 from zero_optim.plan.pieces import Pieces
-from zero_optim.shard.lazy import LazyGather
+from zero_optim.shard.lazy import LazyGather, check_reader
 from zero_optim.shard.sharding import Sharding
 from zero_optim.state.whole import Snapshot, nbytes_held
 from zero_optim.step.leaves import Leaves, WeightAverage
@@ -111,13 +111,20 @@ class ShardedOptimizer(Optimizer):
         default: builds the optimizer of groups that name no class of their own.
         group: the ranks.
         options: the other arguments of the constructor.
+        read_by: the model whose forward passes wait for gathers; None if steps wait. It is not kept: a copy
+            of this object has no model.
 
     Raises:
         Exception: on every rank, see `ZeroRedundancyOptimizer`.
     """
 
     def __init__(
-        self, params: Params, default: OptimizerSpec, group: RankGroup, options: ShardingOptions
+        self,
+        params: Params,
+        default: OptimizerSpec,
+        group: RankGroup,
+        options: ShardingOptions,
+        read_by: torch.nn.Module | None = None,
     ) -> None:
         """Plan, agree on the plan with the other ranks, and build."""
         params = held(params)
@@ -133,7 +140,8 @@ class ShardedOptimizer(Optimizer):
             costs = [cost_named(each.pop("cost", options.cost)) for each in groups]
             specs = [OptimizerSpec.taken_from(each) for each in groups]
             about = [f"optimizer {spec.describe()}" for spec in (default, *filter(None, specs))]
-            about += options.describe()
+            about += [*options.describe(), f"gather_lazily={'None' if read_by is None else 'a model'}"]
+            check_reader(read_by, params_of(groups))
             bear_cuts = None
             if options.cuts and group.size > 1:
                 found = why_not_cut(default, groups, specs, is_tried=not options.assume_separable)
@@ -155,6 +163,8 @@ class ShardedOptimizer(Optimizer):
         self._snapshot = Snapshot()
         self.defaults = local.defaults
         self._show_state()
+        if read_by is not None:
+            LazyGather(read_by, sharding)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle everything but the hooks, as ``torch.optim`` does; does not communicate."""
@@ -314,10 +324,11 @@ class ShardedOptimizer(Optimizer):
     def gather_lazily(self, model: torch.nn.Module) -> LazyGather:
         """Let gathers run on after `step`: forward passes of ``model`` wait for the parameters they need.
 
-        All ranks call, before a step. Does not communicate. Reading parameters through this optimizer or
-        through ``model.state_dict()`` also waits. Code that reads them in another way must call
-        `wait_for_gathers` first: ``param.norm()``, ``copy.deepcopy(model)``, a ``forward`` that reads the
-        weight of a module before it calls that module. Call this before ``torch.compile``, not after.
+        The constructor's ``gather_lazily=model`` does the same. All ranks call, before a step. Does not
+        communicate. Reading parameters through this optimizer or through ``model.state_dict()`` also waits.
+        Code that reads them in another way must call `wait_for_gathers` first: ``param.norm()``,
+        ``copy.deepcopy(model)``, a ``forward`` that reads the weight of a module before it calls that
+        module. Call this before ``torch.compile``, not after.
 
         Args:
             model: the model with the parameters, or a wrapper such as DDP.
