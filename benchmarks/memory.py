@@ -1,27 +1,40 @@
-"""Bytes of optimizer state on each rank: AdamW on a GPT of 13.8 M parameters, sharded and unsharded.
+"""Memory of optimizer state and of gradients on each rank: AdamW on a GPT of 13.8 M parameters.
 
-Bytes are those of the storages of the state tensors. Growth is that of resident memory in the first step, in
-which AdamW makes its state.
+State bytes are those of the storages of the state tensors. Growth is that of resident memory in the first
+step, in which AdamW makes its state.
+
+Gradient memory is how much higher resident memory gets, from the moment the model is wrapped, than where each
+gradient is dropped as soon as it is there. So buckets count, and what is received from other ranks. Inputs
+are short, as the memory of activations is free again when the last gradients come.
 """
 
+import ctypes
+from collections.abc import Callable
 from functools import partial
 from statistics import mean
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from harness import (
     MIB,
     arguments,
     gpt_shapes,
     launch,
     make_params,
+    peak_growth,
     record,
     resident_nbytes,
     show,
     state_nbytes,
 )
+from models import workload
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDdp
 
+import zero_optim.ddp
 from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.ddp import DistributedDataParallel
 
 SHARDED, UNSHARDED = "zero_optim", "unsharded"
 
@@ -38,16 +51,90 @@ def measure(kind: str) -> dict[str, int]:
     return {"state": state_nbytes(optimizer.state), "growth": resident_nbytes() - before}
 
 
+# ---------------------------------------------------------------------- gradients
+
+Wrap = Callable[[nn.Module, ZeroRedundancyOptimizer], nn.Module]
+
+
+def dropping(model: nn.Module, _: ZeroRedundancyOptimizer) -> nn.Module:
+    """Drop each gradient as soon as it is there."""
+
+    def drop(param: Tensor) -> None:
+        param.grad = None
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(drop)
+    return model
+
+
+DROPPED, SHARDED_GRADIENTS = "dropped", "ours, gradients sharded"
+WRAPPERS: dict[str, Wrap] = {
+    DROPPED: dropping,
+    "not wrapped": lambda model, _: model,
+    "torch DDP": lambda model, _: TorchDdp(model),
+    "torch DDP, view": lambda model, _: TorchDdp(model, gradient_as_bucket_view=True),
+    "ours": lambda model, _: DistributedDataParallel(model),
+    "ours, view": lambda model, _: DistributedDataParallel(model, gradient_as_bucket_view=True),
+    SHARDED_GRADIENTS: lambda *both: zero_optim.ddp.ShardedDataParallel(*both),  # noqa: PLW0108 - may be missing
+}
+
+
+def gradient_peak(kind: str) -> int:
+    """Train without stepping, so that there is no state, and give the growth in bytes; runs on each rank."""
+    # What is freed leaves resident memory at once. By itself glibc would keep more and more of it.
+    ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD
+    work = workload("gpt")
+    optimizer = ZeroRedundancyOptimizer(work.model.parameters(), torch.optim.AdamW, fused=True)
+    batch = torch.randint(4096, (1, 4), generator=torch.Generator().manual_seed(dist.get_rank()))
+    work.loss(work.model(batch)).backward()  # loads the code
+    optimizer.zero_grad()
+    dist.barrier()
+
+    def train() -> None:
+        model = WRAPPERS[kind](work.model, optimizer)
+        for _ in range(4):  # the buckets are made anew in the second
+            work.loss(model(batch)).backward()
+            optimizer.zero_grad()
+
+    return peak_growth(train)
+
+
+def gradient_peaks(ranks: int) -> dict[str, Any]:
+    kinds = [
+        kind
+        for kind in WRAPPERS
+        if kind != SHARDED_GRADIENTS or hasattr(zero_optim.ddp, "ShardedDataParallel")
+    ]
+    peaks = {kind: max(launch(ranks, gradient_peak, kind)) for kind in kinds}
+    # Where gradients are dropped, the largest one was there all the same.
+    others = peaks.pop(DROPPED) - max(param.nbytes for param in workload("gpt").model.parameters())
+    return {"ranks": ranks, "peak_nbytes": {kind: peak - others for kind, peak in peaks.items()}}
+
+
+def tell_gradients(runs: list[dict[str, Any]], whole: int) -> None:
+    if not any(SHARDED_GRADIENTS in run["peak_nbytes"] for run in runs):
+        print("left out: zero_optim.ddp has no ShardedDataParallel, which shards gradients")
+    rows = [
+        [f"W={run['ranks']}, {kind}", f"{peak / MIB:.0f}", f"{peak / whole:.2f}", f"{1 / run['ranks']:.2f}"]
+        for run in runs
+        for kind, peak in run["peak_nbytes"].items()
+    ]
+    columns = ("", "peak, MiB", "/ gradients", "1 / W")
+    show(f"gradient memory of the rank that needs most; gradients are {whole / MIB:.1f} MiB", columns, rows)
+
+
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     options = parser.parse_args()
+    gradients = [gradient_peaks(ranks) for ranks in options.ranks if ranks > 1]
+    tell_gradients(gradients, sum(param.nbytes for param in workload("gpt").model.parameters()))
     (unsharded,) = launch(1, measure, UNSHARDED)
-    results, rows = [], []
+    state, rows = [], []
     for world_size in options.ranks:
         ranks = launch(world_size, measure, SHARDED)
         held = [rank["state"] for rank in ranks]
-        results.append(
+        state.append(
             {
                 "ranks": world_size,
                 "state_nbytes": held,
@@ -70,7 +157,8 @@ def main() -> None:
         )
     columns = ["", "state by rank, MiB", "unsharded", "fullest/unsharded", "sum/unsharded", "max/mean"]
     show("AdamW state, GPT of 13.8 M parameters", [*columns, "RSS growth in first step, MiB"], rows)
-    record("memory", {"unsharded": unsharded, "sharded": results}, dry=options.dry)
+    results = {"unsharded": unsharded, "sharded": state, "gradients": gradients}
+    record("memory", results, dry=options.dry)
 
 
 if __name__ == "__main__":
