@@ -7,6 +7,7 @@ from itertools import chain
 import pytest
 from torch import Tensor
 
+from zero_optim.plan import cuts as plan_of_cuts
 from zero_optim.plan.buckets import assign_buckets
 from zero_optim.plan.layout import Extent, Layout, Row
 from zero_optim.plan.memory import dense_strides
@@ -24,6 +25,14 @@ def cutting() -> Iterator[None]:
     """Have optimizers made inside cut what can be cut."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharding, "make_plan", plan_cuts)
+        yield
+
+
+@contextmanager
+def finely_cut() -> Iterator[None]:
+    """Have plans cut what their class bears, however small."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_of_cuts, "MIN_ROW_NBYTES", ALIGNMENT)
         yield
 
 

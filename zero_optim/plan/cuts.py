@@ -25,6 +25,8 @@ MIN_ROW_NBYTES = 64 * 2**10
 MAX_ROWS = 2**18
 # So much longer than the mean the longest row of a bucket may be.
 TOLERANCE = 0.05
+# Cuts have to take away at least this part of what the longest row has above the mean.
+GAIN = 0.25
 
 
 def min_row_nbytes(nbytes: int) -> int:
@@ -95,6 +97,20 @@ def _nearest(target: int, start: int, after: int, numel: int, step: int) -> int:
     if below >= start + numel:
         below = after
     return below if target - below <= above - target else above
+
+
+def is_worth_it(nbytes: Sequence[int], num_ranks: int, longest: int) -> bool:
+    """Whether cut rows are clearly more even than whole parameters.
+
+    Where a parameter has few rows, or long ones, its cuts may lie far from where they should.
+
+    Args:
+        nbytes: bytes of each parameter.
+        num_ranks: ranks that can own them.
+        longest: bytes of the longest row with cuts.
+    """
+    mean = sum(nbytes) / num_ranks
+    return longest - mean <= (1 - GAIN) * (fullest_row(nbytes, num_ranks) - mean)
 
 
 def longest_row(ends: Sequence[int]) -> int:

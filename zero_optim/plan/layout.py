@@ -6,8 +6,8 @@ A bucket of three parameters on two ranks, parameter 1 owned by rank 0, the othe
     rows    '---rank 0--'----rank 1---'
 
 Rows are in rank order. A rank that owns nothing in the bucket has no row, so the size of a layout does not
-grow with the number of ranks. A parameter may cross rows, as `in_order` lays it out: its extents follow each
-other without a gap, so that it is one contiguous tensor, of which several ranks own a part.
+grow with the number of ranks. A parameter may cross rows, as `rows_in_order` lays it out: its extents follow
+each other without a gap, so that it is one contiguous tensor, of which several ranks own a part.
 """
 
 from collections.abc import Collection, Sequence
@@ -116,7 +116,7 @@ class Layout:
                     f"one ends at {before.end} and the next begins at {after.offset}"
                 )
         for row in self.rows if len(extents) > len(self.numels) else ():
-            if len({extent.param for extent in row.extents}) < len(row.extents):
+            if len(row.extents) > 1 and len({extent.param for extent in row.extents}) < len(row.extents):
                 raise ValueError(f"rank {row.owner} has two extents of one parameter")
 
 
@@ -171,8 +171,12 @@ def aligned_offsets(numels: Sequence[int], alignment: int = 1) -> list[int]:
     return list(accumulate((-(-numel // alignment) * alignment for numel in numels), initial=0))
 
 
-def in_order(numels: Sequence[int], owners: Sequence[int], ends: Sequence[int], alignment: int = 1) -> Layout:
-    """Lay out a bucket with its parameters one after the other, whoever owns them; rows may cut them.
+def rows_in_order(
+    numels: Sequence[int], owners: Sequence[int], ends: Sequence[int], alignment: int = 1
+) -> tuple[Row, ...]:
+    """Make the rows of a bucket whose parameters lie one after the other, whoever owns them.
+
+    A row may end inside a parameter.
 
     Args:
         numels: elements of each parameter.
@@ -180,9 +184,6 @@ def in_order(numels: Sequence[int], owners: Sequence[int], ends: Sequence[int], 
         ends: where each row ends in the flat tensor, rising. The last is the length of the flat tensor, as
             `aligned_offsets` returns it.
         alignment: parameters start at multiples of this many elements.
-
-    Raises:
-        ValueError: the rows do not fit the parameters.
     """
     offsets = aligned_offsets(numels, alignment)
     rows: list[Row] = []
@@ -200,7 +201,7 @@ def in_order(numels: Sequence[int], owners: Sequence[int], ends: Sequence[int], 
             param += 1
         rows.append(Row(owner, start, stop, tuple(extents)))
         start = stop
-    return Layout(tuple(numels), tuple(rows))
+    return tuple(rows)
 
 
 class Span(NamedTuple):

@@ -4,7 +4,7 @@ A plan is a pure function of what is equal on every rank (shapes, dtypes, stride
 computes it alone, without communication. `shard.sharding` does that, and compares `describe_params`.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 
@@ -17,8 +17,8 @@ from zero_optim.plan.groups import ParamGroup, param_names, params_of
 from zero_optim.plan.layout import Layout, whole
 from zero_optim.plan.memory import dense_strides
 from zero_optim.plan.partition import assign_owners
-from zero_optim.plan.pieces import Piece, Pieces, num_rows, owned_by_text
-from zero_optim.plan.rows import Sizes, choose_rows
+from zero_optim.plan.pieces import Piece, Pieces, owned_by_text, whole_piece
+from zero_optim.plan.rows import Planned, choose_rows
 
 # New CPU tensors start at such addresses, and so do extents. Some kernels look at the alignment (MKL's matrix
 # product does): with the same alignment they give the same bits as without sharding.
@@ -98,22 +98,44 @@ def make_plan(
     numels, item_nbytes = [p.numel() for p in params], [p.element_size() for p in params]
     nbytes = [numel * size for numel, size in zip(numels, item_nbytes, strict=True)]
     buckets = assign_buckets(_travel_keys(params, bears), nbytes, cap_nbytes)
-    alignments = list(map(_alignment, params))
+    alignments = [_alignment(params[bucket[0]]) for bucket in buckets]
     all_costs = tuple(chain.from_iterable(costs))
     if bears_cuts is None:
         owners = list(chain.from_iterable(assign_owners(costs, num_ranks, loads)))
         layouts = [
-            whole([numels[i] for i in bucket], [owners[i] for i in bucket], alignments[bucket[0]])
-            for bucket in buckets
+            whole([numels[i] for i in bucket], [owners[i] for i in bucket], alignment)
+            for bucket, alignment in zip(buckets, alignments, strict=True)
         ]
     else:
-        steps = [_cut_step(*each) for each in zip(params, bears, alignments, strict=True)]
-        sizes = Sizes(numels, item_nbytes, all_costs, steps, alignments)
-        ends = list(accumulate(map(len, groups), initial=0))
-        members = [range(*each) for each in pairwise(ends)]
-        layouts = choose_rows(sizes, buckets, members, [0] * num_ranks if loads is None else loads)
+        steps = [0] * len(params)
+        for bucket, alignment in zip(buckets, alignments, strict=True):
+            for i in bucket:
+                steps[i] = _cut_step(params[i], alignment) if bears[i] else 0
+        members = [range(*ends) for ends in pairwise(accumulate(map(len, groups), initial=0))]
+        planned = Planned(numels, item_nbytes, all_costs, steps, members, buckets, alignments)
+        layouts = choose_rows(planned, [0] * num_ranks if loads is None else loads)
     plans = tuple(BucketPlan(tuple(bucket), layout) for bucket, layout in zip(buckets, layouts, strict=True))
     return Plan(all_costs, _pieces(params, plans), plans)
+
+
+def make_plan_asking(
+    groups: Sequence[Sequence[Tensor]],
+    costs: Sequence[Sequence[float]],
+    num_ranks: int,
+    cap_nbytes: int,
+    loads: Sequence[float] | None,
+    bears_cuts: Callable[[], Sequence[bool]],
+) -> Plan:
+    """Make a plan like `make_plan`, but ask which parameters bear cuts only if any would be cut.
+
+    To find that out, their classes have to be tried. The answer must be the same on every rank.
+    """
+    num_params = sum(map(len, groups))
+    plan = make_plan(groups, costs, num_ranks, cap_nbytes, loads, [True] * num_params)
+    if not plan.is_cut:
+        return plan
+    answer = bears_cuts()
+    return plan if all(answer) else make_plan(groups, costs, num_ranks, cap_nbytes, loads, answer)
 
 
 def _alignment(param: Tensor) -> int:
@@ -122,28 +144,33 @@ def _alignment(param: Tensor) -> int:
     return max(1, nbytes // param.element_size())
 
 
-def _cut_step(param: Tensor, bears_cuts: bool, alignment: int) -> int:
-    """Return how many elements lie between two places where a parameter may be cut; 0 if it may not be."""
-    if not bears_cuts or param.dim() == 0 or param.shape[0] < 2 or param.numel() == 0:
+def _cut_step(param: Tensor, alignment: int) -> int:
+    """Return how many elements lie between two places where a parameter may be cut; 0 if there is none."""
+    numel = param.numel()
+    if param.dim() == 0 or param.shape[0] < 2 or numel == 0:
         return 0
-    if dense_strides(param)[0] != param.numel() // param.shape[0]:
+    if dense_strides(param)[0] != numel // param.shape[0]:
         return 0  # dimension 0 is not outermost, so a row is no contiguous memory
-    step = cut_step(param.numel(), param.shape[0], alignment)
-    return step if step < param.numel() else 0
+    step = cut_step(numel, param.shape[0], alignment)
+    return step if step < numel else 0
 
 
 def _pieces(params: Sequence[Tensor], buckets: Sequence[BucketPlan]) -> tuple[Pieces, ...]:
     """Read from the layouts which rows of each parameter each rank owns."""
-    pieces: list[list[Piece]] = [[] for _ in params]
+    pieces: list[Pieces] = [()] * len(params)
+    cut: dict[int, list[Piece]] = {}
     for bucket in buckets:
         for row in bucket.layout.rows:
             for extent in row.extents:
-                index = bucket.params[extent.param]
-                rows, numel = num_rows(params[index].shape), bucket.layout.numels[extent.param]
-                is_whole = extent.stop - extent.start == numel
-                part = (0, rows) if is_whole else (extent.start * rows // numel, extent.stop * rows // numel)
-                pieces[index].append(Piece(row.owner, *part))
-    return tuple(map(tuple, pieces))
+                index, numel = bucket.params[extent.param], bucket.layout.numels[extent.param]
+                if extent.stop - extent.start == numel:
+                    pieces[index] = whole_piece(row.owner, params[index].shape)
+                else:
+                    start, stop = (end * len(params[index]) // numel for end in (extent.start, extent.stop))
+                    cut.setdefault(index, []).append(Piece(row.owner, start, stop))
+    for index, of_param in cut.items():
+        pieces[index] = tuple(of_param)
+    return tuple(pieces)
 
 
 def _travel_keys(params: Sequence[Tensor], bears_cuts: Sequence[bool]) -> list[Hashable]:

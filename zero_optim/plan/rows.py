@@ -10,32 +10,39 @@ Note [Even twice]
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import TypeAlias
 
-from zero_optim.plan.balance import RankLoads, fullest_row
-from zero_optim.plan.cuts import even_rows, is_uneven, longest_row, min_row_nbytes
-from zero_optim.plan.layout import Layout, in_order, whole
+from zero_optim.plan.balance import RankLoads
+from zero_optim.plan.cuts import even_rows, is_uneven, is_worth_it, longest_row, min_row_nbytes
+from zero_optim.plan.layout import Layout, Row, rows_in_order, whole
 from zero_optim.plan.partition import assign_owners, rank_loads
 
+_CutRows: TypeAlias = dict[int, tuple[Row, ...]]  # the rows of each bucket that is cut, by its number
 # The fullest rank may own this much more than the mean for the sake of even buckets.
 TOLERATED = 1.05
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """The numbers of all parameters that are planned together; one for each in every sequence.
+class Planned:
+    """The numbers of what is planned together. Parameters are meant by index.
 
     Args:
-        numels: elements.
-        item_nbytes: bytes of an element.
-        costs: what owning the parameter costs, in the unit of the loads; a piece costs its share.
-        steps: elements between two places where it may be cut; 0 if it may not be cut.
-        alignments: elements; it starts at a multiple of that.
+        numels: elements of each parameter.
+        item_nbytes: bytes of an element of each parameter.
+        costs: what owning each parameter costs, in the unit of the loads; a piece costs its share.
+        steps: for each parameter, the elements between two places where it may be cut; 0 if it may not be.
+        groups: the parameters of each parameter group.
+        buckets: the parameters of each bucket; every parameter is in exactly one.
+        alignments: for each bucket, parameters start at multiples of so many elements.
     """
 
     numels: Sequence[int]
     item_nbytes: Sequence[int]
     costs: Sequence[float]
     steps: Sequence[int]
+    groups: Sequence[range]
+    buckets: Sequence[Sequence[int]]
     alignments: Sequence[int]
 
     def nbytes_of(self, bucket: Sequence[int]) -> list[int]:
@@ -48,8 +55,8 @@ class Sizes:
 
     def cost_of(self, index: int, numel: int) -> float:
         """Return what owning some elements of a parameter costs."""
-        whole_numel = self.numels[index]
-        return self.costs[index] if numel == whole_numel else self.costs[index] * numel / whole_numel
+        every = self.numels[index]
+        return self.costs[index] if numel == every else self.costs[index] * numel / every
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,102 +74,86 @@ class _Choice:
     fullest: float
 
 
-def choose_rows(
-    sizes: Sizes, buckets: Sequence[Sequence[int]], groups: Sequence[range], loads: Sequence[float]
-) -> list[Layout]:
+def choose_rows(planned: Planned, loads: Sequence[float]) -> list[Layout]:
     """Choose the rows of every bucket. See Note [Even twice].
 
     Args:
-        sizes: of all parameters.
-        buckets: for each its parameters, by index; every parameter is in exactly one. The parameters of a
-            bucket have the same alignment and bytes of an element.
-        groups: the indices of the parameters of each parameter group.
+        planned: the parameters and buckets.
         loads: what each rank owns already, in the unit of the costs.
     """
-    cut = _cut_layouts(sizes, buckets, len(loads))
-    chosen = _bucket_by_bucket(sizes, buckets, cut, loads)
-    mean = (sum(loads) + sum(sizes.costs)) / len(loads)
+    cut = _cut_rows(planned, len(loads))
+    chosen = _bucket_by_bucket(planned, cut, loads)
+    mean = (sum(loads) + sum(planned.costs)) / len(loads)
     if chosen.fullest > TOLERATED * mean:
-        other = _group_by_group(sizes, buckets, cut, groups, loads)
+        other = _group_by_group(planned, cut, loads)
         chosen = other if other.fullest < chosen.fullest else chosen
     return [
-        _with_owners(cut[number], chosen.row_owners[number])
+        _with_owners(planned.numels_of(bucket), cut[number], chosen.row_owners[number])
         if number in cut
         else whole(
-            sizes.numels_of(bucket), [chosen.owners[index] for index in bucket], sizes.alignments[bucket[0]]
+            planned.numels_of(bucket), [chosen.owners[index] for index in bucket], planned.alignments[number]
         )
-        for number, bucket in enumerate(buckets)
+        for number, bucket in enumerate(planned.buckets)
     ]
 
 
-def _with_owners(layout: Layout, owners: Sequence[int]) -> Layout:
-    rows = zip(layout.rows, owners, strict=True)
-    return Layout(layout.numels, tuple(row._replace(owner=owner) for row, owner in rows))
+def _with_owners(numels: Sequence[int], rows: Sequence[Row], owners: Sequence[int]) -> Layout:
+    owned = (Row(owner, row.start, row.stop, row.extents) for row, owner in zip(rows, owners, strict=True))
+    return Layout(tuple(numels), tuple(owned))
 
 
-def _cut_layouts(sizes: Sizes, buckets: Sequence[Sequence[int]], num_ranks: int) -> dict[int, Layout]:
-    """Lay out the buckets that are better cut. Their rows have the numbers 0, 1, 2, … for owners."""
-    if num_ranks == 1 or not any(sizes.steps):
+def _cut_rows(planned: Planned, num_ranks: int) -> _CutRows:
+    """Divide the buckets that are better cut. Their rows have the numbers 0, 1, 2, … for owners."""
+    if num_ranks == 1 or not any(planned.steps):
         return {}
-    total = sum(numel * nbytes for numel, nbytes in zip(sizes.numels, sizes.item_nbytes, strict=True))
-    min_nbytes = min_row_nbytes(total)
-    found: dict[int, Layout] = {}
-    for number, bucket in enumerate(buckets):
-        nbytes, steps = sizes.nbytes_of(bucket), [sizes.steps[index] for index in bucket]
+    min_nbytes = min_row_nbytes(sum(planned.nbytes_of(range(len(planned.numels)))))
+    found: _CutRows = {}
+    for number, bucket in enumerate(planned.buckets):
+        nbytes, steps = planned.nbytes_of(bucket), [planned.steps[index] for index in bucket]
         if not any(steps) or not is_uneven(nbytes, num_ranks, min_nbytes):
             continue
-        numels, alignment = sizes.numels_of(bucket), sizes.alignments[bucket[0]]
+        numels, alignment = planned.numels_of(bucket), planned.alignments[number]
         ends = even_rows(numels, steps, min(num_ranks, sum(nbytes) // min_nbytes), alignment)
-        if longest_row(ends) * sizes.item_nbytes[bucket[0]] < fullest_row(nbytes, num_ranks):
-            found[number] = in_order(numels, range(len(ends)), ends, alignment)
+        if is_worth_it(nbytes, num_ranks, longest_row(ends) * planned.item_nbytes[bucket[0]]):
+            found[number] = rows_in_order(numels, range(len(ends)), ends, alignment)
     return found
 
 
-def _bucket_by_bucket(
-    sizes: Sizes, buckets: Sequence[Sequence[int]], cut: dict[int, Layout], loads: Sequence[float]
-) -> _Choice:
+def _bucket_by_bucket(planned: Planned, cut: _CutRows, loads: Sequence[float]) -> _Choice:
     ranks = RankLoads(loads)
-    owners = [0] * len(sizes.numels)
-    for number, bucket in enumerate(buckets):
+    owners = [0] * len(planned.numels)
+    for number, bucket in enumerate(planned.buckets):
         if number not in cut:
-            chosen = ranks.assign_bucket(sizes.nbytes_of(bucket), [sizes.costs[index] for index in bucket])
+            costs = [planned.costs[index] for index in bucket]
+            chosen = ranks.assign_bucket(planned.nbytes_of(bucket), costs)
             for index, owner in zip(bucket, chosen, strict=True):
                 owners[index] = owner
-    return _Choice(owners, _row_owners(sizes, buckets, cut, ranks), ranks.fullest())
+    return _Choice(owners, _row_owners(planned, cut, ranks), ranks.fullest())
 
 
-def _group_by_group(
-    sizes: Sizes,
-    buckets: Sequence[Sequence[int]],
-    cut: dict[int, Layout],
-    groups: Sequence[range],
-    loads: Sequence[float],
-) -> _Choice:
-    in_cut = {index for number in cut for index in buckets[number]}
-    members = [[index for index in group if index not in in_cut] for group in groups]
-    chosen = assign_owners([[sizes.costs[i] for i in group] for group in members], len(loads), loads)
-    owners = [0] * len(sizes.numels)
-    added = [0.0] * len(loads)
-    for group, of_group in zip(members, chosen, strict=True):
-        more = rank_loads((sizes.costs[index] for index in group), of_group, len(loads))
-        added = [load + extra for load, extra in zip(added, more, strict=True)]
-        for index, owner in zip(group, of_group, strict=True):
-            owners[index] = owner
-    ranks = RankLoads([load + extra for load, extra in zip(loads, added, strict=True)])
-    return _Choice(owners, _row_owners(sizes, buckets, cut, ranks), ranks.fullest())
+def _group_by_group(planned: Planned, cut: _CutRows, loads: Sequence[float]) -> _Choice:
+    """Choose owners of whole parameters as `assign_owners` does, as if there were no buckets."""
+    in_cut = {index for number in cut for index in planned.buckets[number]}
+    members = [[index for index in group if index not in in_cut] for group in planned.groups]
+    by_group = assign_owners([[planned.costs[i] for i in group] for group in members], len(loads), loads)
+    indices, chosen = list(chain.from_iterable(members)), list(chain.from_iterable(by_group))
+    owners = [0] * len(planned.numels)
+    for index, owner in zip(indices, chosen, strict=True):
+        owners[index] = owner
+    added = rank_loads((planned.costs[index] for index in indices), chosen, len(loads))
+    ranks = RankLoads([load + more for load, more in zip(loads, added, strict=True)])
+    return _Choice(owners, _row_owners(planned, cut, ranks), ranks.fullest())
 
 
-def _row_owners(
-    sizes: Sizes, buckets: Sequence[Sequence[int]], cut: dict[int, Layout], ranks: RankLoads
-) -> dict[int, list[int]]:
+def _row_owners(planned: Planned, cut: _CutRows, ranks: RankLoads) -> dict[int, list[int]]:
     """Give the rows of each bucket that is cut to the least loaded ranks, and add to their loads."""
     owners: dict[int, list[int]] = {}
-    for number, layout in cut.items():
-        bucket, taken = buckets[number], ranks.take(len(layout.rows))
+    for number, rows in cut.items():
+        bucket, taken = planned.buckets[number], ranks.take(len(rows))
         owners[number] = [rank for _, rank in taken]
         costs = [
-            sum(sizes.cost_of(bucket[extent.param], extent.stop - extent.start) for extent in row.extents)
-            for row in layout.rows
+            sum(planned.cost_of(bucket[extent.param], extent.stop - extent.start) for extent in row.extents)
+            for row in rows
         ]
         ranks.give_back((load + cost, rank) for (load, rank), cost in zip(taken, costs, strict=True))
     return owners
