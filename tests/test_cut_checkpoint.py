@@ -14,7 +14,8 @@ from cuts import ONE_A_BUCKET, cutting
 from pool import Ranks
 from training import assert_same_state
 from zero_optim import CheckpointError, StateMismatchError, ZeroRedundancyOptimizer, checkpoint
-from zero_optim.checkpoint import manifest, offline, storage
+from zero_optim.checkpoint import data, manifest, offline, storage
+from zero_optim.checkpoint.data import read_run
 
 Whole = dict[str, Any]
 
@@ -43,7 +44,9 @@ def training(
     torch.manual_seed(seed)
     model = Net()
     if not cut:
-        return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=lr, **options)
+        return model, ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, cuts=False, lr=lr, **options
+        )
     with cutting():
         optimizer = ZeroRedundancyOptimizer(
             model.parameters(), torch.optim.AdamW, bucket_cap_mb=ONE_A_BUCKET, lr=lr, **options
@@ -204,7 +207,7 @@ def check_masters(path: Path) -> None:
 def masters_over(model: nn.Module, cut: bool) -> ZeroRedundancyOptimizer:
     options: dict[str, Any] = {"lr": 0.01, "master_dtype": torch.float32, "ema_decay": 0.5}
     if not cut:
-        return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **options)
+        return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, cuts=False, **options)
     with cutting():
         return ZeroRedundancyOptimizer(
             model.parameters(), torch.optim.AdamW, bucket_cap_mb=ONE_A_BUCKET, **options
@@ -244,6 +247,62 @@ def check_misfit(path: Path) -> None:
 
 def test_damage_in_one_piece_is_found_and_nothing_is_changed(ranks2: Ranks, tmp_path: Path) -> None:
     ranks2.run(check_misfit, tmp_path / "one")
+
+
+BLOCK_NBYTES = 512  # half a page, so that the small parameters of this test have several
+
+
+def save_in_blocks(path: Path, cut: bool) -> tuple[Whole, Whole]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "BLOCK_NBYTES", BLOCK_NBYTES)
+        return save_run(path, cut, "plain")
+
+
+def load_counted(path: Path, cut: bool, saved: Whole) -> tuple[int, int]:
+    """Load, and return the bytes that were read, and those of what this rank owns."""
+    model, optimizer = training(cut=cut, seed=1)
+    read = 0
+
+    def counting(folder: Path, chunk: manifest.Chunk, *rest: Any) -> None:
+        nonlocal read
+        read += chunk.nbytes
+        read_run(folder, chunk, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "read_run", counting)
+        checkpoint.load(path, model=model, optimizer=optimizer, random=False)
+    assert_same(all_of(model, optimizer), saved)
+    rank = dist.get_rank()
+    pieces = ((p, piece) for p, found in optimizer.pieces().items() for piece in found if piece.owner == rank)
+    rows = sum(p.nbytes * (piece.stop - piece.start) // max(1, piece.stop) for p, piece in pieces if p.dim())
+    return read, optimizer.state_nbytes() + rows
+
+
+@pytest.mark.parametrize("saved_cut", [True, False])
+def test_a_rank_reads_the_blocks_that_have_its_rows(
+    ranks2: Ranks, ranks4: Ranks, tmp_path: Path, saved_cut: bool
+) -> None:
+    saved, _ = ranks2.run(save_in_blocks, tmp_path / "one", saved_cut)[0]
+    entry = manifest.read(tmp_path / "one").entries["optimizer/state/embed.weight/exp_avg"]
+    assert [chunk.nbytes for chunk in entry.chunks] == [BLOCK_NBYTES] * 8
+    for ranks in (ranks2, ranks4):
+        for read, own in ranks.run(load_counted, tmp_path / "one", True, saved):
+            assert read < own + 4096  # the buffers, blocks of the convolution
+
+
+def test_blocks_of_one_file_are_mapped_together(ranks2: Ranks, tmp_path: Path) -> None:
+    saved, _ = ranks2.run(save_in_blocks, tmp_path / "one", False)[0]
+    reader = storage.CheckpointReader(tmp_path / "one")
+    embedding = reader.map_tensor("model/embed.weight")
+    assert torch.equal(embedding, saved["model"]["embed.weight"])
+    entry = reader.manifest.entries["model/embed.weight"]
+    assert len(entry.chunks) == 8
+    assert embedding.untyped_storage().nbytes() == entry.nbytes
+    content = bytearray((tmp_path / "one" / entry.chunks[5].file).read_bytes())
+    content[entry.chunks[5].start] ^= 1
+    (tmp_path / "one" / entry.chunks[5].file).write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"embed\.weight"):
+        storage.CheckpointReader(tmp_path / "one").map_tensor("model/embed.weight")
 
 
 # ---------------------------------------------------------------------- through DCP

@@ -106,11 +106,20 @@ def test_state_that_is_no_plain_tensor_cannot_be_joined() -> None:
         TWO.cut_entries({"avg": torch.zeros(2, 3).to_sparse()}, TWO.pieces[0])
 
 
+class Counting(torch.optim.SGD):
+    """Counts its steps for all parameters together."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["count"] = self.state.get("count", 0) + 1  # type: ignore[call-overload]
+        return super().step(closure)
+
+
 CLASSES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 0.01}),
     "amsgrad": (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True}),
     "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "counting": (Counting, {"lr": 0.1, "momentum": 0.9}),
     "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.5}),
 }
 
@@ -127,7 +136,7 @@ def pair(name: str = "adamw", *, cut: bool = True, **more: Any) -> tuple[Optimiz
 def sharded_over(params: list[Parameter], name: str, *, cut: bool, **more: Any) -> ZeroRedundancyOptimizer:
     optimizer_class, options = CLASSES[name]
     if not cut:
-        return ZeroRedundancyOptimizer(params, optimizer_class, **more, **options)
+        return ZeroRedundancyOptimizer(params, optimizer_class, cuts=False, **more, **options)
     with cutting():
         made = ZeroRedundancyOptimizer(params, optimizer_class, bucket_cap_mb=ONE_A_BUCKET, **more, **options)
     assert dist.get_world_size() == 1 or any(len(pieces) > 1 for pieces in made.pieces().values())
@@ -149,7 +158,7 @@ def check_whole(name: str) -> None:
             assert_same_state(found, plain.state_dict())
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", [name for name in CLASSES if name != "counting"])
 def test_the_whole_state_of_cut_parameters_is_that_of_torch_optim(ranks2: Ranks, name: str) -> None:
     ranks2.run(check_whole, name)
 
@@ -172,7 +181,114 @@ def check_loaded(name: str, cut: bool, src: int | None) -> None:
     train_both(plain, sharded, 2, first=3)
 
 
+def check_loaded_between(saved: dict[str, Any], cut: bool) -> dict[str, Any]:
+    """Load a state that another number of ranks, or other cuts, made; return what is there then."""
+    sharded = sharded_over(pair_params(), "adamw", cut=cut)
+    before = copy.deepcopy(saved)
+    sharded.load_state_dict(saved)
+    assert_same_state(saved, before)
+    found = whole_state(sharded, None)
+    assert found is not None
+    return found
+
+
+def pair_params() -> list[Parameter]:
+    params = make_params(SHAPES)
+    params[2].data = params[2].data.to(memory_format=torch.channels_last)
+    return params
+
+
+def made_by_two(cut: bool) -> dict[str, Any]:
+    plain, _ = pair()
+    sharded = sharded_over(twin(params_of(plain)), "adamw", cut=cut)
+    train_both(plain, sharded, 2)
+    found = whole_state(sharded, None)
+    assert found is not None
+    assert_same_state(found, plain.state_dict())
+    return found
+
+
+def test_whole_states_travel_between_numbers_of_ranks_and_cuts(
+    ranks1: Ranks, ranks2: Ranks, ranks4: Ranks
+) -> None:
+    saved = ranks2.run(made_by_two, True)[0]
+    for ranks in (ranks1, ranks2, ranks4):
+        for cut in (True, False):
+            for found in ranks.run(check_loaded_between, saved, cut):
+                assert_same_state(found, saved)
+
+
+def check_global_entries() -> None:
+    """State of the class itself is held by every rank, and global once it is consolidated."""
+    plain, sharded = pair("counting")
+    train_both(plain, sharded, 2)
+    found = whole_state(sharded, None)
+    assert found is not None
+    assert found["state"]["count"] == 2
+    assert found["state"].keys() == plain.state_dict()["state"].keys()
+    _, again = pair("counting")
+    again.load_state_dict(found)
+    assert again.state["count"] == 2
+
+
+def test_global_entries_stay_what_they_are(ranks2: Ranks) -> None:
+    ranks2.run(check_global_entries)
+
+
+def check_misfits() -> None:
+    plain, sharded = pair()
+    train_both(plain, sharded, 1)
+    state = copy.deepcopy(plain.state_dict())
+    state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"][:16]
+    before = whole_state(sharded, None)
+    assert before is not None
+    for src in (None, 0):
+        with pytest.raises(StateMismatchError, match=r"'exp_avg' has shape \(16, 8\)"):
+            sharded.load_state_dict(state if src is None or dist.get_rank() == 0 else None, src=src)
+    after = whole_state(sharded, None)
+    assert after is not None
+    assert_same_state(after, before)
+
+
+def test_state_of_a_piece_is_no_state_of_the_parameter(ranks2: Ranks) -> None:
+    ranks2.run(check_misfits)
+
+
+def check_lost_entry() -> None:
+    plain, sharded = pair()
+    train_both(plain, sharded, 1)
+    param = params_of(sharded)[0]
+    if dist.get_rank() == 1:
+        del sharded.optim.state[sharded._owned.leaves.leaf(param)]["exp_avg"]
+    with pytest.raises(StateMismatchError, match="parameter 0 is cut, and its owners keep 'exp_avg' for 16"):
+        sharded.consolidate_state_dict(to=0)
+
+
+def test_owners_with_different_entries_are_refused_on_every_rank(ranks2: Ranks) -> None:
+    ranks2.run(check_lost_entry)
+
+
+def check_later_entries() -> None:
+    """SGD has no momentum when it is built: its buffers are unknown until a scheduler sets one."""
+    plain, sharded = pair("sgd")
+    for optimizer in (plain, sharded):
+        optimizer.param_groups[0]["momentum"] = 0.9
+    train_both(plain, sharded, 2)
+    found = whole_state(sharded, None)
+    assert found is not None
+    assert_same_state(found, plain.state_dict())
+    _, again = pair("sgd")
+    again.load_state_dict(found)
+    again_found = whole_state(again, None)
+    assert again_found is not None
+    assert_same_state(again_found, found)
+
+
+def test_entries_that_come_with_an_option_are_joined_too(ranks2: Ranks) -> None:
+    ranks2.run(check_later_entries)
+
+
 @pytest.mark.parametrize("src", [None, 1])
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", [name for name in CLASSES if name != "counting"])
 def test_each_owner_loads_its_rows_of_a_whole_state(ranks2: Ranks, name: str, src: int | None) -> None:
     ranks2.run(check_loaded, name, True, src)
