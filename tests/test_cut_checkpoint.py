@@ -18,6 +18,7 @@ from training import assert_same_state, params_of
 from zero_optim import CheckpointError, StateMismatchError, ZeroRedundancyOptimizer, checkpoint
 from zero_optim.checkpoint import data, manifest, offline, storage
 from zero_optim.checkpoint.data import read_run
+from zero_optim.checkpoint.dcp_rows import RowsToSave
 
 Whole = dict[str, Any]
 
@@ -227,6 +228,40 @@ def test_masters_and_averages_of_cut_parameters_are_saved_and_loaded(ranks2: Ran
     ranks2.run(check_masters, tmp_path / "one")
 
 
+class Flattened(nn.Module):
+    """Its state dict has a view of its weight in another form, whose rows are others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 16))
+        self.register_state_dict_post_hook(_flatten)
+
+
+def _flatten(module: nn.Module, state: dict[str, Any], _prefix: str, _metadata: object) -> None:
+    state["weight"] = state["weight"].view(16, 64)
+
+
+def check_view(path: Path) -> None:
+    made = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = Flattened()
+        with cutting():
+            made.append((model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)))
+        assert len(made[-1][1].pieces()[model.weight]) == 2
+    (model, optimizer), (other, fresh) = made
+    checkpoint.save(path, model=model, optimizer=optimizer)
+    assert len(manifest.read(path).entries["model/weight"].chunks) == 1
+    checkpoint.load(path, model=other, optimizer=fresh)
+    assert torch.equal(other.weight, model.weight)
+
+
+def test_a_view_of_a_cut_parameter_is_written_whole_and_read_by_every_owner(
+    ranks2: Ranks, tmp_path: Path
+) -> None:
+    ranks2.run(check_view, tmp_path / "one")
+
+
 def check_misfit(path: Path) -> None:
     model, optimizer = training(cut=True)
     train(model, optimizer, range(2))
@@ -355,6 +390,19 @@ def check_dcp_background(path: Path) -> None:
 
 def test_dcp_saves_rows_in_the_background(ranks2: Ranks, tmp_path: Path) -> None:
     ranks2.run(check_dcp_background, tmp_path / "one")
+
+
+def test_rows_for_dcp_keep_what_they_are_when_they_are_copied() -> None:
+    rows = RowsToSave.of(torch.arange(6.0).view(2, 3), (5, 3), 2)
+    for copied in (rows, rows.clone(), rows.to(torch.device("cpu"), copy=True)):
+        (item,) = copied.__create_write_items__("w", copied)
+        assert item.tensor_data.chunk.offsets == torch.Size((2, 0))
+        assert item.tensor_data.size == torch.Size((5, 3))
+        shard = copied.__get_tensor_shard__(item.index)
+        assert type(shard) is Tensor
+        assert torch.equal(shard, torch.arange(6.0).view(2, 3))
+    with pytest.raises(TypeError, match="cuts=False"):
+        torch.zeros(2, 3).copy_(rows)
 
 
 # ---------------------------------------------------------------------- as people use it
