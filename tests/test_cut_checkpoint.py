@@ -9,13 +9,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+import cuts
 from cuts import ONE_A_BUCKET, cutting
 from pool import Ranks
-from training import assert_same_state
+from training import assert_same_state, params_of
 from zero_optim import CheckpointError, StateMismatchError, ZeroRedundancyOptimizer, checkpoint
 from zero_optim.checkpoint import data, manifest, offline, storage
 from zero_optim.checkpoint.data import read_run
+from zero_optim.checkpoint.dcp_rows import RowsToSave
 
 Whole = dict[str, Any]
 
@@ -214,7 +217,7 @@ def masters_over(model: nn.Module, cut: bool) -> ZeroRedundancyOptimizer:
         )
 
 
-def step_once(model: nn.Module, optimizer: ZeroRedundancyOptimizer, step: int) -> None:
+def step_once(model: nn.Module, optimizer: Optimizer, step: int) -> None:
     generator = torch.Generator().manual_seed(step)
     for param in model.parameters():
         param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
@@ -223,6 +226,40 @@ def step_once(model: nn.Module, optimizer: ZeroRedundancyOptimizer, step: int) -
 
 def test_masters_and_averages_of_cut_parameters_are_saved_and_loaded(ranks2: Ranks, tmp_path: Path) -> None:
     ranks2.run(check_masters, tmp_path / "one")
+
+
+class Flattened(nn.Module):
+    """Its state dict has a view of its weight in another form, whose rows are others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 16))
+        self.register_state_dict_post_hook(_flatten)
+
+
+def _flatten(module: nn.Module, state: dict[str, Any], _prefix: str, _metadata: object) -> None:
+    state["weight"] = state["weight"].view(16, 64)
+
+
+def check_view(path: Path) -> None:
+    made = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = Flattened()
+        with cutting():
+            made.append((model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)))
+        assert len(made[-1][1].pieces()[model.weight]) == 2
+    (model, optimizer), (other, fresh) = made
+    checkpoint.save(path, model=model, optimizer=optimizer)
+    assert len(manifest.read(path).entries["model/weight"].chunks) == 1
+    checkpoint.load(path, model=other, optimizer=fresh)
+    assert torch.equal(other.weight, model.weight)
+
+
+def test_a_view_of_a_cut_parameter_is_written_whole_and_read_by_every_owner(
+    ranks2: Ranks, tmp_path: Path
+) -> None:
+    ranks2.run(check_view, tmp_path / "one")
 
 
 def check_misfit(path: Path) -> None:
@@ -353,3 +390,79 @@ def check_dcp_background(path: Path) -> None:
 
 def test_dcp_saves_rows_in_the_background(ranks2: Ranks, tmp_path: Path) -> None:
     ranks2.run(check_dcp_background, tmp_path / "one")
+
+
+def test_rows_for_dcp_keep_what_they_are_when_they_are_copied() -> None:
+    rows = RowsToSave.of(torch.arange(6.0).view(2, 3), (5, 3), 2)
+    for copied in (rows, rows.clone(), rows.to(torch.device("cpu"), copy=True)):
+        (item,) = copied.__create_write_items__("w", copied)
+        assert item.tensor_data.chunk.offsets == torch.Size((2, 0))
+        assert item.tensor_data.size == torch.Size((5, 3))
+        shard = copied.__get_tensor_shard__(item.index)
+        assert type(shard) is Tensor
+        assert torch.equal(shard, torch.arange(6.0).view(2, 3))
+    with pytest.raises(TypeError, match="cuts=False"):
+        torch.zeros(2, 3).copy_(rows)
+
+
+# ---------------------------------------------------------------------- as people use it
+
+
+def big(*, cut: bool, seed: int = 0) -> tuple[nn.Sequential, ZeroRedundancyOptimizer]:
+    """A model whose embedding is larger than all the rest: the planner itself cuts it."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Embedding(4096, 64), nn.Linear(64, 64), nn.LayerNorm(64))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, cuts=cut, lr=0.01)
+    assert cut == any(len(pieces) > 1 for pieces in optimizer.pieces().values())
+    return model, optimizer
+
+
+def check_big(path: Path) -> None:
+    model, optimizer = big(cut=True)
+    plain = copy.deepcopy(model)
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    for step in range(2):
+        step_once(model, optimizer, step)
+        step_once(plain, reference, step)
+    optimizer.consolidate_state_dict(to=None)
+    assert_same_state(optimizer.state_dict(), reference.state_dict())
+    checkpoint.save(path, model=model, optimizer=optimizer)
+    for cut in (True, False):
+        other, fresh = big(cut=cut, seed=1)
+        checkpoint.load(path, model=other, optimizer=fresh)
+        fresh.consolidate_state_dict(to=None)
+        assert_same_state(fresh.state_dict(), reference.state_dict())
+        assert all(torch.equal(p, q) for p, q in zip(other.parameters(), plain.parameters(), strict=True))
+        dealt = big(cut=cut, seed=1)[1]
+        dealt.load_state_dict(reference.state_dict() if dist.get_rank() == 0 else None, src=0)
+        dealt.consolidate_state_dict(to=None)
+        assert_same_state(dealt.state_dict(), reference.state_dict())
+
+
+def test_an_embedding_that_is_cut_by_itself_travels_everywhere(ranks2: Ranks, tmp_path: Path) -> None:
+    ranks2.run(check_big, tmp_path / "one")
+
+
+def check_old(path: Path) -> None:
+    """What an older version wrote has one chunk for each tensor: rows are read out of it."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuts, "ALIGNMENT", 4)
+        with cutting():
+            optimizer = ZeroRedundancyOptimizer(
+                model.parameters(), torch.optim.AdamW, bucket_cap_mb=ONE_A_BUCKET, lr=0.5, ema_decay=0.5
+            )
+    assert len(optimizer.pieces()[model[0].weight]) == 2
+    assert checkpoint.load(path, model=model, optimizer=optimizer) == {"step": 7, "at": (1, 2.5)}
+    for number, param in enumerate(model.parameters()):
+        expected = torch.arange(param.numel(), dtype=torch.float32).view_as(param) + 10 * number
+        assert torch.equal(param, expected)
+    optimizer.consolidate_state_dict(to=None)
+    for number, entries in optimizer.state_dict()["state"].items():
+        assert entries["exp_avg"].unique().tolist() == [number + 0.5]
+        assert entries["exp_avg"].shape == entries["ema"].shape == params_of(optimizer)[number].shape
+
+
+@pytest.mark.parametrize("version", range(1, manifest.VERSION + 1))
+def test_rows_are_read_from_checkpoints_of_every_version(ranks2: Ranks, version: int) -> None:
+    ranks2.run(check_old, Path(__file__).parent / "data" / f"checkpoint-{version}")

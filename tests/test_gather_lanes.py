@@ -90,7 +90,7 @@ def test_each_owner_sends_on_a_group_of_its_own(ranks_2_and_4: Ranks) -> None:
 
 def check_given_group(shapes: list[tuple[int, ...]]) -> None:
     with mock.patch.object(gathers, "gloo_lanes_beside") as taken:
-        used = groups_used(make(shapes))
+        used = groups_used(make(shapes, cuts=False))
     assert set.union(*used.values()) == {given_group()}
     taken.assert_not_called()
 
