@@ -12,8 +12,11 @@ Note [Memory of sharded gradients]
     - what it receives from them: the same, in rows of the length of its own.
 
     With two ranks that is 1.5 B, with three 2 B, with any number less than 3 B. Buckets are those of the
-    optimizer: its ``bucket_cap_mb`` bounds B, but for a parameter that is larger alone. Beside that there is
-    the gradient that autograd has just made, and up to `BATCH_NBYTES` of small ones.
+    optimizer: its ``bucket_cap_mb`` bounds B, but for a parameter that is larger alone; 16 keeps 3 B below
+    two of the 25 MiB that PyTorch's DDP takes for a bucket. Beside that there is the gradient that autograd
+    has just made, and up to `BATCH_NBYTES` of small ones. Where gradients of earlier passes are kept, which
+    are the rows of its own then, those of the two buckets come on top: 2 B / W. On gloo with tensors on an
+    accelerator, rows are packed once more to be sent.
 """
 
 from collections.abc import Mapping, Sequence
@@ -203,8 +206,8 @@ class OwnerBucket(ReducerBucket):
     # ------------------------------------------------------------------ gradients go
 
     def pop_rows(self) -> list[Tensor]:
-        """Give the rows to be sent, by rank; this object lets go of them."""
-        rows = self._current_rows()
+        """Give the rows to be sent, by rank, zeros if nothing was copied; this object lets go of them."""
+        rows = self._filling.rows or self._layout.new_rows(self.flat, zeros=True)
         self._filling.rows = []
         if self._layout.carries_word:
             for row in rows:
@@ -230,7 +233,7 @@ class OwnerBucket(ReducerBucket):
                 filling.reduced[slot] = found
             else:
                 filling.reduced[slot] = found.to(param.dtype)
-        return total[-1:].clone() if self._layout.carries_word else total[:0]
+        return total[-1:].clone() if self._layout.carries_word else self.flat  # no view: that would keep it
 
     def give(self, result: Tensor, skipped: Sequence[bool]) -> None:
         """Make the reduced gradients the parameters' own on their owners, and partial ones on other ranks.

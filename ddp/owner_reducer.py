@@ -44,7 +44,6 @@ class OwnerReducer(Reducer):
         wanted: Callable[[bool], bool],
     ) -> None:
         self._optimizer = optimizer
-        self._steps_seen = optimizer.num_steps
         self._lanes = _lanes(optimizer.ranks, optimizer.owners())
         super().__init__(
             params,
@@ -72,7 +71,6 @@ class OwnerReducer(Reducer):
 
     def _begin(self) -> BackwardPass:
         self.check_finished(waits=False)
-        self._steps_seen = self._optimizer.num_steps
         self._put_aside()
         return super()._begin()
 
@@ -107,13 +105,12 @@ class OwnerReducer(Reducer):
     def shadow(self) -> None:
         """Take part in one backward pass of the others, with zeros, and keep what this rank owns.
 
-        An owner has its reduced gradients from here; nobody else could lend them to it. What was stepped with
-        is dropped: this rank's loop, which would do so, has ended.
+        An owner has its reduced gradients from here; nobody else could lend them to it. Those before have
+        been stepped with: inside ``Join`` each reduced pass has a step. This rank's loop has ended, which
+        would have dropped them.
         """
-        if self._steps_seen != self._optimizer.num_steps:
-            for param in self.params:
-                param.grad = None
-        self._steps_seen = self._optimizer.num_steps
+        for param in self.params:
+            param.grad = None
         self._put_aside()
         super().shadow()
 

@@ -176,7 +176,6 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
         """
         if self.leaves_out_step():
             return None
-        self.num_steps += 1
         Join.notify_join_context(self)
         loss: float | None = None
         failure: Exception | None = None

@@ -25,7 +25,6 @@ class SteppedOptimizer(ShardedStateDicts, Joinable):
     """
 
     _overlap: Overlap | None  # made when a hook first asks for it
-    num_steps = 0  # that have begun, those that were skipped too
 
     # ------------------------------------------------------------------ a step
 
@@ -179,7 +178,6 @@ class SteppedOptimizer(ShardedStateDicts, Joinable):
 
     def shadow_step(self) -> None:
         """Take part in a step of the active ranks, after this one ran out of inputs."""
-        self.num_steps += 1
         overlap = self._overlap
         if overlap is not None and overlap.current is not None:
             # The comm hook began the step: joined ranks run it too.

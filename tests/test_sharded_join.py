@@ -1,0 +1,50 @@
+"""Uneven inputs: a rank that ran out of them has the reduced gradients of what it owns."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.optim import lr_scheduler
+
+from overlap import loss_of
+from pool import Ranks
+from sharded import Setting
+from test_sharded_training import Same, Words, sgd
+from zero_optim import ZeroRedundancyOptimizer
+
+
+def train(model: nn.Module, optimizer: ZeroRedundancyOptimizer, longest: int) -> None:
+    """One rank has more batches than the others."""
+    rank = dist.get_rank()
+    schedule = lr_scheduler.ExponentialLR(optimizer, 0.8)
+    with Join([model, optimizer]):
+        for number in range(5 if rank == longest else 2 + rank):
+            optimizer.zero_grad()
+            loss_of(model, number).backward()
+            optimizer.step()
+            schedule.step()
+
+
+def joins_alike(setting: Setting, longest: int) -> None:
+    (whole, one), (sharded, other) = setting.whole(), setting.sharded()
+    train(whole, one, longest)
+    train(sharded, other, longest)
+    for (name, want), param in zip(whole.named_parameters(), sharded.parameters(), strict=True):
+        assert torch.equal(param, want), name
+
+
+@pytest.mark.parametrize("longest", [0, 1])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting(),
+        Setting(Same, options={"find_unused_parameters": True}),
+        Setting(Words, sgd),
+    ],
+    ids=["plain", "unused", "sparse"],
+)
+def test_uneven_inputs_give_the_bits_of_whole_gradients(
+    ranks2: Ranks, setting: Setting, longest: int
+) -> None:
+    ranks2.run(joins_alike, setting, longest)
