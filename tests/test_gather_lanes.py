@@ -249,6 +249,50 @@ def test_a_rank_whose_class_fails_takes_part_in_the_gathers(ranks2: Ranks) -> No
     ranks2.run(check_failing_class)
 
 
+# ---------------------------------------------------------------------- how many at once
+
+
+def most_under_way(as_view: bool) -> tuple[int, int]:
+    """Step with several large buckets and a small one.
+
+    Returns:
+        The most large ones under way at once; the most of all, less their number.
+    """
+    shapes = [*[(64, 64)] * 6, *[(8,)] * 8]
+    optimizer = make(shapes, bucket_cap_mb=64 * 64 * 4 / 2**20, parameters_as_bucket_view=as_view)
+    under_way: list[bool] = []
+    most = [0, 0]
+    start = gathers.start_gather
+
+    def noted(lanes: Any, bucket: Any) -> Any:
+        pending, is_large = start(lanes, bucket), bucket.layout.numel >= 64 * 64
+        under_way.append(is_large)
+        most[:] = max(most[0], sum(under_way)), max(most[1], len(under_way))
+        then = pending.then
+
+        def over() -> None:
+            under_way.remove(is_large)
+            then()
+
+        pending.then = over
+        return pending
+
+    with mock.patch.object(gathers, "start_gather", noted):
+        step(optimizer)
+    assert not under_way
+    assert len(optimizer._sharding.buckets) > 6
+    return most[0], most[1] - len(optimizer._sharding.buckets)
+
+
+def test_all_gathers_are_under_way_at_once_where_they_take_no_memory(ranks2: Ranks) -> None:
+    assert ranks2.run(most_under_way, True) == [(6, 0)] * 2
+
+
+def test_gathers_under_way_take_the_memory_of_four_large_buckets(ranks2: Ranks) -> None:
+    for most_large, _ in ranks2.run(most_under_way, False):
+        assert most_large == 4
+
+
 # ---------------------------------------------------------------------- where a bucket is one launch
 
 

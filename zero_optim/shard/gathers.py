@@ -16,6 +16,13 @@ Note [A lane an owner]
     Other backends have one communicator for all traffic of a device. There the broadcasts of a bucket are one
     launch however many owners it has: Note [Rows at once] in `zero_optim.comm.collectives`.
 
+Note [Small buckets]
+    A few parameters of another dtype are a bucket of their own, with a broadcast for each owner. To send the
+    small rows of one owner as one message gains nothing: beside 55 MB, one such bucket or four take the
+    same 230 to 240 ms over 1 Gbit/s. What did cost time was a limit on the number of gathers under way.
+    With four small buckets between two large ones the second large one had to wait, and a gather took 300 ms.
+    So the limit is one of memory, and where parameters are views of their bucket there is none.
+
 Note [Step, then gather]
     Ordinary steps step everything, then gather everything. To step one bucket, start its gather, and step the
     next, was tried on gloo: the same bits for most classes, and too little gain. Time of a step with it, as a
@@ -45,8 +52,8 @@ from zero_optim.compat.streams import is_asynchronous
 from zero_optim.plan.layout import Span
 from zero_optim.shard.storage import ParamBucket, rows_of
 
-# Enough to keep the network busy. Each gather under way has a flat tensor, unless parameters are views of it.
-NUM_UNDER_WAY = 4
+# Flat tensors of gathers under way take no more memory than so many of the largest bucket.
+NUM_FLAT_TENSORS = 4
 # See Note [A lane an owner].
 LANES_FROM_NBYTES = 2**20
 
@@ -186,17 +193,23 @@ class Gathers:
                 self.under_way.add(bucket.params, start_gather(_lanes_for(bucket, group, lanes), bucket))
 
     def run(self, group: RankGroup, buckets: Sequence[ParamBucket]) -> None:
-        """Gather buckets, `NUM_UNDER_WAY` at a time, and wait for all; all ranks call.
+        """Gather buckets, and wait for all; all ranks call. In a group of one it does not communicate.
 
-        In a group of one it does not communicate.
+        As many as memory allows are under way at once. Otherwise an owner with little in the first buckets
+        would wait for those with much, as each owner sends for itself.
         """
-        under_way: deque[Pending] = deque()
+        under_way: deque[tuple[int, Pending]] = deque()
+        room = NUM_FLAT_TENSORS * max((bucket.nbytes_to_gather for bucket in buckets), default=0)
         with self._lent(group, buckets) as lanes:
             for bucket in buckets:
-                if len(under_way) == NUM_UNDER_WAY:
-                    under_way.popleft().wait()
-                under_way.append(start_gather(_lanes_for(bucket, group, lanes), bucket))
-            for pending in under_way:
+                room -= bucket.nbytes_to_gather
+                while room < 0:
+                    nbytes, pending = under_way.popleft()
+                    pending.wait()
+                    room += nbytes
+                pending = start_gather(_lanes_for(bucket, group, lanes), bucket)
+                under_way.append((bucket.nbytes_to_gather, pending))
+            for _, pending in under_way:
                 pending.wait()
 
     @contextmanager

@@ -65,6 +65,11 @@ class ParamBucket(Protocol):
         """The size of the flat tensor, padding included."""
         ...
 
+    @property
+    def nbytes_to_gather(self) -> int:
+        """Memory that a gather takes while it is under way."""
+        ...
+
     def refresh(self) -> None:
         """Check the parameters before a step: take over what the user did to them, or refuse it.
 
@@ -251,6 +256,11 @@ class ViewBucket:
         """See `ParamBucket`."""
         return self._flat.nbytes
 
+    @property
+    def nbytes_to_gather(self) -> int:
+        """See `ParamBucket`."""
+        return 0
+
     def refresh(self) -> None:
         """See `ParamBucket`. Parameters whose ``data`` was replaced move in again, all that fit.
 
@@ -333,6 +343,11 @@ class CopyBucket:
     def nbytes(self) -> int:
         """See `ParamBucket`."""
         return self.layout.numel * self._forms[0].dtype.itemsize
+
+    @property
+    def nbytes_to_gather(self) -> int:
+        """See `ParamBucket`."""
+        return self.nbytes
 
     def refresh(self) -> None:
         """See `ParamBucket`."""
