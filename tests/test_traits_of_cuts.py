@@ -135,8 +135,8 @@ def test_fused_kernels_bear_cuts_where_plans_cut(name: str) -> None:
 
 
 def test_cuts_in_half_precision_are_tried_in_it() -> None:
-    # On the CPU, adding a multiple in bfloat16 rounds otherwise at the end of a vector. Where it does not, the
-    # class may be cut; but then, too, the trial has to say what a long tensor does.
+    # On the CPU, adding a multiple in bfloat16 may round otherwise at the end of a vector. The trial has to
+    # find out whether it does here.
     numbers, more = torch.randn(2, 4096, generator=torch.Generator().manual_seed(3)).bfloat16()
     together = torch.add(numbers, more, alpha=-1e-3)
     apart = [torch.add(a, b, alpha=-1e-3) for a, b in zip(numbers.split(7), more.split(7), strict=True)]
