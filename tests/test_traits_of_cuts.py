@@ -134,6 +134,18 @@ def test_fused_kernels_bear_cuts_where_plans_cut(name: str) -> None:
     assert why_not_cut(getattr(torch.optim, name), {}, [{"fused": True}]) is None
 
 
+def test_cuts_in_half_precision_are_tried_in_it() -> None:
+    # On the CPU, adding a multiple in bfloat16 may round otherwise at the end of a vector. The trial has to
+    # find out whether it does here.
+    numbers, more = torch.randn(2, 4096, generator=torch.Generator().manual_seed(3)).bfloat16()
+    together = torch.add(numbers, more, alpha=-1e-3)
+    apart = [torch.add(a, b, alpha=-1e-3) for a, b in zip(numbers.split(7), more.split(7), strict=True)]
+    reason = why_not_cut(torch.optim.SGD, {}, dtype=torch.bfloat16)
+    assert (reason is None) == torch.equal(together, torch.cat(apart)), reason
+    assert why_not_cut(torch.optim.AdamW, {}, dtype=torch.float64) is None
+    assert why_not_cut(torch.optim.SGD, {}) is None
+
+
 def test_a_class_that_cannot_be_built_gives_a_reason_and_raises_nothing() -> None:
     assert "TypeError" in (why_not_cut(torch.optim.SGD, {"no_such_option": 1}) or "")
 
