@@ -25,6 +25,8 @@ from zero_optim.comm import wire
 from zero_optim.plan.buckets import assign_buckets
 from zero_optim.plan.layout import spans, whole
 from zero_optim.plan.partition import assign_owners, rank_loads
+from zero_optim.plan.pieces import Piece
+from zero_optim.state.cut_state import CutState, Joined
 
 # No deadline: how long an example takes says nothing here. No database: nothing is left in the checkout.
 settings.register_profile("same", derandomize=True, deadline=None, database=None, max_examples=60)
@@ -184,6 +186,43 @@ def test_a_nested_value_comes_back_as_it_was_sent(value: Any) -> None:
     for blank, tensor in zip(blanks, held, strict=True):
         wire.memory_of(blank).copy_(wire.memory_of(tensor))
     assert_same_value(wire.decode(received, iter(blanks)), value)
+
+
+@st.composite
+def cut_tensors(draw: st.DrawFn) -> tuple[Tensor, CutState]:
+    """A dense tensor in any memory format, and pieces of it that rising ranks own."""
+    shape = (draw(st.integers(2, 6)), *draw(st.lists(st.integers(1, 4), max_size=3)))
+    order = draw(st.permutations(range(len(shape))))
+    held = torch.arange(float(math.prod(shape))).view([shape[dim] for dim in order])
+    tensor = held.permute([order.index(dim) for dim in range(len(shape))])
+    edges = sorted(draw(st.sets(st.integers(1, shape[0] - 1), min_size=1)))
+    bounds = list(pairwise([0, *edges, shape[0]]))
+    owners = sorted(draw(st.sets(st.integers(0, 99), min_size=len(bounds), max_size=len(bounds))))
+    pieces = tuple(Piece(owner, *rows) for owner, rows in zip(owners, bounds, strict=True))
+    return tensor, CutState(shape, pieces, frozenset({"avg"}))
+
+
+@given(cut_tensors(), st.data())
+def test_joining_gives_back_the_state_that_rows_were_picked_from(
+    made: tuple[Tensor, CutState], data: st.DataObject
+) -> None:
+    whole, cut = made
+    here = data.draw(st.sampled_from(cut.pieces)).owner
+    target, parts = Joined({7: cut}), []
+    for piece in cut.pieces:
+        rows = cut.rows({"avg": whole, "step": torch.tensor(3.0)}, piece)
+        assert set(cut.cut_entries(rows, piece)) == {"avg"}
+        if piece.owner == here:
+            parts.append(target.copied({7: rows}, here))
+        else:  # as `wire.recv_encoded` does
+            skeleton, held = wire.encode({7: rows}, "state")
+            blanks = wire.blank_tensors(skeleton, target.places_of(piece.owner))
+            for blank, tensor in zip(blanks, held, strict=True):
+                wire.memory_of(blank).copy_(wire.memory_of(tensor))
+            parts.append(wire.decode(skeleton, iter(blanks)))
+    joined = target.merge(parts)[7]
+    assert torch.equal(joined["avg"], whole)
+    assert joined["step"] == 3
 
 
 def assert_same_value(got: Any, expected: Any) -> None:

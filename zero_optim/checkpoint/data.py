@@ -17,6 +17,10 @@ from zero_optim.checkpoint.safetensors import Box, lay_out
 from zero_optim.comm.wire import PIECE_NBYTES, memory_of
 from zero_optim.errors import CheckpointError
 
+# A large tensor has a checksum for each block of rows of about this size. A load that wants some of its rows
+# reads at most one block too many at both ends.
+BLOCK_NBYTES = 4 * 2**20
+
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """View a tensor's elements, in row-major order, as bytes in CPU memory; copies if necessary."""
@@ -36,22 +40,38 @@ def write_data(
         read: returns the bytes of a box.
 
     Returns:
-        The file, and the place of each box in it.
+        The file, and the places of each box in it: one, or those of its blocks of rows, one behind the other.
     """
     head, placed = lay_out(boxes)
-    chunks, end = [], len(head)
+    chunks, end = list[tuple[Box, Chunk]](), len(head)
     with _new_file(path) as file:
         _append(file, memoryview(head))
         for box, start in placed:
             run = read(box)
             if run.nbytes != box.nbytes:
                 raise ValueError(f"{box.name} should have {box.nbytes:,} bytes, it has {run.nbytes:,}")
-            offsets, sizes = ((), ()) if box.dtype is None else (box.offsets, box.sizes)
-            chunk = Chunk(offsets, sizes, path.name, start, run.nbytes, _append(file, run))
-            chunks.append((box, chunk))
+            done = 0
+            for offsets, sizes, nbytes in _blocks(box):
+                checksum = _append(file, run[done : done + nbytes])
+                chunks.append((box, Chunk(offsets, sizes, path.name, start + done, nbytes, checksum)))
+                done += nbytes
             end += run.nbytes
             del run  # before the next one is read
     return DataFile(rank, end, len(head), zlib.crc32(head)), chunks
+
+
+def _blocks(box: Box) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """Divide a box by rows: offsets, sizes and bytes of each block."""
+    if box.dtype is None or box.nbytes <= BLOCK_NBYTES:
+        place = ((), ()) if box.dtype is None else (box.offsets, box.sizes)
+        yield *place, box.nbytes
+        return
+    (first, *offsets), (num_rows, *sizes) = box.offsets, box.sizes
+    row_nbytes = box.nbytes // num_rows
+    step = max(1, BLOCK_NBYTES // row_nbytes)
+    for row in range(0, num_rows, step):
+        count = min(step, num_rows - row)
+        yield (first + row, *offsets), (count, *sizes), count * row_nbytes
 
 
 @contextmanager

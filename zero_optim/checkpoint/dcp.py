@@ -7,9 +7,10 @@ run code when it is read.
 
 import io
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,10 +39,13 @@ from torch.futures import Future
 from zero_optim.checkpoint import folder as folders
 from zero_optim.checkpoint import manifest as manifests
 from zero_optim.checkpoint.data import blank, bytes_of, read_box, read_run, write_data
+from zero_optim.checkpoint.dcp_rows import RowsToLoad
 from zero_optim.checkpoint.lock import FolderLock
 from zero_optim.checkpoint.manifest import Chunk, Entry
 from zero_optim.checkpoint.safetensors import Box, whole
 from zero_optim.checkpoint.storage import complete, data_name, new_token
+from zero_optim.plan.pieces import Piece
+from zero_optim.state.cut_state import CutState
 
 
 class Writer(StorageWriter):
@@ -233,12 +237,24 @@ class Owned(dict[str, Any]):
 
     Args:
         names: the wanted keys of ``state``.
+        cuts: those of which only a piece is wanted.
     """
 
-    def __init__(self, names: Iterable[str]) -> None:
+    def __init__(
+        self, names: Iterable[str], cuts: Mapping[str, tuple[CutState, Piece]] = MappingProxyType({})
+    ) -> None:
         super().__init__(state={}, options=None)
         self.names = frozenset(names)
+        self.cuts = cuts
         self.planned = False
+
+    def rows_of(self, path: Sequence[Any], shape: Sequence[int]) -> tuple[int, int] | None:
+        """Tell which rows are wanted of a tensor at a path in this dict; None for all."""
+        if len(path) == 3 and path[0] == "state" and path[1] in self.cuts:
+            cut, piece = self.cuts[path[1]]
+            if cut.is_cut(path[2], tuple(shape)):
+                return piece.start, piece.stop
+        return None
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):
@@ -252,10 +268,17 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         """See the base class."""
+        rows: dict[str, RowsToLoad] = {}
         for prefix, value in state_dict.items():
             if isinstance(value, Owned) and metadata is not None:
-                _ask_for(value, prefix, metadata)
+                rows.update(_ask_for(value, prefix, metadata))
         super().set_up_planner(state_dict, metadata, is_coordinator)
+        self.state_dict.update(rows)  # only now: the base class takes nothing but tensors
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """See the base class."""
+        place = self.state_dict[index.fqn]
+        return place.rows if isinstance(place, RowsToLoad) else super().lookup_tensor(index)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """See the base class; refuses whatever would run code."""
@@ -266,17 +289,29 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         super().load_bytes(read_item, safe)
 
 
-def _ask_for(value: Owned, prefix: str, metadata: Metadata) -> None:
-    """Add an entry for everything that a checkpoint has of the wanted names."""
+def _ask_for(value: Owned, prefix: str, metadata: Metadata) -> dict[str, RowsToLoad]:
+    """Add an entry for everything that a checkpoint has of the wanted names.
+
+    Returns:
+        The entries that are rows of a tensor, by key; their memory is in the dict.
+    """
     value.planned = True
+    rows: dict[str, RowsToLoad] = {}
     for key, path in (metadata.planner_data or {}).items():
         if path[0] != prefix or (path[1] == "state" and path[2] not in value.names):
             continue
         about = metadata.state_dict_metadata[key]
         place: Tensor | None = None
         if isinstance(about, TensorStorageMetadata):
-            place = blank(tuple(about.size), about.properties.dtype)
+            shape, dtype = tuple(about.size), about.properties.dtype
+            wanted = value.rows_of(path[1:], shape)
+            if wanted is None:
+                place = blank(shape, dtype)
+            else:
+                rows[key] = RowsToLoad(shape, dtype, *wanted)
+                place = rows[key].rows
         target: dict[Any, Any] = value
         for part in path[1:-1]:
             target = target.setdefault(part, {})
         target[path[-1]] = place
+    return rows

@@ -5,6 +5,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def write_tensors(
         read: returns the tensor of a key, or the part that is written.
 
     Returns:
-        The file, if there was anything to write, and the place of each box in it.
+        The file, if there was anything to write, and the places of each box in it.
     """
     if not boxes:
         return {}, []
@@ -156,29 +157,46 @@ class CheckpointReader:
         shape = (stop - start, *entry.shape[1:]) if entry.shape else ()
         tensor = torch.empty(shape, dtype=entry.dtype)
         for chunk in entry.chunks:
-            box, offsets = tensor, [0] * len(chunk.sizes)
-            for dim, (first, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-                low, high = first, first + size
-                if dim == 0:
-                    low, high = max(start, first), max(start, min(stop, first + size))
-                    offsets[0] = low - first
-                box = box.narrow(dim, low - (start if dim == 0 else 0), max(0, high - low))
-            if box.numel() or rows is None:
-                read_box(self.folder, chunk, key, tensor.dtype, box, offsets)
+            box, inside = tensor, [0] * len(chunk.sizes)
+            if chunk.sizes:
+                first, end = max(start, chunk.offsets[0]), min(stop, chunk.offsets[0] + chunk.sizes[0])
+                if first >= end and rows is not None:
+                    continue
+                box, inside[0] = box[first - start : end - start], first - chunk.offsets[0]
+            for dim in range(1, len(chunk.sizes)):
+                box = box.narrow(dim, chunk.offsets[dim], chunk.sizes[dim])
+            read_box(self.folder, chunk, key, tensor.dtype, box, inside)
         return tensor
 
     def map_tensor(self, key: str) -> Tensor:
         """Return a contiguous tensor that is mapped from the file, after checking its checksum.
 
-        Needs only the system's memory for files, unless the tensor is in several parts.
+        Needs only the system's memory for files, unless several ranks wrote parts of the tensor.
         """
         entry = self.manifest.entries.get(key)
-        if entry is None or entry.dtype is None or len(entry.chunks) != 1 or not entry.nbytes:
+        if entry is None or entry.dtype is None or not entry.nbytes or not _is_one_run(entry):
             return self.read_tensor(key)
-        (chunk,) = entry.chunks
-        check_run(self.folder, chunk, key)
-        if chunk.file not in self._mapped:
-            nbytes = self.manifest.files[chunk.file].nbytes
-            self._mapped[chunk.file] = map_file(self.folder / chunk.file, nbytes)
-        storage = self._mapped[chunk.file][chunk.start : chunk.start + chunk.nbytes]
+        for chunk in entry.chunks:
+            check_run(self.folder, chunk, key)
+        first = entry.chunks[0]
+        if first.file not in self._mapped:
+            nbytes = self.manifest.files[first.file].nbytes
+            self._mapped[first.file] = map_file(self.folder / first.file, nbytes)
+        storage = self._mapped[first.file][first.start : first.start + entry.nbytes]
         return tensor_in(storage, entry.dtype, entry.shape)
+
+
+def _is_one_run(entry: Entry) -> bool:
+    """Whether a tensor lies in one run of a file: its chunks are blocks of rows, one behind the other."""
+    if len(entry.chunks) == 1:
+        return True
+    row = 0
+    for before, chunk in pairwise((None, *entry.chunks)):
+        assert chunk is not None  # only the first of all is
+        rest = len(entry.shape) - 1
+        if chunk.offsets != (row, *[0] * rest) or chunk.sizes[1:] != entry.shape[1:]:
+            return False
+        if before is not None and (chunk.file, chunk.start) != (before.file, before.start + before.nbytes):
+            return False
+        row += chunk.sizes[0]
+    return True

@@ -195,7 +195,13 @@ class Trainer:
 
     def shards(self) -> list[Shard]:
         """Return what each rank keeps, by rank; all ranks call."""
-        owned = sum(parameter.numel() for parameter in self._optimizer.owned_parameters())
+        rank = self.ranks.rank
+        owned = sum(
+            parameter.numel() * (piece.stop - piece.start) // pieces[-1].stop
+            for parameter, pieces in self._optimizer.pieces().items()
+            for piece in pieces
+            if piece.owner == rank and piece.stop
+        )
         return [Shard(*numbers) for numbers in self.ranks.collect(owned, self._optimizer.state_nbytes())]
 
     def sample(self) -> tuple[str, str]:
