@@ -16,7 +16,7 @@ from zero_optim.probe.trials import Feed, by_rows, starts_of
 # Those of the table that bear cuts with every set of options.
 BEARING = {
     "torch.optim": "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD",
-    "torch_optimizer": "AccSGD AdaBelief AdaBound AdaMod AggMo DiffGrad Lookahead PID QHAdam QHM RAdam "
+    "torch_optimizer": "AccSGD AdaBelief AdaBound AdaMod DiffGrad Lookahead PID QHAdam QHM RAdam "
     "Ranger RangerQH Yogi",
 }
 # With weight decay they are scaled by norms of the whole parameter, or rounded by the place in it.

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from zero_optim.comm.wire import inner_tensors
 from zero_optim.probe.acceptance import first_accepted
 from zero_optim.probe.comparison import difference, state_difference
 from zero_optim.probe.subject import OptimizerUnderTest
@@ -234,11 +235,20 @@ def _why_rows_differ(subject: OptimizerUnderTest, feed: Feed) -> str | None:
             return f"parameters of shape {each.shapes[0]} and {each.dtype} could not be tried"
         if whole.run.global_state():
             return "it keeps state that belongs to no parameter"
+        if _keeps_nested(whole):
+            return "it keeps tensors in lists or dicts of its state, whose rows would not be joined"
         begin = partial(start, subject, each, whole.starts, cut=cut)
         reason = difference(subject, whole, "cut between rows", begin)
         if reason is not None and not _holds_leftovers(subject, whole):
             return reason
     return None
+
+
+def _keeps_nested(made: TrialRecord) -> bool:
+    """Whether an entry of some parameter's state is a container with tensors."""
+    states = [state for index in made.run.leaves for state in made.run.state_of(index)]
+    entries = [entry for state in states if isinstance(state, Mapping) for entry in state.values()]
+    return any(not isinstance(entry, torch.Tensor) and inner_tensors(entry) for entry in entries)
 
 
 _WITHOUT_GRADIENT = "it changes parameters that have no gradient, and these are not stepped then"

@@ -137,7 +137,7 @@ class ShardedOptimizer(Optimizer):
 
         def bear_cuts() -> list[bool]:
             is_tried = not options.assume_separable
-            reasons = why_not_cut(default, groups, specs, leaves.stepped_dtype, is_tried=is_tried)
+            reasons = why_not_cut(default, groups, specs, leaves.tried_dtype, is_tried=is_tried)
             return [reason is None for reason in reasons]
 
         plan = sharding.plan(groups, costs, 0, about, bear_cuts if options.cuts else None)
@@ -203,7 +203,7 @@ class ShardedOptimizer(Optimizer):
             self.defaults = defaults
 
         def bear_cuts() -> list[bool]:
-            dtypes = list(map(self._owned.leaves.stepped_dtype, group["params"]))
+            dtypes = list(map(self._owned.leaves.tried_dtype, group["params"]))
             return [reason is None for reason in self._owned.local.why_not_cut(group, spec, dtypes)]
 
         asked = bear_cuts if self._options.cuts else None
@@ -266,7 +266,7 @@ class ShardedOptimizer(Optimizer):
         local, groups, nbytes = self._owned.local, self.param_groups, self.state_nbytes()
         reasons = dict.fromkeys(self._params(), "cuts=False")
         if self._options.cuts:
-            reasons = local.whole_because(groups, self._owned.leaves.stepped_dtype)
+            reasons = local.whole_because(groups, self._owned.leaves.tried_dtype)
         explanation = explain(self._group, self._sharding, local, groups, reasons, nbytes)
         if self._group.rank == 0 and not quiet:
             print(explanation)  # noqa: T201 - what it is for

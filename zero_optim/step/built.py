@@ -96,7 +96,7 @@ class BuiltOptimizer:
         """Tell why ranks cannot share the rows of parameters that it steps; see `OptimizerSpec`.
 
         Args:
-            dtypes: of each parameter, what is stepped for it.
+            dtypes: of each parameter, see `Leaves.tried_dtype`.
             more: options of groups that may be added.
         """
         return self.spec.why_not_cut([*self._given, *more], dtypes, is_tried=self._is_tried)

@@ -87,6 +87,10 @@ class Leaves:
             return dtype
         return param.dtype
 
+    def tried_dtype(self, param: Tensor) -> torch.dtype:
+        """Tell for which dtype a class must bear cuts; accelerators treat all dtypes alike, see the probe."""
+        return self.stepped_dtype(param) if param.device.type == "cpu" else torch.float32
+
     def rows(self, param: Tensor) -> Tensor:
         """View what this rank owns of a parameter: the parameter itself unless it is cut.
 

@@ -107,7 +107,7 @@ class LocalOptimizer:
         Args:
             group: the public group.
             spec: of its own optimizer, if any.
-            dtypes: of each of its parameters, what is stepped for it.
+            dtypes: of each of its parameters, see `Leaves.tried_dtype`.
         """
         shared = self._shared()
         if spec is None and shared is not None:
@@ -122,7 +122,7 @@ class LocalOptimizer:
 
         Args:
             groups: the public groups.
-            dtype_of: tells what is stepped for a parameter.
+            dtype_of: tells for which dtype a class must bear cuts, see `Leaves.tried_dtype`.
         """
         found: dict[Tensor, str] = {}
         for built in self._built:
@@ -333,7 +333,7 @@ def why_not_cut(
         default: what steps the groups that name no class of their own.
         groups: the public groups, as they were given.
         specs: for each group the spec of its own optimizer, or None.
-        dtype_of: tells what is stepped for a parameter.
+        dtype_of: tells for which dtype a class must bear cuts, see `Leaves.tried_dtype`.
         is_tried: whether to try what sharding does to classes; an untried one bears no cuts.
     """
     shared = [options_of(group) for group, spec in zip(groups, specs, strict=True) if spec is None]

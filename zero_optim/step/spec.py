@@ -61,14 +61,14 @@ class OptimizerSpec:
 
         Args:
             given: the options of each group that it steps, as they were given.
-            dtypes: of each parameter, what is stepped for it.
+            dtypes: of each parameter, see `Leaves.tried_dtype`.
             is_tried: whether to try what sharding does to the class; an untried one bears no cuts.
         """
         reasons: dict[torch.dtype, str | None] = {}
         for dtype in dict.fromkeys(dtypes):
             reason: str | None = "not tried (assume_separable=True)"
             if is_tried:
-                reason = why_not_cut(self.optimizer_class, self.arguments, given)
+                reason = why_not_cut(self.optimizer_class, self.arguments, given, dtype)
             reasons[dtype] = None if reason is None else f"{self.name}: {reason}"
         return [reasons[dtype] for dtype in dtypes]
 
