@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from cuts import ONE_A_BUCKET, SHAPES, cutting
 from pool import Ranks
 from training import assert_same_bits, make_params, params_of, set_grads, train_both, twin
-from zero_optim import ZeroRedundancyOptimizer
+from zero_optim import RankMismatchError, ZeroRedundancyOptimizer
 from zero_optim.plan.pieces import Piece
 from zero_optim.step.gradients import rows_of
 
@@ -583,6 +583,55 @@ def check_share() -> None:
 
 def test_a_rank_steps_its_rows_alone(ranks2: Ranks) -> None:
     ranks2.run(check_share)
+
+
+def check_explained() -> list[str]:
+    """One model of AdamW that is cut, with a group of Muon-like matrices that are not."""
+    params = make_params(((1024, 128), (96, 16), (400, 100)))
+    texts = []
+    for optimizer_class, options in (
+        (torch.optim.AdamW, {}),
+        (torch.optim.Adafactor, {}),
+        (torch.optim.AdamW, {"cuts": False}),
+        (torch.optim.AdamW, {"assume_separable": True}),
+    ):
+        sharded = ZeroRedundancyOptimizer(twin(params), optimizer_class, lr=0.1, **options)
+        set_grads(params_of(sharded), 0)
+        sharded.step()
+        told = sharded.explain(quiet=True)
+        mine = told.ranks[dist.get_rank()]
+        assert mine.num_params == len(sharded.owned_parameters())
+        assert mine.state_nbytes == sharded.state_nbytes()
+        assert sum(rank.numel for rank in told.ranks) == sum(p.numel() for p in params)
+        if optimizer_class is torch.optim.AdamW:
+            # Two moments of float32, and a step for each parameter.
+            assert mine.state_nbytes == 2 * mine.param_nbytes + 4 * mine.num_params
+        assert ("cut: parameter" in str(told)) == (max(map(len, sharded.pieces().values())) > 1)
+        texts.append(str(told))
+    return texts
+
+
+def test_explain_tells_what_is_cut_and_why_the_rest_is_not(ranks2: Ranks) -> None:
+    texts = ranks2.run(check_explained)
+    assert texts[0] == texts[1]
+    cut, whole, off, untried = texts[0]
+    assert "cut: parameter 0 of group 0 (shape (1024, 128)) in 2 pieces, owners [0, 1]" in cut
+    assert "not cut:" not in cut
+    assert "balance: fullest rank / mean = 1.00" in cut
+    assert "x the mean (Adafactor: " in whole
+    assert "the fullest rank sends 1.5 x the mean (cuts=False)" in off
+    assert "x the mean (AdamW: not tried (assume_separable=True))" in untried
+
+
+def check_flag_agreed() -> None:
+    with pytest.raises(RankMismatchError, match=r"cuts=True.*cuts=False"):
+        ZeroRedundancyOptimizer(make_params(), torch.optim.SGD, lr=0.1, cuts=dist.get_rank() == 0)
+    with pytest.raises(TypeError, match="cuts"):
+        ZeroRedundancyOptimizer(make_params(), torch.optim.SGD, lr=0.1, cuts=1)  # type: ignore[arg-type]
+
+
+def test_ranks_agree_on_cuts(ranks2: Ranks) -> None:
+    ranks2.run(check_flag_agreed)
 
 
 def test_rows_of_a_sparse_tensor_keep_their_order_and_duplicates() -> None:

@@ -37,7 +37,7 @@ def check_case(name: str, options: Options) -> bool:
     assert not is_cut or len(sharded.explain(quiet=True).cuts) >= 2
     assert_same_options(sharded, plain)
     train_case(case, plain, sharded, range(10))
-    if case.saves:
+    if case.saves and case.rates:  # else the caches of step sizes differ with what a rank owns
         check_saved(case, plain, sharded, options)
     whole = ZeroRedundancyOptimizer(twin(params_of(plain)), case.optimizer_class, cuts=False, **options)
     assert all(len(pieces) == 1 for pieces in whole.pieces().values())

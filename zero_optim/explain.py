@@ -4,8 +4,10 @@ Only `holdings` communicates.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+
+from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.cuts import MIN_ROW_NBYTES, TOLERANCE
@@ -116,7 +118,7 @@ def explain(
     sharding: Sharding,
     local: LocalOptimizer,
     groups: Sequence[ParamGroup],
-    whole_because: Sequence[str | None],
+    whole_because: Mapping[Tensor, str],
     state_nbytes: int,
 ) -> Explanation:
     """Find out what all ranks hold; all ranks call; two small collectives.
@@ -126,13 +128,13 @@ def explain(
         sharding: who owns what.
         local: what steps this rank's parameters.
         groups: the public groups.
-        whole_because: for each group why its parameters cannot be cut; None if they can.
+        whole_because: why parameters cannot be cut, of those that cannot.
         state_nbytes: the state that this rank holds, in bytes.
     """
     ranks = holdings(group, sharding, state_nbytes)
     active = [moves or local.moves_frozen for moves in sharding.active()]
     buckets = bucket_holdings(sharding.buckets, active, group.size)
-    cuts = [*describe_cuts(sharding, groups), *describe_uneven(sharding, groups, whole_because, buckets)]
+    cuts = [*describe_cuts(sharding, groups), *describe_uneven(sharding, whole_because, buckets)]
     return Explanation(ranks, buckets, tuple(map(describe_traits, local.traits())), tuple(cuts))
 
 
@@ -180,23 +182,17 @@ def describe_cuts(sharding: Sharding, groups: Sequence[ParamGroup]) -> list[str]
 
 def describe_uneven(
     sharding: Sharding,
-    groups: Sequence[ParamGroup],
-    whole_because: Sequence[str | None],
+    whole_because: Mapping[Tensor, str],
     buckets: Sequence[BucketHolding],
 ) -> list[str]:
     """Describe in one line each uneven bucket, and why it was not cut; does not communicate."""
-    reason_of = {
-        param: reason
-        for group, reason in zip(groups, whole_because, strict=True)
-        for param in group["params"]
-    }
     num_ranks, lines = len(sharding.loads), []
     for bucket, holding in zip(sharding.buckets, buckets, strict=True):
         above = (holding.balance - 1) * holding.nbytes / num_ranks
         if not holding.active or above <= max(MIN_ROW_NBYTES, TOLERANCE * holding.nbytes / num_ranks):
             continue
-        reasons = dict.fromkeys(reason_of.get(param) for param in bucket.params)
-        why = "; ".join(reason for reason in reasons if reason is not None) or _NO_PLACE
+        reasons = dict.fromkeys(whole_because[param] for param in bucket.params if param in whole_because)
+        why = "; ".join(reasons) or _NO_PLACE
         lines.append(
             f"not cut: {holding.num_params} {holding.dtype} on {holding.device}, {holding.nbytes / _MIB:.2f} "
             f"MiB; the fullest rank sends {holding.balance:.1f} x the mean ({why})"

@@ -195,6 +195,15 @@ def by_rows(index: int, value: Tensor) -> list[Tensor]:
     return list(torch.split(value, sizes))
 
 
+def below_vectors(index: int, value: Tensor) -> list[Tensor]:
+    """Cut a parameter between rows in pieces that are shorter than two vectors of 64 bytes, by one row.
+
+    Kernels take two vectors at a time, so each of these is treated as the end of a vector.
+    """
+    row_nbytes = value.element_size() * value.numel() // len(value)
+    return list(torch.split(value, max(1, (2 * _ALIGNMENT_NBYTES - 1) // row_nbytes)))
+
+
 def _rows_apart(value: Tensor) -> int:
     """Return how many rows lie between two places where a plan may cut."""
     row_nbytes = value.element_size() * value.numel() // len(value)

@@ -5,7 +5,7 @@ The optimizer calls. `Sharding.plan`, `gather` and `gather_all` communicate; all
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from torch import Tensor
@@ -18,7 +18,7 @@ from zero_optim.plan.groups import ParamGroup, describe_options, member_ids, par
 from zero_optim.plan.layout import Span, spans
 from zero_optim.plan.memory import check_shardable
 from zero_optim.plan.pieces import Piece, Pieces, piece_of
-from zero_optim.plan.plan import Plan, describe_owners, describe_params, make_plan
+from zero_optim.plan.plan import Plan, describe_owners, describe_params, make_plan, make_plan_asking
 from zero_optim.shard.gathers import Gathers, UnderWay
 from zero_optim.shard.storage import ParamBucket, is_active, make_bucket
 
@@ -68,7 +68,7 @@ class Sharding:
         costs: Sequence[Cost],
         before: int,
         about: Sequence[str],
-        bear_cuts: Sequence[bool] | None,
+        bear_cuts: Callable[[], Sequence[bool]] | None,
     ) -> Plan:
         """Plan groups, and check that all ranks have the same plan; all ranks call.
 
@@ -79,8 +79,8 @@ class Sharding:
             costs: the cost function of each group to plan.
             before: number of groups that have been planned already.
             about: further descriptions to agree on.
-            bear_cuts: for each group to plan, whether several ranks may own rows of a parameter; None cuts
-                nothing, and evens out the model alone, not each bucket.
+            bear_cuts: tells for each parameter to plan whether several ranks may own rows of it; called if
+                there is something to cut. None cuts nothing, and evens out the model alone, not each bucket.
 
         Raises:
             ValueError: on every rank, a parameter cannot be sharded; or TypeError.
@@ -91,10 +91,8 @@ class Sharding:
             check_shardable(groups)
             by_group = [group["params"] for group in new]
             spent = [[cost(p) for p in params] for params, cost in zip(by_group, costs, strict=True)]
-            bears = None
-            if bear_cuts is not None:
-                bears = [each for each, params in zip(bear_cuts, by_group, strict=True) for _ in params]
-            plan = make_plan(by_group, spent, self._group.size, self._cap_nbytes, self.loads, bears)
+            known = by_group, spent, self._group.size, self._cap_nbytes, self.loads
+            plan = make_plan(*known) if bear_cuts is None else make_plan_asking(*known, bear_cuts)
             described = [*describe_params(new), *describe_options(new), *about]
             # Owners come last: they differ where anything else does, and the first difference is told.
             items = [*described, f"buckets of {self._cap_nbytes} bytes", *describe_owners(new, plan)]

@@ -142,12 +142,14 @@ class ShardedOptimizer(Optimizer):
             about = [f"optimizer {spec.describe()}" for spec in (default, *filter(None, specs))]
             about += [*options.describe(), f"gather_lazily={'None' if read_by is None else 'a model'}"]
             check_reader(read_by, params_of(groups))
-            bear_cuts = None
-            if options.cuts and group.size > 1:
-                found = why_not_cut(default, groups, specs, is_tried=not options.assume_separable)
-                bear_cuts = [reason is None for reason in found]
         every = params_of(groups)
-        plan = sharding.plan(groups, costs, 0, about, bear_cuts)
+
+        def bear_cuts() -> list[bool]:
+            is_tried = not options.assume_separable
+            reasons = why_not_cut(default, groups, specs, leaves.tried_dtype, is_tried=is_tried)
+            return [reason is None for reason in reasons]
+
+        plan = sharding.plan(groups, costs, 0, about, bear_cuts if options.cuts else None)
         owned = sharding.owned(every, plan)
         with failing_together(group):
             leaf_of = {param: leaves.add(param, piece) for param, piece in owned.items()}
@@ -208,12 +210,15 @@ class ShardedOptimizer(Optimizer):
                 cost = cost_named(group.pop("cost", self._options.cost))
                 spec = OptimizerSpec.taken_from(group)
                 about = [f"optimizer {spec.describe()}"] if spec is not None else []
-                bear_cuts = None
-                if self._options.cuts and self._group.size > 1:
-                    bear_cuts = [self._owned.local.why_not_cut(group, spec) is None]
         finally:
             self.defaults = defaults
-        plan = self._sharding.plan(self.param_groups, [cost], before, about, bear_cuts)
+
+        def bear_cuts() -> list[bool]:
+            dtypes = list(map(self._owned.leaves.tried_dtype, group["params"]))
+            return [reason is None for reason in self._owned.local.why_not_cut(group, spec, dtypes)]
+
+        asked = bear_cuts if self._options.cuts else None
+        plan = self._sharding.plan(self.param_groups, [cost], before, about, asked)
         self._owned.add_group(group, spec, self._sharding.owned(group["params"], plan))
         self._sharding.add(group["params"], plan)
         self._owned.leaves.follow()
@@ -307,7 +312,9 @@ class ShardedOptimizer(Optimizer):
             The same as data, on every rank.
         """
         local, groups, nbytes = self._owned.local, self.param_groups, self.state_nbytes()
-        reasons = local.whole_because() if self._options.cuts else ["cuts=False"] * len(groups)
+        reasons = dict.fromkeys(self._params(), "cuts=False")
+        if self._options.cuts:
+            reasons = local.whole_because(groups, self._owned.leaves.tried_dtype)
         explanation = explain(self._group, self._sharding, local, groups, reasons, nbytes)
         if self._group.rank == 0 and not quiet:
             print(explanation)  # noqa: T201 - what it is for

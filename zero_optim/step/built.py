@@ -1,8 +1,9 @@
 """One optimizer of the user's class over leaves of this rank, as it was built from its spec."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -91,13 +92,14 @@ class BuiltOptimizer:
         """Refuse a class whose step cannot be taken some parameters at a time; see `OptimizerSpec`."""
         self.spec.check_parts(self.traits)
 
-    def why_not_cut(self, *more: ParamGroup) -> str | None:
-        """Tell why ranks cannot share the rows of a parameter that it steps; None if they can.
+    def why_not_cut(self, dtypes: Sequence[torch.dtype], *more: ParamGroup) -> list[str | None]:
+        """Tell why ranks cannot share the rows of parameters that it steps; see `OptimizerSpec`.
 
         Args:
+            dtypes: of each parameter, see `Leaves.tried_dtype`.
             more: options of groups that may be added.
         """
-        return self.spec.why_not_cut([*self._given, *more], is_tried=self._is_tried)
+        return self.spec.why_not_cut([*self._given, *more], dtypes, is_tried=self._is_tried)
 
     def add_group(self, number: int, group: ParamGroup, *, steps_parts: bool) -> None:
         """Add what this rank owns of a public group.

@@ -63,8 +63,8 @@ class Leaves:
         """Begin to step what this rank owns of a parameter; gives its leaf."""
         self._pieces[param] = piece
         rows = self.rows(param)
-        dtype, trains = self._dtype, param.requires_grad
-        if dtype is not None and param.is_floating_point() and param.itemsize < dtype.itemsize:
+        dtype, trains = self.stepped_dtype(param), param.requires_grad
+        if dtype != param.dtype:
             self.masters[param] = Parameter(rows.detach().to(dtype), requires_grad=trains)
             self.separate[param] = self.masters[param]
         elif rows is not param:
@@ -79,6 +79,17 @@ class Leaves:
         if param not in self.masters:
             self._put_over_rows(param)
         return leaf
+
+    def stepped_dtype(self, param: Tensor) -> torch.dtype:
+        """Tell the dtype in which a parameter is stepped."""
+        dtype = self._dtype
+        if dtype is not None and param.is_floating_point() and param.itemsize < dtype.itemsize:
+            return dtype
+        return param.dtype
+
+    def tried_dtype(self, param: Tensor) -> torch.dtype:
+        """Tell for which dtype a class must bear cuts; accelerators treat all dtypes alike, see the probe."""
+        return self.stepped_dtype(param) if param.device.type == "cpu" else torch.float32
 
     def rows(self, param: Tensor) -> Tensor:
         """View what this rank owns of a parameter: the parameter itself unless it is cut.

@@ -99,26 +99,37 @@ class LocalOptimizer:
         """List what was found of each class; None where it was not tried."""
         return [(built.spec.name, built.traits) for built in self._built]
 
-    def why_not_cut(self, group: ParamGroup, spec: OptimizerSpec | None) -> str | None:
-        """Tell why ranks cannot share rows of the parameters of a group that may be added; None if they can.
+    def why_not_cut(
+        self, group: ParamGroup, spec: OptimizerSpec | None, dtypes: Sequence[torch.dtype]
+    ) -> list[str | None]:
+        """Tell why ranks cannot share rows of the parameters of a group that may be added.
 
         Args:
             group: the public group.
             spec: of its own optimizer, if any.
+            dtypes: of each of its parameters, see `Leaves.tried_dtype`.
         """
         shared = self._shared()
         if spec is None and shared is not None:
-            return shared.why_not_cut(options_of(group))
-        return (spec or self._default).why_not_cut([options_of(group)], is_tried=not self._assume_separable)
+            return shared.why_not_cut(dtypes, options_of(group))
+        spec = spec or self._default
+        return spec.why_not_cut([options_of(group)], dtypes, is_tried=not self._assume_separable)
 
-    def whole_because(self) -> list[str | None]:
-        """Tell for each public group why ranks cannot share rows of its parameters; None if they can."""
-        found: dict[int, str | None] = {}
+    def whole_because(
+        self, groups: Sequence[ParamGroup], dtype_of: Callable[[Tensor], torch.dtype]
+    ) -> dict[Tensor, str]:
+        """Tell of which parameters ranks cannot share rows, and why.
+
+        Args:
+            groups: the public groups.
+            dtype_of: tells for which dtype a class must bear cuts, see `Leaves.tried_dtype`.
+        """
+        found: dict[Tensor, str] = {}
         for built in self._built:
-            reason = built.why_not_cut()
-            told = None if reason is None else f"{built.spec.name}: {reason}"
-            found.update(dict.fromkeys(built.numbers, told))
-        return [found[number] for number in range(self.num_groups)]
+            params = params_of([groups[number] for number in built.numbers])
+            reasons = built.why_not_cut(list(map(dtype_of, params)))
+            found.update((p, reason) for p, reason in zip(params, reasons, strict=True) if reason is not None)
+        return found
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -312,23 +323,26 @@ def why_not_cut(
     default: OptimizerSpec,
     groups: Sequence[ParamGroup],
     specs: Sequence[OptimizerSpec | None],
+    dtype_of: Callable[[Tensor], torch.dtype],
     *,
     is_tried: bool,
 ) -> list[str | None]:
-    """Find out for each group why ranks cannot share the rows of a parameter of it; None if they can.
+    """Find out for each parameter of groups why ranks cannot share its rows; None if they can.
 
     Args:
         default: what steps the groups that name no class of their own.
         groups: the public groups, as they were given.
         specs: for each group the spec of its own optimizer, or None.
+        dtype_of: tells for which dtype a class must bear cuts, see `Leaves.tried_dtype`.
         is_tried: whether to try what sharding does to classes; an untried one bears no cuts.
     """
     shared = [options_of(group) for group, spec in zip(groups, specs, strict=True) if spec is None]
-    of_shared = default.why_not_cut(shared, is_tried=is_tried) if shared else None
-    return [
-        of_shared if spec is None else spec.why_not_cut([options_of(group)], is_tried=is_tried)
-        for group, spec in zip(groups, specs, strict=True)
-    ]
+    found: list[str | None] = []
+    for group, spec in zip(groups, specs, strict=True):
+        given = shared if spec is None else [options_of(group)]
+        dtypes = list(map(dtype_of, group["params"]))
+        found += (spec or default).why_not_cut(given, dtypes, is_tried=is_tried)
+    return found
 
 
 def _owned_group(group: ParamGroup, owned: Mapping[Tensor, Tensor]) -> ParamGroup:

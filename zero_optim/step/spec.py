@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from zero_optim.plan.description import describe
@@ -53,16 +54,23 @@ class OptimizerSpec:
             raise TypeError(f"expected optimizer_class to build a torch.optim.Optimizer, got {optimizer!r}")
         return optimizer
 
-    def why_not_cut(self, given: Sequence[ParamGroup], *, is_tried: bool) -> str | None:
-        """Find out why ranks cannot share the rows of a parameter that it steps; None if they can.
+    def why_not_cut(
+        self, given: Sequence[ParamGroup], dtypes: Sequence[torch.dtype], *, is_tried: bool
+    ) -> list[str | None]:
+        """Find out for each parameter that it steps why ranks cannot share its rows; None if they can.
 
         Args:
             given: the options of each group that it steps, as they were given.
+            dtypes: of each parameter, see `Leaves.tried_dtype`.
             is_tried: whether to try what sharding does to the class; an untried one bears no cuts.
         """
-        if not is_tried:
-            return "it was not tried (assume_separable=True)"
-        return why_not_cut(self.optimizer_class, self.arguments, given)
+        reasons: dict[torch.dtype, str | None] = {}
+        for dtype in dict.fromkeys(dtypes):
+            reason: str | None = "not tried (assume_separable=True)"
+            if is_tried:
+                reason = why_not_cut(self.optimizer_class, self.arguments, given, dtype)
+            reasons[dtype] = None if reason is None else f"{self.name}: {reason}"
+        return [reasons[dtype] for dtype in dtypes]
 
     def check_parts(self, traits: Traits | None) -> None:
         """Refuse a class whose step cannot be taken some parameters at a time.
