@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.lanes import Lease, lanes_beside
+from zero_optim.comm.lanes import Lease, lanes_for_rows
 from zero_optim.comm.row_sum import RowSum
-from zero_optim.compat.streams import is_asynchronous
 from zero_optim.ddp.assignment import BucketAssignment, ReducedParams, ReducerOptions
 from zero_optim.ddp.backward_pass import BackwardPass
 from zero_optim.ddp.bucket import ReducerBucket
@@ -44,7 +43,7 @@ class OwnerReducer(Reducer):
         wanted: Callable[[bool], bool],
     ) -> None:
         self._optimizer = optimizer
-        self._lanes = _lanes(optimizer.ranks, optimizer.owners())
+        self._lanes = lanes_for_rows(optimizer.ranks, optimizer.owners())
         super().__init__(
             params,
             optimizer.ranks.process_group,
@@ -91,15 +90,12 @@ class OwnerReducer(Reducer):
             RuntimeError: there are gradients of a pass that was reduced.
         """
         for name, param in zip(self.names, self.params, strict=True):
-            grad = param.grad
-            if isinstance(grad, PartialGradient):
-                if not grad.is_zero:
-                    raise RuntimeError(
-                        f"the gradient of {name} has been reduced to its owners: a pass under no_sync() "
-                        "cannot add to it. Call zero_grad() first, or put the passes under no_sync() before "
-                        "the one that is reduced"
-                    )
-                param.grad = None
+            if isinstance(param.grad, PartialGradient):
+                raise RuntimeError(  # noqa: TRY004 - the call is wrong, not an argument
+                    f"the gradient of {name} has been reduced to its owners: a pass under no_sync() cannot "
+                    "add to it. Call zero_grad() first, or put the passes under no_sync() before the one "
+                    "that is reduced"
+                )
 
     @torch.no_grad()
     def shadow(self) -> None:
@@ -217,9 +213,3 @@ def reducing_to_owners(group: RankGroup, lanes: Lease) -> Launch:
         return started
 
     return launch
-
-
-def _lanes(group: RankGroup, params: Iterable[Tensor]) -> Lease:
-    """Take process groups for the exchange on gloo; elsewhere two communicators could wait for each other."""
-    on_cpu = not any(is_asynchronous(device) for device in {param.device for param in params})
-    return lanes_beside(group) if on_cpu and group.data_backend == "gloo" else Lease.of(group)
