@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from zero_optim.compat.engine import in_backward
 from zero_optim.plan.pieces import Pieces, owned_by_text
 
 # In place, each element alone, with numbers or 0-d tensors beside the gradients.
@@ -50,9 +51,12 @@ class PartialGradient(Tensor):
 
     Attributes:
         piece: as given.
+        was_added_to: autograd has added a gradient, which is lost. To raise there would leave other ranks
+            waiting; whoever reduces tells them.
     """
 
     piece: Tensor | None
+    was_added_to: bool
 
     @staticmethod
     def __new__(
@@ -68,6 +72,7 @@ class PartialGradient(Tensor):
     def __init__(self, param: Tensor, pieces: Pieces, piece: Tensor | None, name: str) -> None:
         """Keep the rows."""
         self.piece = piece
+        self.was_added_to = False
         self._of = weakref.ref(param)
         self._pieces = pieces
         self._name = name
@@ -120,6 +125,9 @@ class PartialGradient(Tensor):
         if name == "detach" and isinstance(first, PartialGradient):
             return first._with(first.piece)
         if name == "detach_":
+            return first
+        if name == "add_" and isinstance(first, PartialGradient) and in_backward():
+            first.was_added_to = True
             return first
         beside = args[1:]
         if name in _PER_ELEMENT and not any(_has_elements(value) for value in beside):
