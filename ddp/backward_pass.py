@@ -134,7 +134,7 @@ class BackwardPass:
 
     # ------------------------------------------------------------------ gradients come
 
-    def _note(self, explain: Callable[[Sequence[str]], str], index: int) -> None:
+    def note(self, explain: Callable[[Sequence[str]], str], index: int) -> None:
         """Note something wrong with a parameter's gradient."""
         self._troubles.note(explain, self._assignment.names[index])
 
@@ -174,11 +174,11 @@ class BackwardPass:
                 self.order.append(index)
         elif self._terms.kind == "learnt":
             if self.calls[index] > self._expected[index]:
-                self._note(report.more, index)
+                self.note(report.more, index)
         elif self._expected[index] or self.calls[index] > 1:
-            self._note(report.twice, index)
+            self.note(report.twice, index)
         elif number < self.reductions.num_passed:
-            self._note(report.late_gradient, index)
+            self.note(report.late_gradient, index)
         else:
             bucket.pending.append(slot)
 
@@ -215,7 +215,7 @@ class BackwardPass:
         else:
             self._take_rest(bucket, used)
         for slot in bucket.pop_misfits():
-            self._note(report.dense if bucket.is_sparse else report.sparse, bucket.indices[slot])
+            self.note(report.dense if bucket.is_sparse else report.sparse, bucket.indices[slot])
         if number == self._num_early and self._troubles:
             bucket.write_failure_word()  # the last, at the end: nothing more can go wrong
         self.reductions.launch_next()
@@ -244,10 +244,10 @@ class BackwardPass:
             return
         for index, (calls, expected) in enumerate(zip(self.calls, self._expected, strict=True)):
             if calls < expected and not self._terms.carried[index]:
-                self._note(report.fewer if self._terms.kind == "learnt" else report.no_gradient, index)
+                self.note(report.fewer if self._terms.kind == "learnt" else report.no_gradient, index)
         for index in self._terms.undefined:  # would be handed out as it came, not reduced
             if self._has_gradient(index):
-                self._note(report.more, index)
+                self.note(report.more, index)
 
     def _has_gradient(self, index: int) -> bool:
         bucket, _, slot = self._assignment.places[index]

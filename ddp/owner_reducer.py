@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.lanes import Lease, lanes_beside
+from zero_optim.comm.lanes import Lease, lanes_for_rows
 from zero_optim.comm.row_sum import RowSum
-from zero_optim.compat.streams import is_asynchronous
+from zero_optim.ddp import report
 from zero_optim.ddp.assignment import BucketAssignment, ReducedParams, ReducerOptions
 from zero_optim.ddp.backward_pass import BackwardPass
 from zero_optim.ddp.bucket import ReducerBucket
@@ -44,7 +44,9 @@ class OwnerReducer(Reducer):
         wanted: Callable[[bool], bool],
     ) -> None:
         self._optimizer = optimizer
-        self._lanes = _lanes(optimizer.ranks, optimizer.owners())
+        self._mixed: list[int] = []  # gradients to which autograd has added what was not reduced
+        self._arriving: int | None = None  # the parameter whose gradient begins a pass
+        self._lanes = lanes_for_rows(optimizer.ranks, optimizer.owners())
         super().__init__(
             params,
             optimizer.ranks.process_group,
@@ -69,10 +71,26 @@ class OwnerReducer(Reducer):
 
     # ------------------------------------------------------------------ a backward pass
 
+    def _first_arrived(self, index: int) -> None:
+        """Take a gradient in a pass that no output has announced: what was reduced before was still there."""
+        grad = self.params[index].grad
+        if isinstance(grad, PartialGradient) and grad.was_added_to:
+            self._mixed.append(index)
+            self.params[index].grad = None
+        self._arriving = index
+        try:
+            super()._first_arrived(index)
+        finally:
+            self._arriving = None
+
     def _begin(self) -> BackwardPass:
         self.check_finished(waits=False)
         self._put_aside()
-        return super()._begin()
+        current = super()._begin()
+        mixed, self._mixed = self._mixed, []
+        for index in mixed:
+            current.note(report.mixed, index)
+        return current
 
     def _put_aside(self) -> None:
         """Keep the gradients of passes that were reduced: autograd would add to them what is yet to be."""
@@ -80,7 +98,8 @@ class OwnerReducer(Reducer):
             assert isinstance(bucket, OwnerBucket | SparseOwnerBucket)  # see `assign_to_owners`
             kept = {}
             for slot, (index, param) in enumerate(zip(bucket.indices, bucket.params, strict=True)):
-                if param.grad is not None and not self.history.carried[index]:
+                is_fresh = self.history.carried[index] or index == self._arriving
+                if param.grad is not None and not is_fresh:
                     kept[slot], param.grad = param.grad, None
             bucket.begin(kept)
 
@@ -91,15 +110,12 @@ class OwnerReducer(Reducer):
             RuntimeError: there are gradients of a pass that was reduced.
         """
         for name, param in zip(self.names, self.params, strict=True):
-            grad = param.grad
-            if isinstance(grad, PartialGradient):
-                if not grad.is_zero:
-                    raise RuntimeError(
-                        f"the gradient of {name} has been reduced to its owners: a pass under no_sync() "
-                        "cannot add to it. Call zero_grad() first, or put the passes under no_sync() before "
-                        "the one that is reduced"
-                    )
-                param.grad = None
+            if isinstance(param.grad, PartialGradient):
+                raise RuntimeError(  # noqa: TRY004 - the call is wrong, not an argument
+                    f"the gradient of {name} has been reduced to its owners: a pass under no_sync() cannot "
+                    "add to it. Call zero_grad() first, or put the passes under no_sync() before the one "
+                    "that is reduced"
+                )
 
     @torch.no_grad()
     def shadow(self) -> None:
@@ -217,9 +233,3 @@ def reducing_to_owners(group: RankGroup, lanes: Lease) -> Launch:
         return started
 
     return launch
-
-
-def _lanes(group: RankGroup, params: Iterable[Tensor]) -> Lease:
-    """Take process groups for the exchange on gloo; elsewhere two communicators could wait for each other."""
-    on_cpu = not any(is_asynchronous(device) for device in {param.device for param in params})
-    return lanes_beside(group) if on_cpu and group.data_backend == "gloo" else Lease.of(group)

@@ -25,6 +25,7 @@ from zero_optim.hooks.compress import (
 )
 from zero_optim.hooks.debug import BucketRecord, LoggingState, logging_hook, noop_hook
 from zero_optim.hooks.local_sgd import PeriodicModelAverager, PostLocalSGDState, post_localSGD_hook
+from zero_optim.hooks.overlap.to_owners import reduce_to_owners
 from zero_optim.hooks.overlap.zero_step import hook_with_zero_step, hook_with_zero_step_interleaved, zero_step
 from zero_optim.hooks.power_sgd import (
     CompressionStats,
@@ -74,6 +75,7 @@ __all__ = [
     "powerSGD_hook",
     "quantization_perchannel_hook",
     "quantization_pertensor_hook",
+    "reduce_to_owners",
     "topk_hook",
     "zero_step",
 ]

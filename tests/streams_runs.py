@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from modelled import Race, Stream, StreamsModel, modelled_streams
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.checkpoint import save_async
-from zero_optim.ddp import DistributedDataParallel, ReduceScatterBucketer
+from zero_optim.ddp import DistributedDataParallel, ReduceScatterBucketer, ShardedDataParallel
 from zero_optim.hooks import make_hook, zero_step
 
 STEPS = 3
@@ -53,6 +53,7 @@ class Run:
         hook: name and options of a comm hook; None for DDP's own reduction.
         options: of the optimizer.
         ddp_options: of the wrapper.
+        sharded: gradients are sharded; keyword arguments of `ShardedDataParallel`.
         lazily: the optimizer gathers lazily.
         before: called with this object before each forward pass.
         between: called with this object between the forward and the backward pass.
@@ -67,6 +68,7 @@ class Run:
     hook: tuple[str, dict[str, Any]] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     ddp_options: dict[str, Any] = field(default_factory=dict)
+    sharded: dict[str, Any] | None = None
     lazily: bool = False
     before: Callable[["Run"], None] = lambda run: None
     between: Callable[["Run"], None] = lambda run: None
@@ -78,8 +80,11 @@ class Run:
         sgd = {"optimizer_class": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
         options = {"bucket_cap_mb": CAP_MB, **(sgd if "optimizer_class" not in self.options else {})}
         self.net = net
-        self.ddp = DistributedDataParallel(net, bucket_cap_mb=CAP_MB, **self.ddp_options)
         self.optimizer = ZeroRedundancyOptimizer(net.parameters(), **{**options, **self.options})
+        if self.sharded is not None:
+            self.ddp: DistributedDataParallel = ShardedDataParallel(net, self.optimizer, **self.sharded)
+        else:
+            self.ddp = DistributedDataParallel(net, bucket_cap_mb=CAP_MB, **self.ddp_options)
         if self.lazily:
             self.optimizer.gather_lazily(self.ddp)
         state, hook = (None, None) if self.hook is None else make_hook(self.hook[0], **self.hook[1])
@@ -175,6 +180,16 @@ def join(run: Run) -> None:
 
 def clip(run: Run) -> None:
     run.optimizer.clip_grad_norm_(0.01)
+
+
+def pass_again(run: Run) -> None:
+    """Add the gradients of another backward pass."""
+    run.ddp(batch(7)).square().mean().backward()
+
+
+def clip_after_another_pass(run: Run) -> None:
+    pass_again(run)
+    clip(run)
 
 
 def consolidate(run: Run) -> None:

@@ -1,15 +1,17 @@
 """What sharded gradients refuse, and what ranks see when something goes wrong."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from overlap import Net, adamw, inputs, loss_of
 from pool import Ranks
-from sharded import Setting
+from sharded import Setting, assert_same_gradients
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import ShardedDataParallel
 from zero_optim.errors import RankMismatchError, ReductionError
@@ -149,3 +151,57 @@ def lacks_gradients() -> None:
 
 def test_a_missing_gradient_raises_on_every_rank(ranks2: Ranks) -> None:
     ranks2.run(lacks_gradients)
+
+
+@dataclass
+class Hidden:
+    """An output that shows no tensor."""
+
+    make: Callable[[], Tensor]
+
+
+class Hiding(Net):
+    """Its loss does not go through its output."""
+
+    def forward(self, x: Tensor, with_spare: bool = True) -> Any:
+        out = super().forward(x, with_spare)
+        return Hidden(lambda: out)
+
+
+def hides_its_output() -> None:
+    (whole, one), (wrapped, optimizer) = Setting(Hiding).whole(), Setting(Hiding).sharded()
+    for number in range(2):
+        for model, stepped in ((whole, one), (wrapped, optimizer)):
+            stepped.zero_grad()
+            model(inputs(number)).make().square().mean().backward()
+            stepped.step()
+    assert_same_gradients(wrapped, whole)
+    for a, b in zip(whole.parameters(), wrapped.parameters(), strict=True):
+        assert torch.equal(a, b)
+    loss = wrapped(inputs(2)).make().square().mean()
+    with pytest.raises(ReductionError, match=r"was still there for head\.\w+ when a pass came"):
+        loss.backward()
+    optimizer.zero_grad()
+    wrapped(inputs(2)).make().square().mean().backward()
+    optimizer.step()
+
+
+def test_a_pass_that_no_output_shows_cannot_add_to_reduced_gradients(ranks2: Ranks) -> None:
+    ranks2.run(hides_its_output)
+
+
+def syncs_late() -> None:
+    wrapped, optimizer = Setting(accumulate="local").sharded()
+    loss_of(wrapped, 0).backward()
+    loss = loss_of(wrapped, 1)
+    with wrapped.no_sync():
+        loss.backward()
+    with pytest.raises(ReductionError, match=r"under no_sync\(\) in backward\(\) alone"):
+        loss_of(wrapped, 2).backward()
+    optimizer.zero_grad()
+    loss_of(wrapped, 3).backward()
+    optimizer.step()
+
+
+def test_a_local_pass_that_comes_unannounced_is_found_out(ranks2: Ranks) -> None:
+    ranks2.run(syncs_late)

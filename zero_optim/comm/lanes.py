@@ -36,9 +36,11 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch.distributed as dist
+from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.engine import make_group, timeout_of
+from zero_optim.compat.streams import is_asynchronous
 from zero_optim.errors import RankMismatchError
 
 # Beyond this number, garbage is collected before a lane is made: it may hold lanes. That takes some 0.1 s.
@@ -114,6 +116,20 @@ def lanes_beside(group: RankGroup) -> Lease:
 def gloo_lanes_beside(group: RankGroup) -> Lease:
     """Take gloo lanes, one for each rank, up to eight. All ranks call; communicates and raises as `lease`."""
     return lease(group, min(group.size, _MOST), "gloo")
+
+
+def lanes_for_rows(group: RankGroup, params: Iterable[Tensor]) -> Lease:
+    """Take what rows of gradients are exchanged on: lanes on gloo, for the CPU; otherwise the group itself.
+
+    Elsewhere two communicators that are in use at once may wait for each other for ever. All ranks call;
+    communicates and raises as `lease`.
+
+    Args:
+        group: the ranks.
+        params: whose gradients they are.
+    """
+    on_cpu = not any(is_asynchronous(device) for device in {param.device for param in params})
+    return lanes_beside(group) if on_cpu and group.data_backend == "gloo" else Lease.of(group)
 
 
 def lease(group: RankGroup, number: int, backend: str) -> Lease:

@@ -9,12 +9,14 @@ Note [Partial gradients]
     those rows. Every other one raises. What is None after a backward pass is None on every rank.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from zero_optim.compat.engine import in_backward
 from zero_optim.plan.pieces import Pieces, owned_by_text
 
 # In place, each element alone, with numbers or 0-d tensors beside the gradients.
@@ -38,7 +40,8 @@ class PartialGradient(Tensor):
     """A reduced gradient of which this rank holds some rows, or none. It does not communicate.
 
     Operators that change each element alone, in place, work on the rows that are here: ``zero_``, ``mul_``
-    and ``div_`` by a number, ``clamp_``, what ``GradScaler`` calls. Any other one raises.
+    and ``div_`` by a number, ``clamp_``, what ``GradScaler`` calls. Any other one raises. ``zero_grad()``
+    drops it, with ``set_to_none=False`` too.
 
     Args:
         param: whose gradient it is.
@@ -48,11 +51,12 @@ class PartialGradient(Tensor):
 
     Attributes:
         piece: as given.
-        is_zero: all elements were set to zero since; on the other ranks too, if they did the same.
+        was_added_to: autograd has added a gradient, which is lost. To raise there would leave other ranks
+            waiting; whoever reduces tells them.
     """
 
     piece: Tensor | None
-    is_zero: bool
+    was_added_to: bool
 
     @staticmethod
     def __new__(
@@ -68,7 +72,8 @@ class PartialGradient(Tensor):
     def __init__(self, param: Tensor, pieces: Pieces, piece: Tensor | None, name: str) -> None:
         """Keep the rows."""
         self.piece = piece
-        self.is_zero = False
+        self.was_added_to = False
+        self._of = weakref.ref(param)
         self._pieces = pieces
         self._name = name
 
@@ -89,9 +94,13 @@ class PartialGradient(Tensor):
         self._refuse("pickle")
 
     def _with(self, piece: Tensor | None) -> "PartialGradient":
-        made = PartialGradient(self, self._pieces, piece, self._name)
-        made.is_zero = self.is_zero
-        return made
+        return PartialGradient(self, self._pieces, piece, self._name)
+
+    def drop(self) -> None:
+        """Leave ``param.grad``: there is nothing of it any more, and autograd can begin anew."""
+        param = self._of()
+        if param is not None and param.grad is self:
+            param.grad = None
 
     def _refuse(self, operator: str) -> NoReturn:
         raise RuntimeError(
@@ -117,6 +126,9 @@ class PartialGradient(Tensor):
             return first._with(first.piece)
         if name == "detach_":
             return first
+        if name == "add_" and isinstance(first, PartialGradient) and in_backward():
+            first.was_added_to = True
+            return first
         beside = args[1:]
         if name in _PER_ELEMENT and not any(_has_elements(value) for value in beside):
             if isinstance(first, PartialGradient):
@@ -130,9 +142,10 @@ class PartialGradient(Tensor):
 def _run_on_one(
     func: Callable[..., Any], name: str, grad: PartialGradient, beside: Sequence[Any], kwargs: dict[str, Any]
 ) -> None:
-    grad.is_zero = name == "zero_"
     if grad.piece is not None:
         func(grad.piece, *beside, **kwargs)
+    if name == "zero_":
+        grad.drop()
 
 
 def _run_on_many(
@@ -146,8 +159,9 @@ def _run_on_many(
     there = []
     for grad in grads:
         if isinstance(grad, PartialGradient):
-            grad.is_zero = name == "_foreach_zero_"
             there.append(grad.piece)
+            if name == "_foreach_zero_":
+                grad.drop()
         else:
             there.append(grad)
     present = [place for place, tensor in enumerate(there) if tensor is not None]

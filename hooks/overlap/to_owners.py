@@ -1,0 +1,201 @@
+"""`reduce_to_owners`: the comm hook that reduces gradients to the owners of their parameters, and no more."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import is_
+
+import torch
+from torch import Tensor
+
+from zero_optim.comm.agreement import agree
+from zero_optim.comm.arguments import raise_together
+from zero_optim.comm.lanes import lanes_for_rows
+from zero_optim.compat.engine import after_backward, backward_number, in_backward, in_outer_backward
+from zero_optim.compat.streams import StreamBeside, future_on, record_use, recorded_event, wait_for_event
+from zero_optim.hooks.bucket import GradBucket, Hook, TensorFuture
+from zero_optim.hooks.overlap.owners import BucketOwnership, OwnerReduction
+from zero_optim.optimizer import ZeroRedundancyOptimizer
+from zero_optim.plan.memory import consecutive_views
+from zero_optim.plan.pieces import Pieces, piece_of
+from zero_optim.step.gradients import rows_of
+from zero_optim.step.partial import PartialGradient
+
+_NUM_UNDER_WAY = 2  # while one is summed, the next one is on its way
+
+
+def reduce_to_owners(optimizer: ZeroRedundancyOptimizer) -> Hook:
+    """Make a comm hook that reduces each gradient to its owner alone, in half the bytes of an all-reduce.
+
+    ``ddp.register_comm_hook(None, reduce_to_owners(optimizer))``, on PyTorch's DDP or ours. The loop stays as
+    it is: ``optimizer.clip_grad_norm_()``, ``GradScaler``, ``optimizer.step()``. When ``backward()`` returns,
+    the owner of a parameter has the mean in ``param.grad``, and on other ranks a `PartialGradient` stands
+    there, which has no memory and raises if it is read.
+
+    This saves bytes on the wire. DDP's buckets stay as large as all gradients: for the memory use
+    `zero_optim.ddp.ShardedDataParallel`. ``zero_step(optimizer, gradients="owners")`` is the same with the
+    step in the backward pass.
+
+    Gradients are divided by the number of ranks and added up in the order of ranks. On two ranks that
+    gives the bits of DDP without a hook. To accumulate, put all but the last backward pass of a step under
+    ``no_sync()``: after a reduced pass ``zero_grad()`` comes before the next one. All ranks call, before the
+    first backward pass; process groups may be made here. The CPU waits for a bucket's sum in the hook of a
+    later bucket; on an accelerator a stream beside the backward pass does.
+
+    Args:
+        optimizer: owns every parameter of the wrapper. Gradients are dense and real.
+
+    Raises:
+        TypeError: on every rank, if ``optimizer`` is not sharded by this library.
+        RuntimeError: likewise, if it steps during the backward pass (``overlap_with_ddp=True``).
+        RankMismatchError: on every rank, if not all ranks call this.
+    """
+    _check_optimizer(optimizer)
+    agree(optimizer.ranks, [f"{optimizer.overlaps_with_ddp=}"], "the optimizer of reduce_to_owners")
+    if optimizer.overlaps_with_ddp:
+        raise RuntimeError(
+            "the optimizer has overlap_with_ddp=True, and waits for a hook that steps it: leave that out, or "
+            'use zero_step(optimizer, gradients="owners")'
+        )
+    reductions = _OwnerReductions(optimizer)
+
+    def reduce_to_owners_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return reductions.take(bucket)
+
+    reduce_to_owners_hook.__qualname__ = reduce_to_owners_hook.__name__ = "reduce_to_owners"
+    return reduce_to_owners_hook
+
+
+def _check_optimizer(optimizer: object) -> None:
+    if not isinstance(optimizer, ZeroRedundancyOptimizer):
+        kind = type(optimizer).__name__
+        raise_together(TypeError(f"expected a zero_optim.ZeroRedundancyOptimizer, got {kind}"))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Started:
+    """A bucket on its way.
+
+    Attributes:
+        reduction: of it.
+        done: what DDP waits for.
+        device: of its gradients.
+    """
+
+    reduction: OwnerReduction
+    done: TensorFuture
+    device: torch.device
+
+
+class _OwnerReductions:
+    """Reduces buckets, and shows their gradients as what they are when the backward pass has ended.
+
+    Args:
+        optimizer: owns the parameters.
+    """
+
+    def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
+        self._optimizer = optimizer
+        self._lanes = lanes_for_rows(optimizer.ranks, optimizer.owners())
+        self._plans: dict[int, BucketOwnership] = {}
+        self._streams = StreamBeside()
+        self._under_way: deque[_Started] = deque()
+        self._asked: set[int] = set()  # the engine's numbers of the passes that will call `_end`
+        self._came: list[tuple[Sequence[Tensor], Tensor]] = []  # parameters and buffer of each bucket
+
+    def take(self, bucket: GradBucket) -> TensorFuture:
+        """Launch a bucket's reduction, and wait for that of an earlier one."""
+        joined, number = not in_backward(), bucket.index()
+        if number == 0:
+            self._begin()
+        if not joined and backward_number() not in self._asked:
+            self._asked.add(backward_number())
+            after_backward(lambda: after_backward(self._end))  # behind the callback of DDP
+        if len(self._under_way) == _NUM_UNDER_WAY:
+            self._finish_first()
+        params, buffer = bucket.parameters(), bucket.buffer()
+        ownership = self._ownership(number, params)
+        group, lanes = self._optimizer.ranks, self._lanes.groups
+        # DDP itself finds out which parameters no rank used.
+        reduction = OwnerReduction(group, lanes, bucket, ownership, joined, all_used=True)
+        started = _Started(reduction, future_on(buffer.device), buffer.device)
+        self._under_way.append(started)
+        self._came.append((params, buffer))
+        if bucket.is_last():  # no later hook comes, and DDP waits
+            while self._under_way:
+                self._finish_first()
+            self._streams.join()
+            if joined:  # there is no backward pass to end
+                self._give_joined()
+        return started.done
+
+    def _begin(self) -> None:
+        """Begin a pass; the one before may have broken off."""
+        while self._under_way:
+            self._finish_first()
+        self._asked, self._came = set(), []
+
+    def _ownership(self, number: int, params: Sequence[Tensor]) -> BucketOwnership:
+        """Tell who owns what of a bucket; DDP makes its buckets anew now and then."""
+        known = self._plans.get(number)
+        if known is None or len(known.params) != len(params) or not all(map(is_, known.params, params)):
+            pieces = self._optimizer.pieces()
+            found = [_pieces_of(param, pieces) for param in params]
+            known = BucketOwnership.of(params, found, self._optimizer.ranks.size)
+            self._plans[number] = known
+        return known
+
+    @torch.no_grad()
+    def _finish_first(self) -> None:
+        """Wait for the sum of the bucket that was launched first, and let DDP go on with it."""
+        started = self._under_way.popleft()
+        here = recorded_event(started.device)
+        with self._streams.using(started.device):
+            wait_for_event(started.device, here)
+            try:
+                result = started.reduction.wait()
+            except BaseException:
+                self._lanes.abandon()
+                raise
+            record_use(result)
+            started.done.set_result(result)
+
+    def _give_joined(self) -> None:
+        """Keep what this rank owns, though it has run out of inputs: nobody else could lend it that."""
+        for params, buffer in self._came:
+            for param, view in zip(params, consecutive_views(buffer, params), strict=True):
+                param.grad = view.to(param.dtype, copy=True)
+        self._end()
+
+    def _end(self) -> None:
+        """Show the gradients as what they are, now that DDP has handed them out.
+
+        Where reentrant checkpointing runs backward passes inside another one, ours hands them out at the end
+        of the outermost one. So inner ones leave this to that, which has called a hook unless everything is
+        inside of checkpoints; then other ranks' gradients stay as they are, local ones.
+        """
+        if in_outer_backward():
+            return
+        came, self._came = self._came, []
+        pieces, rank = self._optimizer.pieces(), self._optimizer.ranks.rank
+        for param in chain.from_iterable(params for params, _ in came):
+            grad, of_param = param.grad, pieces[param]
+            piece = piece_of(of_param, rank)
+            if (
+                grad is None
+                or isinstance(grad, PartialGradient)
+                or (piece is not None and len(of_param) == 1)
+            ):
+                continue
+            rows = None if piece is None else rows_of(grad, piece).clone()
+            param.grad = PartialGradient(param, of_param, rows, "a parameter")
+
+
+def _pieces_of(param: Tensor, pieces: dict[Tensor, Pieces]) -> Pieces:
+    if param not in pieces:
+        raise ValueError(
+            f"a parameter of shape {tuple(param.shape)} of the wrapper is not in the optimizer, so it has no "
+            "owner to reduce its gradient to: add it to the optimizer, or freeze it before wrapping"
+        )
+    return pieces[param]

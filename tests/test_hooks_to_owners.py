@@ -1,0 +1,148 @@
+"""The comm hook that reduces gradients to owners: the bits of DDP, and gradients on owners alone."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+
+from cuts import cutting
+from overlap import WRAPPERS, Net, adamw, loss_of
+from pool import Ranks
+from test_sharded_training import Checkpointed, Unused
+from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.hooks import reduce_to_owners
+from zero_optim.step.partial import PartialGradient
+
+both_wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
+
+
+def built(
+    wrapper: str, hooked: bool, model: Any = Net, cut: bool = False, **options: Any
+) -> tuple[Any, ZeroRedundancyOptimizer]:
+    net = model()
+    if cut:
+        with cutting():
+            optimizer = adamw(net, bucket_cap_mb=0.002)
+    else:
+        optimizer = adamw(net)
+    wrapped = WRAPPERS[wrapper](net, bucket_cap_mb=0.0004, **options)
+    if hooked:
+        wrapped.register_comm_hook(None, reduce_to_owners(optimizer))
+    return wrapped, optimizer
+
+
+def clipped_step(model: nn.Module, optimizer: ZeroRedundancyOptimizer, number: int) -> Tensor:
+    optimizer.zero_grad(set_to_none=number % 2 == 0)
+    loss_of(model, number).backward()
+    norm = optimizer.clip_grad_norm_(0.01)
+    optimizer.step()
+    return norm
+
+
+def trains_alike(wrapper: str, model: Any, **options: Any) -> None:
+    (whole, one), (sharded, other) = (built(wrapper, hooked, model, **options) for hooked in (False, True))
+    for number in range(4):
+        assert torch.equal(clipped_step(whole, one, number), clipped_step(sharded, other, number))
+        for (name, want), param in zip(whole.named_parameters(), sharded.parameters(), strict=True):
+            assert torch.equal(param, want), name
+            if want.grad is None:
+                assert param.grad is None, name
+            else:
+                owned = param in set(other.owned_parameters())
+                assert isinstance(param.grad, PartialGradient) != owned, name
+
+
+@both_wrappers
+def test_training_gives_the_bits_of_ddp(ranks2: Ranks, wrapper: str) -> None:
+    ranks2.run(trains_alike, wrapper, Net)
+
+
+def trains_alike_in_other_ways(wrapper: str) -> None:
+    trains_alike(wrapper, Net, gradient_as_bucket_view=True)
+    trains_alike(wrapper, Unused, find_unused_parameters=True)
+    trains_alike(wrapper, partial(Checkpointed, use_reentrant=False))
+    trains_alike(wrapper, partial(Checkpointed, use_reentrant=True))
+
+
+@both_wrappers
+def test_options_of_ddp_give_the_bits_of_ddp(ranks2: Ranks, wrapper: str) -> None:
+    ranks2.run(trains_alike_in_other_ways, wrapper)
+
+
+def adds_up_alike(wrapper: str) -> None:
+    (whole, one), (sharded, other) = (built(wrapper, hooked) for hooked in (False, True))
+    for number in range(2):
+        for model, optimizer in ((whole, one), (sharded, other)):
+            optimizer.zero_grad()
+            with model.no_sync():
+                loss_of(model, 2 * number).backward()
+            loss_of(model, 2 * number + 1).backward()
+            optimizer.step()
+    for want, param in zip(whole.parameters(), sharded.parameters(), strict=True):
+        assert torch.equal(param, want)
+
+
+@both_wrappers
+def test_no_sync_gives_the_bits_of_ddp(ranks2: Ranks, wrapper: str) -> None:
+    ranks2.run(adds_up_alike, wrapper)
+
+
+def cut_alike(wrapper: str) -> None:
+    whole, one = built(wrapper, False)
+    sharded, other = built(wrapper, True, cut=True)
+    for number in range(3):
+        for model, optimizer in ((whole, one), (sharded, other)):
+            optimizer.zero_grad()
+            loss_of(model, number).backward()
+            optimizer.step()
+    for want, param in zip(whole.parameters(), sharded.parameters(), strict=True):
+        assert torch.equal(param, want)
+        piece = next((piece for piece in other.pieces()[param] if piece.owner == dist.get_rank()), None)
+        if piece is not None and len(other.pieces()[param]) > 1:
+            assert isinstance(param.grad, PartialGradient)
+            assert param.grad.piece is not None
+            assert torch.equal(param.grad.piece, want.grad[piece.start : piece.stop])
+
+
+@both_wrappers
+def test_owners_of_rows_have_the_gradients_of_their_rows(ranks2: Ranks, wrapper: str) -> None:
+    ranks2.run(cut_alike, wrapper)
+
+
+def joins_alike(wrapper: str) -> None:
+    (whole, one), (sharded, other) = (built(wrapper, hooked) for hooked in (False, True))
+    for model, optimizer in ((whole, one), (sharded, other)):
+        with Join([model, optimizer]):
+            for number in range(2 + dist.get_rank()):
+                optimizer.zero_grad()
+                loss_of(model, number).backward()
+                optimizer.step()
+    for want, param in zip(whole.parameters(), sharded.parameters(), strict=True):
+        assert torch.equal(param, want)
+
+
+@both_wrappers
+def test_uneven_inputs_give_the_bits_of_ddp(ranks2: Ranks, wrapper: str) -> None:
+    ranks2.run(joins_alike, wrapper)
+
+
+def refuses() -> None:
+    model = Net()
+    plain: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"expected a zero_optim\.ZeroRedundancyOptimizer, got SGD"):
+        reduce_to_owners(plain)
+    with pytest.raises(RuntimeError, match="overlap_with_ddp=True, and waits"):
+        reduce_to_owners(adamw(model, overlap_with_ddp=True))
+    few = ZeroRedundancyOptimizer(model.head.parameters(), torch.optim.SGD, lr=0.1)
+    wrapped = WRAPPERS["torch"](model)
+    wrapped.register_comm_hook(None, reduce_to_owners(few))
+    with pytest.raises(ValueError, match="not in the optimizer, so it has no owner"):
+        loss_of(wrapped, 0).backward()
+
+
+def test_what_cannot_own_the_gradients_is_refused(ranks2: Ranks) -> None:
+    ranks2.run(refuses)
