@@ -59,8 +59,9 @@ def zero_step(
         interleave: False steps nothing before the last bucket is on its way, which leaves CPU or GPU to the
             backward pass as long as that runs. Not for DDP's ``skip_all_reduce_unused_params``.
         gradients: "owners" reduces each gradient to its owner alone (ZeRO stage 2): half the bytes of an
-            all-reduce. When backward has ended ``param.grad`` is None on the other ranks. Gradients are
-            summed in the order of ranks, so on more than two ranks the last bits differ from an all-reduce's.
+            all-reduce. When backward has ended ``param.grad`` is None on the other ranks, and for a cut
+            parameter on every rank: none has the whole gradient. Gradients are summed in the order of ranks,
+            so on more than two ranks the last bits differ from an all-reduce's.
         ddp: the wrapper that the hook will be registered with; not needed for `zero_optim.ddp`. It tells
             whether parameters may be unused (``find_unused_parameters``, ``static_graph``). If they may, or
             for None, gradients that are all zeros are looked for in each bucket. That takes time, and on an
