@@ -1,5 +1,6 @@
 """With sharded gradients a loop trains, bit for bit, as with whole ones."""
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -411,3 +412,21 @@ def works_alone() -> None:
 
 def test_one_rank_has_all_gradients(ranks1: Ranks) -> None:
     ranks1.run(works_alone)
+
+
+def copies_alike() -> None:
+    wrapped, optimizer = Setting().sharded()
+    loss_of(wrapped, 0).backward()
+    optimizer.step()
+    other = copy.deepcopy(wrapped)
+    for model, stepped in ((wrapped, optimizer), (other, other._optimizer)):
+        stepped.zero_grad()
+        loss_of(model, 1).backward()
+        stepped.step()
+    for a, b in zip(wrapped.parameters(), other.parameters(), strict=True):
+        assert a is not b
+        assert torch.equal(a, b)
+
+
+def test_a_copy_has_an_optimizer_of_its_own_and_trains(ranks2: Ranks) -> None:
+    ranks2.run(copies_alike)

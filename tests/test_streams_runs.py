@@ -70,6 +70,11 @@ RUNS: dict[str, dict[str, Any]] = {
     "sharded gradients": {"sharded": {}},
     "sharded gradients, clipping": {"sharded": {}, "after": clip, "lazily": True},
     "sharded gradients, two streams in a model": {"sharded": {}, "before": middle_beside},
+    "sharded gradients, two streams in a bucket": {
+        "sharded": {},
+        "before": middle_beside,
+        "options": {"optimizer_class": torch.optim.SGD, "lr": 0.1, "bucket_cap_mb": 1.0},
+    },
     "sharded gradients, two passes": {"sharded": {}, "after": clip_after_another_pass},
     "sharded gradients, perhaps unused": {"sharded": {"find_unused_parameters": True}},
     "consolidation": {"before": consolidate},
