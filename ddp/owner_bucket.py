@@ -305,7 +305,9 @@ class SparseOwnerBucket(ReducerBucket):
         if skipped[self.indices[0]]:
             param.grad = kept
         elif piece_of(self._owners.pieces[0], self._owners.rank) is None:
-            param.grad = self._owners.shown(0, param, None)
+            elsewhere = PartialGradient(param, self._owners.pieces[0], None, self._owners.names[0])
+            elsewhere.is_of_sparse = True
+            param.grad = elsewhere
         else:
             reduced = result.to(param.dtype)
             param.grad = reduced if kept is None else kept + reduced

@@ -83,7 +83,8 @@ class ShardedDataParallel(DistributedDataParallel):
     Raises:
         TypeError: on every rank: ``optimizer`` is not sharded by this library, or an option is unknown or has
             no meaning here; says why.
-        ValueError: likewise: the optimizer lacks a parameter, or has another process group.
+        ValueError: likewise: the optimizer lacks a parameter, or has another process group; or a parameter is
+            cut, its gradients are sparse, and the class does not bear that.
         RankMismatchError: on every rank: models or arguments differ.
     """
 
@@ -111,6 +112,8 @@ class ShardedDataParallel(DistributedDataParallel):
     def _make_reducer(
         self, pairs: Sequence[tuple[str, Tensor]], options: ReducerOptions, sparse: Sequence[str]
     ) -> Reducer:
+        with failing_together(self._optimizer.ranks):
+            self._optimizer.check_sparse(param for name, param in pairs if name in sparse)
         return OwnerReducer(pairs, self._optimizer, options, sparse=sparse, wanted=self._wanted())
 
     @eager

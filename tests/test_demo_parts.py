@@ -6,17 +6,22 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from pool import Ranks
 from zero_optim.demo import display, elastic, metrics, schedule, worker
-from zero_optim.demo.config import ModelShape
+from zero_optim.demo.config import ModelShape, RunConfig
 from zero_optim.demo.metrics import Metric, MetricsFile
 from zero_optim.demo.model import GPT, generate
-from zero_optim.demo.trainer import Shard
+from zero_optim.demo.ranks import Ranks as DemoRanks
+from zero_optim.demo.text import Corpus
+from zero_optim.demo.trainer import Shard, Trainer
 from zero_optim.errors import DivergedError
 from zero_optim.run import host
 
@@ -246,3 +251,18 @@ def test_a_rank_whose_parent_is_gone_already_ends_at_once(monkeypatch: pytest.Mo
     assert watched.wait(180)
     with pytest.raises(Ended):
         host.end_with_parent(os.getppid() + 1)
+
+
+def num_buckets(shard: Any) -> int:
+    corpus = Corpus("text", *(torch.arange(400, dtype=torch.uint8) for _ in range(2)), digest="")
+    config = RunConfig(out="", shard=shard, context=8, optimizer="SGD", device="cpu")
+    ranks = DemoRanks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    trainer = Trainer(config, ranks, corpus)
+    expected = sum(param.numel() for param in trainer.gpt.parameters())
+    assert [kept.num_parameters for kept in trainer.shards()] == [expected]
+    return len(trainer._optimizer.bucket_members())
+
+
+def test_sharded_gradients_of_the_default_model_have_several_buckets_to_reduce(ranks1: Ranks) -> None:
+    assert ranks1.run(num_buckets, "state") == [1]
+    assert ranks1.run(num_buckets, "gradients")[0] > 2

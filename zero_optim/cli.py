@@ -144,8 +144,9 @@ def _add_tools(commands: Any) -> None:  # noqa: ANN401 - argparse has no public 
     command = commands.add_parser(
         "reshard",
         help="write a checkpoint for another number of ranks",
-        description="Write a checkpoint as N ranks would have written it: each rank then finds all that it "
-        "owns in one file. This is never necessary, since a checkpoint loads on any number of ranks.",
+        description="Write a checkpoint as N ranks without cuts would have written it: each rank then finds "
+        "the parameters that it owns whole in one file; rows of a cut parameter may lie in another rank's. "
+        "This is never necessary, since a checkpoint loads on any number of ranks.",
     )
     command.add_argument(
         "source", metavar="DIR", type=Path, help="a checkpoint, or a torch.save file with a state dict"

@@ -68,7 +68,10 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
         cuts: large parameters may be cut: several ranks own rows of one, so that every bucket is divided
             evenly. Only where trials of the class with these options gave the same bits, parameters and state
             (`pieces` and `explain` tell). False keeps every parameter whole, and chooses owners that are even
-            over the whole model, but perhaps not in each bucket.
+            over the whole model, but perhaps not in each bucket. A group may name its own under the key
+            "cuts". Where the gradient of a cut parameter is sparse, a step raises unless the class gave the
+            same bits with sparse ones too: plain SGD does; SGD with momentum and Adagrad do not. Keep such a
+            group whole.
         **defaults: keyword arguments of ``optimizer_class``.
 
     A group may name its own ``optimizer_class``; its other options are then that class's arguments,
@@ -173,6 +176,8 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
 
         Raises:
             TypeError: ``closure`` cannot be called.
+            ValueError: on every rank with such a gradient, before anything is stepped: the gradient of a cut
+                parameter is sparse, and the class does not bear that, see ``cuts``.
         """
         if self.leaves_out_step():
             return None

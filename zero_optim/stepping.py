@@ -1,6 +1,6 @@
 """How an optimizer steps whose parameters have owners: after or in the backward pass, beside joined ranks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,10 @@ from zero_optim.plan.groups import ParamGroup
 from zero_optim.plan.pieces import Pieces
 from zero_optim.state.state_dicts import ShardedStateDicts
 from zero_optim.step.amp import Scaling, drop_scale
+from zero_optim.step.gradients import is_sparse
 from zero_optim.step.join import lend_gradients, lend_to
 from zero_optim.step.overlap import Overlap
+from zero_optim.step.sparse_rows import check_sparse_rows
 from zero_optim.step.words import Word, exchange, is_skipped_by_all, ranks_that
 
 
@@ -32,6 +34,8 @@ class SteppedOptimizer(ShardedStateDicts, Joinable):
         """Let the local optimizer change this rank's parameters, then gather."""
         try:
             self.begin_step()
+            if not self._join_config.enable:  # there the ranks have heard of it, see `is_skipped_together`
+                self.check_sparse(self._params_of_sparse())
             result = self._owned.run(work, *args, **kwargs)
         finally:
             self._sharding.gather(self.param_groups, frozen_too=self._owned.local.moves_frozen)
@@ -43,6 +47,36 @@ class SteppedOptimizer(ShardedStateDicts, Joinable):
         self._snapshot.changed()
         self._sharding.refresh(self.param_groups)
         self._owned.take_over_state(self.state)
+
+    def check_sparse(self, params: Iterable[Tensor]) -> None:
+        """Refuse sparse gradients of cut parameters, unless trials of the class with such gave equal bits.
+
+        To be called on all ranks, before a step with such gradients. Does not communicate. The first call
+        tries the class, which takes some 10 ms.
+
+        Args:
+            params: those whose gradients are sparse; what is not cut, or not in the optimizer, is left out.
+
+        Raises:
+            ValueError: names a parameter, and says what to do.
+        """
+        pieces = self._sharding.pieces
+        concerned = [param for param in params if len(pieces.get(param, ())) > 1]
+        if concerned:
+            dtype_of = self._owned.leaves.tried_dtype
+            check_sparse_rows(self.param_groups, concerned, self._owned.local, dtype_of)
+
+    def _params_of_sparse(self) -> list[Tensor]:
+        """List the cut parameters whose gradients are sparse, also where other ranks hold them."""
+        every = self._sharding.pieces.items()
+        return [param for param, pieces in every if len(pieces) > 1 and is_sparse(param.grad)]
+
+    def _failure_of_sparse(self, params: Iterable[Tensor]) -> Exception | None:
+        try:
+            self.check_sparse([param for param in params if is_sparse(param.grad)])
+        except ValueError as error:
+            return error
+        return None
 
     def is_skipped_together(self, scaler: object, failure: Exception | None) -> bool:
         """Tell whether the ranks skip a step; if they do not, gradients are as it needs them; all ranks call.
@@ -61,6 +95,8 @@ class SteppedOptimizer(ShardedStateDicts, Joinable):
         scaling = None
         if failure is None:
             try:
+                if self._join_config.enable:
+                    self.check_sparse(self._params_of_sparse())
                 scaling = Scaling.of(self, scaler)
             except Exception as error:  # noqa: BLE001 - told to the others, and raised on every rank
                 failure = error
@@ -152,9 +188,13 @@ class SteppedOptimizer(ShardedStateDicts, Joinable):
         with overlap.finishing(late, joined=joined) as current:
             rest = current.rest(self.param_groups)
             if rest:
+                failure = None if joined else self._failure_of_sparse(rest)
                 if self._join_config.enable:
-                    lend_gradients(self._group, joined, *self._lendable(rest))
-                overlap.step(self.param_groups, overlap.part(rest), [param.grad for param in rest])
+                    lend_gradients(self._group, joined, *self._lendable(rest), failure=failure)
+                known = [None if failure is not None else param.grad for param in rest]
+                overlap.step(self.param_groups, overlap.part(rest), known)
+                if failure is not None:
+                    raise failure
 
     # ------------------------------------------------------------------ uneven inputs
 

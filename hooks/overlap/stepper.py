@@ -88,6 +88,11 @@ class Stepper:
         else:
             lanes, ranks = self._owner_lanes.groups, self._overlap.reducing()
             reduced = OwnerReduction(ranks, lanes, bucket, ownership, joined, all_used)
+        if buffer.is_sparse:
+            # On this thread: to try a class is no work for a thread beside the backward pass, which may draw
+            # random numbers. Every rank sees the same buckets, so all fail.
+            with of.minding():
+                self._optimizer.check_sparse(part.params)
         done = future_on(buffer.device)
         of.held.append(Task(of, part, buffer, reduced, all_used, done))
         if self._interleave or of.is_complete:

@@ -86,7 +86,10 @@ def _optimizer_dict(values: Mapping[str, Json]) -> Callable[[Any], Any]:
 
 
 def reshard(source: Path, out: Path, world_size: int) -> None:
-    """Write a checkpoint as that many ranks would have written it: each finds all that it owns in one file.
+    """Write a checkpoint as that many ranks without cuts would have written it.
+
+    Each rank finds the parameters that it owns whole in one file. One that owns rows of a cut parameter reads
+    them from the file of the rank that would own the whole.
 
     Args:
         source: a checkpoint's folder; or a file of ``torch.save`` with a state dict of an optimizer, of a

@@ -39,6 +39,12 @@ if TYPE_CHECKING:
     from zero_optim.demo.ranks import Ranks
 
 
+_CAP_MB = 32.0  # the optimizer's own default
+# Gradients are reduced bucket by bucket, and the default model has 3.4 MB of them: in one bucket all of them
+# would be reduced when the backward pass has ended.
+_SHARDED_CAP_MB = 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """What one rank keeps.
@@ -71,7 +77,10 @@ class Trainer:
         self.step = 0
         self.gpt = GPT(config.shape).to(ranks.device)
         self._optimizer = ZeroRedundancyOptimizer(
-            self.gpt.parameters(), optimizers.find(config.optimizer), **optimizers.keywords(config.options)
+            self.gpt.parameters(),
+            optimizers.find(config.optimizer),
+            bucket_cap_mb=_SHARDED_CAP_MB if config.shard == "gradients" else _CAP_MB,
+            **optimizers.keywords(config.options),
         )
         self._ddp = self._wrapped()
         self._scheduler = schedule.make(self._optimizer, config)
@@ -226,7 +235,7 @@ class Trainer:
         for param, pieces in self._optimizer.pieces().items():
             piece = piece_of(pieces, self.ranks.rank)
             if piece is not None:
-                owned += param.numel() * (piece.stop - piece.start) // num_rows(param.shape)
+                owned += param.numel() * (piece.stop - piece.start) // max(1, num_rows(param.shape))
         numbers = [owned, self._optimizer.state_nbytes()]
         if self.config.shard == "gradients":
             numbers.append(self._pass_without_update())

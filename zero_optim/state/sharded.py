@@ -3,7 +3,7 @@
 All its parts exist when its constructor returns. Subclasses add the state dicts and the step.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -103,6 +103,17 @@ def _copied(group: Any) -> Any:  # noqa: ANN401 - torch.optim refuses what is no
     return dict(group) if isinstance(group, dict) else group
 
 
+def _may_cut(group: ParamGroup, default: bool) -> bool:
+    """Take "cuts" out of a group: whether its parameters may be cut."""
+    cuts = group.pop("cuts", default)
+    check_flags(cuts=cuts)
+    return bool(cuts)
+
+
+def _kept_whole(groups: Sequence[ParamGroup], may_cut: Sequence[bool]) -> set[Tensor]:
+    return {param for group, may in zip(groups, may_cut, strict=True) if not may for param in group["params"]}
+
+
 class ShardedOptimizer(Optimizer):
     """An optimizer whose parameters are owned by the ranks of a group; all ranks construct it.
 
@@ -138,18 +149,21 @@ class ShardedOptimizer(Optimizer):
             reader = _GroupReader(params)
             groups = reader.param_groups
             costs = [cost_named(each.pop("cost", options.cost)) for each in groups]
+            may_cut = [_may_cut(each, options.cuts) for each in groups]
             specs = [OptimizerSpec.taken_from(each) for each in groups]
             about = [f"optimizer {spec.describe()}" for spec in (default, *filter(None, specs))]
-            about += [*options.describe(), f"gather_lazily={'None' if read_by is None else 'a model'}"]
+            about += [*options.describe(), f"cuts of groups {may_cut}"]
+            about += [f"gather_lazily={'None' if read_by is None else 'a model'}"]
             check_reader(read_by, params_of(groups))
         every = params_of(groups)
 
         def bear_cuts() -> list[bool]:
             is_tried = not options.assume_separable
             reasons = why_not_cut(default, groups, specs, leaves.tried_dtype, is_tried=is_tried)
-            return [reason is None for reason in reasons]
+            allowed = [may for may, each in zip(may_cut, groups, strict=True) for _ in each["params"]]
+            return [reason is None and may for reason, may in zip(reasons, allowed, strict=True)]
 
-        plan = sharding.plan(groups, costs, 0, about, bear_cuts if options.cuts else None)
+        plan = sharding.plan(groups, costs, 0, about, bear_cuts if any(may_cut) else None)
         owned = sharding.owned(every, plan)
         with failing_together(group):
             leaf_of = {param: leaves.add(param, piece) for param, piece in owned.items()}
@@ -163,6 +177,7 @@ class ShardedOptimizer(Optimizer):
         self._sharding = sharding
         self._owned = OwnedState(group, leaves, average, local, owned)
         self._snapshot = Snapshot()
+        self._kept_whole = _kept_whole(groups, may_cut)
         self.defaults = local.defaults
         self._show_state()
         if read_by is not None:
@@ -171,7 +186,7 @@ class ShardedOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle everything but the hooks, as ``torch.optim`` does; does not communicate."""
         self.wait_for_gathers()
-        names = ("_group", "_options", "_sharding", "_owned", "_snapshot")
+        names = ("_group", "_options", "_sharding", "_owned", "_snapshot", "_kept_whole")
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -208,8 +223,10 @@ class ShardedOptimizer(Optimizer):
                 super().add_param_group(group)
                 self._group.check_serves(group)
                 cost = cost_named(group.pop("cost", self._options.cost))
+                may_cut = _may_cut(group, self._options.cuts)
                 spec = OptimizerSpec.taken_from(group)
-                about = [f"optimizer {spec.describe()}"] if spec is not None else []
+                about = [f"cuts of the group {may_cut}"]
+                about += [f"optimizer {spec.describe()}"] if spec is not None else []
         finally:
             self.defaults = defaults
 
@@ -217,11 +234,12 @@ class ShardedOptimizer(Optimizer):
             dtypes = list(map(self._owned.leaves.tried_dtype, group["params"]))
             return [reason is None for reason in self._owned.local.why_not_cut(group, spec, dtypes)]
 
-        asked = bear_cuts if self._options.cuts else None
+        asked = bear_cuts if may_cut else None
         plan = self._sharding.plan(self.param_groups, [cost], before, about, asked)
         self._owned.add_group(group, spec, self._sharding.owned(group["params"], plan))
         self._sharding.add(group["params"], plan)
         self._owned.leaves.follow()
+        self._kept_whole |= _kept_whole([group], [may_cut])
 
     # ------------------------------------------------------------------ who owns what
 
@@ -312,9 +330,9 @@ class ShardedOptimizer(Optimizer):
             The same as data, on every rank.
         """
         local, groups, nbytes = self._owned.local, self.param_groups, self.state_nbytes()
-        reasons = dict.fromkeys(self._params(), "cuts=False")
-        if self._options.cuts:
-            reasons = local.whole_because(groups, self._owned.leaves.tried_dtype)
+        reasons = dict.fromkeys(self._kept_whole, "cuts=False")
+        if len(reasons) < len(self._params()):
+            reasons = local.whole_because(groups, self._owned.leaves.tried_dtype) | reasons
         explanation = explain(self._group, self._sharding, local, groups, reasons, nbytes)
         if self._group.rank == 0 and not quiet:
             print(explanation)  # noqa: T201 - what it is for

@@ -49,6 +49,7 @@ class BuiltOptimizer:
         self.numbers = numbers
         self.shaped = ShapedKeys(spec.optimizer_class, dict(spec.arguments))
         self._is_tried = is_tried
+        self._sparse: dict[object, str | None] = {}  # what was found for kinds of options
         self._given = [options_of(group) for group in groups]  # as given: the class will fill in its own
         leaves = _leaf_ids(groups)  # taken now: the class may change the dicts it is given
         self.optimizer = spec.build(groups)  # before anything is tried, so that wrong options are told first
@@ -100,6 +101,23 @@ class BuiltOptimizer:
             more: options of groups that may be added.
         """
         return self.spec.why_not_cut([*self._given, *more], dtypes, is_tried=self._is_tried)
+
+    def why_not_sparse_rows(self, options: ParamGroup, dtype: torch.dtype) -> str | None:
+        """Tell why it cannot step rows of a parameter with rows of sparse gradients; None if it can.
+
+        Asked in steps, so it is tried again only where another kind of options may be another algorithm:
+        momentum that is switched on, not a rate that a scheduler changes.
+
+        Args:
+            options: of the parameter's group, as they are now.
+            dtype: see `Leaves.tried_dtype`.
+        """
+        if not self._is_tried:
+            return "it was not tried (assume_separable=True)"
+        kind = dtype, _kind_of(options)
+        if kind not in self._sparse:
+            self._sparse[kind] = self.spec.why_not_sparse_rows(options, dtype)
+        return self._sparse[kind]
 
     def add_group(self, number: int, group: ParamGroup, *, steps_parts: bool) -> None:
         """Add what this rank owns of a public group.
@@ -170,6 +188,19 @@ class BuiltOptimizer:
                 f"{self.spec.name} has a state_dict() of its own, so what it keeps outside its `state` "
                 "would be lost: it can be trained sharded, but neither consolidated nor loaded"
             )
+
+
+def _kind_of(value: object) -> object:
+    """Describe an option by what may choose an algorithm: a number by its sign, a tensor by its kind."""
+    if isinstance(value, dict):
+        return tuple((str(key), _kind_of(item)) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(map(_kind_of, value))
+    if type(value) in (int, float):
+        return type(value), value > 0, value < 0  # type: ignore[operator]
+    if isinstance(value, bool | str | type(None)):
+        return value
+    return (value.dtype, value.shape) if isinstance(value, Tensor) else type(value)
 
 
 def _leaf_ids(groups: list[ParamGroup]) -> list[set[int]]:

@@ -37,6 +37,11 @@ def rows_of(tensor: Tensor, piece: Piece) -> Tensor:
     return _sparse(tensor, kept, values[inside], piece.stop - piece.start)
 
 
+def is_sparse(grad: Tensor | None) -> bool:
+    """Whether the gradient of a parameter is sparse, also where another rank holds it."""
+    return grad is not None and (grad.is_sparse or (isinstance(grad, PartialGradient) and grad.is_of_sparse))
+
+
 def owned_gradient(param: Tensor, piece: Piece) -> Tensor | None:
     """Give the gradient that a rank steps its piece of a parameter with; None if there is none.
 

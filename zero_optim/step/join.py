@@ -27,6 +27,8 @@ def lend_gradients(
     params: Sequence[Tensor],
     pieces: Sequence[Pieces],
     groups: list[ParamGroup],
+    *,
+    failure: Exception | None = None,
 ) -> None:
     """Give ranks that have joined the gradients and options they need; all ranks call each step.
 
@@ -39,8 +41,12 @@ def lend_gradients(
         params: every parameter; a joined rank's gradients are overwritten.
         pieces: who owns which rows of each.
         groups: public groups; a joined rank's options are overwritten.
+        failure: why this rank cannot step.
+
+    Raises:
+        Exception: on every rank, the failure of any.
     """
-    words = exchange(group, Word.JOINED if joined else Word.NOTHING)
+    words = exchange(group, Word.JOINED if joined else Word.NOTHING, failure=failure)
     lend_to(group, ranks_that(words, Word.JOINED), params, pieces, groups)
 
 

@@ -296,7 +296,11 @@ class LocalOptimizer:
 
     def shaped_keys(self, group: int) -> ShapedKeys:
         """Tell which state entries of a public group's class have their parameter's shape."""
-        return next(built.shaped for built in self._built if group in built.numbers)
+        return self.of_group(group).shaped
+
+    def of_group(self, number: int) -> BuiltOptimizer:
+        """Give what steps a public group, by its index."""
+        return next(built for built in self._built if number in built.numbers)
 
     def _shared(self) -> BuiltOptimizer | None:
         """The optimizer of the groups that name no class of their own."""

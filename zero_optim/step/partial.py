@@ -53,10 +53,12 @@ class PartialGradient(Tensor):
         piece: as given.
         was_added_to: autograd has added a gradient, which is lost. To raise there would leave other ranks
             waiting; whoever reduces tells them.
+        is_of_sparse: the reduced gradient is sparse.
     """
 
     piece: Tensor | None
     was_added_to: bool
+    is_of_sparse: bool
 
     @staticmethod
     def __new__(
@@ -73,6 +75,7 @@ class PartialGradient(Tensor):
         """Keep the rows."""
         self.piece = piece
         self.was_added_to = False
+        self.is_of_sparse = False
         self._of = weakref.ref(param)
         self._pieces = pieces
         self._name = name
@@ -94,7 +97,9 @@ class PartialGradient(Tensor):
         self._refuse("pickle")
 
     def _with(self, piece: Tensor | None) -> "PartialGradient":
-        return PartialGradient(self, self._pieces, piece, self._name)
+        made = PartialGradient(self, self._pieces, piece, self._name)
+        made.is_of_sparse = self.is_of_sparse
+        return made
 
     def drop(self) -> None:
         """Leave ``param.grad``: there is nothing of it any more, and autograd can begin anew."""

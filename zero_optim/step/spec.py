@@ -10,7 +10,9 @@ from torch.optim import Optimizer
 from zero_optim.plan.description import describe
 from zero_optim.plan.groups import ParamGroup, options_of
 from zero_optim.probe.probe import why_not_cut
+from zero_optim.probe.sparse import why_not_sparse_rows
 from zero_optim.probe.traits import Traits
+from zero_optim.step.gradients import rows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,15 @@ class OptimizerSpec:
                 reason = why_not_cut(self.optimizer_class, self.arguments, given, dtype)
             reasons[dtype] = None if reason is None else f"{self.name}: {reason}"
         return [reasons[dtype] for dtype in dtypes]
+
+    def why_not_sparse_rows(self, options: ParamGroup, dtype: torch.dtype) -> str | None:
+        """Find out why it cannot step rows of a parameter with rows of sparse gradients; None if it can.
+
+        Args:
+            options: of the parameter's group, as they are now.
+            dtype: see `Leaves.tried_dtype`.
+        """
+        return why_not_sparse_rows(self.optimizer_class, self.arguments, options, dtype, rows_of)
 
     def check_parts(self, traits: Traits | None) -> None:
         """Refuse a class whose step cannot be taken some parameters at a time.

@@ -1,0 +1,287 @@
+"""Sparse gradients of cut parameters: stepped where the class bears that, else refused on every rank."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.optim import SGD
+
+from cuts import cutting, finely_cut
+from pool import Ranks
+from test_cut_runs import cut_pair, sparse_gradient
+from test_overlap_uneven import Embedder
+from training import assert_same_bits, make_params, params_of, set_grads, twin
+from zero_optim import RankMismatchError, ZeroRedundancyOptimizer
+from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
+from zero_optim.hooks import zero_step
+from zero_optim.probe.sparse import why_not_sparse_rows
+from zero_optim.step.gradients import is_sparse, rows_of
+
+SHAPES = ((64, 4), (48, 8))
+REFUSED = r"sparse, and the parameter is cut.*SGD.*cuts=False.*\"cuts\": False"
+MOMENTUM = {"lr": 0.1, "momentum": 0.9}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"maximize": True}, {"foreach": True}])
+def test_plain_sgd_steps_rows_with_rows_of_sparse_gradients(
+    options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    assert why_not_sparse_rows(SGD, {"lr": 0.1, **options}, {}, dtype, rows_of) is None
+
+
+class Keeps(SGD):
+    """Keeps its last gradient, and steps with the new one alone."""
+
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["last"] = param.grad
+        super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "words"),
+    [
+        (SGD, {"momentum": 0.9}, "differed"),
+        (SGD, {"weight_decay": 0.1}, "it raises RuntimeError"),
+        (torch.optim.Adagrad, {}, "differed"),
+        (torch.optim.SparseAdam, {}, "differed"),
+        (torch.optim.AdamW, {}, "it raises RuntimeError"),
+        (Keeps, {}, "state is sparse"),
+    ],
+)
+def test_a_class_that_does_not_has_a_reason(build: Any, options: dict[str, Any], words: str) -> None:
+    assert words in (why_not_sparse_rows(build, {"lr": 0.1, **options}, {}, torch.float32, rows_of) or "")
+
+
+def give_sparse(params: list[nn.Parameter], step: int) -> None:
+    for param in params:
+        param.grad = sparse_gradient(param, step, coalesced=False)
+
+
+def check_refused() -> None:
+    plain, sharded = cut_pair(make_params(SHAPES), SGD, options=MOMENTUM)
+    mine = params_of(sharded)
+    before = [param.detach().clone() for param in mine]
+    give_sparse(mine, 0)
+    with pytest.raises(ValueError, match=rf"parameter 0 of group 0 \(shape \(64, 4\)\) is {REFUSED}"):
+        sharded.step()
+    assert_same_bits(mine, before)
+    assert not sharded.state_nbytes()
+    for optimizer in (plain, sharded):
+        set_grads(params_of(optimizer), 1)
+        optimizer.step()
+    assert_same_bits(mine, params_of(plain))
+
+
+def test_a_step_is_refused_on_every_rank_before_anything_is_stepped(ranks2: Ranks) -> None:
+    ranks2.run(check_refused)
+
+
+def check_switched_on() -> None:
+    plain, sharded = cut_pair(make_params(SHAPES), SGD, options={"lr": 0.1})
+    for step in range(3):
+        for optimizer in (plain, sharded):
+            optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+            give_sparse(params_of(optimizer), step)
+            optimizer.step()
+    assert_same_bits(params_of(sharded), params_of(plain))
+    sharded.param_groups[0]["momentum"] = 0.5
+    with pytest.raises(ValueError, match=REFUSED):
+        sharded.step()
+
+
+def test_momentum_that_is_switched_on_later_is_refused(ranks2: Ranks) -> None:
+    ranks2.run(check_switched_on)
+
+
+def check_group() -> None:
+    mine = make_params(((4096, 16), (512, 16), (512, 16)))
+    plain = SGD(twin(mine), **MOMENTUM)
+    with finely_cut():
+        groups = [{"params": mine[:1], "cuts": False}, {"params": mine[1:2]}]
+        sharded = ZeroRedundancyOptimizer(groups, SGD, bucket_cap_mb=1e-4, **MOMENTUM)
+        sharded.add_param_group({"params": mine[2:], "cuts": False})
+    assert [len(pieces) for pieces in sharded.pieces().values()] == [1, 2, 1]
+    assert all("cuts" not in group for group in sharded.param_groups)
+    assert "(cuts=False)" in str(sharded.explain(quiet=True))
+    for step in range(3):
+        for optimizer in (plain, sharded):
+            table, dense, last = params_of(optimizer)
+            give_sparse([table, last], step)
+            set_grads([dense], step)
+            optimizer.step()
+    assert_same_bits(mine, params_of(plain))
+    sharded.consolidate_state_dict(to=0)
+
+
+def test_a_group_can_be_kept_whole(ranks2: Ranks) -> None:
+    ranks2.run(check_group)
+
+
+def check_only_group() -> None:
+    mine = make_params(((512, 16), (512, 16)))
+    with finely_cut():
+        groups = [{"params": mine[:1], "cuts": True}, {"params": mine[1:]}]
+        sharded = ZeroRedundancyOptimizer(groups, SGD, bucket_cap_mb=1e-4, cuts=False, lr=0.1)
+    assert [len(pieces) for pieces in sharded.pieces().values()] == [2, 1]
+
+
+def test_a_group_can_be_cut_alone(ranks2: Ranks) -> None:
+    ranks2.run(check_only_group)
+
+
+def check_wrong() -> None:
+    params = make_params(SHAPES)
+    with pytest.raises(RankMismatchError, match="cuts of groups"):
+        ZeroRedundancyOptimizer([{"params": params, "cuts": dist.get_rank() == 0}], SGD, lr=0.1)
+    wrong = {"params": params, **({"cuts": "no"} if dist.get_rank() == 0 else {})}
+    with pytest.raises(TypeError, match="expected cuts to be True or False, got 'no'"):
+        ZeroRedundancyOptimizer([wrong], SGD, lr=0.1)
+    sharded = ZeroRedundancyOptimizer(params[:1], SGD, lr=0.1)
+    with pytest.raises(RankMismatchError, match="cuts of the group"):
+        sharded.add_param_group({"params": params[1:], "cuts": dist.get_rank() == 0})
+    assert len(sharded.param_groups) == 1
+
+
+def test_cuts_of_a_group_are_checked_and_compared(ranks2: Ranks) -> None:
+    ranks2.run(check_wrong)
+
+
+def check_join() -> None:
+    """Rank 1 runs out of inputs, and has no gradients; rank 0 has sparse ones."""
+    _, sharded = cut_pair(make_params(SHAPES), SGD, options=MOMENTUM)
+
+    def train() -> None:
+        with Join([sharded]):
+            for step in range(1 + 2 * (dist.get_rank() == 0)):
+                set_grads(params_of(sharded), step)
+                if step:
+                    give_sparse(params_of(sharded), step)
+                sharded.step()
+            sharded.zero_grad()
+
+    with pytest.raises(ValueError, match=REFUSED):
+        train()
+
+
+def test_a_joined_rank_hears_of_the_refusal(ranks2: Ranks) -> None:
+    ranks2.run(check_join)
+
+
+def cut_sgd(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
+    with cutting():
+        made = ZeroRedundancyOptimizer(model.parameters(), SGD, bucket_cap_mb=1e-5, **options)
+    assert any(len(pieces) > 1 for pieces in made.pieces().values())
+    return made
+
+
+class Table(Embedder):
+    """Long enough to be cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 6, sparse=True)
+
+
+def step_tokens(model: nn.Module, optimizer: ZeroRedundancyOptimizer, step: int) -> None:
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    optimizer.zero_grad()
+    model(torch.randint(20, (4,), generator=generator)).square().mean().backward()
+    optimizer.step()
+
+
+def check_sharded_gradients() -> None:
+    model = Table()
+    with pytest.raises(ValueError, match=REFUSED):
+        ShardedDataParallel(model, cut_sgd(model, **MOMENTUM))
+    model = Table()
+    optimizer = cut_sgd(model, lr=0.1)
+    wrapped = ShardedDataParallel(model, optimizer)
+    step_tokens(wrapped, optimizer, 0)
+    optimizer.param_groups[0]["momentum"] = 0.5
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(ValueError, match=REFUSED):
+        step_tokens(wrapped, optimizer, 1)
+    assert_same_bits(list(model.parameters()), before)
+
+
+def check_who_knows() -> None:
+    model = Embedder()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
+    step_tokens(ShardedDataParallel(model, optimizer), optimizer, 0)
+    assert [is_sparse(param.grad) for param in model.parameters()] == [True, *[False] * 4]
+
+
+def test_sharded_gradients_are_refused_when_wrapped(ranks2: Ranks) -> None:
+    ranks2.run(check_sharded_gradients)
+
+
+def test_ranks_without_a_sharded_gradient_know_that_it_is_sparse(ranks2: Ranks) -> None:
+    ranks2.run(check_who_knows)
+
+
+Wrap = Callable[[nn.Module], Any]
+
+
+def check_overlap(wrap: Wrap) -> None:
+    for options, refused in (({"lr": 0.1}, False), (MOMENTUM, True)):
+        model = Table()
+        optimizer = cut_sgd(model, **options)
+        wrapped = wrap(model)
+        wrapped.register_comm_hook(None, zero_step(optimizer))
+        if not refused:
+            step_tokens(wrapped, optimizer, 0)
+            continue
+        before = model.table.weight.detach().clone()
+        with pytest.raises(ValueError, match=REFUSED):
+            step_tokens(wrapped, optimizer, 0)
+        assert torch.equal(model.table.weight, before)
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, nn.parallel.DistributedDataParallel])
+def test_a_step_in_the_backward_pass_is_refused_on_every_rank(ranks2: Ranks, wrap: Wrap) -> None:
+    ranks2.run(check_overlap, wrap)
+
+
+class Beside(nn.Module):
+    """A dense layer that DDP holds. A table that it does not hold gets a gradient by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out
+
+
+def check_rest() -> None:
+    """Rank 1 has joined: it takes part in the step until it hears."""
+    model, table = Beside(), make_params(SHAPES[:1])[0]
+    with cutting():
+        optimizer = ZeroRedundancyOptimizer([table, *model.parameters()], SGD, **MOMENTUM)
+    wrapped = DistributedDataParallel(model)
+    wrapped.register_comm_hook(None, zero_step(optimizer))
+    before = table.detach().clone()
+
+    def train() -> None:
+        with Join([wrapped, optimizer]):
+            for step in range(1 + (dist.get_rank() == 0)):
+                wrapped(torch.ones(2, 6)).sum().backward()
+                table.grad = sparse_gradient(table, 0, coalesced=False) if step else None
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with pytest.raises(ValueError, match=REFUSED):
+        train()
+    assert torch.equal(table, before)
+
+
+def test_what_is_left_to_step_is_refused_on_joined_ranks_too(ranks2: Ranks) -> None:
+    ranks2.run(check_rest)
