@@ -163,6 +163,7 @@ class _OwnerReductions:
     def _give_joined(self) -> None:
         """Keep what this rank owns, though it has run out of inputs: nobody else could lend it that."""
         for params, buffer in self._came:
+            self._optimizer.drop_after_shadow(params)
             for param, view in zip(params, gradients_in(buffer, params), strict=True):
                 param.grad = view.to(param.dtype, copy=True)
         self._end()
