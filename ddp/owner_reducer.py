@@ -123,11 +123,12 @@ class OwnerReducer(Reducer):
 
         An owner has its reduced gradients from here; nobody else could lend them to it. Those before have
         been stepped with: inside ``Join`` each reduced pass has a step. This rank's loop has ended, which
-        would have dropped them.
+        would have dropped them. So does the optimizer when it has stepped with the new ones.
         """
         for param in self.params:
             param.grad = None
         self._put_aside()
+        self._optimizer.drop_after_shadow(self.params)
         super().shadow()
 
 

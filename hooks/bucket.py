@@ -4,11 +4,13 @@ PyTorch's DDP checks a hook's annotations, which must name its own class. For ty
 for any class with these methods, such as the buckets of ``zero_optim.ddp``. Nothing here communicates.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+
+from zero_optim.plan.memory import consecutive_views
 
 if TYPE_CHECKING:
 
@@ -19,7 +21,10 @@ if TYPE_CHECKING:
             """Place in the order of reduction, the same on every rank."""
 
         def buffer(self) -> Tensor:
-            """All gradients in one 1-D tensor, not yet divided; or one sparse gradient as it is."""
+            """All gradients in one 1-D tensor, not yet divided; or one sparse gradient as it is.
+
+            Of complex gradients PyTorch's DDP gives the real numbers, twice as many.
+            """
 
         def set_buffer(self, tensor: Tensor) -> None:
             """Replace the buffer by another tensor with as many elements."""
@@ -39,7 +44,7 @@ else:
 TensorFuture: TypeAlias = torch.futures.Future[torch.Tensor]
 Hook: TypeAlias = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
-__all__ = ["GradBucket", "Hook", "TensorFuture", "dense_buffer", "name_of"]
+__all__ = ["GradBucket", "Hook", "TensorFuture", "dense_buffer", "gradients_in", "name_of", "real_buffer"]
 
 
 def dense_buffer(bucket: GradBucket, name: str) -> Tensor:
@@ -60,6 +65,35 @@ def dense_buffer(bucket: GradBucket, name: str) -> Tensor:
             "them so (for an embedding sparse=False), or use allreduce_hook"
         )
     return buffer
+
+
+def real_buffer(bucket: GradBucket, name: str) -> Tensor:
+    """Return the bucket's memory as real numbers, 1-D: of complex gradients there are twice as many.
+
+    Args:
+        bucket: the hook's argument.
+        name: the hook's name, for the message.
+
+    Raises:
+        ValueError: the bucket holds a sparse gradient.
+    """
+    buffer = bucket.buffer()
+    if buffer.layout == torch.strided and buffer.is_complex():  # our DDP's; PyTorch's is real already
+        return torch.view_as_real(buffer).view(-1)
+    return dense_buffer(bucket, name)
+
+
+def gradients_in(reduced: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
+    """View each parameter's gradient, with its strides, in what a bucket was reduced to.
+
+    Args:
+        reduced: dense, with the elements of the bucket's buffer, of any dtype.
+        params: of the bucket.
+    """
+    flat, dtype = reduced.reshape(-1), params[0].dtype
+    if dtype.is_complex and not flat.is_complex():  # PyTorch's DDP has real numbers in the bucket
+        flat = torch.view_as_complex(flat.to(dtype.to_real()).view(-1, 2))
+    return consecutive_views(flat.to(dtype), params)
 
 
 def name_of(hook: Hook) -> str:

@@ -29,7 +29,8 @@ def group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 def start_sum(group: dist.ProcessGroup, tensor: Tensor) -> TensorFuture:
     """Start the sum of a tensor over all ranks of the group, in place; the future's value is the tensor."""
-    return _future(dist.all_reduce(tensor, group=group, async_op=True)).then(_first)
+    future = _future(dist.all_reduce(tensor, group=group, async_op=True))
+    return future.then(_first_complex if tensor.is_complex() else _first)
 
 
 def start_average(group: dist.ProcessGroup, tensor: Tensor) -> TensorFuture:
@@ -74,3 +75,8 @@ def _future(work: dist.Work | None) -> torch.futures.Future[Any]:
 def _first(landed: torch.futures.Future[Any]) -> Tensor:
     tensor: Tensor = landed.value()[0]
     return tensor
+
+
+def _first_complex(landed: torch.futures.Future[Any]) -> Tensor:
+    tensor = _first(landed)  # complex numbers travel as pairs of real ones
+    return tensor if tensor.is_complex() else torch.view_as_complex(tensor)

@@ -66,9 +66,15 @@ class Register:
         """Find out which parameters are in a bucket, and where. New parameters get numbers.
 
         Raises:
-            ValueError: the state was loaded, and was saved with other parameters.
+            ValueError: the state was loaded, and was saved with other parameters; or they are complex.
         """
-        params, grads, start = bucket.parameters(), bucket.gradients(), bucket.buffer().storage_offset()
+        params = bucket.parameters()
+        if params and params[0].is_complex():  # PyTorch's DDP shows them as real, but in the wrong places
+            raise ValueError(
+                f"expected gradients of real numbers, got {params[0].dtype} in bucket {bucket.index()}: make "
+                "them so, or use allreduce_hook"
+            )
+        grads, start = bucket.gradients(), bucket.buffer().storage_offset()
         self._meet([param for param in params if param not in self.numbers])
         return [
             Place(self.numbers[param], int(grad.storage_offset() - start), tuple(grad.shape))

@@ -120,7 +120,16 @@ def joins_alike(wrapper: str) -> None:
             for number in range(2 + dist.get_rank()):
                 optimizer.zero_grad()
                 loss_of(model, number).backward()
+                optimizer.clip_grad_norm_(0.01)
                 optimizer.step()
+        optimizer.zero_grad()
+        with Join([model, optimizer]):
+            for number in range(2 - dist.get_rank()):
+                loss_of(model, number).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        loss_of(model, 3).backward()
+        optimizer.step()
     for want, param in zip(whole.parameters(), sharded.parameters(), strict=True):
         assert torch.equal(param, want)
 

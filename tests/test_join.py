@@ -1,7 +1,10 @@
 """Training under DDP, and uneven inputs with ``Join``."""
 
 import copy
+import math
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -221,3 +224,123 @@ def check_deaf() -> None:
 
 def test_a_scaler_that_cannot_be_told_raises_on_joined_ranks_too(ranks4: Ranks) -> None:
     ranks4.run(check_deaf)
+
+
+def run_epochs(
+    net: nn.Module, optimizer: torch.optim.Optimizer, joinables: list[Any], set_to_none: bool, clip: Any
+) -> list[float]:
+    """Two epochs in which rank r has 1 + 2r batches, and gradients are dropped when an iteration ends."""
+    norms = []
+    for epoch in range(2):
+        with Join(joinables):
+            for batch in batches(dist.get_rank() + 10 * epoch, 1 + 2 * dist.get_rank()):
+                net(batch).square().mean().backward()
+                if clip is not None:
+                    norms.append(float(clip(0.3)))
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=set_to_none)
+    return norms
+
+
+def check_epochs(set_to_none: bool, clips: bool) -> None:
+    """One parameter is not used; it decays where its gradient is zeros, which is so after the first step."""
+    for as_views in (False, True):
+        plain_model, model = (
+            DistributedDataParallel(
+                make_model(), find_unused_parameters=True, gradient_as_bucket_view=as_views
+            )
+            for _ in range(2)
+        )
+        options: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
+        for net in (plain_model, model):
+            net.module.idle = nn.Parameter(torch.ones(3))
+        plain = torch.optim.SGD(plain_model.parameters(), **options)
+        sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, **options)
+        clip = partial(nn.utils.clip_grad_norm_, list(plain_model.parameters())) if clips else None
+        want = run_epochs(plain_model, plain, [plain_model], set_to_none, clip)
+        clip = sharded.clip_grad_norm_ if clips else None
+        assert run_epochs(model, sharded, [model, sharded], set_to_none, clip) == want
+        assert_same_bits(list(model.parameters()), list(plain_model.parameters()))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["to None", "to zeros"])
+def test_an_epoch_after_uneven_inputs_begins_without_the_gradients_of_other_ranks(
+    ranks2: Ranks, set_to_none: bool
+) -> None:
+    ranks2.run(check_epochs, set_to_none, False)
+
+
+def test_gradients_are_clipped_with_the_norm_of_the_ranks_that_have_inputs(ranks: Ranks) -> None:
+    ranks.run(check_epochs, True, True)
+
+
+def clips_alone() -> None:
+    """Without DDP the optimizer itself tells ``Join``, by whichever call comes first, and clips twice."""
+    model = make_model()
+    plain_model = copy.deepcopy(model)
+    plain = torch.optim.SGD(plain_model.parameters(), lr=0.1)
+    sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for _ in range(2):
+        for batch in batches(0, 1 + size):
+            plain.zero_grad()
+            plain_model(batch).square().mean().backward()
+            nn.utils.clip_grad_norm_(plain_model.parameters(), 0.3, math.inf)
+            nn.utils.clip_grad_norm_(plain_model.parameters(), 0.2)
+            plain.step()
+        with Join([sharded]):
+            for batch in batches(0, 2 + rank):
+                sharded.zero_grad()
+                model(batch).square().mean().backward()
+                sharded.clip_grad_norm_(0.3, "inf")  # type: ignore[arg-type] # as PyTorch takes it
+                sharded.clip_grad_norm_(torch.tensor(0.2))  # type: ignore[arg-type] # likewise
+                sharded.step()
+    assert_same_bits(list(model.parameters()), list(plain_model.parameters()))
+
+
+def test_gradients_are_clipped_inside_join_without_ddp(ranks2: Ranks) -> None:
+    ranks2.run(clips_alone)
+
+
+def clips_wrongly() -> None:
+    """Rank 1 has run out of inputs, and hears of it all the same."""
+    model = make_model()
+    sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    is_active = dist.get_rank() == 0
+
+    def clip(*args: Any) -> None:
+        with Join([sharded]):
+            if is_active:
+                model(torch.full((2, 6), math.inf)).sum().backward()
+                sharded.clip_grad_norm_(*args)
+                sharded.step()
+
+    with pytest.raises(RuntimeError, match=r"the norm of order 2\.0 of all gradients is nan"):
+        clip(1.0, 2.0, True)
+    for wrong, match in (("much", "expected max_norm to be a number"), ({1}, "expected max_norm")):
+        with pytest.raises(TypeError, match=match):
+            clip(wrong)
+
+
+def test_an_error_of_clipping_raises_on_joined_ranks_too(ranks2: Ranks) -> None:
+    ranks2.run(clips_wrongly)
+
+
+def one_clips() -> None:
+    model = make_model()
+    sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+
+    def train() -> None:
+        with Join([sharded]):
+            if dist.get_rank() == 1:
+                sharded.clip_grad_norm_(1.0)
+            sharded.step()
+
+    with pytest.raises(
+        RuntimeError, match=r"ranks \[1\] called clip_grad_norm_\(\), and ranks \[0\] stepped"
+    ):
+        train()
+
+
+def test_inside_join_a_rank_that_clips_alone_raises_on_every_rank(ranks2: Ranks) -> None:
+    ranks2.run(one_clips)

@@ -325,6 +325,35 @@ def test_a_gradient_scaler_skips_on_all_ranks_or_none(
     ranks2.run(check_scaler, fused, unscale_first)
 
 
+def check_scaler_sparse() -> None:
+    """Indices repeat, so the gradient is not coalesced; step 1 has an infinity on one rank."""
+    moved = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        words = nn.Embedding(10, 3, sparse=True)
+        optimizer: torch.optim.Optimizer
+        if sharded:
+            optimizer = ZeroRedundancyOptimizer(words.parameters(), torch.optim.SGD, lr=1.0)
+        else:
+            optimizer = torch.optim.SGD(words.parameters(), lr=1.0)
+        scaler = make_scaler()
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = words(torch.tensor([1, 1, 2, step])).sum()
+            factor = math.inf if step == 1 and (not sharded or dist.get_rank() == 1) else 1.0
+            scaler.scale(loss * factor).backward()
+            assert words.weight.grad is not None
+            assert not words.weight.grad.is_coalesced()
+            scaler.step(optimizer)
+            scaler.update()
+        moved.append(words.weight.detach())
+    assert_same_bits(moved[1:], moved[:1])
+
+
+def test_a_gradient_scaler_takes_its_factor_out_of_sparse_gradients(ranks2: Ranks) -> None:
+    ranks2.run(check_scaler_sparse)
+
+
 def check_scaler_few() -> None:
     params = make_params(((3, 3),))
     sharded = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)

@@ -12,6 +12,7 @@ from pool import Ranks
 from sharded import Setting
 from test_sharded_training import Same, Words, sgd
 from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.ddp import ShardedDataParallel
 
 
 def train(model: nn.Module, optimizer: ZeroRedundancyOptimizer, longest: int) -> None:
@@ -48,3 +49,33 @@ def test_uneven_inputs_give_the_bits_of_whole_gradients(
     ranks2: Ranks, setting: Setting, longest: int
 ) -> None:
     ranks2.run(joins_alike, setting, longest)
+
+
+def train_epochs(model: nn.Module, optimizer: ZeroRedundancyOptimizer, set_to_none: bool) -> list[float]:
+    """Gradients are clipped, and dropped at the end of an iteration; rank 1 has more batches."""
+    norms = []
+    for epoch in range(2):
+        with Join([model, optimizer]):
+            for number in range(1 + 2 * dist.get_rank()):
+                loss_of(model, 10 * epoch + number).backward()
+                norms.append(float(optimizer.clip_grad_norm_(0.01)))
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=set_to_none)
+        if dist.get_rank() == 0 and isinstance(model, ShardedDataParallel):
+            assert all(param.grad is None for param in model.parameters())
+    return norms
+
+
+def epochs_alike(setting: Setting) -> None:
+    for set_to_none in (True, False):
+        (whole, one), (sharded, other) = setting.whole(), setting.sharded()
+        assert train_epochs(sharded, other, set_to_none) == train_epochs(whole, one, set_to_none)
+        for (name, want), param in zip(whole.named_parameters(), sharded.parameters(), strict=True):
+            assert torch.equal(param, want), name
+
+
+@pytest.mark.parametrize("setting", [Setting(), Setting(Words, sgd)], ids=["plain", "sparse"])
+def test_clipping_and_a_second_epoch_give_the_bits_of_whole_gradients(
+    ranks2: Ranks, setting: Setting
+) -> None:
+    ranks2.run(epochs_alike, setting)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
 from zero_optim.comm.agreement import SharedCall
@@ -16,7 +16,8 @@ from zero_optim.comm.arguments import ranks_of
 from zero_optim.compat.kinship import make_known
 from zero_optim.plan.costs import Cost, CostName
 from zero_optim.state.sharded import Params, ShardingOptions
-from zero_optim.step.clip import ClipArguments, clip_together
+from zero_optim.step.clip import ClipArguments
+from zero_optim.step.join import JoinNotes
 from zero_optim.step.spec import OptimizerSpec
 from zero_optim.stepping import SteppedOptimizer
 
@@ -112,7 +113,7 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
     ) -> None:
         """Plan, agree on the plan with the other ranks, and build."""
         Joinable.__init__(self)
-        self._overlap = None
+        self._overlap, self._join_notes = None, JoinNotes()
         options = ShardingOptions(
             parameters_as_bucket_view=parameters_as_bucket_view,
             overlap_with_ddp=overlap_with_ddp,
@@ -131,7 +132,8 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle all but the hooks, as ``torch.optim`` does; does not communicate."""
         # An overlap has process groups of its own; a copy makes others when it is registered as a hook.
-        return {**super().__getstate__(), "_join_config": self._join_config, "_overlap": None}
+        own = {"_join_config": self._join_config, "_join_notes": JoinNotes(), "_overlap": None}
+        return {**super().__getstate__(), **own}
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the class has
         """Reach what the user's class adds, such as ``train()`` and ``eval()`` of schedule-free ones.
@@ -181,7 +183,7 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
         """
         if self.leaves_out_step():
             return None
-        Join.notify_join_context(self)
+        self.announce_to_join(steps=True)
         loss: float | None = None
         failure: Exception | None = None
         shared = None if closure is None else SharedCall(self._group, closure)
@@ -238,7 +240,8 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
         rank, and each is taken once, by its owner. Where gradients are sharded, the norm of a parameter that
         is cut is combined from those of its rows, and may differ from PyTorch's in the last bits. One small
         collective. The CPU waits for it and for the
-        gradients, once; with ``error_if_nonfinite`` once more.
+        gradients, once; with ``error_if_nonfinite`` once more. Inside ``Join`` the norm is that of the ranks
+        that have inputs left, all of which must clip; one more collective of a byte.
 
         Args:
             max_norm: the norm wanted at most.
@@ -260,10 +263,7 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
                 "the step was taken during the backward pass, too early to clip: leave out "
                 "clip_grad_norm_(), or zero_step (overlap_with_ddp)"
             )
-        params = self._params()
-        pieces = [self._sharding.pieces[param] for param in params]
-        asked = ClipArguments(max_norm, norm_type, error_if_nonfinite, foreach)
-        return clip_together(self._group, params, pieces, asked)
+        return self.clip_together(ClipArguments(max_norm, norm_type, error_if_nonfinite, foreach))
 
 
 make_known(ZeroRedundancyOptimizer)

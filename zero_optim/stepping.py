@@ -6,15 +6,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from zero_optim.comm.agreement import failing_together
 from zero_optim.plan.groups import ParamGroup
 from zero_optim.plan.pieces import Pieces
 from zero_optim.state.state_dicts import ShardedStateDicts
 from zero_optim.step.amp import Scaling, drop_scale
+from zero_optim.step.clip import ClipArguments, clip_together
 from zero_optim.step.gradients import is_sparse
-from zero_optim.step.join import lend_gradients, lend_to
+from zero_optim.step.join import JoinNotes, lend_gradients, lend_to
 from zero_optim.step.overlap import Overlap
 from zero_optim.step.sparse_rows import check_sparse_rows
 from zero_optim.step.words import Word, exchange, is_skipped_by_all, ranks_that
@@ -27,6 +28,7 @@ class SteppedOptimizer(ShardedStateDicts, Joinable):
     """
 
     _overlap: Overlap | None  # made when a hook first asks for it
+    _join_notes: JoinNotes
 
     # ------------------------------------------------------------------ a step
 
@@ -111,6 +113,19 @@ class SteppedOptimizer(ShardedStateDicts, Joinable):
             scaling.unscale(self._params())
         lend_to(self._group, ranks_that(words, Word.JOINED), *self._lendable(self._params()))
         return False
+
+    def clip_together(self, asked: ClipArguments) -> Tensor:
+        """Clip all gradients by their global norm; all ranks call, but those that have joined.
+
+        Inside ``Join`` one collective of a byte comes first, and those ranks are lent what they need.
+        """
+        params, pieces, groups = self._lendable(self._params())
+        if self._join_config.enable:
+            self.announce_to_join(steps=False)
+            group = self._group.during("clip")
+            words = exchange(group, Word.CLIPS)
+            lend_to(group, ranks_that(words, Word.JOINED), params, pieces, groups, asked.to_send())
+        return clip_together(self._group, params, pieces, asked)
 
     def _lendable(self, params: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[Pieces], list[ParamGroup]]:
         return params, [self._sharding.pieces[param] for param in params], self.param_groups
@@ -204,7 +219,30 @@ class SteppedOptimizer(ShardedStateDicts, Joinable):
         Works beside DDP: ``with Join([ddp_model, optimizer]):``. Ranks still active must step once
         in each iteration. Takes no options of its own.
         """
+        self._join_notes.is_announced = False
         return _ShadowHook(self.shadow_step)
+
+    def announce_to_join(self, *, steps: bool) -> None:
+        """Tell ``Join``, once in each iteration, that this rank has not run out of inputs.
+
+        Communicates inside ``Join`` alone, and only if this is the first object there.
+
+        Args:
+            steps: the call that ends the iteration is ``step()``; a norm may be taken before it.
+        """
+        notes = self._join_notes
+        if not notes.is_announced:
+            Join.notify_join_context(self)
+        notes.is_announced = self._join_config.enable and not steps
+
+    def drop_after_shadow(self, params: Sequence[Tensor]) -> None:
+        """Have the gradients of some parameters dropped after the next `shadow_step`; does not communicate.
+
+        Args:
+            params: this rank has run out of inputs, and was given these gradients by a backward pass of the
+                others.
+        """
+        self._join_notes.given += params
 
     @property
     def join_device(self) -> torch.device:
@@ -218,15 +256,25 @@ class SteppedOptimizer(ShardedStateDicts, Joinable):
 
     def shadow_step(self) -> None:
         """Take part in a step of the active ranks, after this one ran out of inputs."""
-        overlap = self._overlap
-        if overlap is not None and overlap.current is not None:
-            # The comm hook began the step: joined ranks run it too.
-            self._step_rest(overlap, "", joined=True)
-            return
+        with self._join_notes.borrowing(self._params()):
+            overlap = self._overlap
+            if overlap is not None and overlap.current is not None:
+                # The comm hook began the step: joined ranks run it too.
+                self._step_rest(overlap, "", joined=True)
+            else:
+                self._shadow_plain_step()
+
+    def _shadow_plain_step(self) -> None:
+        lendable = self._lendable(self._params())
         words = exchange(self._group, Word.JOINED)
+        while ranks_that(words, Word.CLIPS):
+            group = self._group.during("clip")
+            asked = lend_to(group, ranks_that(words, Word.JOINED), *lendable)
+            clip_together(self._group, *lendable[:2], ClipArguments.received(asked))
+            words = exchange(self._group, Word.JOINED)
         if is_skipped_by_all(words):
             return
-        lend_to(self._group, ranks_that(words, Word.JOINED), *self._lendable(self._params()))
+        lend_to(self._group, ranks_that(words, Word.JOINED), *lendable)
         self._group.phase.traffic.count_step()
         self._run(self._owned.local.step, self.param_groups, None)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.row_sum import RowExchange, RowSum
 from zero_optim.compat.streams import record_use, to_device
-from zero_optim.hooks.bucket import GradBucket, dense_buffer
+from zero_optim.hooks.bucket import GradBucket, real_buffer
 from zero_optim.plan.pieces import Pieces
 
 
@@ -24,7 +24,8 @@ class BucketOwnership:
 
     Attributes:
         params: of the bucket, in its order.
-        spans: by rank, the runs of elements ``[start, stop)`` of the bucket that it owns.
+        spans: by rank, the runs of elements ``[start, stop)`` of the bucket that it owns; a complex element
+            counts as two, see `real_buffer`.
         slots: by rank, the places of the parameters of which it owns a piece.
     """
 
@@ -45,7 +46,7 @@ class BucketOwnership:
         slots: list[list[int]] = [[] for _ in range(size)]
         start = 0
         for slot, (param, of_param) in enumerate(zip(params, pieces, strict=True)):
-            in_row = param.numel() // max(1, of_param[-1].stop)
+            in_row = param.numel() * (1 + param.is_complex()) // max(1, of_param[-1].stop)
             for piece in of_param:
                 stop, mine = start + in_row * (piece.stop - piece.start), spans[piece.owner]
                 if mine and mine[-1][1] == start:
@@ -80,7 +81,8 @@ class OwnerReduction:
     ) -> None:
         self._group = group
         self._ownership = ownership
-        self._flat = dense_buffer(bucket, "reduction to owners").div_(group.size)
+        self._buffer = bucket.buffer()
+        self._flat = real_buffer(bucket, "reduction to owners").div_(group.size)
         sent = [self._packed(rank) for rank in range(group.size)]
         self._total = RowSum(group, lanes, sent, in_place=True)  # nobody else reads the own part
         self._flags_sent = None if all_used else RowExchange(group, lanes, self._flags(joined))
@@ -110,7 +112,7 @@ class OwnerReduction:
             self._flat[begin:end] = total[start : start + end - begin]
             start += end - begin
         record_use(self._flat)  # made on the stream of the hook
-        return self._flat
+        return self._buffer
 
     def used(self) -> set[int]:
         """Tell, after `wait`, which places hold own parameters that some rank used.

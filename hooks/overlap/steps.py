@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from zero_optim.compat.streams import record_use, to_device
+from zero_optim.hooks.bucket import gradients_in
 from zero_optim.hooks.overlap.owners import OwnerReduction
 from zero_optim.hooks.overlap.task import Task
 from zero_optim.optimizer import ZeroRedundancyOptimizer
-from zero_optim.plan.memory import consecutive_views
 from zero_optim.step.overlap import Overlap, StepPart
 
 
@@ -94,7 +94,7 @@ def _gradients(result: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
     """View each parameter's gradient in a bucket's reduced tensor, with the parameter's strides."""
     if result.is_sparse:
         return [result.to(params[0].dtype)]
-    return consecutive_views(result.reshape(-1).to(params[0].dtype), params)
+    return gradients_in(result, params)
 
 
 def _all_zero(gradients: Sequence[Tensor]) -> set[int]:

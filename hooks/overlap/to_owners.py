@@ -14,10 +14,9 @@ from zero_optim.comm.arguments import raise_together
 from zero_optim.comm.lanes import lanes_for_rows
 from zero_optim.compat.engine import after_backward, backward_number, in_backward, in_outer_backward
 from zero_optim.compat.streams import StreamBeside, future_on, record_use, recorded_event, wait_for_event
-from zero_optim.hooks.bucket import GradBucket, Hook, TensorFuture
+from zero_optim.hooks.bucket import GradBucket, Hook, TensorFuture, gradients_in
 from zero_optim.hooks.overlap.owners import BucketOwnership, OwnerReduction
 from zero_optim.optimizer import ZeroRedundancyOptimizer
-from zero_optim.plan.memory import consecutive_views
 from zero_optim.plan.pieces import Pieces, piece_of
 from zero_optim.step.gradients import rows_of
 from zero_optim.step.partial import PartialGradient
@@ -44,7 +43,7 @@ def reduce_to_owners(optimizer: ZeroRedundancyOptimizer) -> Hook:
     later bucket; on an accelerator a stream beside the backward pass does.
 
     Args:
-        optimizer: owns every parameter of the wrapper. Gradients are dense and real.
+        optimizer: owns every parameter of the wrapper. Gradients are dense.
 
     Raises:
         TypeError: on every rank, if ``optimizer`` is not sharded by this library.
@@ -164,7 +163,8 @@ class _OwnerReductions:
     def _give_joined(self) -> None:
         """Keep what this rank owns, though it has run out of inputs: nobody else could lend it that."""
         for params, buffer in self._came:
-            for param, view in zip(params, consecutive_views(buffer, params), strict=True):
+            self._optimizer.drop_after_shadow(params)
+            for param, view in zip(params, gradients_in(buffer, params), strict=True):
                 param.grad = view.to(param.dtype, copy=True)
         self._end()
 

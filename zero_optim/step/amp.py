@@ -101,7 +101,8 @@ def _unscale(params: Sequence[Tensor], scale: Tensor) -> None:
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for param in params:
         if param.grad is not None:
-            grad = param.grad.coalesce()._values() if param.grad.is_sparse else param.grad
+            # Not coalesced: that would make a copy. All entries of one element are divided alike.
+            grad = param.grad._values() if param.grad.is_sparse else param.grad
             by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
     for (device, _), grads in by_kind.items():
         ignored = torch.zeros((), device=device)  # the infinities have been looked for already

@@ -41,12 +41,32 @@ _HEADING_NBYTES = 16  # a byte for failure, then the digest
 
 @dataclass(frozen=True, slots=True)
 class ClipArguments:
-    """What ``clip_grad_norm_`` was called with on this rank; not checked yet, see there."""
+    """What ``clip_grad_norm_`` was called with on this rank; not checked yet, see there.
+
+    Attributes:
+        told: as text, if another rank called, and told this one; empty for a call of this rank.
+    """
 
     max_norm: float
     norm_type: float
     error_if_nonfinite: bool
     foreach: bool | None
+    told: str = ""
+
+    @classmethod
+    def received(cls, values: Sequence[Any] | None) -> "ClipArguments":
+        """Make what another rank sent with `to_send`; None stands for arguments that it will refuse."""
+        return cls(0.0, 2.0, False, None) if values is None else cls(*values)
+
+    def to_send(self) -> list[Any] | None:
+        """Give what a rank needs that calls in the name of this one; None if they are wrong."""
+        try:
+            order = self.check()
+        except (TypeError, ValueError):
+            return None  # raised on every rank where the norm is computed
+        given: Any = self.max_norm  # PyTorch takes a tensor too
+        max_norm = given if isinstance(given, Tensor) else float(given)
+        return [max_norm, order, self.error_if_nonfinite, self.foreach, str(self)]
 
     def check(self) -> float:
         """Refuse what is of the wrong kind, and give the order of the norm.
@@ -62,7 +82,7 @@ class ClipArguments:
         return _number("norm_type", self.norm_type)
 
     def __str__(self) -> str:
-        return (
+        return self.told or (
             f"max_norm={describe(self.max_norm)}, norm_type={describe(self.norm_type)}, "
             f"error_if_nonfinite={self.error_if_nonfinite}, foreach={self.foreach}"
         )

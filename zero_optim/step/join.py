@@ -5,10 +5,17 @@ the gathers. But it computes no gradients any more, and PyTorch's DDP does not g
 ones either. So one rank that is still active lends it the gradients of what it owns (of a cut
 parameter, the rows), and the options (the learning rate goes on changing where schedulers run). The
 result is, bit for bit, that of the active ranks stepping an unsharded optimizer.
+
+When the step is over, what was lent is gone: a loop that calls ``zero_grad()`` at the end of an iteration
+goes on with what it left, in the next epoch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from zero_optim.comm.agreement import failing_together
@@ -19,6 +26,42 @@ from zero_optim.plan.pieces import Pieces, piece_of
 from zero_optim.step.gradients import owned_gradient, set_owned_gradient
 from zero_optim.step.partial import PartialGradient
 from zero_optim.step.words import Word, exchange, ranks_that
+
+
+@dataclass(slots=True, eq=False)
+class JoinNotes:
+    """What an optimizer has to remember inside ``Join``.
+
+    Attributes:
+        is_announced: ``Join`` has been told that this rank is active in this iteration.
+        given: parameters whose gradients came with a backward pass that this rank shadowed.
+    """
+
+    is_announced: bool = False
+    given: list[Tensor] = field(default_factory=list)
+
+    @contextmanager
+    def borrowing(self, params: Sequence[Tensor]) -> Iterator[None]:
+        """Have the gradients of other ranks in the body, on a rank that has joined; does not communicate.
+
+        Afterwards those are gone that were not there before. The others are zeros, in place, as they may be
+        views of DDP's: they were zeros before, or are old, and the loop drops them before it uses them.
+
+        Args:
+            params: whose gradients may be lent in the body.
+        """
+        given = set(self.given)
+        held = {param for param in params if param.grad is not None and param not in given}
+        try:
+            yield
+        finally:
+            self.given = []
+            with torch.no_grad():
+                for param in {*params, *given}:
+                    if param.grad is not None and param in held:
+                        param.grad.zero_()
+                    else:
+                        param.grad = None
 
 
 def lend_gradients(
@@ -56,25 +99,46 @@ def lend_to(
     params: Sequence[Tensor],
     pieces: Sequence[Pieces],
     groups: list[ParamGroup],
-) -> None:
-    """The same, where it is known which ranks have joined."""
+    beside: object = None,
+) -> Any:  # noqa: ANN401 - what the lender gave
+    """The same, where it is known which ranks have joined.
+
+    Args:
+        group: see `lend_gradients`.
+        have_joined: ranks.
+        params: see `lend_gradients`.
+        pieces: see `lend_gradients`.
+        groups: see `lend_gradients`.
+        beside: what else the lender sends, plain values and tensors.
+
+    Returns:
+        On a rank that has joined what the lender gave for ``beside``, else None.
+    """
     if not have_joined or len(have_joined) == group.size:
-        return
+        return None
     lender = next(rank for rank in range(group.size) if rank not in have_joined)
     parcels, received = [], []
     with failing_together(group):
         if group.rank == lender:
             parcels = [
-                (to, *encode(_parcel(to, params, pieces, groups), "a gradient or option"))
+                (
+                    to,
+                    *encode(
+                        {**_parcel(to, params, pieces, groups), "beside": beside}, "a gradient or option"
+                    ),
+                )
                 for to in have_joined
             ]
     for to, skeleton, tensors in parcels:
         send_value(group, [to], skeleton, tensors)
     if group.rank in have_joined:
         received.append(recv_encoded(group, lender))
+    parcel: ParamGroup = {}
     with failing_together(group):  # a gradient may be of a tensor subclass that is not imported here
         for skeleton, tensors in received:
-            _unpack(decode(skeleton, iter(tensors)), params, pieces, groups, group.rank)
+            parcel = decode(skeleton, iter(tensors))
+            _unpack(parcel, params, pieces, groups, group.rank)
+    return parcel.get("beside")
 
 
 def _parcel(

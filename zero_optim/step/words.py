@@ -23,6 +23,7 @@ class Word(IntFlag):
     INFINITE = 2  # its scaler found an infinity
     DEAF = 4  # if another rank finds one, its scaler cannot be told
     FAILED = 8  # something raised there
+    CLIPS = 16  # it clips gradients, and steps later
 
 
 def exchange(
@@ -44,6 +45,7 @@ def exchange(
 
     Raises:
         Exception: on every rank, the failure of any, see `failing_together`.
+        RuntimeError: likewise, some active ranks clip and others step.
     """
     word |= Word.NOTHING if failure is None else Word.FAILED
     mine = to_device(bytes_to_tensor(bytes([word])), group.device)
@@ -55,6 +57,13 @@ def exchange(
         with failing_together(group):
             if failure is not None:
                 raise failure
+    clipping = ranks_that(words, Word.CLIPS)
+    stepping = [rank for rank, each in enumerate(words) if not each & (Word.CLIPS | Word.JOINED)]
+    if clipping and stepping:
+        raise RuntimeError(
+            f"inside Join ranks {clipping} called clip_grad_norm_(), and ranks {stepping} stepped: every "
+            "rank that has inputs left must clip"
+        )
     return words
 
 

@@ -1,0 +1,102 @@
+"""Complex parameters, whose gradients PyTorch's DDP gives a hook as real numbers, twice as many."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.optim import SGD
+
+from overlap import WRAPPERS, loss_of
+from pool import Ranks
+from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.hooks import (
+    PowerSGDState,
+    TopKState,
+    allreduce_hook,
+    powerSGD_hook,
+    reduce_to_owners,
+    topk_hook,
+    zero_step,
+)
+
+both_wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
+
+
+class Turned(nn.Module):
+    """Three complex parameters, one of which is not used, between real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.into, self.out = nn.Linear(18, 4), nn.Linear(4, 2)
+        self.turn = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64).t())
+        self.shift = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+        self.idle = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.into(x.flatten(1)).to(torch.complex64) @ self.turn * (1 + 2j) + self.shift
+        out: Tensor = self.out(hidden.real * hidden.imag)
+        return out
+
+
+Registering = Callable[[Any, ZeroRedundancyOptimizer], object]
+
+
+def to_owners(model: Any, optimizer: ZeroRedundancyOptimizer) -> None:
+    model.register_comm_hook(None, reduce_to_owners(optimizer))
+
+
+def averaging(model: Any, optimizer: ZeroRedundancyOptimizer) -> None:
+    model.register_comm_hook(None, allreduce_hook)
+
+
+def stepping(model: Any, optimizer: ZeroRedundancyOptimizer) -> None:
+    model.register_comm_hook(None, zero_step(optimizer, ddp=model))
+
+
+def stepping_owners(model: Any, optimizer: ZeroRedundancyOptimizer) -> None:
+    model.register_comm_hook(None, zero_step(optimizer, gradients="owners"))
+
+
+def built(wrapper: str) -> tuple[Any, ZeroRedundancyOptimizer]:
+    # PyTorch 2.8 cannot broadcast complex parameters on gloo, and ranks have the same anyway.
+    model = WRAPPERS[wrapper](Turned(), find_unused_parameters=True, init_sync=False, bucket_cap_mb=0.0001)
+    return model, ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1, momentum=0.9)
+
+
+def trains_alike(wrapper: str, register: Registering) -> None:
+    (whole, one), (hooked, other) = built(wrapper), built(wrapper)
+    register(hooked, other)
+    for model, optimizer in ((whole, one), (hooked, other)):
+        with Join([model, optimizer]):
+            for number in range(2 + dist.get_rank()):
+                optimizer.zero_grad()
+                loss_of(model, number).backward()
+                optimizer.step()
+    for (name, want), param in zip(whole.named_parameters(), hooked.parameters(), strict=True):
+        assert torch.equal(param, want), name
+
+
+@both_wrappers
+@pytest.mark.parametrize("register", [to_owners, averaging, stepping, stepping_owners])
+def test_complex_parameters_are_trained_with_the_bits_of_ddp(
+    ranks2: Ranks, wrapper: str, register: Registering
+) -> None:
+    ranks2.run(trains_alike, wrapper, register)
+
+
+def refuses(wrapper: str) -> None:
+    for state, hook in ((PowerSGDState(), powerSGD_hook), (TopKState(), topk_hook)):
+        model = WRAPPERS[wrapper](Turned(), find_unused_parameters=True, init_sync=False)
+        model.register_comm_hook(state, hook)
+        with pytest.raises(ValueError, match=r"real numbers, got torch\.complex64 in bucket"):
+            loss_of(model, 0).backward()
+
+
+@both_wrappers
+def test_hooks_that_remember_parts_of_buckets_refuse_complex_gradients(ranks2: Ranks, wrapper: str) -> None:
+    ranks2.run(refuses, wrapper)
