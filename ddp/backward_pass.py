@@ -113,6 +113,7 @@ class BackwardPass:
         """Take note that an exception has ended the pass."""
         self._go_on_to(Phase.BROKEN_OFF)
         self._troubles.fail("a backward pass ended with an exception before its gradients were reduced")
+        self.give_back(drops=True)  # before the user looks, or calls zero_grad()
 
     def end(self) -> None:
         """Take note that no more gradients come; `launch_rest`, `close` and `give` follow, in this order."""
@@ -131,6 +132,11 @@ class BackwardPass:
     def learns(self) -> bool:
         """Whether later passes are to be like this one."""
         return self._terms.kind == "learning"
+
+    def give_back(self, *, drops: bool) -> None:
+        """Have buckets give back what they put aside for this pass; see `ReducerBucket.give_back`."""
+        for bucket in self._assignment.buckets:
+            bucket.give_back(drops=drops)
 
     # ------------------------------------------------------------------ gradients come
 
@@ -267,6 +273,9 @@ class BackwardPass:
     def check(self, report_to_come: FailureReport) -> None:
         """Raise, on every rank, what went wrong, before anything is handed out; all ranks call."""
         try:
+            if report_to_come.in_last_bucket:
+                for _ in self._results(report_to_come):
+                    pass  # the last one has the word
             report_to_come.check()
         except ReductionError:
             self.reductions.drain()

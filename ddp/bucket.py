@@ -199,6 +199,13 @@ class ReducerBucket:
         if self.as_views:
             self.flat.zero_()
 
+    def give_back(self, *, drops: bool) -> None:
+        """Give parameters the gradients that were put aside for a pass which hands out none. Here: none.
+
+        Args:
+            drops: gradients that this pass has left at the parameters go, and those that it was to reduce.
+        """
+
     def is_inside(self, slot: int) -> bool:
         """Whether a parameter's gradient is its view of this bucket."""
         return self.params[slot].grad is self.views[slot]

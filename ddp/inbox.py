@@ -38,9 +38,20 @@ class Inbox:
         self.current: BackwardPass | None = None
         self.handles: list[RemovableHandle] = []
         self._take_first = take_first
+        self._params = params
         for index, param in enumerate(params):
             untyped: Any = param
             self.handles.append(untyped.register_post_accumulate_grad_hook(self._hook_of(index)))
+
+    def announce(self, coming: Callable[[int], None]) -> None:
+        """Have a parameter's place told before autograd adds a gradient, while no backward pass is under way.
+
+        Args:
+            coming: told, with ``torch.autograd.grad`` too; made by `weakly`.
+        """
+        for index, param in enumerate(self._params):
+            untyped: Any = param
+            self.handles.append(untyped.register_hook(self._early_hook_of(index, coming)))
 
     @property
     def is_running(self) -> bool:
@@ -54,6 +65,16 @@ class Inbox:
             return None
         self.current = None
         return current
+
+    def _early_hook_of(self, index: int, coming: Callable[[int], None]) -> Callable[[Tensor], None]:
+        running = Phase.RUNNING  # found faster here
+
+        def hook(_: Tensor) -> None:
+            current = self.current
+            if current is None or current.phase is not running:
+                coming(index)
+
+        return hook
 
     def _hook_of(self, index: int) -> Callable[[Tensor], None]:
         running = Phase.RUNNING  # found faster here

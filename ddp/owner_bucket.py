@@ -15,8 +15,17 @@ Note [Memory of sharded gradients]
     optimizer: its ``bucket_cap_mb`` bounds B, but for a parameter that is larger alone; 16 keeps 3 B below
     two of the 25 MiB that PyTorch's DDP takes for a bucket. Beside that there is the gradient that autograd
     has just made, and up to `BATCH_NBYTES` of small ones. Where gradients of earlier passes are kept, which
-    are the rows of its own then, those of the two buckets come on top: 2 B / W. On gloo with tensors on an
-    accelerator, rows are packed once more to be sent.
+    are the rows of its own then, the sums of this pass come on top: those of the two buckets, 2 B / W, where
+    they are added as they come; all, G / W, where they are apart. On gloo with tensors on an accelerator,
+    rows are packed once more to be sent.
+
+Note [Sums apart]
+    A pass may turn out bad when all its buckets but the last have been summed. On the CPU ranks know that
+    before gradients are handed out. So the sums stay apart until then, and a bad pass leaves what
+    earlier passes have added up as it was, bit for bit. On an accelerator gradients are handed out before
+    anybody knows (Note [Late reports] in `report`). There nothing would be gained by the memory, and each
+    sum is added at once: behind a pass that failed, or broke off, call ``zero_grad()``. A pass that an
+    exception ends gives back what was put aside at once, on this rank, so that ``zero_grad()`` drops it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,39 +37,8 @@ from torch import Tensor
 from zero_optim.compat import streams
 from zero_optim.compat.engine import copy_each, scale_each
 from zero_optim.ddp.bucket import ReducerBucket
+from zero_optim.ddp.bucket_owners import BucketOwners, give_back
 from zero_optim.ddp.owner_layout import OwnerLayout
-from zero_optim.plan.pieces import Pieces, piece_of
-from zero_optim.step.partial import PartialGradient
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BucketOwners:
-    """Who owns the gradients of a bucket.
-
-    Attributes:
-        names: of the parameters, for messages.
-        pieces: of each parameter.
-        rank: this one.
-        size: number of ranks.
-    """
-
-    names: tuple[str, ...]
-    pieces: tuple[Pieces, ...]
-    rank: int
-    size: int
-
-    def shown(self, slot: int, param: Tensor, reduced: Tensor | None) -> Tensor:
-        """Make what stands in ``param.grad``: the gradient on the owner of the whole, else a partial one.
-
-        Args:
-            slot: of the parameter.
-            param: the parameter.
-            reduced: the rows of this rank; None if it owns none.
-        """
-        pieces = self.pieces[slot]
-        if reduced is not None and len(pieces) == 1:
-            return reduced
-        return PartialGradient(param, pieces, reduced, self.names[slot])
 
 
 @dataclass(slots=True, eq=False)
@@ -68,6 +46,8 @@ class _Filling:
     """What a bucket holds in one backward pass.
 
     Attributes:
+        is_open: the pass has not ended: gradients that come are taken.
+        adds_at_once: see `OwnerBucket.begin`.
         kept: by slot, the gradient of earlier passes, to which this one is added.
         taken: slots of the gradients that have come.
         rows: by rank; none before the first gradient, and none once they were sent.
@@ -76,6 +56,8 @@ class _Filling:
         reduced: by slot, rows of this rank, once they were summed.
     """
 
+    is_open: bool = False
+    adds_at_once: bool = False
     kept: dict[int, Tensor] = field(default_factory=dict)
     taken: set[int] = field(default_factory=set)
     rows: list[Tensor] = field(default_factory=list)
@@ -128,7 +110,7 @@ class OwnerBucket(ReducerBucket):
             dtype=self.dtype,
             carries_word=self._layout.carries_word,
         )
-        made.begin(self._filling.kept)
+        made.begin(self._filling.kept, adds_at_once=self._filling.adds_at_once)
         return made
 
     @property
@@ -140,13 +122,15 @@ class OwnerBucket(ReducerBucket):
         """Have the rows that are sent say that something went wrong."""
         self._filling.failed = True
 
-    def begin(self, kept: Mapping[int, Tensor]) -> None:
+    def begin(self, kept: Mapping[int, Tensor], *, adds_at_once: bool) -> None:
         """Begin a backward pass.
 
         Args:
             kept: by slot, gradients of earlier passes, as `give` gave them.
+            adds_at_once: sums are added to them as they come, and not apart until the pass is known to be
+                good; see Note [Sums apart].
         """
-        self._filling = _Filling(dict(kept))
+        self._filling = _Filling(is_open=True, adds_at_once=adds_at_once, kept=dict(kept))
 
     def has_gradient(self, slot: int) -> bool:
         """Whether a parameter has got one in this pass."""
@@ -185,6 +169,8 @@ class OwnerBucket(ReducerBucket):
 
     def _pop_gradient(self, slot: int) -> Tensor | None:
         param = self.params[slot]
+        if not self._filling.is_open:  # the pass broke off: what is there now is not of it
+            return None
         grad, param.grad = param.grad, None
         if grad is not None and grad.is_sparse:
             self._misfits.append(slot)
@@ -216,7 +202,7 @@ class OwnerBucket(ReducerBucket):
         return rows
 
     def settle(self, total: Tensor) -> Tensor:
-        """Take over the sum of this rank's row: keep it, or add it to what is kept.
+        """Take over the sum of this rank's row.
 
         Returns:
             The word of a failure, one element, if it carries one; else none.
@@ -224,15 +210,12 @@ class OwnerBucket(ReducerBucket):
         filling = self._filling
         for slot, part in self._layout.owned_parts(self._owners.rank):
             found, param = part.seen_in(total), self.params[slot]
-            if slot in filling.kept:
-                kept = filling.kept[slot]
-                target = kept.piece if isinstance(kept, PartialGradient) else kept
-                assert target is not None  # this rank owns rows of it
-                target.add_(found)
-            elif found.dtype == param.dtype:
-                filling.reduced[slot] = found
-            else:
+            if slot not in filling.kept:
                 filling.reduced[slot] = found.to(param.dtype)
+            elif filling.adds_at_once:
+                filling.kept[slot] = self._owners.added(slot, param, filling.kept[slot], found)
+            else:
+                filling.reduced[slot] = found  # rounded once, when it is added
         return total[-1:].clone() if self._layout.carries_word else self.flat  # no view: that would keep it
 
     def give(self, result: Tensor, skipped: Sequence[bool]) -> None:
@@ -245,77 +228,25 @@ class OwnerBucket(ReducerBucket):
         filling, self._filling = self._filling, _Filling()
         streams.record_use(*filling.reduced.values())
         for slot, (index, param) in enumerate(zip(self.indices, self.params, strict=True)):
-            kept = filling.kept.get(slot)
-            if kept is not None or skipped[index]:
+            kept, reduced = filling.kept.get(slot), filling.reduced.get(slot)
+            if skipped[index]:
                 param.grad = kept
+            elif kept is None:
+                param.grad = self._owners.shown(slot, param, reduced)
             else:
-                param.grad = self._owners.shown(slot, param, filling.reduced.get(slot))
+                param.grad = self._owners.added(slot, param, kept, reduced)
 
     def give_joined(self, unused: Sequence[bool]) -> None:
         """Make what was reduced in a pass without gradients of this rank the parameters' own, as `give`."""
         self.give(self.flat, unused)
 
     def clear(self) -> None:
-        """Go back to the gradients of the passes before."""
-        self.give(self.flat, [True] * (max(self.indices) + 1))
+        """Do nothing: where the pass broke off, `give_back` has gone back to the gradients before it."""
 
-
-class SparseOwnerBucket(ReducerBucket):
-    """A sparse gradient. It is summed on every rank, as without owners, and kept by its owners alone.
-
-    Args:
-        index: the parameter's place among all.
-        param: the parameter.
-        owners: of its gradient.
-        dtype: in which it travels; None for the parameter's own.
-    """
-
-    def __init__(
-        self, index: int, param: Tensor, owners: BucketOwners, *, dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__([index], [param], is_sparse=True, as_views=False, batched=True, dtype=dtype)
-        self._owners = owners
-        self._kept: Tensor | None = None
-        self._was_used = False
-
-    def zeros_like(self) -> "SparseOwnerBucket":
-        """Make another bucket without entries, which goes on with the gradient that is kept."""
-        made = SparseOwnerBucket(self.indices[0], self.params[0], self._owners, dtype=self.dtype)
-        made._kept = self._kept
-        return made
-
-    def begin(self, kept: Mapping[int, Tensor]) -> None:
-        """Begin a backward pass; see `OwnerBucket.begin`."""
-        self._kept, self._was_used = kept.get(0), False
-
-    def has_gradient(self, slot: int) -> bool:
-        """Whether the parameter has got one in this pass."""
-        return self._was_used or self.params[slot].grad is not None
-
-    def take_sparse(self, divisor: float) -> None:
-        """Take the gradient, divided, and drop it from the parameter."""
-        self._was_used = self.params[0].grad is not None
-        super().take_sparse(divisor)
-        self.params[0].grad = None
-
-    def give(self, result: Tensor, skipped: Sequence[bool]) -> None:
-        """Give the owners of the parameter the sum, whole, and the other ranks a partial gradient."""
-        param, kept, self._kept = self.params[0], self._kept, None
-        self.flat = self._no_gradient(self.dtype)
-        if skipped[self.indices[0]]:
-            param.grad = kept
-        elif piece_of(self._owners.pieces[0], self._owners.rank) is None:
-            elsewhere = PartialGradient(param, self._owners.pieces[0], None, self._owners.names[0])
-            elsewhere.is_of_sparse = True
-            param.grad = elsewhere
-        else:
-            reduced = result.to(param.dtype)
-            param.grad = reduced if kept is None else kept + reduced
-
-    def give_joined(self, unused: Sequence[bool]) -> None:
-        """Do what `give` does, in a pass without a gradient of this rank."""
-        self.give(self.flat, unused)
-
-    def clear(self) -> None:
-        """Go back to the gradient of the passes before."""
-        self.params[0].grad, self._kept = self._kept, None
+    def give_back(self, *, drops: bool) -> None:
+        """Go back to the gradients of the passes before, unless this one has ended."""
+        filling, self._filling = self._filling, _Filling()
+        if filling.is_open:
+            give_back(self.params, filling.kept, drops=drops)
+        if drops:
+            self.pending = []

@@ -9,13 +9,17 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease, lanes_for_rows
 from zero_optim.comm.row_sum import RowSum
-from zero_optim.ddp import report
+from zero_optim.compat.engine import backward_number
 from zero_optim.ddp.assignment import BucketAssignment, ReducedParams, ReducerOptions
 from zero_optim.ddp.backward_pass import BackwardPass
 from zero_optim.ddp.bucket import ReducerBucket
-from zero_optim.ddp.owner_bucket import BucketOwners, OwnerBucket, SparseOwnerBucket
+from zero_optim.ddp.bucket_owners import BucketOwners
+from zero_optim.ddp.graph import accumulates
+from zero_optim.ddp.inbox import weakly
+from zero_optim.ddp.owner_bucket import OwnerBucket
 from zero_optim.ddp.reducer import Reducer
 from zero_optim.ddp.reduction import Launch, Reduction, SumReduction
+from zero_optim.ddp.sparse_owner_bucket import SparseOwnerBucket
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.pieces import Pieces
 from zero_optim.step.partial import PartialGradient
@@ -26,6 +30,10 @@ Accumulate = Literal["owner", "local"]
 class OwnerReducer(Reducer):
     """Reduces gradients to the owners of their parameters; all ranks construct it. Communicates.
 
+    Reduced gradients stay at the parameters from pass to pass, and autograd must not add to them what has
+    yet to be reduced. So a pass has to begin before autograd adds its first gradient. Not every pass goes
+    through an output of the forward pass, nor through that first: a parameter may be used by the loss alone.
+
     Args:
         params: see `Reducer`.
         optimizer: has every parameter.
@@ -33,6 +41,8 @@ class OwnerReducer(Reducer):
         sparse: see `Reducer`.
         wanted: see `Reducer`.
     """
+
+    checks_first = True
 
     def __init__(
         self,
@@ -44,8 +54,7 @@ class OwnerReducer(Reducer):
         wanted: Callable[[bool], bool],
     ) -> None:
         self._optimizer = optimizer
-        self._mixed: list[int] = []  # gradients to which autograd has added what was not reduced
-        self._arriving: int | None = None  # the parameter whose gradient begins a pass
+        self._local_number = -1  # of the last backward pass that was not reduced
         self._lanes = lanes_for_rows(optimizer.ranks, optimizer.owners())
         super().__init__(
             params,
@@ -55,6 +64,7 @@ class OwnerReducer(Reducer):
             wanted=wanted,
             checks=False,
         )
+        self._inbox.announce(weakly(self._coming))
 
     def rebuild(self) -> bool:
         """Do nothing: buckets are those of the optimizer."""
@@ -71,44 +81,57 @@ class OwnerReducer(Reducer):
 
     # ------------------------------------------------------------------ a backward pass
 
-    def _first_arrived(self, index: int) -> None:
-        """Take a gradient in a pass that no output has announced: what was reduced before was still there."""
-        grad = self.params[index].grad
-        if isinstance(grad, PartialGradient) and grad.was_added_to:
-            self._mixed.append(index)
-            self.params[index].grad = None
-        self._arriving = index
-        try:
-            super()._first_arrived(index)
-        finally:
-            self._arriving = None
+    def _coming(self, index: int) -> None:
+        """Begin a pass that no output has announced, before autograd adds its first gradient to anything."""
+        if not accumulates(self.params[index]):  # torch.autograd.grad asks for it
+            return
+        if self._upcoming.is_reduced(was_prepared=False):
+            self._begin()
+        else:
+            self._check_local()
 
     def _begin(self) -> BackwardPass:
         self.check_finished(waits=False)
         self._put_aside()
-        current = super()._begin()
-        mixed, self._mixed = self._mixed, []
-        for index in mixed:
-            current.note(report.mixed, index)
-        return current
+        try:
+            return super()._begin()
+        except BaseException:
+            self._give_back(drops=False)
+            raise
+
+    def _finish(self, current: BackwardPass) -> None:
+        try:
+            super()._finish(current)
+        except BaseException:
+            current.give_back(drops=True)
+            raise
+        current.give_back(drops=False)  # torch.autograd.grad went through an output: no pass at all
 
     def _put_aside(self) -> None:
         """Keep the gradients of passes that were reduced: autograd would add to them what is yet to be."""
+        adds_at_once = self.defers_reports and not self._upcoming.in_join
         for bucket in self.assignment.buckets:
             assert isinstance(bucket, OwnerBucket | SparseOwnerBucket)  # see `assign_to_owners`
             kept = {}
             for slot, (index, param) in enumerate(zip(bucket.indices, bucket.params, strict=True)):
-                is_fresh = self.history.carried[index] or index == self._arriving
-                if param.grad is not None and not is_fresh:
+                if param.grad is not None and not self.history.carried[index]:
                     kept[slot], param.grad = param.grad, None
-            bucket.begin(kept)
+            bucket.begin(kept, adds_at_once=adds_at_once)
 
-    def begin_local(self) -> None:
-        """Get ready for a pass whose gradients are added up on this rank alone.
+    def _give_back(self, *, drops: bool) -> None:
+        for bucket in self.assignment.buckets:
+            bucket.give_back(drops=drops)
+
+    def _check_local(self) -> None:
+        """Look at the gradients, once in a pass whose gradients are added up on this rank alone.
 
         Raises:
-            RuntimeError: there are gradients of a pass that was reduced.
+            RuntimeError: there are gradients of a pass that was reduced. Nothing has been added to any.
         """
+        number = backward_number()
+        if number == self._local_number:
+            return
+        self._local_number = number
         for name, param in zip(self.names, self.params, strict=True):
             if isinstance(param.grad, PartialGradient):
                 raise RuntimeError(  # noqa: TRY004 - the call is wrong, not an argument

@@ -73,6 +73,8 @@ class Reducer:
         RankMismatchError: on every rank: ranks were given different things; names the first.
     """
 
+    checks_first = False  # a pass that is found to be bad when it ends hands out no gradients
+
     def __init__(
         self,
         params: Iterable[tuple[str, Tensor]] | Iterable[Tensor],
@@ -279,8 +281,7 @@ class Reducer:
         """Begin a backward pass, from one of its hooks."""
         self.check_finished(waits=False)
         self.rebuild()
-        divisor = self._group.size if self._upcoming.divisor is None else self._upcoming.divisor()
-        terms = self._terms(divisor if self._slot.is_empty else 1)
+        terms = self._terms(self._upcoming.divisor_among(self._group.size) if self._slot.is_empty else 1)
         kind = PassWithGraph if torch.is_grad_enabled() else BackwardPass
         current = kind(self._assignment, terms, self._launcher())
         self._inbox.current = current
@@ -309,13 +310,13 @@ class Reducer:
             return  # torch.autograd.grad went through the output, and computed no parameter's gradient
         self.history.carried = [False] * len(self.params)
         self._group.phase.traffic.count_step()
-        in_join = self._upcoming.divisor is not None
-        defers = self.defers_reports and not in_join and not current.learns
+        defers = self.defers_reports and not self._upcoming.in_join and not current.learns
         self._upcoming.divisor = None
         current.launch_rest()
         self._slot.await_all(current.reductions)
         report = current.close(self._group)
-        if current.asks_for_use and not defers:
+        checks_first = not defers and (self.checks_first or current.asks_for_use)
+        if checks_first:
             current.check(report)
         unused = [not used for used in report.used()] if current.asks_for_use else self.history.unused
         with self._slot.minding():
@@ -329,7 +330,7 @@ class Reducer:
         if defers:
             report.put_off()
             self._upcoming.unread.append(report)
-        elif not current.asks_for_use:
+        elif not checks_first:
             report.check()
         if current.keeps_graph and any(current.calls):
             warn_of_graph()

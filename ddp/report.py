@@ -235,16 +235,6 @@ def late_gradient(names: Sequence[str]) -> str:
     )
 
 
-def mixed(names: Sequence[str]) -> str:
-    """Explain gradients of owners, to which autograd added before anybody could put them aside."""
-    return (
-        f"the reduced gradient of an earlier pass was still there for {names_text(names)} when a pass came "
-        "that does not go through the output of forward(), or was under no_sync() in backward() alone: call "
-        "zero_grad() before it, return every tensor that the loss is computed from, and put forward() under "
-        "no_sync() too"
-    )
-
-
 def sparse(names: Sequence[str]) -> str:
     """Explain sparse gradients in the place of dense ones."""
     return f"a sparse gradient where a dense one was expected, for {names_text(names)}. {_ON_SPARSE}"

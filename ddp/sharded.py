@@ -3,13 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.arguments import raise_together
-from zero_optim.compat.engine import eager
 from zero_optim.ddp.assignment import ReducerOptions
 from zero_optim.ddp.data_parallel import DistributedDataParallel
 from zero_optim.ddp.owner_reducer import Accumulate, OwnerReducer
@@ -115,14 +113,6 @@ class ShardedDataParallel(DistributedDataParallel):
         with failing_together(self._optimizer.ranks):
             self._optimizer.check_sparse(param for name, param in pairs if name in sparse)
         return OwnerReducer(pairs, self._optimizer, options, sparse=sparse, wanted=self._wanted())
-
-    @eager
-    def _post_forward(self, output: object) -> object:
-        if torch.is_grad_enabled() and not self.require_backward_grad_sync:
-            own = self._own()
-            assert isinstance(own, OwnerReducer)  # made above
-            own.begin_local()
-        return super()._post_forward(output)
 
     def no_sync(self) -> Any:  # noqa: ANN401 - PyTorch's context
         """Add up gradients on each rank, whole, in the passes of this context; with ``accumulate="local"``.

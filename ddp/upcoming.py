@@ -40,6 +40,15 @@ class UpcomingPass:
         """
         return self.wanted is None or self.wanted(was_prepared or self.is_expected)
 
+    @property
+    def in_join(self) -> bool:
+        """Whether the last forward pass was inside ``Join``."""
+        return self.divisor is not None
+
+    def divisor_among(self, size: int) -> float:
+        """Tell what the gradients of the pass that begins are divided by, of so many ranks."""
+        return size if self.divisor is None else self.divisor()
+
     def pop_unused(self, learnt: Sequence[int] | None, params: Sequence["Tensor"]) -> list[int]:
         """Find parameters that will get no gradient in the pass that has just begun.
 

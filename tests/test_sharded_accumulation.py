@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from overlap import Net, adamw, inputs, loss_of
 from pool import Ranks
 from sharded import Setting, assert_same_gradients, assert_same_run
+from test_sharded_cuts import cut_adamw
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import ShardedDataParallel
+from zero_optim.step.gradients import owned_gradient, rows_of
 from zero_optim.step.partial import PartialGradient
 
 NUM_PASSES = 3
@@ -169,7 +171,7 @@ def refuses_mixing() -> None:
     (whole, one), (sharded, other) = Setting().whole(), Setting(accumulate="local").sharded()
     loss_of(sharded, 0).backward()
     with sharded.no_sync(), pytest.raises(RuntimeError, match=r"reduced to its owners.*Call zero_grad\(\)"):
-        loss_of(sharded, 1)
+        loss_of(sharded, 1).backward()
     # PyTorch's loop may go on, as nothing was added.
     other.step()
     loss_of(whole, 0).backward()
@@ -198,3 +200,51 @@ def adds_after_freezing() -> None:
 
 def test_what_no_rank_uses_keeps_its_sum(ranks2: Ranks) -> None:
     ranks2.run(adds_after_freezing)
+
+
+def zeroes_between() -> None:
+    """PyTorch's order: zero_grad() comes between forward and backward."""
+
+    def step(model: Any, optimizer: ZeroRedundancyOptimizer, number: int) -> None:
+        with model.no_sync():
+            loss = loss_of(model, 2 * number)
+            optimizer.zero_grad()
+            loss.backward()
+        loss_of(model, 2 * number + 1).backward()
+        optimizer.step()
+
+    assert_same_run(Setting(accumulate="local"), step)
+
+
+def test_zero_grad_may_come_between_forward_and_a_local_pass(ranks2: Ranks) -> None:
+    ranks2.run(zeroes_between)
+
+
+def starts_with_whole_gradients(setting: Setting) -> None:
+    """The user puts whole gradients there: zeros, then some value."""
+
+    def step(model: nn.Module, optimizer: ZeroRedundancyOptimizer, number: int) -> None:
+        for param in model.parameters():
+            param.grad = torch.full_like(param, float(number))
+        loss_of(model, number).backward()
+        optimizer.step()
+
+    (whole, one), (sharded, other) = setting.whole(), setting.sharded()
+    step(whole, one, 0)
+    step(sharded, other, 0)
+    assert_same_gradients(sharded, whole)
+    step(whole, one, 2)
+    step(sharded, other, 2)
+    for param, want in zip(sharded.parameters(), whole.parameters(), strict=True):
+        assert want.grad is not None
+        piece = next((piece for piece in other.pieces()[param] if piece.owner == dist.get_rank()), None)
+        assert isinstance(param.grad, PartialGradient) == (piece is None or len(other.pieces()[param]) > 1)
+        if piece is not None:
+            rows = owned_gradient(param, piece)
+            assert rows is not None
+            assert torch.allclose(rows, rows_of(want.grad, piece), atol=1e-6)
+
+
+@pytest.mark.parametrize("setting", [Setting(), Setting(optimizer=cut_adamw)], ids=["whole", "cut"])
+def test_owners_add_to_whole_gradients_that_the_user_set(ranks2: Ranks, setting: Setting) -> None:
+    ranks2.run(starts_with_whole_gradients, setting)

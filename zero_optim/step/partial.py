@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from zero_optim.compat.engine import in_backward
 from zero_optim.plan.pieces import Pieces, owned_by_text
 
 # In place, each element alone, with numbers or 0-d tensors beside the gradients.
@@ -51,13 +50,10 @@ class PartialGradient(Tensor):
 
     Attributes:
         piece: as given.
-        was_added_to: autograd has added a gradient, which is lost. To raise there would leave other ranks
-            waiting; whoever reduces tells them.
         is_of_sparse: the reduced gradient is sparse.
     """
 
     piece: Tensor | None
-    was_added_to: bool
     is_of_sparse: bool
 
     @staticmethod
@@ -74,7 +70,6 @@ class PartialGradient(Tensor):
     def __init__(self, param: Tensor, pieces: Pieces, piece: Tensor | None, name: str) -> None:
         """Keep the rows."""
         self.piece = piece
-        self.was_added_to = False
         self.is_of_sparse = False
         self._of = weakref.ref(param)
         self._pieces = pieces
@@ -130,9 +125,6 @@ class PartialGradient(Tensor):
         if name == "detach" and isinstance(first, PartialGradient):
             return first._with(first.piece)
         if name == "detach_":
-            return first
-        if name == "add_" and isinstance(first, PartialGradient) and in_backward():
-            first.was_added_to = True
             return first
         beside = args[1:]
         if name in _PER_ELEMENT and not any(_has_elements(value) for value in beside):

@@ -1,0 +1,83 @@
+"""Who owns the gradients of a bucket, and what stands in ``param.grad`` on this rank.
+
+Note [Gradients set by hand]
+    A user may put whole gradients in ``param.grad`` before a pass that is reduced, such as zeros. They are not
+    reduced, as those are that passes under ``no_sync()`` made. Each owner adds its rows of what stands there on
+    this rank to what is reduced, once. What stands there on the other ranks is dropped. Where all ranks
+    put the same there, DDP gives the same. Otherwise DDP averages what they put there.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from zero_optim.plan.pieces import Pieces, piece_of
+from zero_optim.step.gradients import is_whole, rows_of
+from zero_optim.step.partial import PartialGradient
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BucketOwners:
+    """Who owns the gradients of a bucket.
+
+    Attributes:
+        names: of the parameters, for messages.
+        pieces: of each parameter.
+        rank: this one.
+        size: number of ranks.
+    """
+
+    names: tuple[str, ...]
+    pieces: tuple[Pieces, ...]
+    rank: int
+    size: int
+
+    def shown(self, slot: int, param: Tensor, reduced: Tensor | None) -> Tensor:
+        """Make what stands in ``param.grad``: the gradient on the owner of the whole, else a partial one.
+
+        Args:
+            slot: of the parameter.
+            param: the parameter.
+            reduced: the rows of this rank; None if it owns none.
+        """
+        pieces = self.pieces[slot]
+        if reduced is not None and len(pieces) == 1:
+            return reduced
+        return PartialGradient(param, pieces, reduced, self.names[slot])
+
+    def added(self, slot: int, param: Tensor, kept: Tensor, reduced: Tensor | None) -> Tensor:
+        """Add what was reduced to the gradient of earlier passes, in place; gives what ``param.grad`` becomes.
+
+        Args:
+            slot: of the parameter.
+            param: the parameter.
+            kept: as `shown` gave it; or a whole gradient that the user put there, of which this rank's own
+                rows count, see Note [Gradients set by hand].
+            reduced: the rows of this rank; None if it owns none, or if they were added before.
+        """
+        if not isinstance(kept, PartialGradient):
+            piece = piece_of(self.pieces[slot], self.rank)
+            kept = kept.to_dense()
+            if piece is None:
+                kept = self.shown(slot, param, None)
+            elif not is_whole(piece, param.shape):
+                kept = self.shown(slot, param, rows_of(kept, piece).clone())  # a view would keep the whole
+        if reduced is not None:
+            target = kept.piece if isinstance(kept, PartialGradient) else kept
+            assert target is not None  # this rank owns rows of it
+            target.add_(reduced)
+        return kept
+
+
+def give_back(params: Sequence[Tensor], kept: Mapping[int, Tensor], *, drops: bool) -> None:
+    """Make gradients that were put aside the parameters' own again.
+
+    Args:
+        params: of a bucket.
+        kept: by slot, what was put aside.
+        drops: the other parameters have none afterwards.
+    """
+    for slot, param in enumerate(params):
+        if drops or slot in kept:
+            param.grad = kept.get(slot)
