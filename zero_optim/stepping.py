@@ -42,7 +42,7 @@ class SteppedOptimizer(ShardedStateDicts, Joinable):
         self.check_weights()
         self._snapshot.changed()
         self._sharding.refresh(self.param_groups)
-        self._owned.take_over_state(self.state)
+        self._follow_state()
 
     def is_skipped_together(self, scaler: object, failure: Exception | None) -> bool:
         """Tell whether the ranks skip a step; if they do not, gradients are as it needs them; all ranks call.
