@@ -1,15 +1,21 @@
-"""How much memory gradients take on a rank during the backward pass, counted in bytes of living storages."""
+"""How much memory a rank takes, counted in bytes of living storages.
+
+For gradients during the backward pass, and for parameters that are cut.
+"""
 
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from cuts import cutting
 from pool import Ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
@@ -36,7 +42,7 @@ class LivingStorages(TorchDispatchMode):
         super().__init__()
         self.peak = 0
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
-        self._living: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._living: dict[int, tuple[StorageWeakRef, int, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -44,10 +50,19 @@ class LivingStorages(TorchDispatchMode):
             if isinstance(value, Tensor) and not isinstance(value, PartialGradient):
                 storage = value.untyped_storage()
                 if storage._cdata not in self._known:
-                    self._living[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self._living = {key: held for key, held in self._living.items() if not held[0].expired()}
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._living.values()))
+                    held = StorageWeakRef(storage), storage.data_ptr(), storage.nbytes()
+                    self._living[storage._cdata] = held
+        self.peak = max(self.peak, self.count())
         return made
+
+    def count(self) -> int:
+        """Bytes that somebody holds now; those of storages that share memory once."""
+        self._living = {key: held for key, held in self._living.items() if not held[0].expired()}
+        nbytes, end = 0, 0
+        for start, size in sorted((start, size) for _, start, size in self._living.values()):
+            nbytes += max(0, start + size - max(start, end))
+            end = max(end, start + size)
+        return nbytes
 
 
 def layers() -> nn.Sequential:
@@ -103,3 +118,112 @@ def test_adding_up_takes_a_second_set_of_own_gradients(ranks2: Ranks) -> None:
 
 def test_adding_up_takes_little_more_memory_where_reports_are_late(ranks2: Ranks) -> None:
     ranks2.run(holds_little, 3, True)
+
+
+CUT_NBYTES = (256 * 256 + 16) * 4  # of one cut parameter; its rows are not even, nor is it a power of two
+NUM_CUT = 8
+
+
+def cut_params(num: int = NUM_CUT) -> list[Parameter]:
+    return [Parameter(torch.ones(CUT_NBYTES // 64, 16)) for _ in range(num)]
+
+
+def check_construction(view: bool, added: bool) -> None:
+    """Each parameter has a bucket of its own."""
+    options: dict[str, Any] = {"lr": 0.1, "bucket_cap_mb": 1e-5, "parameters_as_bucket_view": view}
+    ZeroRedundancyOptimizer(cut_params(1), torch.optim.SGD, **options)  # what trials take is no concern here
+    first = cut_params(1)
+    with LivingStorages(first) as living:
+        params = cut_params()
+        assert living.count() == NUM_CUT * CUT_NBYTES
+        with cutting():
+            if added:
+                optimizer = ZeroRedundancyOptimizer(first, torch.optim.SGD, **options)
+                optimizer.add_param_group({"params": params})
+            else:
+                optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, **options)
+    assert all(len(optimizer.pieces()[param]) == 2 for param in params)
+    bucket = optimizer._sharding.buckets[-1].nbytes
+    assert living.peak <= NUM_CUT * bucket + (1 + added) * bucket + 4096, living.peak / CUT_NBYTES
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
+def test_cut_parameters_move_with_memory_for_one_bucket_more(ranks2: Ranks, view: bool, added: bool) -> None:
+    ranks2.run(check_construction, view, added)
+
+
+class Raising(torch.optim.SGD):
+    """Steps, then raises."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        raise ArithmeticError("after the step")
+
+
+def check_let_go(view: bool, fails: bool, overlapped: bool) -> None:
+    """After a step, nothing holds what the user lets go: neither values nor gradients."""
+    with LivingStorages(()) as living:
+        params = cut_params()
+        with cutting():
+            optimizer = ZeroRedundancyOptimizer(
+                params,
+                Raising if fails else torch.optim.SGD,
+                lr=0.1,
+                bucket_cap_mb=1e-5,
+                parameters_as_bucket_view=view,
+                assume_separable=fails,
+            )
+        for param in params:
+            param.grad = torch.ones_like(param)
+        versions = [param._version for param in params]
+        try:
+            if overlapped:
+                optimizer._owned.step_some(
+                    optimizer.param_groups, {param: param.grad for param in params if param.grad is not None}
+                )
+            else:
+                optimizer.step()
+        except ArithmeticError:
+            assert fails
+        assert all(param._version > before for param, before in zip(params, versions, strict=True))
+        optimizer.zero_grad()
+        assert living.count() < (NUM_CUT + 1) * CUT_NBYTES, living.count() / CUT_NBYTES
+        for param in params:
+            param.data = torch.empty(0)
+        # A bucket keeps its own memory, where parameters are views of it.
+        assert living.count() < (NUM_CUT + 1) * CUT_NBYTES if view else living.count() < 4096, living.count()
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
+def test_after_a_step_the_optimizer_holds_no_memory_of_cut_parameters(
+    ranks2: Ranks, view: bool, fails: bool, overlapped: bool
+) -> None:
+    ranks2.run(check_let_go, view, fails, overlapped)
+
+
+def check_local_optimizer() -> None:
+    """Who looks at the local optimizer sees the rows of the parameters; later, shapes."""
+    params = cut_params(2)
+    with cutting():
+        optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1, bucket_cap_mb=1e-5)
+    for _ in range(2):
+        pieces = [
+            next(p for p in optimizer.pieces()[param] if p.owner == dist.get_rank()) for param in params
+        ]
+        leaves = optimizer.optim.param_groups[0]["params"]
+        for param, piece, leaf in zip(params, pieces, leaves, strict=True):
+            assert torch.equal(leaf, param[piece.start : piece.stop])
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        for param, piece, leaf in zip(params, pieces, leaves, strict=True):
+            assert leaf.shape == param[piece.start : piece.stop].shape
+            assert bool(leaf.isnan().all())
+            with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+                leaf.data.add_(1.0)
+
+
+def test_the_local_optimizer_shows_the_rows_of_cut_parameters(ranks2: Ranks) -> None:
+    ranks2.run(check_local_optimizer)

@@ -48,7 +48,7 @@ class SteppedOptimizer(ShardedStateDicts, Joinable):
         self.check_weights()
         self._snapshot.changed()
         self._sharding.refresh(self.param_groups)
-        self._owned.take_over_state(self.state)
+        self._follow_state()
 
     def check_sparse(self, params: Iterable[Tensor]) -> None:
         """Refuse sparse gradients of cut parameters, unless trials of the class with such gave equal bits.

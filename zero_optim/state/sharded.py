@@ -168,14 +168,14 @@ class ShardedOptimizer(Optimizer):
         with failing_together(group):
             leaf_of = {param: leaves.add(param, piece) for param, piece in owned.items()}
             local = LocalOptimizer(default, groups, specs, leaf_of, options.assume_separable)
-        sharding.add(every, plan)
-        leaves.follow()
+        state = OwnedState(group, leaves, average, local, owned)
+        sharding.add(every, plan)  # now that no leaf holds the memory that parameters leave
         # Takes the attributes of the reader, also the hooks, as an optimizer does when it is unpickled.
         Optimizer.__setstate__(self, vars(reader))
         self._group = group
         self._options = options
         self._sharding = sharding
-        self._owned = OwnedState(group, leaves, average, local, owned)
+        self._owned = state
         self._snapshot = Snapshot()
         self._kept_whole = _kept_whole(groups, may_cut)
         self.defaults = local.defaults
@@ -190,12 +190,19 @@ class ShardedOptimizer(Optimizer):
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over a copied or unpickled state; leaves of cut parameters become views of the copies."""
+        """Take over a copied or unpickled state; what it shows of it waits for the gathers of the copy."""
         super().__setstate__(state)
-        self._owned.leaves.follow()
+        self._owned.leaves.let_go()
+        if self.state is self._owned.shown:
+            self._show_state()
 
     def _show_state(self) -> None:
-        self.state = self._owned.shown_state()  # type: ignore[assignment]
+        self.state = self._owned.show(self._sharding.under_way.wait)  # type: ignore[assignment]
+
+    def _follow_state(self) -> None:
+        """Go on with what the user or the class put in the place of the state; does not communicate."""
+        if self._owned.take_over_state(self.state):
+            self._show_state()
 
     # ------------------------------------------------------------------ groups
 
@@ -220,6 +227,7 @@ class ShardedOptimizer(Optimizer):
         defaults, self.defaults = self.defaults, {}  # defaults of another class are not for this group
         try:
             with failing_together(self._group):
+                self._follow_state()
                 super().add_param_group(group)
                 self._group.check_serves(group)
                 cost = cost_named(group.pop("cost", self._options.cost))
@@ -238,7 +246,6 @@ class ShardedOptimizer(Optimizer):
         plan = self._sharding.plan(self.param_groups, [cost], before, about, asked)
         self._owned.add_group(group, spec, self._sharding.owned(group["params"], plan))
         self._sharding.add(group["params"], plan)
-        self._owned.leaves.follow()
         self._kept_whole |= _kept_whole([group], [may_cut])
 
     # ------------------------------------------------------------------ who owns what
@@ -284,8 +291,10 @@ class ShardedOptimizer(Optimizer):
         """The local optimizer of this rank, or with several classes a view of all local optimizers.
 
         PyTorch's class has it too. Its ``state`` and ``param_groups`` are those of what this rank owns, or of
-        the master copies. Only read it. Does not communicate.
+        the master copies. Only read it. Does not communicate. The rows that it steps of a cut parameter have
+        values until the next step; after that, ask again.
         """
+        self._owned.leaves.follow()
         return self._owned.local.shown()
 
     def state_nbytes(self) -> int:

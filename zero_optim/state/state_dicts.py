@@ -30,6 +30,7 @@ from zero_optim.state.whole import (
     pick_owned,
 )
 from zero_optim.step.leaves import EMA, MASTER
+from zero_optim.step.state_view import OwnedEntries
 
 
 class ShardedStateDicts(ShardedOptimizer):
@@ -163,7 +164,10 @@ class ShardedStateDicts(ShardedOptimizer):
         """
         # Reading opt.state[p] leaves an empty entry there, also for parameters of other owners.
         others = set(self._params()).difference(self.owned_parameters())
-        return {key: value for key, value in self.state.items() if key not in others}
+        found = {key: value for key, value in self.state.items() if key not in others}
+        return {
+            key: dict(value) if isinstance(value, OwnedEntries) else value for key, value in found.items()
+        }
 
     def load_owned_state(self, state: Mapping[Any, Any], options: Sequence[Mapping[str, Any]]) -> None:
         """Load the state that this rank owns, as `owned_state` returned it; all ranks call.

@@ -14,14 +14,18 @@ Note [Masters and their parameters]
 
 Note [Leaves of cut parameters]
     A rank that owns some rows of a parameter steps a leaf that is a view of these rows, unless it has a
-    master. The user, a bucket or a copy of the optimizer may give the parameter other memory at any time. So
-    before each use the leaf is put over the parameter's rows again, if it is not there: the parameter counts.
-    Only between `Leaves.take_in` and `Leaves.put_back` does the leaf count, since the class steps it: where
-    the class gave the leaf other memory, `put_back` copies the values to the parameter. Autograd does not see
-    that a write to the leaf changes the parameter, so `put_back` tells it.
+    master. The user, a bucket or a copy of the optimizer may give the parameter other memory at any time, and
+    expects that the old memory is released then. So the leaf is put over the rows for as long as a class uses
+    it, and has no memory at other times. `Leaves.let_go` then gives it a stand-in of its shape, dtype and
+    device: one NaN, expanded. So shapes can be read at any time, and arithmetic in place raises.
+
+    While the class steps, between `Leaves.take_in` and `Leaves.put_back`, the leaf counts and not the
+    parameter: where the class gave the leaf other memory, `put_back` copies the values to the parameter.
+    Autograd does not see that a write to the leaf changes the parameter, so `put_back` tells it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -58,9 +62,13 @@ class Leaves:
         self.masters: dict[Tensor, Tensor] = {}
         self.separate: dict[Tensor, Tensor] = {}
         self._pieces: dict[Tensor, Piece] = {}
+        self._nothing: dict[tuple[torch.dtype, torch.device], Tensor] = {}  # what stand-ins are made of
 
     def add(self, param: Tensor, piece: Piece) -> Tensor:
-        """Begin to step what this rank owns of a parameter; gives its leaf."""
+        """Begin to step what this rank owns of a parameter; gives its leaf.
+
+        It is over the rows until `let_go`, to be called when the class has it.
+        """
         self._pieces[param] = piece
         rows = self.rows(param)
         dtype, trains = self.stepped_dtype(param), param.requires_grad
@@ -73,12 +81,11 @@ class Leaves:
 
     def leaf(self, param: Tensor) -> Tensor:
         """Give what is stepped for an owned parameter."""
-        leaf = self.separate.get(param)
-        if leaf is None:
-            return param
-        if param not in self.masters:
-            self._put_over_rows(param)
-        return leaf
+        return self.separate.get(param, param)
+
+    def value(self, param: Tensor) -> Tensor:
+        """Give the present value of what is stepped for an owned parameter: its master, or its rows."""
+        return self.masters[param] if param in self.masters else self.rows(param)
 
     def stepped_dtype(self, param: Tensor) -> torch.dtype:
         """Tell the dtype in which a parameter is stepped."""
@@ -110,9 +117,26 @@ class Leaves:
                 held.pop(param, None)
 
     def follow(self) -> None:
-        """Put leaves over the rows of parameters that have moved, so that the memory before is released."""
+        """Put leaves over the rows of their parameters, for a class that may read them; until `let_go`."""
         for param in self.separate:
-            self.leaf(param)
+            if param not in self.masters:
+                self._put_over_rows(param)
+
+    @torch.no_grad()
+    def let_go(self, params: Iterable[Tensor] | None = None) -> None:
+        """Take the gradients from all leaves, or some, and their memory unless they are masters."""
+        for param, leaf in self._some(params).items():
+            leaf.grad = None
+            if param not in self.masters:
+                leaf.data = self._stand_in(leaf)
+
+    def _stand_in(self, leaf: Tensor) -> Tensor:
+        """Make a tensor like a leaf that has the memory of one element."""
+        form = leaf.dtype, leaf.device
+        if form not in self._nothing:
+            value = math.nan if leaf.is_floating_point() or leaf.is_complex() else 0
+            self._nothing[form] = torch.full((), value, dtype=leaf.dtype, device=leaf.device)
+        return self._nothing[form].expand(leaf.shape)
 
     def _put_over_rows(self, param: Tensor) -> None:
         rows, leaf = self.rows(param).data, self.separate[param]
@@ -139,7 +163,7 @@ class Leaves:
 
     @torch.no_grad()
     def put_back(self, params: Iterable[Tensor] | None = None) -> None:
-        """Give the parameters, or some, the values of separate leaves, and let the leaves' gradients go."""
+        """Give the parameters, or some, the values of separate leaves; `let_go` comes next."""
         leaves = self._some(params)
         masters = {param: leaf for param, leaf in leaves.items() if param in self.masters}
         views = [param for param in leaves if param not in self.masters]
@@ -149,11 +173,8 @@ class Leaves:
             rows = self.rows(param)
             if not _is_over(leaves[param], rows):
                 rows.copy_(leaves[param])
-                leaves[param].data = rows.data
         if views:
             torch.autograd.graph.increment_version(views)
-        for leaf in leaves.values():
-            leaf.grad = None
 
     def _some(self, params: Iterable[Tensor] | None) -> dict[Tensor, Tensor]:
         every = self.separate
@@ -167,9 +188,10 @@ class Leaves:
         """
         return _taken_from(MASTER, self.masters, entries)
 
-    def load(self, saved_masters: Mapping[Tensor, Tensor]) -> None:
-        """Take over masters that were loaded; a parameter without one starts from its own value."""
-        for param, master in self.masters.items():
+    def load(self, saved_masters: Mapping[Tensor, Tensor], params: Iterable[Tensor] | None = None) -> None:
+        """Take over masters that were loaded, of all or some; one without starts from its own value."""
+        for param in self.masters if params is None else params:
+            master = self.masters[param]
             saved = saved_masters.get(param)
             rows = self.rows(param).data
             master.data.copy_(rows if saved is None else saved)
@@ -205,7 +227,7 @@ class WeightAverage:
     def add(self, params: Iterable[Tensor]) -> None:
         """Begin averages at the present values."""
         if self._decay is not None:
-            self.averages.update({param: self._leaves.leaf(param).detach().clone() for param in params})
+            self.averages.update({param: self._leaves.value(param).detach().clone() for param in params})
 
     def check_out(self) -> None:
         """Refuse to go on while the averages stand in the model.
@@ -223,7 +245,7 @@ class WeightAverage:
             param for param in (self.averages if params is None else params) if param in self.averages
         ]
         if self._decay is not None and averaged:
-            values = [self._leaves.leaf(param) for param in averaged]
+            values = [self._leaves.value(param) for param in averaged]
             torch._foreach_lerp_([self.averages[param] for param in averaged], values, 1 - self._decay)
 
     @torch.no_grad()
@@ -255,11 +277,11 @@ class WeightAverage:
         """
         return _taken_from(EMA, self.averages, entries)
 
-    def load(self, saved_averages: Mapping[Tensor, Tensor]) -> None:
-        """Take over averages that were loaded; a parameter without one starts from its own value."""
-        for param, average in self.averages.items():
-            saved = saved_averages.get(param)
-            average.copy_(self._leaves.leaf(param).detach() if saved is None else saved)
+    def load(self, saved_averages: Mapping[Tensor, Tensor], params: Iterable[Tensor] | None = None) -> None:
+        """Take over averages that were loaded, of all or some; one without starts from its own value."""
+        for param in self.averages if params is None else params:
+            average, saved = self.averages[param], saved_averages.get(param)
+            average.copy_(self._leaves.value(param).detach() if saved is None else saved)
 
 
 def _is_over(leaf: Tensor, rows: Tensor) -> bool:
@@ -299,40 +321,3 @@ def _taken_from(
         is_alike = type(saved) is Tensor and (saved.dtype, saved.device) == (own.dtype, own.device)
         taken[param] = saved if is_alike else torch.empty_like(own.detach()).copy_(saved)
     return taken
-
-
-class OwnedStateView(Mapping[Any, Any]):
-    """The state of this rank's parameters as its users see it: by parameter, masters and averages in.
-
-    Args:
-        state: the local optimizers' state, by leaf; global entries have keys of their own.
-        leaves: what is stepped for the parameters.
-        average: averages kept.
-    """
-
-    def __init__(self, states: Sequence[Mapping[Any, Any]], leaves: Leaves, average: WeightAverage) -> None:
-        self._states = states
-        self._leaves = leaves
-        self._average = average
-
-    def __getitem__(self, key: Any) -> Any:  # noqa: ANN401 - whatever the class keeps
-        leaf = self._leaves.separate.get(key, key) if isinstance(key, Tensor) else key
-        found = next((state[leaf] for state in self._states if leaf in state), None)
-        if not isinstance(key, Tensor):
-            return found
-        entries = dict(found or {})
-        for name, table in ((MASTER, self._leaves.masters), (EMA, self._average.averages)):
-            if key in table:
-                entries[name] = table[key].detach()
-        if found is None and not entries:
-            raise KeyError(key)
-        return entries
-
-    def __iter__(self) -> Iterator[Any]:
-        param_of = {leaf: param for param, leaf in self._leaves.separate.items()}
-        keys = [key for state in self._states for key in state]
-        shown = [param_of.get(key, key) if isinstance(key, Tensor) else key for key in keys]
-        return iter(dict.fromkeys([*shown, *self._leaves.masters, *self._average.averages]))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)

@@ -158,7 +158,7 @@ class LocalOptimizer:
         return any(built.traits is not None and built.traits.moves_frozen for built in self._built)
 
     @property
-    def states(self) -> list[Mapping[Any, Any]]:
+    def states(self) -> list[dict[Any, Any]]:
         """The state of each optimizer: leaf -> entries, and global entries if any."""
         return [built.optimizer.state for built in self._built]
 
@@ -278,9 +278,17 @@ class LocalOptimizer:
             built.optimizer.state = state  # type: ignore[assignment]
             built.optimizer.param_groups = groups
 
-    def replace_state(self, state: dict[Any, Any]) -> None:
-        """Take over a dict that the user put in the place of the only optimizer's state."""
-        self._built[0].optimizer.state = state  # type: ignore[assignment]
+    def replace_states(self, states: Sequence[dict[Any, Any]]) -> None:
+        """Go on with other states, one for each optimizer."""
+        for built, state in zip(self._built, states, strict=True):
+            built.optimizer.state = state  # type: ignore[assignment]
+
+    def number_of(self, leaf: Tensor) -> int:
+        """Tell which optimizer steps a leaf, as an index of `states`; the first one if none does."""
+        for number, built in enumerate(self._built):
+            if any(leaf is member for member in params_of(built.optimizer.param_groups)):
+                return number
+        return 0
 
     def initial_state(self, groups: list[ParamGroup]) -> dict[Any, Any]:
         """Give the state optimizers over all of ``groups`` have before their first step.

@@ -1,6 +1,7 @@
 """What one rank owns: the parameters, what steps them, and what is kept beside them."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,9 +11,10 @@ from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.groups import ParamGroup
 from zero_optim.plan.pieces import Piece
-from zero_optim.step.leaves import EMA, MASTER, Leaves, OwnedStateView, WeightAverage
+from zero_optim.step.leaves import EMA, MASTER, Leaves, WeightAverage
 from zero_optim.step.local import LocalOptimizer
 from zero_optim.step.spec import OptimizerSpec
+from zero_optim.step.state_view import OwnedStateView
 
 
 class OwnedState:
@@ -39,11 +41,21 @@ class OwnedState:
         self.leaves = leaves
         self._group = group
         average.add(owned)
+        leaves.let_go(owned)
+        self.shown: Mapping[Any, Any] = {}  # what users see as the state, by `show`
 
-    def shown_state(self) -> Mapping[Any, Any]:
-        """Give the state for users to see: the class's own dict if that is all, else a view of it all."""
+    def show(self, wait: Callable[[], None]) -> MutableMapping[Any, Any]:
+        """Give the state for users to see: the class's own dict if that is all, else a view of it all.
+
+        Args:
+            wait: waits until no gather reads the parameters, which a write to a master writes to.
+        """
         states = self.local.states
-        return states[0] if self._is_plain else OwnedStateView(states, self.leaves, self.average)
+        shown: MutableMapping[Any, Any] = states[0]
+        if not self._is_plain:
+            shown = OwnedStateView(states, self.local, self.leaves, self.average, wait)
+        self.shown = shown
+        return shown
 
     @property
     def _is_plain(self) -> bool:
@@ -54,28 +66,54 @@ class OwnedState:
         """Whether a closure may be left to the class's own step: masters need the gradients before it."""
         return not self.leaves.masters
 
-    def take_over_state(self, state: Mapping[Any, Any]) -> None:
+    def take_over_state(self, state: object) -> bool:
         """Go on with the state that the user put in the place of ours, as ``torch.optim`` does.
 
+        Args:
+            state: what stands in the place of what was shown last, or that itself.
+
+        Returns:
+            Whether the state is to be shown anew: the user replaced it, or the class did.
+
         Raises:
-            TypeError: there are several states in one, which no dict can stand for.
+            TypeError: it is no dict, nor another mapping where a mapping can be translated.
+            StateMismatchError: a master or an average in it does not fit its parameter.
         """
-        if isinstance(state, OwnedStateView) or state is self.local.states[0]:
-            return
-        if not self._is_plain or not isinstance(state, dict):
-            raise TypeError(
-                "no dict can replace the state of several optimizers, of masters, of averages or of cut "
-                "parameters"
-            )
-        self.local.replace_state(state)
+        states, shown = self.local.states, self.shown
+        if state is shown:
+            return not (shown.shows(states) if isinstance(shown, OwnedStateView) else shown is states[0])
+        if isinstance(state, OwnedStateView) and state.shows(states):
+            return True
+        if isinstance(shown, OwnedStateView) and isinstance(state, Mapping):
+            self.local.replace_states(shown.over_new_states(state))
+        elif not isinstance(state, dict):
+            raise TypeError(f"expected optimizer.state to be a dict, got {type(state).__name__}")
+        elif state is not states[0]:
+            self.local.replace_states([state])
+        return True
 
     def run(self, work: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401 - what work returns
-        """Let the optimizers change the leaves, and the leaves their parameters."""
-        self.leaves.take_in()
-        result = work(*args, **kwargs)
-        self.leaves.put_back()
+        """Let the optimizers change the leaves, and the leaves their parameters, even if the work raises."""
+        with self._stepping():
+            result = work(*args, **kwargs)
         self.average.update()
         return result
+
+    @contextmanager
+    def _stepping(self, gradients: Mapping[Tensor, Tensor] | None = None) -> Iterator[None]:
+        """Have leaves ready to be stepped; what was stepped reaches the parameters, also after an error.
+
+        Args:
+            gradients: as `Leaves.take_in` takes them.
+        """
+        try:
+            self.leaves.take_in(gradients)
+            try:
+                yield
+            finally:  # a step that broke off has changed parameters too, as in torch.optim
+                self.leaves.put_back(gradients)
+        finally:
+            self.leaves.let_go(gradients)
 
     @torch.no_grad()
     def step_some(self, groups: list[ParamGroup], gradients: Mapping[Tensor, Tensor]) -> None:
@@ -94,9 +132,8 @@ class OwnedState:
         try:
             for param in held:
                 param.grad = own[param]
-            self.leaves.take_in(own)
-            self.local.step_some(groups, [self.leaves.leaf(param) for param in gradients])
-            self.leaves.put_back(gradients)
+            with self._stepping(own):
+                self.local.step_some(groups, [self.leaves.leaf(param) for param in gradients])
             self.average.update(gradients)
         finally:
             for param, grad in held.items():
@@ -122,6 +159,7 @@ class OwnedState:
             self.local.drop_groups(before)
             self.leaves.drop(owned)
             raise
+        self.leaves.let_go(owned)
         self.average.add(owned)
 
     def remember(self, owned: Sequence[Tensor]) -> Callable[[], None]:
@@ -159,6 +197,7 @@ class OwnedState:
             if of_leaf != {}:
                 of_leaves[separate.get(key, key)] = of_leaf
         before = self.local.save()
+        self.leaves.follow()  # the class's own load may read them
         try:
             with failing_together(self._group):
                 masters = self.leaves.taken_from(entries)
@@ -167,5 +206,7 @@ class OwnedState:
         except Exception:
             self.local.restore(before)
             raise
+        finally:
+            self.leaves.let_go()
         self.leaves.load(masters)
         self.average.load(averages)

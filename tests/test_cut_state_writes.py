@@ -1,0 +1,359 @@
+"""Scripts write to `optimizer.state`: with cut parameters, masters and averages as with torch.optim."""
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from cuts import ONE_A_BUCKET, cutting
+from pool import Ranks
+from training import assert_same_bits, assert_same_state, make_params, params_of, set_grads, train_both, twin
+from zero_optim import StateMismatchError, ZeroRedundancyOptimizer
+from zero_optim.step.state_view import OwnedEntries
+
+SHAPES = ((32, 8), (7,), (64, 16))
+
+
+def cut_pair(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Optimizer, ZeroRedundancyOptimizer]:
+    """AdamW unsharded, and sharded with parameters that are cut."""
+    params = make_params(SHAPES, dtype)
+    with cutting():
+        sharded = ZeroRedundancyOptimizer(
+            twin(params), torch.optim.AdamW, bucket_cap_mb=ONE_A_BUCKET, lr=0.01, **options
+        )
+    assert any(len(pieces) > 1 for pieces in sharded.pieces().values())
+    return torch.optim.AdamW(params, lr=0.01), sharded
+
+
+def owned(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [param for param in params_of(optimizer) if param in optimizer.state]
+
+
+def clear_each(optimizer: Optimizer) -> None:
+    for param in owned(optimizer):
+        optimizer.state[param].clear()
+
+
+def set_entries(optimizer: Optimizer) -> None:
+    for param in owned(optimizer):
+        optimizer.state[param]["exp_avg"] = torch.zeros_like(optimizer.state[param]["exp_avg"])
+        optimizer.state[param]["step"] = torch.tensor(5.0)
+
+
+def clear(optimizer: Optimizer) -> None:
+    optimizer.state.clear()
+
+
+def delete_each(optimizer: Optimizer) -> None:
+    for param in owned(optimizer):
+        del optimizer.state[param]
+
+
+def pop_each(optimizer: Optimizer) -> None:
+    for param in params_of(optimizer):
+        optimizer.state.pop(param, None)
+    assert not set(optimizer.state) & set(params_of(optimizer))
+
+
+def set_itself(optimizer: Optimizer) -> None:
+    for param, entries in optimizer.state.items():
+        optimizer.state[param] = {name: value.clone() for name, value in entries.items()}
+
+
+def set_others(optimizer: Optimizer) -> None:
+    for param in owned(optimizer):
+        entries = optimizer.state[param]
+        optimizer.state[param] = {**entries, "exp_avg": entries["exp_avg"] * 2}
+
+
+def assign_empty(optimizer: Optimizer) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+def assign_dict(optimizer: Optimizer) -> None:
+    optimizer.state = {  # type: ignore[assignment]
+        param: {**entries, "exp_avg": entries["exp_avg"] * 2} for param, entries in optimizer.state.items()
+    }
+
+
+def update(optimizer: Optimizer) -> None:
+    optimizer.state.update({param: {} for param in owned(optimizer)})
+
+
+ACTS = (
+    clear_each,
+    set_entries,
+    clear,
+    delete_each,
+    pop_each,
+    set_itself,
+    set_others,
+    assign_empty,
+    assign_dict,
+    update,
+)
+
+
+def check_write(act: Callable[[Optimizer], None]) -> None:
+    plain, sharded = cut_pair()
+    train_both(plain, sharded, 2)
+    for optimizer in (plain, sharded):
+        act(optimizer)
+    train_both(plain, sharded, 2, first=2)
+    sharded.consolidate_state_dict(to=None)
+    assert_same_state(sharded.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
+def test_a_write_to_the_state_of_cut_parameters_does_what_it_does_to_torch_optims(
+    ranks2: Ranks, act: Callable[[Optimizer], None]
+) -> None:
+    ranks2.run(check_write, act)
+
+
+def check_missing() -> None:
+    _, sharded = cut_pair()
+    param = params_of(sharded)[0]
+    assert param not in sharded.state
+    assert sharded.state.get(param) is None
+    assert sharded.state[param] == {}
+    sharded.state[param]["mark"] = 1
+    assert sharded.state[param] == {"mark": 1}
+    assert sharded.state.setdefault(param, {"mark": 2}) == {"mark": 1}
+    assert [key for key in sharded.state] == [param]  # noqa: C416 - the keys are what it is about
+    assert sharded.state.pop(param) == {"mark": 1}
+    with pytest.raises(KeyError):
+        sharded.state.pop(param)
+    with pytest.raises(KeyError):
+        del sharded.state[param]
+    sharded.state["count"] = 3  # type: ignore[index]
+    assert sharded.state["count"] == 3  # type: ignore[index]
+    assert sharded.state.popitem() == ("count", 3)
+    assert len(sharded.state) == 0
+
+
+def test_asking_for_state_that_is_not_there_makes_an_empty_entry(ranks2: Ranks) -> None:
+    ranks2.run(check_missing)
+
+
+def check_put_back() -> None:
+    plain, sharded = cut_pair()
+    train_both(plain, sharded, 2)
+    before = [optimizer.state for optimizer in (plain, sharded)]
+    for optimizer in (plain, sharded):
+        optimizer.state = defaultdict(dict)
+    train_both(plain, sharded, 2, first=2)
+    for optimizer, state in zip((plain, sharded), before, strict=True):
+        optimizer.state = state
+    train_both(plain, sharded, 2, first=4)
+    sharded.consolidate_state_dict(to=None)
+    assert_same_state(sharded.state_dict(), plain.state_dict())
+
+
+def test_a_state_that_was_put_aside_can_be_put_back(ranks2: Ranks) -> None:
+    ranks2.run(check_put_back)
+
+
+def check_wrong_state() -> None:
+    plain, sharded = cut_pair()
+    train_both(plain, sharded, 1)
+    sharded.state = [1]  # type: ignore[assignment]
+    with pytest.raises(TypeError, match=r"expected optimizer.state to be a dict, got list"):
+        sharded.step()
+
+
+def test_a_state_that_is_no_dict_is_refused(ranks2: Ranks) -> None:
+    ranks2.run(check_wrong_state)
+
+
+class Restarting(torch.optim.AdamW):
+    """Puts another dict in the place of its state."""
+
+    def restart(self) -> None:
+        self.state = defaultdict(dict)
+
+
+def check_restart(cut: bool) -> None:
+    params = make_params(SHAPES)
+    mine = twin(params)
+    plain = Restarting(params, lr=0.01)
+    if cut:
+        with cutting():
+            sharded = ZeroRedundancyOptimizer(mine, Restarting, bucket_cap_mb=ONE_A_BUCKET, lr=0.01)
+    else:
+        sharded = ZeroRedundancyOptimizer(mine, Restarting, cuts=False, lr=0.01)
+    train_both(plain, sharded, 2)
+    plain.restart()
+    sharded.restart()
+    train_both(plain, sharded, 2, first=2)
+    sharded.consolidate_state_dict(to=None)
+    assert_same_state(sharded.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_class_may_replace_its_state(ranks2: Ranks, cut: bool) -> None:
+    ranks2.run(check_restart, cut)
+
+
+# ---------------------------------------------------------------------- masters and averages
+
+
+def with_masters() -> tuple[ZeroRedundancyOptimizer, list[Parameter]]:
+    _, sharded = cut_pair(torch.bfloat16, master_dtype=torch.float32, ema_decay=0.5)
+    mine = params_of(sharded)
+    for step in range(2):
+        set_grads(mine, step)
+        sharded.step()
+    return sharded, [param for param in mine if param in sharded.state]
+
+
+def check_masters_written() -> None:
+    sharded, mine = with_masters()
+    for param in mine:
+        entries = sharded.state[param]
+        assert isinstance(entries, OwnedEntries)
+        assert list(entries) == ["step", "exp_avg", "exp_avg_sq", "master", "ema"]
+        entries["exp_avg"] = torch.zeros_like(entries["exp_avg"])
+        entries["master"] = torch.full_like(entries["master"], 1.001)
+        entries["ema"] = torch.full_like(entries["ema"], 3.0)
+        assert torch.equal(
+            sharded.optim.state[sharded._owned.leaves.leaf(param)]["exp_avg"], entries["exp_avg"]
+        )
+        assert bool((entries["master"] == 1.001).all() and (entries["ema"] == 3.0).all())
+        assert bool((sharded._owned.leaves.rows(param) == torch.tensor(1.001, dtype=torch.bfloat16)).all())
+        with pytest.raises(StateMismatchError, match="expected 'master' of a parameter of shape"):
+            entries["master"] = torch.zeros(1, 2, 3)
+        for name in ("master", "ema"):
+            with pytest.raises(TypeError, match=f"'{name}' is kept as long as the optimizer"):
+                del entries[name]
+        with pytest.raises(TypeError, match="expected the state of a parameter to be a mapping, got int"):
+            sharded.state[param] = 3
+    sharded.param_groups[0]["lr"] = 0.0  # so that masters stay, and are what was written
+    set_grads(params_of(sharded), 3)
+    sharded.step()
+    for param in mine:
+        assert bool((sharded.state[param]["master"] == 1.001).all())
+        assert bool((sharded.state[param]["ema"] == (3.0 + torch.tensor(1.001)) / 2).all())
+
+
+def test_a_write_to_a_master_or_an_average_is_one(ranks2: Ranks) -> None:
+    ranks2.run(check_masters_written)
+
+
+def check_start_again(act: Callable[[Optimizer], None]) -> None:
+    sharded, mine = with_masters()
+    act(sharded)
+    sharded.param_groups[0]["lr"] = 0.0
+    set_grads(params_of(sharded), 3)
+    sharded.step()
+    for param in mine:
+        entries, rows = sharded.state[param], sharded._owned.leaves.rows(param).float()
+        assert entries["step"] == 1
+        assert torch.equal(entries["master"], rows)
+        assert torch.equal(entries["ema"], rows)
+
+
+def delete_what_is_there(optimizer: Optimizer) -> None:
+    for param in list(optimizer.state):
+        popped = optimizer.state.pop(param)
+        assert not torch.equal(popped["ema"], optimizer.state[param]["ema"])
+        assert list(optimizer.state[param]) == ["master", "ema"]
+
+
+def clear_what_is_there(optimizer: Optimizer) -> None:
+    for entries in optimizer.state.values():
+        entries.clear()
+
+
+def pop_items(optimizer: Optimizer) -> None:
+    for _ in range(len(optimizer.state)):
+        optimizer.state.popitem()
+    with pytest.raises(KeyError, match="masters and averages, which stay"):
+        optimizer.state.popitem()
+
+
+@pytest.mark.parametrize(
+    "act",
+    [clear, assign_empty, delete_what_is_there, clear_what_is_there, pop_items],
+    ids=lambda act: act.__name__,
+)
+def test_masters_and_averages_start_again_with_the_state(
+    ranks2: Ranks, act: Callable[[Optimizer], None]
+) -> None:
+    ranks2.run(check_start_again, act)
+
+
+def check_moved() -> None:
+    """What tools do to move a state: rebuild each value as the type it has, and set it."""
+    sharded, mine = with_masters()
+    before = {param: sharded.state[param].copy() for param in mine}
+    other = copy.deepcopy(sharded)
+    for param, entries in sharded.state.items():
+        sharded.state[param] = type(entries)({name: value.clone() for name, value in entries.items()})
+    for param in mine:
+        assert repr(copy.deepcopy(sharded.state[param])) == repr(before[param])
+        assert type(copy.deepcopy(sharded.state[param])) is dict
+    for optimizer in (sharded, other):
+        set_grads(params_of(optimizer), 2)
+        optimizer.step()
+    assert_same_bits(params_of(sharded), params_of(other))
+    for param, same in zip(mine, (param for param in params_of(other) if param in other.state), strict=True):
+        assert torch.equal(sharded.state[param]["master"], other.state[same]["master"])
+        assert torch.equal(sharded.state[param]["ema"], other.state[same]["ema"])
+
+
+def test_entries_with_a_master_can_be_rebuilt_and_copied(ranks2: Ranks) -> None:
+    ranks2.run(check_moved)
+
+
+def check_averages_in() -> None:
+    sharded, mine = with_masters()
+    with sharded.averaged_weights():
+        for param in mine:
+            with pytest.raises(RuntimeError, match="the model holds the averaged weights"):
+                sharded.state[param]["master"] = torch.zeros_like(sharded.state[param]["master"])
+    dist.barrier()
+
+
+def test_masters_cannot_be_written_while_the_averages_stand_in_the_model(ranks2: Ranks) -> None:
+    ranks2.run(check_averages_in)
+
+
+def check_several() -> None:
+    """Two classes: state that is set for a parameter without any goes to the class that steps it."""
+    params = make_params(SHAPES)
+    mine = twin(params)
+
+    def groups(of: list[Parameter]) -> list[dict[str, Any]]:
+        return [{"params": of[:1]}, {"params": of[1:], "optimizer_class": torch.optim.SGD, "lr": 0.1}]
+
+    with cutting():
+        sharded = ZeroRedundancyOptimizer(
+            groups(mine), torch.optim.AdamW, bucket_cap_mb=ONE_A_BUCKET, lr=0.01
+        )
+    for param in sharded.owned_parameters():
+        sharded.state[param]["mark"] = 1
+    sharded.state["count"] = 2  # type: ignore[index]
+    sgd, adamw = sharded._owned.local.states
+    own = set(sharded.owned_parameters())
+    assert sum("mark" in entries for entries in adamw.values() if isinstance(entries, dict)) == (
+        mine[0] in own
+    )
+    assert sum("mark" in entries for entries in sgd.values() if isinstance(entries, dict)) == len(
+        own - {mine[0]}
+    )
+    assert adamw["count"] == sgd["count"] == 2
+    sharded.state = dict(sharded.state)  # type: ignore[assignment]
+    sharded.param_groups[0]["lr"] = 0.0
+    sharded.step()
+    assert {key: sharded.state[key] for key in own} == {key: {"mark": 1} for key in own}
+
+
+def test_state_that_is_set_goes_to_the_class_that_steps_the_parameter(ranks2: Ranks) -> None:
+    ranks2.run(check_several)
