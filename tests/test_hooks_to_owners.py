@@ -155,3 +155,44 @@ def refuses() -> None:
 
 def test_what_cannot_own_the_gradients_is_refused(ranks2: Ranks) -> None:
     ranks2.run(refuses)
+
+
+def adds_to_what_was_reduced(wrapper: str) -> None:
+    model, _ = built(wrapper, True)
+    loss_of(model, 0).backward()
+    with pytest.raises(RuntimeError, match=r"gradient of parameter .*(?s:.*)[Cc]all zero_grad\(\)"):
+        loss_of(model, 1).backward()
+
+
+@both_wrappers
+def test_a_second_pass_without_zero_grad_raises_on_every_rank(ranks2: Ranks, wrapper: str) -> None:
+    ranks2.run(adds_to_what_was_reduced, wrapper)
+
+
+class Single(nn.Module):
+    """One parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(18, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x.flatten(1))
+        return out
+
+
+def has_one_owner(wrapper: str) -> None:
+    (whole, one), (single, other) = (built(wrapper, hooked, Single) for hooked in (False, True))
+    for number in range(4):
+        for model, optimizer in ((whole, one), (single, other)):
+            loss_of(model, number).backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert torch.equal(single.module.layer.weight, whole.module.layer.weight)
+
+
+@both_wrappers
+def test_passes_add_up_where_one_rank_owns_every_parameter(ranks2: Ranks, wrapper: str) -> None:
+    ranks2.run(has_one_owner, wrapper)

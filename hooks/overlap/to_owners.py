@@ -14,9 +14,11 @@ from zero_optim.comm.arguments import raise_together
 from zero_optim.comm.lanes import lanes_for_rows
 from zero_optim.compat.engine import after_backward, backward_number, in_backward, in_outer_backward
 from zero_optim.compat.streams import StreamBeside, future_on, record_use, recorded_event, wait_for_event
+from zero_optim.hooks.allreduce import mean_hook
 from zero_optim.hooks.bucket import GradBucket, Hook, TensorFuture, gradients_in
 from zero_optim.hooks.overlap.owners import BucketOwnership, OwnerReduction
 from zero_optim.optimizer import ZeroRedundancyOptimizer
+from zero_optim.plan.groups import param_names, params_of
 from zero_optim.plan.pieces import Pieces, piece_of
 from zero_optim.step.gradients import rows_of
 from zero_optim.step.partial import PartialGradient
@@ -38,9 +40,11 @@ def reduce_to_owners(optimizer: ZeroRedundancyOptimizer) -> Hook:
 
     Gradients are divided by the number of ranks and added up in the order of ranks. On two ranks that
     gives the bits of DDP without a hook. To accumulate, put all but the last backward pass of a step under
-    ``no_sync()``: after a reduced pass ``zero_grad()`` comes before the next one. All ranks call, before the
-    first backward pass; process groups may be made here. The CPU waits for a bucket's sum in the hook of a
-    later bucket; on an accelerator a stream beside the backward pass does.
+    ``no_sync()``: after a reduced pass ``zero_grad()`` comes before the next one, which raises otherwise.
+    Where one rank owns every parameter, such as the only one of a model, there is an all-reduce, and
+    gradients are whole on every rank. All ranks call, before the first backward pass; process groups may be
+    made here. The CPU waits for a bucket's sum in the hook of a later bucket; on an accelerator a stream
+    beside the backward pass does.
 
     Args:
         optimizer: owns every parameter of the wrapper. Gradients are dense.
@@ -102,12 +106,14 @@ class _OwnerReductions:
         self._under_way: deque[_Started] = deque()
         self._asked: set[int] = set()  # the engine's numbers of the passes that will call `_end`
         self._came: list[tuple[Sequence[Tensor], Tensor]] = []  # parameters and buffer of each bucket
+        self._names: dict[Tensor, str] = {}
+        self._has_one_owner = False
 
     def take(self, bucket: GradBucket) -> TensorFuture:
         """Launch a bucket's reduction, and wait for that of an earlier one."""
         joined, number = not in_backward(), bucket.index()
         if number == 0:
-            self._begin()
+            self._begin(joined)
         if not joined and backward_number() not in self._asked:
             self._asked.add(backward_number())
             after_backward(lambda: after_backward(self._end))  # behind the callback of DDP
@@ -116,6 +122,9 @@ class _OwnerReductions:
         params, buffer = bucket.parameters(), bucket.buffer()
         ownership = self._ownership(number, params)
         group, lanes = self._optimizer.ranks, self._lanes.groups
+        if self._has_one_owner:
+            group.during("reduce").count_sum(buffer)
+            return mean_hook(group.process_group, bucket)
         # DDP itself finds out which parameters no rank used.
         reduction = OwnerReduction(group, lanes, bucket, ownership, joined, all_used=True)
         started = _Started(reduction, future_on(buffer.device), buffer.device)
@@ -129,11 +138,24 @@ class _OwnerReductions:
                 self._give_joined()
         return started.done
 
-    def _begin(self) -> None:
-        """Begin a pass; the one before may have broken off."""
+    def _begin(self, joined: bool) -> None:
+        """Begin a pass; the one before may have broken off.
+
+        Raises:
+            RuntimeError: gradients of the pass before are there still. Every rank has some that are partial,
+                unless one rank owns all. So every rank raises, here or before, when DDP copies one.
+        """
         while self._under_way:
             self._finish_first()
         self._asked, self._came = set(), []
+        known = chain.from_iterable(ownership.params for ownership in self._plans.values())
+        left = [] if joined else [param for param in known if isinstance(param.grad, PartialGradient)]
+        if left:
+            raise RuntimeError(
+                f"the gradient of {self._names[left[0]]} has been reduced to its owners: a second backward "
+                "pass cannot add to it. Call zero_grad() after each step, and put all but the last backward "
+                "pass of a step under no_sync()"
+            )
 
     def _ownership(self, number: int, params: Sequence[Tensor]) -> BucketOwnership:
         """Tell who owns what of a bucket; DDP makes its buckets anew now and then."""
@@ -143,6 +165,10 @@ class _OwnerReductions:
             found = [_pieces_of(param, pieces) for param in params]
             known = BucketOwnership.of(params, found, self._optimizer.ranks.size)
             self._plans[number] = known
+            owners = {piece.owner for of_param in pieces.values() for piece in of_param}
+            self._has_one_owner = self._optimizer.ranks.size > 1 and len(owners) == 1
+            groups = self._optimizer.param_groups
+            self._names = dict(zip(params_of(groups), param_names(groups), strict=True))
         return known
 
     @torch.no_grad()
@@ -189,7 +215,7 @@ class _OwnerReductions:
             ):
                 continue
             rows = None if piece is None else rows_of(grad, piece).clone()
-            param.grad = PartialGradient(param, of_param, rows, "a parameter")
+            param.grad = PartialGradient(param, of_param, rows, self._names[param])
 
 
 def _pieces_of(param: Tensor, pieces: dict[Tensor, Pieces]) -> Pieces:
