@@ -1,10 +1,10 @@
 """Who owns the gradients of a bucket, and what stands in ``param.grad`` on this rank.
 
 Note [Gradients set by hand]
-    A user may put whole gradients in ``param.grad`` before a pass that is reduced, such as zeros. They are not
-    reduced, as those are that passes under ``no_sync()`` made. Each owner adds its rows of what stands there on
-    this rank to what is reduced, once. What stands there on the other ranks is dropped. Where all ranks
-    put the same there, DDP gives the same. Otherwise DDP averages what they put there.
+    A user may put whole gradients in ``param.grad`` before a pass that is reduced, such as zeros. They are
+    not reduced, as those are that passes under ``no_sync()`` made. Each owner adds its rows of what stands
+    there on this rank to what is reduced, once. What stands there on the other ranks is dropped. Where all
+    ranks put the same there, DDP gives the same. Otherwise DDP averages what they put there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ class BucketOwners:
         return PartialGradient(param, pieces, reduced, self.names[slot])
 
     def added(self, slot: int, param: Tensor, kept: Tensor, reduced: Tensor | None) -> Tensor:
-        """Add what was reduced to the gradient of earlier passes, in place; gives what ``param.grad`` becomes.
+        """Add what was reduced to the gradient of earlier passes, in place; gives what ``param.grad`` is.
 
         Args:
             slot: of the parameter.

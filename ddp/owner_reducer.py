@@ -54,6 +54,7 @@ class OwnerReducer(Reducer):
         wanted: Callable[[bool], bool],
     ) -> None:
         self._optimizer = optimizer
+        self._num_steps_before: int | None = None  # those of the optimizer before the last pass in Join
         self._local_number = -1  # of the last backward pass that was not reduced
         self._lanes = lanes_for_rows(optimizer.ranks, optimizer.owners())
         super().__init__(
@@ -79,6 +80,18 @@ class OwnerReducer(Reducer):
     def _launcher(self) -> Launch:
         return reducing_to_owners(self._group, self._lanes)
 
+    def check_finished(self, *, waits: bool = True) -> None:
+        """Raise, on every rank, what went wrong; see `Reducer.check_finished`.
+
+        Raises:
+            ReductionError: see there.
+            RuntimeError: inside ``Join`` the pass before had no step, for which ranks that joined wait.
+        """
+        num_steps, self._num_steps_before = self._num_steps_before, None
+        if num_steps == self._optimizer.num_steps and not waits:  # else a new Join begins, or none is meant
+            self._optimizer.refuse_in_join(RuntimeError(_NO_STEP))
+        super().check_finished(waits=waits)
+
     # ------------------------------------------------------------------ a backward pass
 
     def _coming(self, index: int) -> None:
@@ -100,8 +113,11 @@ class OwnerReducer(Reducer):
             raise
 
     def _finish(self, current: BackwardPass) -> None:
+        in_join, before = self._upcoming.in_join, self.history.num_passes
         try:
             super()._finish(current)
+            if in_join and self.history.num_passes > before:
+                self._num_steps_before = self._optimizer.num_steps
         except BaseException:
             current.give_back(drops=True)
             raise
@@ -153,6 +169,13 @@ class OwnerReducer(Reducer):
         self._put_aside()
         self._optimizer.drop_after_shadow(self.params)
         super().shadow()
+
+
+_NO_STEP = (
+    "inside Join each backward pass that is reduced must be followed by optimizer.step(), as ranks that ran "
+    "out of inputs take part in both: step after each batch, or give every rank as many batches and leave "
+    "Join out"
+)
 
 
 def assign_to_owners(

@@ -328,8 +328,7 @@ class Reducer:
         self.history.num_buckets_reduced = current.reductions.num_launched
         self.history.conclude(current.calls, current.order, unused, self.options)
         if defers:
-            report.put_off()
-            self._upcoming.unread.append(report)
+            self._upcoming.put_off(report)
         elif not checks_first:
             report.check()
         if current.keeps_graph and any(current.calls):

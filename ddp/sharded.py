@@ -63,13 +63,22 @@ class ShardedDataParallel(DistributedDataParallel):
     All ranks of the optimizer's group must construct it, with the same arguments, and run forward and
     backward passes together. Errors of a backward pass, ``Join``, checkpointing, and parameters that are
     unused are as in `DistributedDataParallel`. Sparse gradients are summed on every rank, and kept by their
-    owners.
+    owners. Inside ``Join`` each reduced pass has a step, as ranks that ran out of inputs take part in both:
+    the next forward pass raises on every rank if there was none.
+
+    On the CPU a pass that raises leaves what earlier passes have added up as it was. On an accelerator call
+    ``zero_grad()`` behind it: see Note [Sums apart] in `zero_optim.ddp.owner_bucket`.
+
+    A hook by ``param.register_post_accumulate_grad_hook`` that was registered after wrapping runs when the
+    gradient of this rank may have been taken: it finds None in ``param.grad`` where the gradient is large.
+    Register it before wrapping, or use ``param.register_hook``, which is given the gradient.
 
     Args:
         module: what to train. The optimizer has all of its parameters that require a gradient.
         optimizer: steps them.
         accumulate: what several backward passes before a step do. "owner": each is reduced, and the owners
-            add up. That needs no more memory, and sends each time; ``no_sync()`` is refused. "local": passes
+            add up. That sends each time, and needs little more memory on an accelerator (on the CPU that of
+            its own gradients once more); ``no_sync()`` is refused. "local": passes
             under ``no_sync()`` add up whole gradients on each rank, and the next one outside of it reduces
             the sums. The bits differ: "owner" adds over ranks first, then over passes; "local" over passes
             first, on each rank, then over ranks.
@@ -106,6 +115,7 @@ class ShardedDataParallel(DistributedDataParallel):
         self._accumulate = accumulate
         base: Any = super()
         base.__init__(module, process_group=optimizer.ranks.process_group, **options)
+        optimizer.begin_averages_anew()  # from the weights that the ranks have by now
 
     def _make_reducer(
         self, pairs: Sequence[tuple[str, Tensor]], options: ReducerOptions, sparse: Sequence[str]
@@ -113,6 +123,9 @@ class ShardedDataParallel(DistributedDataParallel):
         with failing_together(self._optimizer.ranks):
             self._optimizer.check_sparse(param for name, param in pairs if name in sparse)
         return OwnerReducer(pairs, self._optimizer, options, sparse=sparse, wanted=self._wanted())
+
+    def _caps(self) -> tuple[int, ...]:
+        return (self._optimizer.bucket_cap_nbytes,)
 
     def no_sync(self) -> Any:  # noqa: ANN401 - PyTorch's context
         """Add up gradients on each rank, whole, in the passes of this context; with ``accumulate="local"``.

@@ -60,6 +60,11 @@ class UpcomingPass:
             return [index for index, calls in enumerate(learnt) if not calls]
         return self.search.pop_unused(params)
 
+    def put_off(self, report: FailureReport) -> None:
+        """Read a report of the pass that has ended later."""
+        report.put_off()
+        self.unread.append(report)
+
     def read_reports(self, *, but: int) -> None:
         """Read the reports that were not read, all but the last few; all ranks call.
 

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from overlap import Net, adamw, loss_of
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
+from zero_optim.plan.pieces import Piece, piece_of
+from zero_optim.step.gradients import rows_of
 from zero_optim.step.partial import PartialGradient
 
 
@@ -63,14 +65,21 @@ def assert_same_run(setting: Setting, step: Step = plain_step, steps: int = 4) -
     return sharded
 
 
-def assert_same_gradients(sharded: nn.Module, whole: nn.Module) -> None:
-    """Gradients are those of a run with whole ones, or partial, or None on both sides."""
+def assert_same_gradients(sharded: ShardedDataParallel, whole: nn.Module) -> None:
+    """Gradients are those of a run with whole ones, whole or what this rank has; or None on both sides."""
+    optimizer = sharded._optimizer
     for (name, param), other in zip(sharded.named_parameters(), whole.parameters(), strict=True):
-        assert_same_gradient(name, param.grad, other.grad)
+        pieces = optimizer.pieces().get(param, ())
+        assert_same_gradient(name, param.grad, other.grad, piece_of(pieces, optimizer.ranks.rank))
 
 
-def assert_same_gradient(name: str, got: Tensor | None, want: Tensor | None) -> None:
+def assert_same_gradient(name: str, got: Tensor | None, want: Tensor | None, piece: Piece | None) -> None:
+    """Compare all of a gradient, or of a partial one the rows of this rank."""
     if got is None or want is None:
         assert got is want, (name, got, want)
     elif not isinstance(got, PartialGradient):
         assert torch.equal(got.to_dense(), want.to_dense()), (name, got, want)
+    elif piece is None or got.piece is None:
+        assert got.piece is piece, (name, got, piece)
+    else:
+        assert torch.equal(got.piece.to_dense(), rows_of(want, piece).to_dense()), (name, got, want)

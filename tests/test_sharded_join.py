@@ -79,3 +79,19 @@ def test_clipping_and_a_second_epoch_give_the_bits_of_whole_gradients(
     ranks2: Ranks, setting: Setting
 ) -> None:
     ranks2.run(epochs_alike, setting)
+
+
+def train_without_steps(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
+    with Join([model, optimizer]):
+        for number in range(4 if dist.get_rank() == 0 else 0):
+            loss_of(model, number).backward()
+
+
+def adds_up_in_join() -> None:
+    wrapped, optimizer = Setting().sharded()
+    with pytest.raises(RuntimeError, match=r"pass that is reduced must be followed by optimizer\.step"):
+        train_without_steps(wrapped, optimizer)
+
+
+def test_several_reduced_passes_for_a_step_are_refused_on_every_rank(ranks2: Ranks) -> None:
+    ranks2.run(adds_up_in_join)

@@ -73,8 +73,7 @@ def layers() -> nn.Sequential:
 def peak_nbytes(sharded: bool, num_passes: int = 1, *, defers: bool = False) -> int:
     """Bytes that backward passes have made and hold, at most.
 
-    Args:
-        defers: read what ranks report later, as on an accelerator.
+    With ``defers`` what ranks report is read later, as on an accelerator.
     """
     model = layers()
     cap_mb = BUCKET_LAYERS * LAYER_NBYTES / 2**20

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from overlap import Net, adamw, inputs, loss_of
 from pool import Ranks
-from sharded import Setting, assert_same_gradients, assert_same_run
+from sharded import Setting, assert_same_run, plain_step
 from training import HAS_MUON
 from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.ddp import ShardedDataParallel
+from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 from zero_optim.step.partial import PartialGradient
 
 
@@ -252,13 +252,17 @@ class Narrow(Net):
 
 
 def keeps_masters_and_averages() -> None:
-    optimizer = partial(adamw, master_dtype=torch.float32, ema_decay=0.9)
-    model = assert_same_run(Setting(Narrow, optimizer))
-    averages = []
-    for zero in (model._optimizer, assert_same_run(Setting(Narrow, optimizer))._optimizer):
-        with zero.averaged_weights():
-            averages.append([param.detach().clone() for param in model.parameters()])
-    assert all(torch.isfinite(average).all() for of_one in averages for average in of_one)
+    averages: dict[ZeroRedundancyOptimizer, list[Tensor]] = {}
+
+    def step(model: nn.Module, optimizer: ZeroRedundancyOptimizer, number: int) -> None:
+        plain_step(model, optimizer, number)
+        with optimizer.averaged_weights():
+            averages[optimizer] = [param.detach().clone() for param in model.parameters()]
+
+    model = assert_same_run(Setting(Narrow, partial(adamw, master_dtype=torch.float32, ema_decay=0.9)), step)
+    one, other = averages.values()
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(one, model.parameters(), strict=True))
 
 
 def test_masters_and_averages_give_the_bits_of_whole_gradients(ranks2: Ranks) -> None:
@@ -380,8 +384,11 @@ def saves_alike() -> None:
         other.load_state_dict(one.state_dict(), src=0)
     else:
         other.load_state_dict(None, src=0)
-    loss_of(sharded, 2).backward()
+    for model, optimizer in ((whole, one), (sharded, other)):
+        plain_step(model, optimizer, 2)
     assert list(sharded.state_dict()) == list(whole.state_dict())
+    for name, value in whole.state_dict().items():
+        assert torch.equal(sharded.state_dict()[name], value), name
 
 
 def test_state_dicts_are_those_of_a_run_with_whole_gradients(ranks2: Ranks) -> None:
@@ -407,7 +414,7 @@ def test_a_graph_can_be_gone_through_twice(ranks2: Ranks) -> None:
 def works_alone() -> None:
     sharded = assert_same_run(Setting(options={}))
     assert all(not isinstance(param.grad, PartialGradient) for param in sharded.parameters())
-    assert_same_gradients(sharded, sharded)
+    assert all(param.grad is not None for param in sharded.parameters())
 
 
 def test_one_rank_has_all_gradients(ranks1: Ranks) -> None:
@@ -430,3 +437,46 @@ def copies_alike() -> None:
 
 def test_a_copy_has_an_optimizer_of_its_own_and_trains(ranks2: Ranks) -> None:
     ranks2.run(copies_alike)
+
+
+def begins_averages_where_training_begins(master_dtype: torch.dtype | None) -> None:
+    """Ranks begin with other weights, and take those of the first by wrapping."""
+    found = []
+    for is_sharded in (False, True):
+        torch.manual_seed(dist.get_rank())
+        model = nn.Sequential(nn.Linear(18, 8), nn.Linear(8, 4)).bfloat16()
+        build = partial(adamw, model, master_dtype=master_dtype, ema_decay=0.5)
+        if is_sharded:
+            optimizer = build()
+            ShardedDataParallel(model, optimizer)
+        else:
+            DistributedDataParallel(model)
+            optimizer = build()
+        with optimizer.averaged_weights():
+            found.append([param.detach().clone() for param in model.parameters()])
+            assert all(torch.equal(a, b) for a, b in zip(found[0], model.parameters(), strict=True))
+    # Once a step was taken averages stay what they are.
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.begin_averages_anew()
+    with optimizer.averaged_weights():
+        averages = [param.detach().clone() for param in model.parameters()]
+    assert not all(torch.equal(a, b) for a, b in zip(averages, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("master_dtype", [None, torch.float32])
+def test_averages_begin_at_the_weights_that_ranks_agree_on(
+    ranks2: Ranks, master_dtype: torch.dtype | None
+) -> None:
+    ranks2.run(begins_averages_where_training_begins, master_dtype)
+
+
+def tells_the_cap() -> None:
+    wrapped, optimizer = Setting(optimizer=sgd).sharded()
+    assert wrapped.get_ddp_logging_data()["bucket_cap_bytes"] == int(0.0005 * 2**20)
+    assert optimizer.bucket_cap_nbytes == int(0.0005 * 2**20)
+
+
+def test_the_cap_of_buckets_that_is_told_is_that_of_the_optimizer(ranks2: Ranks) -> None:
+    ranks2.run(tells_the_cap)

@@ -184,6 +184,7 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
         if self.leaves_out_step():
             return None
         self.announce_to_join(steps=True)
+        self.num_steps += 1
         loss: float | None = None
         failure: Exception | None = None
         shared = None if closure is None else SharedCall(self._group, closure)

@@ -29,6 +29,7 @@ class SteppedOptimizer(ShardedStateDicts, Joinable):
 
     _overlap: Overlap | None  # made when a hook first asks for it
     _join_notes: JoinNotes
+    num_steps = 0  # calls of step() on this rank, of skipped steps too
 
     # ------------------------------------------------------------------ a step
 
@@ -126,6 +127,17 @@ class SteppedOptimizer(ShardedStateDicts, Joinable):
             words = exchange(group, Word.CLIPS)
             lend_to(group, ranks_that(words, Word.JOINED), params, pieces, groups, asked.to_send())
         return clip_together(self._group, params, pieces, asked)
+
+    def refuse_in_join(self, failure: Exception) -> None:
+        """Raise on every rank of ``Join``, where those that joined wait for a step; all active ranks call.
+
+        Does nothing where the optimizer is not given to ``Join``, or no ``Join`` is under way.
+
+        Args:
+            failure: what is wrong, for every active rank.
+        """
+        if self._join_config.enable:
+            exchange(self._group, Word.NOTHING, failure=failure)
 
     def _lendable(self, params: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[Pieces], list[ParamGroup]]:
         return params, [self._sharding.pieces[param] for param in params], self.param_groups

@@ -41,6 +41,7 @@ class Sharding:
     Attributes:
         pieces: of each parameter, the rows that each of its owners has.
         loads: the cost of what each rank owns.
+        cap_nbytes: capacity of a bucket in bytes.
         buckets: in the order in which they are gathered, the same on every rank.
         gathers: those that were started and may not have ended, and who waits for them.
     """
@@ -53,7 +54,7 @@ class Sharding:
         self._places: dict[Tensor, tuple[int, int]] = {}
         self._group = group
         self._as_views = as_views
-        self._cap_nbytes = _nbytes(cap_mb)
+        self.cap_nbytes = _nbytes(cap_mb)
         self._active: list[bool] = []
         self._checked: list[list[int]] = []  # the groups' members when all had an owner at the last check
 
@@ -91,11 +92,11 @@ class Sharding:
             check_shardable(groups)
             by_group = [group["params"] for group in new]
             spent = [[cost(p) for p in params] for params, cost in zip(by_group, costs, strict=True)]
-            known = by_group, spent, self._group.size, self._cap_nbytes, self.loads
+            known = by_group, spent, self._group.size, self.cap_nbytes, self.loads
             plan = make_plan(*known) if bear_cuts is None else make_plan_asking(*known, bear_cuts)
             described = [*describe_params(new), *describe_options(new), *about]
             # Owners come last: they differ where anything else does, and the first difference is told.
-            items = [*described, f"buckets of {self._cap_nbytes} bytes", *describe_owners(new, plan)]
+            items = [*described, f"buckets of {self.cap_nbytes} bytes", *describe_owners(new, plan)]
         agree(self._group, items, "the parameters and options of the optimizer", _HINTS)
         return plan
 

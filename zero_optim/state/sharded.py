@@ -282,6 +282,19 @@ class ShardedOptimizer(Optimizer):
         return [list(bucket.params) for bucket in self._sharding.buckets]
 
     @property
+    def bucket_cap_nbytes(self) -> int:
+        """Capacity of a bucket in bytes; ``sys.maxsize`` for no limit."""
+        return self._sharding.cap_nbytes
+
+    def begin_averages_anew(self) -> None:
+        """Begin the averages (``ema_decay``) at the present weights. Does not communicate.
+
+        For whoever gives the weights other values after construction, as `ShardedDataParallel` does, whose
+        ranks take those of the first. Once a step was taken, or a state was loaded, it does nothing.
+        """
+        self._owned.average.begin_anew()
+
+    @property
     def overlaps_with_ddp(self) -> bool:
         """Whether the step is only ever taken during the backward pass."""
         return self._options.overlap_with_ddp

@@ -138,6 +138,12 @@ class Leaves:
             self._nothing[form] = torch.full((), value, dtype=leaf.dtype, device=leaf.device)
         return self._nothing[form].expand(leaf.shape)
 
+    def follow_values(self, params: Iterable[Tensor]) -> None:
+        """Give masters what was changed from outside; see Note [Masters and their parameters]."""
+        for param in params:
+            if param in self.masters:
+                _follow(self.rows(param), self.masters[param])
+
     def _put_over_rows(self, param: Tensor) -> None:
         rows, leaf = self.rows(param).data, self.separate[param]
         if not _is_over(leaf, rows):
@@ -222,12 +228,19 @@ class WeightAverage:
         self._decay = decay
         self._leaves = leaves
         self._swapped: dict[Tensor, Tensor] | None = None  # own values, while the averages stand in
+        self._has_moved = False
         self.averages: dict[Tensor, Tensor] = {}
 
     def add(self, params: Iterable[Tensor]) -> None:
         """Begin averages at the present values."""
         if self._decay is not None:
             self.averages.update({param: self._leaves.value(param).detach().clone() for param in params})
+
+    def begin_anew(self) -> None:
+        """Begin averages at the present values again, unless a step, or a loaded state, has moved any."""
+        if not self._has_moved:
+            self._leaves.follow_values(self.averages)
+            self.add(list(self.averages))
 
     def check_out(self) -> None:
         """Refuse to go on while the averages stand in the model.
@@ -245,6 +258,7 @@ class WeightAverage:
             param for param in (self.averages if params is None else params) if param in self.averages
         ]
         if self._decay is not None and averaged:
+            self._has_moved = True
             values = [self._leaves.value(param) for param in averaged]
             torch._foreach_lerp_([self.averages[param] for param in averaged], values, 1 - self._decay)
 
@@ -279,6 +293,7 @@ class WeightAverage:
 
     def load(self, saved_averages: Mapping[Tensor, Tensor], params: Iterable[Tensor] | None = None) -> None:
         """Take over averages that were loaded, of all or some; one without starts from its own value."""
+        self._has_moved = True
         for param in self.averages if params is None else params:
             average, saved = self.averages[param], saved_averages.get(param)
             average.copy_(self._leaves.value(param).detach() if saved is None else saved)
