@@ -42,6 +42,7 @@ class SteppedOptimizer(ShardedStateDicts, Joinable):
         self.check_weights()
         self._snapshot.changed()
         self._sharding.refresh(self.param_groups)
+        self.check_cuts(self.param_groups)
         self._owned.take_over_state(self.state)
 
     def is_skipped_together(self, scaler: object, failure: Exception | None) -> bool:
