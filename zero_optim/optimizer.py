@@ -68,8 +68,8 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
         cuts: large parameters may be cut: several ranks own rows of one, so that every bucket is divided
             evenly. Only where trials of the class with these options gave the same bits, parameters and state
             (`pieces` and `explain` tell). False keeps every parameter whole, and chooses owners that are even
-            over the whole model, but perhaps not in each bucket. What the CPU steps in half precision is never
-            cut. If later options forbid cuts that were made, `step` and `load_state_dict` raise a
+            over the whole model, but perhaps not in each bucket. What the CPU steps in half precision is
+            never cut. If later options forbid cuts that were made, `step` and `load_state_dict` raise a
             ``ValueError`` on every rank, before anything changes.
         **defaults: keyword arguments of ``optimizer_class``.
 
