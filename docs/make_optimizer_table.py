@@ -38,6 +38,7 @@ these options.
 - in parts: one optimizer may step some of its parameters now and the others later.
 - element-wise: a parameter may be cut anywhere.
 - cut by rows: several ranks may own rows of one parameter, which are stepped as parameters of their own.
+  This is also tried with other values for numbers that are zero, as a weight decay may be switched on later.
 """
 LONG_HEAD = """
 ## Every set of options

@@ -1,7 +1,6 @@
 """Rows that are even in every bucket: owners bucket by bucket, and parameters cut between rows."""
 
 from fractions import Fraction
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +16,7 @@ from zero_optim.plan.cuts import MIN_ROW_NBYTES, cut_step, even_rows, longest_ro
 from zero_optim.plan.layout import Extent, Layout, Row, aligned_offsets, rows_in_order, spans
 from zero_optim.plan.partition import assign_owners, rank_loads
 from zero_optim.plan.pieces import Piece, num_rows
-from zero_optim.plan.plan import Plan, make_plan, make_plan_asking
+from zero_optim.plan.plan import Plan, make_plan
 
 settings.register_profile("same", derandomize=True, deadline=None, database=None, max_examples=60)
 settings.load_profile("same")
@@ -249,24 +248,6 @@ def test_loads_from_before_choose_who_gets_the_rows() -> None:
     param = meta((1024, 128))  # 512 KiB: eight rows
     plan = plan_of([[param]], 16, 10**9, bears=True, loads=[5.0] * 8 + [0.0] * 8)
     assert [piece.owner for piece in plan.pieces[0]] == list(range(8, 16))
-
-
-def test_nobody_is_asked_about_classes_unless_a_parameter_would_be_cut() -> None:
-    asked = []
-
-    def ask(answer: list[bool]) -> list[bool]:
-        asked.append(answer)
-        return answer
-
-    large, small = [meta((64_000, 64)), meta((4_000, 64))], [meta((4, 64)), meta((4, 64))]
-    for params, answer in ((small, []), (large, [True, True]), (large, [True, False]), (large, [False] * 2)):
-        asked.clear()
-        costs = [[p.numel() for p in params]]
-        plan = make_plan_asking([params], costs, 4, 10**9, None, partial(ask, answer))
-        assert asked == ([answer] if answer else [])
-        assert plan == plan_of([params], 4, 10**9, bears=True) or answer != [True, True]
-        assert plan.is_cut == any(answer)
-        assert len(plan.buckets) == len(set(answer) or {False})
 
 
 def test_without_flags_owners_are_those_of_the_whole_model() -> None:

@@ -69,10 +69,11 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
         cuts: large parameters may be cut: several ranks own rows of one, so that every bucket is divided
             evenly. Only where trials of the class with these options gave the same bits, parameters and state
             (`pieces` and `explain` tell). False keeps every parameter whole, and chooses owners that are even
-            over the whole model, but perhaps not in each bucket. A group may name its own under the key
-            "cuts". Where the gradient of a cut parameter is sparse, a step raises unless the class gave the
-            same bits with sparse ones too: plain SGD does; SGD with momentum and Adagrad do not. Keep such a
-            group whole.
+            over the whole model, but perhaps not in each bucket. What the CPU steps in half precision is
+            never cut. A group may name its own under the key "cuts". If later options forbid cuts that were
+            made, `step` and `load_state_dict` raise a ``ValueError`` on every rank, before anything changes.
+            So does a step where the gradient of a cut parameter is sparse, unless the class gave the same
+            bits with such: plain SGD does; SGD with momentum and Adagrad do not. Keep such a group whole.
         **defaults: keyword arguments of ``optimizer_class``.
 
     A group may name its own ``optimizer_class``; its other options are then that class's arguments,

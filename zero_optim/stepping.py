@@ -49,6 +49,7 @@ class SteppedOptimizer(ShardedStateDicts, Joinable):
         self.check_weights()
         self._snapshot.changed()
         self._sharding.refresh(self.param_groups)
+        self.check_cuts(self.param_groups)
         self._follow_state()
 
     def check_sparse(self, params: Iterable[Tensor]) -> None:

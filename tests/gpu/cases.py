@@ -79,6 +79,10 @@ def _parity() -> Iterator[Case]:
     for fused, first in product((False, True), (False, True)):
         name = f"parity: GradScaler, {'fused' if fused else 'foreach'}{', unscale_ first' if first else ''}"
         yield _case(name, parity.scaling, fused, first)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    for name, dtype in product(("AdamW", "AdamW foreach", "AdamW fused", "SGD", "Adagrad"), dtypes):
+        about = f"parity: {name}, cut by rows, {dtype}".replace("torch.", "")
+        yield _case(about, parity.cut_by_rows, name, dtype, setups=(NCCL,))
     yield _case("parity: groups, frozen and thawed", parity.frozen_groups)
     for as_views in (True, False):
         yield _case(f"parity: handle for another process, {_views(as_views)}", parity.sent, as_views)

@@ -161,6 +161,38 @@ def scaling(here: Here, fused: bool, unscale_first: bool) -> None:
         assert_same_bits(mine, params, f"after step {step}")
 
 
+def cut_by_rows(here: Here, name: str, dtype: torch.dtype) -> Figures:
+    """Rows stepped as parameters of their own, beside the whole: what the library assumes of kernels here.
+
+    Lengths are odd, so that pieces end in other places of a vector than the whole does, and some pieces are
+    shorter than one. Pieces begin at multiples of 512 bytes, as plans cut.
+    """
+    if not here.is_cuda and dtype.itemsize < 4:
+        raise NotHere("nothing narrower than float32 is cut on the CPU")
+    optimizer_class, given = OPTIMIZERS[name]
+    options = {**given, "weight_decay": 0.01}
+    apart = 512 // dtype.itemsize
+    whole = here.moved(make_params(((apart * 4099 + 1,), (4 * apart + 3, 129), (apart + 1,)), dtype))
+    rows = [apart * 1025, 3 * apart, apart]
+    pieces = [
+        [nn.Parameter(part.detach().clone()) for part in param.split([first, len(param) - first])]
+        for param, first in zip(whole, rows, strict=True)
+    ]
+    plain = optimizer_class(whole, **options)
+    cut = optimizer_class([part for parts in pieces for part in parts], **options)
+    for step in range(6):
+        set_grads(whole, step)
+        for param, parts, first in zip(whole, pieces, rows, strict=True):
+            assert param.grad is not None
+            grads = param.grad.split([first, len(param) - first])
+            for part, grad in zip(parts, grads, strict=True):
+                part.grad = grad.clone()
+        plain.step()
+        cut.step()
+        assert_same_bits([torch.cat(parts) for parts in pieces], whole, f"after step {step}")
+    return {"elements": sum(param.numel() for param in whole)}
+
+
 def frozen_groups(here: Here) -> None:
     """Groups with options of their own, frozen parameters, one thawed and one group added on the way."""
     params = here.moved(make_params())

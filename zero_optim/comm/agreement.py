@@ -3,6 +3,7 @@
 A rank that fails alone leaves the others waiting in their next collective. Every room that communicates uses:
 
 - `agree`: compares what ranks are about to do; if it differs, raises on every rank and names the difference;
+- `said_by_all`: whether all ranks say yes;
 - `failing_together`: runs work that may raise on some ranks only, and then raises on all;
 - `SharedCall`: the same, for a function that other code calls.
 """
@@ -53,6 +54,15 @@ def agree(group: RankGroup, items: Sequence[str], what: str, hints: Mapping[str,
             json.loads(payload) for payload in group.all_gather_bytes(json.dumps(list(items)).encode())
         ]
         raise RankMismatchError(f"ranks disagree about {what}: {_first_difference(everyone, hints or {})}")
+
+
+def said_by_all(group: RankGroup, answers: Sequence[bool]) -> list[bool]:
+    """Combine the answers to some questions: yes where every rank says yes.
+
+    All ranks call, with as many answers; one small collective, or none if nothing was asked.
+    """
+    everyone = group.all_gather_fixed(bytes(answers))
+    return [all(said) for said in zip(*everyone, strict=True)]
 
 
 def _first_difference(everyone: list[list[str]], hints: Mapping[str, str]) -> str:

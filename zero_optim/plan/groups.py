@@ -15,6 +15,8 @@ ParamGroup = dict[str, Any]
 
 # Keys of a group that describe its parameters; all others are options.
 PARAM_KEYS = frozenset({"params", "param_names"})
+# What schedulers change or write beside it.
+_RATES = frozenset({"lr", "initial_lr", "max_lr", "min_lr"})
 
 
 def params_of(groups: Sequence[ParamGroup]) -> list[Tensor]:
@@ -30,6 +32,40 @@ def member_ids(groups: Sequence[ParamGroup]) -> list[list[int]]:
 def options_of(group: ParamGroup) -> ParamGroup:
     """Copy a group's options, without its parameters."""
     return {key: value for key, value in group.items() if key not in PARAM_KEYS}
+
+
+def changed_in_kind(before: ParamGroup, after: ParamGroup) -> list[str]:
+    """Name the options that differ between two groups by more than a size.
+
+    Such a difference may switch on what the class did not do before: a number was zero or is now, a flag or
+    a name is another one, None is now a value. Rates may be zero at any time.
+    """
+    known = before.get
+    changed = [  # most values are the very same: steps ask this
+        key
+        for key, value in after.items()
+        if known(key) is not value
+        and key not in PARAM_KEYS
+        and kind_of(key, known(key)) != kind_of(key, value)
+    ]
+    gone = [key for key, value in before.items() if key not in after and kind_of(key, value) is not None]
+    return changed + [key for key in gone if key not in PARAM_KEYS]
+
+
+def kind_of(key: str, value: object) -> object:
+    """Tell what sort of value an option has: for a number whether it is zero, else the value or its type.
+
+    Hashable.
+    """
+    if key in _RATES:
+        return isinstance(value, Tensor)
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int | float):
+        return value != 0
+    if isinstance(value, list | tuple):
+        return tuple(kind_of(key, part) for part in value)
+    return type(value)
 
 
 def param_names(groups: Sequence[ParamGroup]) -> list[str]:

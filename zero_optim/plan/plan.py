@@ -4,7 +4,7 @@ A plan is a pure function of what is equal on every rank (shapes, dtypes, stride
 computes it alone, without communication. `shard.sharding` does that, and compares `describe_params`.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 
@@ -118,26 +118,6 @@ def make_plan(
     return Plan(all_costs, _pieces(params, plans), plans)
 
 
-def make_plan_asking(
-    groups: Sequence[Sequence[Tensor]],
-    costs: Sequence[Sequence[float]],
-    num_ranks: int,
-    cap_nbytes: int,
-    loads: Sequence[float] | None,
-    bears_cuts: Callable[[], Sequence[bool]],
-) -> Plan:
-    """Make a plan like `make_plan`, but ask which parameters bear cuts only if any would be cut.
-
-    To find that out, their classes have to be tried. The answer must be the same on every rank.
-    """
-    num_params = sum(map(len, groups))
-    plan = make_plan(groups, costs, num_ranks, cap_nbytes, loads, [True] * num_params)
-    if not plan.is_cut:
-        return plan
-    answer = bears_cuts()
-    return plan if all(answer) else make_plan(groups, costs, num_ranks, cap_nbytes, loads, answer)
-
-
 def _alignment(param: Tensor) -> int:
     """Return at which multiples of elements extents start."""
     nbytes = ALIGNMENT_NBYTES if param.device.type == "cpu" else ACCELERATOR_ALIGNMENT_NBYTES
@@ -208,3 +188,8 @@ def describe_owners(groups: Sequence[ParamGroup], plan: Plan) -> list[str]:
         f"{name} {owned_by_text(pieces)}"
         for name, pieces in zip(param_names(groups), plan.pieces, strict=True)
     ]
+
+
+def describe_costs(groups: Sequence[ParamGroup], plan: Plan) -> list[str]:
+    """Describe what owning each parameter costs: another plan of the same parameters may depend on it."""
+    return [f"{name} costs {cost}" for name, cost in zip(param_names(groups), plan.costs, strict=True)]

@@ -21,11 +21,18 @@ def difference(
     how: str,
     begin: Callable[[], TrialRun],
     step_run: StepRun = step_whole,
+    *,
+    with_state: bool = True,
 ) -> str | None:
-    """Repeat a trial with the recorded gradients, and say what differs from the record; None if equal."""
+    """Repeat a trial with the recorded gradients, and say what differs from the record; None if equal.
+
+    ``with_state=False`` leaves out the state of parameters, and what belongs to none.
+    """
     try:
         run = begin()
-        differs = _first_difference(made, run, step_run) or state_difference(made, run)
+        differs = _first_difference(made, run, step_run)
+        if differs is None and with_state:
+            differs = state_difference(made, run)
         if differs is None:
             differs = _group_difference(subject, made, run)
     except Exception as error:  # noqa: BLE001 - the first trial did not raise, so this is a difference

@@ -36,6 +36,8 @@ from zero_optim.probe.trials import (
 _LARGE = ((130, 130),)
 # Many vectors of any processor; cut, no piece fills one.
 _SHORT = (63, 7)
+# Numbers that scripts change between runs, and by which resumed runs differ.
+_OFTEN_CHANGED = frozenset({"lr", "weight_decay"})
 
 
 def probe(
@@ -69,21 +71,28 @@ def why_not_cut(
 
     It is tried where `probe` found nothing against it: rows of small parameters are stepped as parameters of
     their own. The rows must have the bits of the whole parameter, and so must their state: each entry either
-    has the parameter's shape, and is cut like it, or is the same for all rows.
+    has the parameter's shape, and is cut like it, or is the same for all rows. Options may change later, so
+    numbers that are zero, such as a weight decay, are tried with another value too.
 
-    Takes 5 to 20 ms more than `probe`; the result is cached. Like `probe` it does not communicate.
+    Nothing is cut that is stepped on the CPU in a dtype narrower than float32. Kernels there compute in
+    float32, and round what fills no vector at other places. Too few elements show it for a trial to rely on.
+
+    Takes 5 to 40 ms more than `probe`; the result is cached. Like `probe` it does not communicate, but ranks
+    with other processors may get other answers.
 
     Args:
         optimizer_class: as for `probe`; also the options and groups.
         options: its keyword arguments.
         groups: the options of each parameter group, if groups have their own.
-        dtype: of what is stepped, if it is on the CPU. In half precision, kernels of the CPU may round
-            otherwise at the end of a vector than in the middle. Those of accelerators treat all elements
-            alike, so float32 answers for every dtype there.
+        dtype: of what is stepped, if it is on the CPU, else float32. Trials run on the CPU alone. So it is
+            assumed that float32 answers for every dtype of an accelerator: that its kernels compute each
+            element in the same way, wherever the tensor ends. ``make gpu`` tries that on a device.
 
     Returns:
         The reason, or None if a class with these options bears cuts.
     """
+    if dtype.itemsize < (8 if dtype.is_complex else 4):
+        return f"{dtype} on the CPU: kernels round otherwise at the end of a vector than in the middle of one"
     subject = OptimizerUnderTest.of(optimizer_class, options, groups)
     return _remembered_cut(subject, dtype) if _is_hashable(subject) else _try_cut(subject, dtype)
 
@@ -146,26 +155,33 @@ def _try_cut(subject: OptimizerUnderTest, dtype: torch.dtype) -> str | None:
     traits = found.traits
     if found.subject is None or found.feed is None or not traits.separable:
         return traits.untried or traits.coupling
+    parts = found.subject.by_kernel()
+    if len(parts) > 1:
+        reasons = (_try_cut(part, dtype) for part in parts)
+        return next((reason for reason in reasons if reason is not None), None)
     # A fused kernel may treat the end of a vector in another way, but no plan cuts there.
     if traits.shape_use is not None and (found.feed.sparse or not found.subject.is_fused):
         return traits.shape_use
+    feed = replace(found.feed, dtype=dtype)
     with isolated():
-        # Half precision has no huge numbers.
-        huge = 1.0 if dtype == torch.float16 else found.feed.huge
-        return _why_rows_differ(found.subject, replace(found.feed, dtype=dtype, huge=huge))
+        made = _recorded(found.subject, feed.with_rows())
+        if made is None:
+            return f"parameters of {dtype} could not be tried"
+        return _why_rows_differ(found.subject, feed, made) or _why_rows_differ_awake(found.subject, feed)
 
 
 # ---------------------------------------------------------------------- the comparisons
 
 
-def _why_coupled(subject: OptimizerUnderTest, made: TrialRecord) -> str | None:
+def _why_coupled(subject: OptimizerUnderTest, made: TrialRecord, *, with_state: bool = True) -> str | None:
     """Step each parameter with a separate optimizer, and compare; another optimizer steps none."""
     if made.drew:
         return "it draws random numbers, and each rank would draw others"
     for indices in (*([index] for index in made.starts), []):
         values = {index: made.starts[index] for index in indices}
         how = "stepped alone" if indices else "stepped without parameters"
-        reason = difference(subject, made, how, partial(start, subject, made.feed, values))
+        begin = partial(start, subject, made.feed, values)
+        reason = difference(subject, made, how, begin, with_state=with_state)
         if reason is not None:
             repeats = record(subject, made.feed).values == made.values
             return reason if repeats else "two equal runs of it give different results"
@@ -178,8 +194,12 @@ def _why_coupled_otherwise(subject: OptimizerUnderTest, made: TrialRecord) -> st
     half = [] if made.feed.dtype != torch.float32 else [replace(made.feed, dtype=torch.bfloat16, num_steps=2)]
     for feed in (*tamer, *half):
         again = _recorded(subject, feed)
-        reason = None if again is None else _why_coupled(subject, again)
-        if again is not None and reason is not None and not _holds_leftovers(subject, again):
+        if again is None:
+            continue
+        reason = _why_coupled(subject, again)
+        if reason is not None and _holds_leftovers(subject, again):
+            reason = _why_coupled(subject, again, with_state=False)
+        if reason is not None:
             return reason
     return None
 
@@ -216,21 +236,29 @@ def _why_shape_used(subject: OptimizerUnderTest, made: TrialRecord) -> str | Non
     return None
 
 
-def _why_rows_differ(subject: OptimizerUnderTest, feed: Feed) -> str | None:
+def _why_rows_differ(
+    subject: OptimizerUnderTest, feed: Feed, made: TrialRecord, cut_long: Cut = by_rows
+) -> str | None:
     """Cut parameters between rows as a plan does, and so that no piece fills a vector; and compare.
 
     A kernel may treat what does not fill a vector otherwise: in some classes, few of a thousand elements show
     it. Long tensors are divided among threads anywhere, so that pieces end their vectors in other places.
     Fused kernels divide them where plans cut.
+
+    Args:
+        subject: what is tried.
+        feed: the parameters and gradients that it accepts.
+        made: a trial with its `Feed.with_rows`.
+        cut_long: how to cut what is longer than some vectors.
     """
     one = replace(feed, num_groups=1, num_in_group=1, gaps=False)
     large = replace(one, shapes=_LARGE, num_steps=1).with_groups(subject).with_rows()
     short = replace(one, shapes=(_SHORT,) if len(feed.shapes[0]) > 1 else ((_SHORT[0] * _SHORT[1],),))
-    tried: list[tuple[Feed, Cut]] = [(feed.with_rows(), by_rows), (large, by_rows)]
+    tried: list[tuple[Feed, Cut]] = [(made.feed, cut_long), (large, cut_long)]
     if not subject.is_fused:
         tried.append((short.with_groups(subject), below_vectors))
     for each, cut in tried:
-        whole = _recorded(subject, each)
+        whole = made if each is made.feed else _recorded(subject, each)
         if whole is None:
             return f"parameters of shape {each.shapes[0]} and {each.dtype} could not be tried"
         if whole.run.global_state():
@@ -239,8 +267,23 @@ def _why_rows_differ(subject: OptimizerUnderTest, feed: Feed) -> str | None:
             return "it keeps tensors in lists or dicts of its state, whose rows would not be joined"
         begin = partial(start, subject, each, whole.starts, cut=cut)
         reason = difference(subject, whole, "cut between rows", begin)
-        if reason is not None and not _holds_leftovers(subject, whole):
+        if reason is not None:
             return reason
+    return None
+
+
+def _why_rows_differ_awake(subject: OptimizerUnderTest, feed: Feed) -> str | None:
+    """Try again with numbers awake that hide arithmetic: all that the class bears, or else the usual ones."""
+    for names in (None, _OFTEN_CHANGED):
+        awake = subject.awake(feed.shapes[0], names)
+        if awake is None:
+            return None
+        made = _recorded(awake, feed.with_rows())
+        if made is not None and made.finite:
+            # Not between rows where a kernel is not fused: more elements change their place in a vector so.
+            cut_long = by_rows if awake.is_fused else anywhere
+            reason = _why_rows_differ(awake, feed, made, cut_long)
+            return None if reason is None else f"{reason}, with {awake.woken(subject)}"
     return None
 
 

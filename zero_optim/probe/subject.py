@@ -1,7 +1,8 @@
 """What a trial runs: an optimizer class and its options, as a value that can be a key of a cache."""
 
+import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -15,6 +16,8 @@ Builder: TypeAlias = Callable[..., Optimizer]
 
 # Options that choose an implementation of the same algorithm. Some need an accelerator.
 _SWITCHES = ("capturable", "fused", "differentiable")
+_NONE = (dict, ())  # `to_hashable` of no options
+_AWAKE = 0.05  # in the place of a number that is zero
 _NUM_EXACT_GROUPS = 4  # up to this many different groups are all tried; of more, one of each kind
 
 
@@ -92,9 +95,48 @@ class OptimizerUnderTest:
     def is_fused(self) -> bool:
         """Whether a kernel of its own takes the whole step: one that divides its work where plans cut, too.
 
-        Other kernels divide long tensors among threads anywhere.
+        Other kernels divide long tensors among threads anywhere. Asked of one part of `by_kernel`.
         """
-        return any(from_hashable(held).get("fused") for held in (self.options, *self.groups))
+        return all(self._fused())
+
+    def _fused(self) -> list[bool]:
+        options = from_hashable(self.options)
+        return [bool({**options, **from_hashable(group)}.get("fused")) for group in self.groups or (_NONE,)]
+
+    def by_kernel(self) -> "tuple[OptimizerUnderTest, ...]":
+        """Divide it: the groups that a fused kernel steps, and the others."""
+        found = list(zip(self.groups or (_NONE,), self._fused(), strict=True))
+        parts = (tuple(group for group, fused in found if fused is kind) for kind in (True, False))
+        held = [part for part in parts if part]
+        return (self,) if len(held) == 1 else tuple(replace(self, groups=part) for part in held)
+
+    def awake(self, shape: tuple[int, ...], names: Collection[str] | None) -> "OptimizerUnderTest | None":
+        """Return the same with other numbers for those that hide arithmetic; None if there are none.
+
+        To add nothing, or a multiple by a power of two, rounds nothing. Numbers count that the class fills in
+        too: they may change later.
+
+        Args:
+            shape: of a parameter that it takes.
+            names: of the numbers that may change; None for all.
+        """
+        own = [from_hashable(group) for group in self.groups or (_NONE,)]
+        built = self.build([[torch.zeros(shape, requires_grad=True)] for _ in own]).param_groups
+        woken = [_woken(group, names) for group in built]
+        groups = dict.fromkeys(to_hashable({**group, **more}) for group, more in zip(own, woken, strict=True))
+        return replace(self, groups=tuple(groups)) if any(woken) else None
+
+    def woken(self, asleep: "OptimizerUnderTest") -> str:
+        """Name the numbers that `awake` has changed, for messages."""
+        before = [from_hashable(group) for group in asleep.groups or (_NONE,)]
+        after = map(from_hashable, self.groups)
+        changed = {
+            f"{key}={value}"
+            for group in after
+            for key, value in group.items()
+            if any(old.get(key) != value for old in before)
+        }
+        return ", ".join(sorted(changed))
 
     def build(self, params: Sequence[Sequence[Tensor]]) -> Optimizer:
         """Build the optimizer. A group without parameters stays, as on a rank that owns none of it."""
@@ -131,6 +173,19 @@ def _awake(options: Mapping[str, Any]) -> ParamGroup:
     elif isinstance(rate, Tensor) and not rate.any():
         kept["lr"] = torch.full_like(rate, 0.01, device="cpu")
     return kept
+
+
+def _woken(options: Mapping[str, Any], names: Collection[str] | None) -> ParamGroup:
+    """Find other values for numbers that are zero, and for fractions and rates that are powers of two."""
+    changed: ParamGroup = {}
+    for key, value in options.items():
+        if type(value) not in (int, float) or not (names is None or key in names):
+            continue
+        if value == 0:
+            changed[key] = _AWAKE
+        elif math.frexp(abs(value))[0] == 0.5 and (key == "lr" or type(value) is float):
+            changed[key] = value * 0.7
+    return changed
 
 
 def _kind_of(group: Mapping[str, Any]) -> object:

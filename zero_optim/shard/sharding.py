@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 from torch import Tensor
 
-from zero_optim.comm.agreement import agree, failing_together
+from zero_optim.comm.agreement import agree, failing_together, said_by_all
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.engine import eager
 from zero_optim.plan.costs import Cost
@@ -18,7 +18,7 @@ from zero_optim.plan.groups import ParamGroup, describe_options, member_ids, par
 from zero_optim.plan.layout import Span, spans
 from zero_optim.plan.memory import check_shardable
 from zero_optim.plan.pieces import Piece, Pieces, piece_of
-from zero_optim.plan.plan import Plan, describe_owners, describe_params, make_plan, make_plan_asking
+from zero_optim.plan.plan import Plan, describe_costs, describe_owners, describe_params, make_plan
 from zero_optim.shard.gathers import Gathers, UnderWay
 from zero_optim.shard.storage import ParamBucket, is_active, make_bucket
 
@@ -80,8 +80,9 @@ class Sharding:
             costs: the cost function of each group to plan.
             before: number of groups that have been planned already.
             about: further descriptions to agree on.
-            bear_cuts: tells for each parameter to plan whether several ranks may own rows of it; called if
-                there is something to cut. None cuts nothing, and evens out the model alone, not each bucket.
+            bear_cuts: tells for each parameter to plan whether several ranks may own rows of it, as far as
+                this rank can know; called if there is something to cut. A parameter is cut if all ranks say
+                yes. None cuts nothing, and evens out the model alone, not each bucket.
 
         Raises:
             ValueError: on every rank, a parameter cannot be sharded; or TypeError.
@@ -93,12 +94,17 @@ class Sharding:
             by_group = [group["params"] for group in new]
             spent = [[cost(p) for p in params] for params, cost in zip(by_group, costs, strict=True)]
             known = by_group, spent, self._group.size, self.cap_nbytes, self.loads
-            plan = make_plan(*known) if bear_cuts is None else make_plan_asking(*known, bear_cuts)
+            plan = make_plan(*known, None if bear_cuts is None else [True] * sum(map(len, by_group)))
+            answer = [] if bear_cuts is None or not plan.is_cut else bear_cuts()
             described = [*describe_params(new), *describe_options(new), *about]
             # Owners come last: they differ where anything else does, and the first difference is told.
             items = [*described, f"buckets of {self.cap_nbytes} bytes", *describe_owners(new, plan)]
+            if answer:
+                items += describe_costs(new, plan)
         agree(self._group, items, "the parameters and options of the optimizer", _HINTS)
-        return plan
+        # Now all ranks know whether anything would be cut.
+        answer = said_by_all(self._group, answer)
+        return plan if all(answer) else make_plan(*known, answer)
 
     def owned(self, params: Sequence[Tensor], plan: Plan) -> dict[Tensor, Piece]:
         """Pick the parameters of which a plan gives this rank a piece, in order; with these pieces."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_optim.comm.agreement import failing_together
+from zero_optim.comm.agreement import failing_together, said_by_all
 from zero_optim.comm.arguments import check_flags
 from zero_optim.comm.backends import held
 from zero_optim.comm.collectives import RankGroup
@@ -353,8 +353,13 @@ class ShardedOptimizer(Optimizer):
         """
         local, groups, nbytes = self._owned.local, self.param_groups, self.state_nbytes()
         reasons = dict.fromkeys(self._kept_whole, "cuts=False")
-        if len(reasons) < len(self._params()):
+        params = self._params()
+        if len(reasons) < len(params):
             reasons = local.whole_because(groups, self._owned.leaves.tried_dtype) | reasons
+            everywhere = said_by_all(self._group, [param not in reasons for param in params])
+            for param, is_borne in zip(params, everywhere, strict=True):
+                if not is_borne:
+                    reasons.setdefault(param, "another rank, with another processor, found a difference")
         explanation = explain(self._group, self._sharding, local, groups, reasons, nbytes)
         if self._group.rank == 0 and not quiet:
             print(explanation)  # noqa: T201 - what it is for

@@ -115,6 +115,7 @@ class ShardedStateDicts(ShardedOptimizer):
             StateMismatchError: on every rank, naming each parameter whose state does not fit.
             RankMismatchError: the options in the dicts, or ``src``, differ between ranks.
             ValueError: a rank gives a dict although only ``src`` may, or a rank that must give one does not.
+                Also if parameters are cut, and the class does not bear that with the options in the dict.
             Exception: on every rank, what the class itself raises on any rank. After any of these errors
             nothing has changed.
         """
@@ -137,6 +138,7 @@ class ShardedStateDicts(ShardedOptimizer):
         with failing_together(self._group):
             self.check_weights()
             groups = self._with_options(saved)
+            self.check_cuts(groups)
             described = describe_options(groups)
         agree(self._group, described, "the options of the state dict")
         self._take_over(owned, groups, exact=False)
@@ -181,13 +183,35 @@ class ShardedStateDicts(ShardedOptimizer):
             options: for each group its options, equal on every rank.
 
         Raises:
-            Exception: on every rank, what the class itself raises on any rank; then nothing has changed.
+            ValueError: on every rank, parameters are cut, and the class does not bear that with the options.
+            Exception: on every rank, what the class itself raises on any rank. After either nothing has
+            changed.
         """
         with failing_together(self._group):
             self.check_weights()
             self._owned.local.check_dicts()
             groups = self._with_options(options)
+            self.check_cuts(groups)
         self._take_over(state, groups, exact=True)
+
+    def check_cuts(self, groups: list[ParamGroup]) -> None:
+        """Refuse options with which a class does not bear that parameters are cut; does not communicate.
+
+        An ordinary step compares the identities of options. A class is tried only if an option of a group
+        with cut parameters has changed in kind since the last step, and once for each kind.
+
+        Args:
+            groups: the public groups to go on with.
+
+        Raises:
+            ValueError: there are such options. If options and processors are the same on every rank, so is
+            this.
+        """
+        self._owned.local.check_cuts(groups, self._dtypes_of_cut)
+
+    def _dtypes_of_cut(self, group: ParamGroup) -> list[torch.dtype]:
+        cut = filter(self._sharding.is_cut, group["params"])
+        return list(dict.fromkeys(map(self._owned.leaves.tried_dtype, cut)))
 
     def _take_over(self, owned: Mapping[Any, Any], groups: list[ParamGroup], *, exact: bool) -> None:
         self.wait_for_gathers()  # they read the parameters, which masters are written to

@@ -1,13 +1,13 @@
 """One optimizer of the user's class over leaves of this rank, as it was built from its spec."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_optim.plan.groups import ParamGroup, options_of, params_of
+from zero_optim.plan.groups import ParamGroup, changed_in_kind, kind_of, options_of, params_of
 from zero_optim.probe.probe import probe
 from zero_optim.probe.shaped import ShapedKeys
 from zero_optim.probe.traits import Traits, refusal
@@ -50,6 +50,7 @@ class BuiltOptimizer:
         self.shaped = ShapedKeys(spec.optimizer_class, dict(spec.arguments))
         self._is_tried = is_tried
         self._sparse: dict[object, str | None] = {}  # what was found for kinds of options
+        self._asked: dict[object, str | None] = {}  # why options of a kind allow no cuts
         self._given = [options_of(group) for group in groups]  # as given: the class will fill in its own
         leaves = _leaf_ids(groups)  # taken now: the class may change the dicts it is given
         self.optimizer = spec.build(groups)  # before anything is tried, so that wrong options are told first
@@ -114,10 +115,46 @@ class BuiltOptimizer:
         """
         if not self._is_tried:
             return "it was not tried (assume_separable=True)"
-        kind = dtype, _kind_of(options)
+        kind = dtype, frozenset((key, kind_of(key, value)) for key, value in options.items())
         if kind not in self._sparse:
             self._sparse[kind] = self.spec.why_not_sparse_rows(options, dtype)
         return self._sparse[kind]
+
+    def check_cuts(
+        self, groups: list[ParamGroup], dtypes_of: Callable[[ParamGroup], list[torch.dtype]]
+    ) -> None:
+        """Refuse options of public groups with which the class does not bear that parameters are cut.
+
+        Options are compared with those of the last step, which the groups here still have. Only where they
+        differ in kind, the class is tried again, once for each kind.
+
+        Args:
+            groups: all public groups.
+            dtypes_of: tells of the cut parameters of a group for which dtypes the class must bear cuts.
+
+        Raises:
+            ValueError: there are such options; says what to do.
+        """
+        for number, own in zip(self.numbers, self.optimizer.param_groups, strict=True):
+            group = groups[number]
+            changed = changed_in_kind(own, group)
+            if not changed:
+                continue
+            reason = self._why_not_cut_now(options_of(group), dtypes_of(group))
+            if reason is not None:
+                given = ", ".join(f"{key}={group.get(key)!r}" for key in changed)
+                raise ValueError(
+                    f"parameters of group {number} are cut, as the options allowed it when the optimizer was "
+                    f"built; expected options that still do, got {given}, which do not ({reason}). Build the "
+                    "optimizer with these options, or with cuts=False"
+                )
+
+    def _why_not_cut_now(self, options: ParamGroup, dtypes: list[torch.dtype]) -> str | None:
+        kinds = frozenset((key, kind_of(key, value)) for key, value in options.items()), tuple(dtypes)
+        if kinds not in self._asked:
+            reasons = self.spec.why_not_cut([options], dtypes, is_tried=self._is_tried)
+            self._asked[kinds] = next((reason for reason in reasons if reason is not None), None)
+        return self._asked[kinds]
 
     def add_group(self, number: int, group: ParamGroup, *, steps_parts: bool) -> None:
         """Add what this rank owns of a public group.
@@ -188,19 +225,6 @@ class BuiltOptimizer:
                 f"{self.spec.name} has a state_dict() of its own, so what it keeps outside its `state` "
                 "would be lost: it can be trained sharded, but neither consolidated nor loaded"
             )
-
-
-def _kind_of(value: object) -> object:
-    """Describe an option by what may choose an algorithm: a number by its sign, a tensor by its kind."""
-    if isinstance(value, dict):
-        return tuple((str(key), _kind_of(item)) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return tuple(map(_kind_of, value))
-    if type(value) in (int, float):
-        return type(value), value > 0, value < 0  # type: ignore[operator]
-    if isinstance(value, bool | str | type(None)):
-        return value
-    return (value.dtype, value.shape) if isinstance(value, Tensor) else type(value)
 
 
 def _leaf_ids(groups: list[ParamGroup]) -> list[set[int]]:

@@ -95,7 +95,7 @@ class Leaves:
         return param.dtype
 
     def tried_dtype(self, param: Tensor) -> torch.dtype:
-        """Tell for which dtype a class must bear cuts; accelerators treat all dtypes alike, see the probe."""
+        """Tell for which dtype a class must bear cuts; float32 on accelerators, see the probe."""
         return self.stepped_dtype(param) if param.device.type == "cpu" else torch.float32
 
     def rows(self, param: Tensor) -> Tensor:

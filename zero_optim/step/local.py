@@ -131,6 +131,13 @@ class LocalOptimizer:
             found.update((p, reason) for p, reason in zip(params, reasons, strict=True) if reason is not None)
         return found
 
+    def check_cuts(
+        self, groups: list[ParamGroup], dtypes_of: Callable[[ParamGroup], list[torch.dtype]]
+    ) -> None:
+        """Refuse options with which a class does not bear its cuts; see `BuiltOptimizer.check_cuts`."""
+        for built in self._built:
+            built.check_cuts(groups, dtypes_of)
+
     @property
     def defaults(self) -> dict[str, Any]:
         """The defaults of the shared optimizer, or of the first one if no group is its."""

@@ -1,0 +1,228 @@
+"""Whether a parameter is cut: all ranks must say yes, and options that change later are asked about again."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch_optimizer
+from torch.nn import Parameter
+
+from cuts import ONE_A_BUCKET, finely_cut
+from pool import Ranks
+from test_traits_of_cuts import NormedBy
+from training import assert_same_bits, make_params, params_of, train_both, twin
+from zero_optim import RankMismatchError, ZeroRedundancyOptimizer
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.plan.groups import changed_in_kind
+from zero_optim.state import sharded as building
+from zero_optim.step import spec as asking
+
+SHAPES = ((64, 16), (32, 8), (7,))
+LARGE = ((1024, 128),)  # its bucket is uneven enough to be told if it is not cut
+RESULTS = "zero_optim.step.spec.why_not_cut"
+
+
+def built(
+    params: Sequence[Parameter], build: Callable[..., Any] = torch.optim.AdamW, **options: Any
+) -> ZeroRedundancyOptimizer:
+    with finely_cut():
+        return ZeroRedundancyOptimizer(params, build, bucket_cap_mb=ONE_A_BUCKET, **options)
+
+
+def num_cut(sharded: ZeroRedundancyOptimizer) -> int:
+    return sum(len(pieces) > 1 for pieces in sharded.pieces().values())
+
+
+# ------------------------------------------------------------------ all ranks say yes
+
+
+def check_one_says_no() -> None:
+    """One rank has another processor: its trials find a difference."""
+    answer = None if dist.get_rank() == 0 else "rounds otherwise here"
+    params = make_params(LARGE)
+    plain = torch.optim.AdamW(params, lr=0.01)
+    with patch(RESULTS, lambda *_: answer):
+        mine = built(twin(params), lr=0.01)
+        assert num_cut(mine) == 0
+        (line,) = mine.explain(quiet=True).cuts
+    assert (answer or "another rank, with another processor, found a difference") in line, line
+    train_both(plain, mine, 2)
+
+
+def test_a_parameter_is_cut_only_if_all_ranks_say_that_it_may_be(ranks2: Ranks) -> None:
+    ranks2.run(check_one_says_no)
+
+
+def check_who_is_asked() -> None:
+    asked: list[int] = []
+    exchanged: list[int] = []
+    ask, exchange = building.why_not_cut, RankGroup.all_gather_fixed
+
+    def asking_counted(*args: Any, **kwargs: Any) -> list[str | None]:
+        asked.append(1)
+        return ask(*args, **kwargs)
+
+    def exchange_counted(self: RankGroup, payload: bytes) -> list[bytes]:
+        if payload:
+            exchanged.append(len(payload))
+        return exchange(self, payload)
+
+    with pytest.MonkeyPatch.context() as replacing:
+        replacing.setattr(building, "why_not_cut", asking_counted)
+        replacing.setattr(RankGroup, "all_gather_fixed", exchange_counted)
+        assert num_cut(built(make_params(((7,), (7,), (7,))))) == 0
+        assert asked == []
+        without = [*exchanged]
+        exchanged.clear()
+        assert num_cut(built(make_params(SHAPES))) == 2
+    assert asked == [1]
+    assert sorted(exchanged) == sorted([*without, len(SHAPES)])
+
+
+def test_classes_are_tried_and_answers_exchanged_only_where_a_plan_would_cut(ranks2: Ranks) -> None:
+    ranks2.run(check_who_is_asked)
+
+
+def check_costs() -> None:
+    rank = dist.get_rank()
+    with pytest.raises(RankMismatchError, match=r"costs|owned by"):
+        built(make_params(SHAPES), cost=lambda p: p.numel() * (1 + rank * (p.dim() == 1) * 1e-3))
+
+
+def test_cost_functions_that_differ_between_ranks_are_told(ranks2: Ranks) -> None:
+    ranks2.run(check_costs)
+
+
+# ------------------------------------------------------------------ dtypes
+
+
+def check_half(dtype: torch.dtype) -> None:
+    params = make_params(LARGE, dtype)
+    options = {"weight_decay": 0.1, "eps": 1e-3}  # a smaller one is zero in half precision
+    plain = torch.optim.RMSprop(params, **options)
+    sharded = built(twin(params), torch.optim.RMSprop, **options)
+    assert num_cut(sharded) == 0
+    assert any("end of a vector" in line for line in sharded.explain(quiet=True).cuts)
+    train_both(plain, sharded, 3)
+    assert num_cut(built(twin(params), torch.optim.RMSprop, master_dtype=torch.float32)) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_on_the_cpu_half_precision_is_cut_only_where_masters_are_stepped(
+    ranks2: Ranks, dtype: torch.dtype
+) -> None:
+    ranks2.run(check_half, dtype)
+
+
+# ------------------------------------------------------------------ options that change
+
+
+def check_changed() -> None:
+    params = make_params(SHAPES)
+    plain, sharded = NormedBy(params), built(twin(params), NormedBy)
+    assert num_cut(sharded) == 2
+    train_both(plain, sharded, 2)
+    before = [param.detach().clone() for param in params_of(sharded)]
+    for optimizer in (plain, sharded):
+        optimizer.param_groups[0]["trust"] = True
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"group 0 are cut.*got trust=True.*NormedBy: cut.*cuts=False"):
+            sharded.step()
+        assert_same_bits(params_of(sharded), before)
+    for optimizer in (plain, sharded):
+        optimizer.param_groups[0]["trust"] = False
+    train_both(plain, sharded, 2, first=2)
+
+
+def test_an_option_set_later_that_forbids_cuts_raises_on_every_rank(ranks2: Ranks) -> None:
+    ranks2.run(check_changed)
+
+
+def check_loaded(src: int | None) -> None:
+    params = make_params(SHAPES)
+    plain = NormedBy(params, trust=True)
+    sharded = built(twin(params), NormedBy, lr=0.5)
+    given = plain.state_dict() if src is None or dist.get_rank() == src else None
+    with pytest.raises(ValueError, match=r"got trust=True.*Build the optimizer with these options"):
+        sharded.load_state_dict(given, src)
+    assert sharded.param_groups[0]["trust"] is False
+    assert sharded.param_groups[0]["lr"] == 0.5
+    train_both(NormedBy(params, lr=0.5), sharded, 2)
+    whole = built(twin(params), NormedBy, trust=True)
+    assert num_cut(whole) == 0
+    whole.load_state_dict(plain.state_dict())
+
+
+@pytest.mark.parametrize("src", [None, 1])
+def test_a_state_dict_whose_options_forbid_cuts_changes_nothing(ranks2: Ranks, src: int | None) -> None:
+    ranks2.run(check_loaded, src)
+
+
+def check_resumed() -> None:
+    params = make_params(SHAPES)
+    plain = torch_optimizer.LARS(params, lr=0.1, weight_decay=1e-2)
+    sharded = built(twin(params), torch_optimizer.LARS, lr=0.1)
+    sharded.load_state_dict(plain.state_dict())
+    train_both(plain, sharded, 3)
+
+
+def test_weight_decay_that_a_state_dict_brings_is_borne_or_nothing_was_cut(ranks2: Ranks) -> None:
+    ranks2.run(check_resumed)
+
+
+def check_rarely_asked() -> None:
+    params = make_params(SHAPES)
+    plain, sharded = torch.optim.Adam(params), built(twin(params), torch.optim.Adam)
+    assert num_cut(sharded) == 2
+    asked: list[Any] = []
+    ask = asking.why_not_cut
+
+    def counting(*args: Any) -> str | None:
+        asked.append(args)
+        return ask(*args)
+
+    with patch(RESULTS, counting):
+        schedulers = [torch.optim.lr_scheduler.OneCycleLR(each, 0.1, 20) for each in (plain, sharded)]
+        for step in range(8):
+            for optimizer in (plain, sharded):
+                optimizer.param_groups[0]["weight_decay"] = (step // 2 % 2) * 0.01 * step
+            train_both(plain, sharded, 1, first=step)
+            for scheduler in schedulers:
+                scheduler.step()
+    assert len(asked) <= 3, "once for each kind of options, those with the scheduler's own among them"
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
+def test_a_class_is_tried_again_once_for_each_kind_of_options(ranks2: Ranks) -> None:
+    ranks2.run(check_rarely_asked)
+
+
+def check_other_groups() -> None:
+    params = make_params(SHAPES)
+
+    def grouped(own: Sequence[Parameter]) -> list[dict[str, Any]]:
+        return [{"params": own[:2]}, {"params": own[2:]}]
+
+    plain, sharded = NormedBy(grouped(params)), built(grouped(twin(params)), NormedBy)
+    assert [len(pieces) for pieces in sharded.pieces().values()] == [2, 2, 1]
+    for optimizer in (plain, sharded):
+        optimizer.param_groups[1]["trust"] = True
+    train_both(plain, sharded, 2)
+
+
+def test_options_of_a_group_without_cuts_may_change(ranks2: Ranks) -> None:
+    ranks2.run(check_other_groups)
+
+
+def test_options_that_change_in_kind() -> None:
+    before = {"params": [], "lr": 0.1, "decay": 0, "betas": (0.0, 0.9), "flag": None, "name": "a", "k": 1}
+    assert changed_in_kind(before, {**before, "lr": 0.0, "initial_lr": 0.1, "k": 7, "decay": 0.0}) == []
+    for changes in (
+        {"decay": 0.1}, {"k": 0.0}, {"betas": (0.1, 0.9)}, {"flag": False}, {"name": "b"}, {"new": 2},
+        {"lr": torch.tensor(0.1)}, {"decay": None},
+    ):  # fmt: skip
+        assert changed_in_kind(before, {**before, **changes}) == list(changes)
+    assert changed_in_kind(before, {key: before[key] for key in before if key != "k"}) == ["k"]
