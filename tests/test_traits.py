@@ -438,6 +438,27 @@ def test_a_refusal_says_what_differed_and_what_to_do(build: Callable[..., Optimi
 # ------------------------------------------------------------------ options
 
 
+class LeavesMemoryUnwritten(Small):
+    """In bfloat16, its state differs between equal runs, and it may also clip all gradients together."""
+
+    count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        half = [p for _, p in self.each() if p.dtype == torch.bfloat16]
+        norm = sum((float(p.grad.float().norm()) for p in half if p.grad is not None), 1.0)
+        for group, p in self.each():
+            if p.dtype == torch.bfloat16:
+                type(self).count += 1
+                self.state[p]["unwritten"] = torch.tensor(self.count)
+            p.add_(p.grad / norm if group["clips"] else p.grad, alpha=-group["lr"])
+
+
+def test_state_that_is_never_written_excuses_no_difference_of_parameters() -> None:
+    assert probe(LeavesMemoryUnwritten, {"clips": False}).separable
+    assert "the parameter of shape" in (probe(LeavesMemoryUnwritten, {"clips": True}).coupling or "")
+
+
 @pytest.mark.parametrize("switch", ["foreach", "capturable", "differentiable", "maximize"])
 def test_switches_of_an_implementation_change_no_trait(switch: str) -> None:
     assert letters(probe(torch.optim.AdamW, {switch: True})) == ALL
