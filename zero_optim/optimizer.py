@@ -176,6 +176,7 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
         """
         if self.leaves_out_step():
             return None
+        self.check_attached()
         Join.notify_join_context(self)
         loss: float | None = None
         failure: Exception | None = None

@@ -11,14 +11,14 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from zero_optim.comm.agreement import failing_together
 from zero_optim.plan.groups import ParamGroup
 from zero_optim.plan.pieces import Pieces
-from zero_optim.state.state_dicts import ShardedStateDicts
+from zero_optim.state.rebinding import RebindableOptimizer
 from zero_optim.step.amp import Scaling, drop_scale
 from zero_optim.step.join import lend_gradients, lend_to
 from zero_optim.step.overlap import Overlap
 from zero_optim.step.words import Word, exchange, is_skipped_by_all, ranks_that
 
 
-class SteppedOptimizer(ShardedStateDicts, Joinable):
+class SteppedOptimizer(RebindableOptimizer, Joinable):
     """The parts of a step; the subclass puts them together for its users.
 
     All ranks call its methods together.
@@ -30,6 +30,7 @@ class SteppedOptimizer(ShardedStateDicts, Joinable):
 
     def _run(self, work: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
         """Let the local optimizer change this rank's parameters, then gather."""
+        self.check_attached()
         try:
             self.begin_step()
             result = self._owned.run(work, *args, **kwargs)
@@ -117,6 +118,16 @@ class SteppedOptimizer(ShardedStateDicts, Joinable):
                 self._owned.local.check_parts()
             self._overlap = Overlap(self._group, self._sharding, self._owned)
         return self._overlap
+
+    def _end_overlap(self, *, waits: bool) -> None:
+        overlap, self._overlap = self._overlap, None
+        if overlap is not None and overlap.let_go(self.param_groups, waits=waits):
+            self._snapshot.is_torn = True
+
+    def _bound(self) -> None:
+        super()._bound()
+        if self.overlaps_with_ddp:
+            self.overlap()
 
     def wait_for_gathers(self) -> None:
         """Wait until every parameter has its new value on this rank; returns at once if nothing is under way.

@@ -29,6 +29,7 @@ class BuiltOptimizer:
         optimizer: the optimizer.
         shaped: which of its state entries have their parameter's shape.
         traits: what was found of the class; None where it was not tried.
+        given: the options of its groups as they were given.
 
     Raises:
         TypeError: the spec does not build a ``torch.optim.Optimizer``.
@@ -48,7 +49,7 @@ class BuiltOptimizer:
         self.numbers = numbers
         self.shaped = ShapedKeys(spec.optimizer_class, dict(spec.arguments))
         self._is_tried = is_tried
-        self._given = [options_of(group) for group in groups]  # as given: the class will fill in its own
+        self.given = [options_of(group) for group in groups]  # as given: the class will fill in its own
         leaves = _leaf_ids(groups)  # taken now: the class may change the dicts it is given
         self.optimizer = spec.build(groups)  # before anything is tried, so that wrong options are told first
         self._check_followed(leaves)
@@ -62,7 +63,7 @@ class BuiltOptimizer:
         """
         if not self._is_tried:
             return None
-        traits = probe(self.spec.optimizer_class, self.spec.arguments, self._given)
+        traits = probe(self.spec.optimizer_class, self.spec.arguments, self.given)
         if not traits.separable:
             raise ValueError(refusal(self.spec.optimizer_class, traits))
         if steps_parts:
@@ -97,7 +98,7 @@ class BuiltOptimizer:
         Args:
             more: options of groups that may be added.
         """
-        return self.spec.why_not_cut([*self._given, *more], is_tried=self._is_tried)
+        return self.spec.why_not_cut([*self.given, *more], is_tried=self._is_tried)
 
     def add_group(self, number: int, group: ParamGroup, *, steps_parts: bool) -> None:
         """Add what this rank owns of a public group.
@@ -113,7 +114,7 @@ class BuiltOptimizer:
         given, leaves = options_of(group), _leaf_ids([group])
         self.optimizer.add_param_group(group)
         self.numbers.append(number)
-        self._given.append(given)
+        self.given.append(given)
         self._check_followed(leaves)
         self.traits = self._found(steps_parts=steps_parts)
 
@@ -121,7 +122,7 @@ class BuiltOptimizer:
         """Keep only what it steps of the first ``count`` public groups."""
         self.numbers = [number for number in self.numbers if number < count]
         del self.optimizer.param_groups[len(self.numbers) :]
-        del self._given[len(self.numbers) :]
+        del self.given[len(self.numbers) :]
         leaves = {leaf for group in self.optimizer.param_groups for leaf in group["params"]}
         state: dict[Any, Any] = self.optimizer.state
         for key in [key for key in state if isinstance(key, Tensor) and key not in leaves]:

@@ -126,6 +126,11 @@ class Leaves:
             grad = owned_gradient(param, self._pieces[param]) if gradients is None else gradients[param]
             leaf.grad = None if grad is None else grad.to(leaf.dtype)
 
+    def follow_values(self) -> None:
+        """Give masters the values that were changed from outside; see Note [Masters and their parameters]."""
+        for param, master in self.masters.items():
+            _follow(self.rows(param), master)
+
     @torch.no_grad()
     def put_back(self, params: Iterable[Tensor] | None = None) -> None:
         """Give the parameters, or some, the values of separate leaves, and let the leaves' gradients go."""

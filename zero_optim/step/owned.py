@@ -40,6 +40,10 @@ class OwnedState:
         self._group = group
         average.add(owned)
 
+    def let_go(self) -> None:
+        """Let the process group go; does not communicate."""
+        self._group = self._group.let_go()
+
     def shown_state(self) -> Mapping[Any, Any]:
         """Give the state for users to see: the class's own dict if that is all, else a view of it all."""
         states = self.local.states

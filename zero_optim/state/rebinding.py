@@ -1,0 +1,290 @@
+"""An optimizer that outlives its process group: it lets go of one, and is bound to another.
+
+Note [Detached]
+    `detach` does not communicate, so that it works after a failure too. What is left is what this rank owns:
+    parameters, their state, the options. The ranks are known by number only; what communicates raises.
+
+Note [Rebinding is building anew]
+    `rebind` goes the way of the constructor: plan for the new ranks, agree, build the classes over new
+    leaves, load what this rank is to own, as from a checkpoint. So it gives the bits of a run that was saved,
+    and loaded by so many ranks. The old state stays until everything has been checked: if it raises before,
+    the optimizer is detached as it was.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_optim.comm.agreement import agree, failing_together
+from zero_optim.comm.arguments import check_flags, ranks_of
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.wire import decode, encode, recv_encoded, send_value
+from zero_optim.plan.description import describe
+from zero_optim.plan.groups import ParamGroup, describe_options, options_of, param_names
+from zero_optim.plan.pieces import Pieces, num_rows
+from zero_optim.plan.plan import Plan, describe_params
+from zero_optim.shard.sharding import Sharding
+from zero_optim.state.moving import (
+    Held,
+    Holding,
+    Moved,
+    exchange_holdings,
+    held_pieces,
+    holders_of,
+    move_state,
+)
+from zero_optim.state.state_dicts import ShardedStateDicts
+from zero_optim.state.whole import Snapshot, by_index, check_targets
+from zero_optim.step.leaves import EMA, MASTER, Leaves, WeightAverage
+from zero_optim.step.owned import OwnedState
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Found:
+    """What the ranks of a new group hold together.
+
+    Attributes:
+        first: a rank that gives what is the same for all.
+        age: of the state.
+        pieces: who holds which rows of each parameter.
+        is_told: ranks are new, or there are global entries: the first one tells the others.
+    """
+
+    first: int
+    age: int
+    pieces: list[Pieces]
+    is_told: bool
+
+
+class RebindableOptimizer(ShardedStateDicts):
+    """An optimizer that can go from one process group to another. The subclass adds the step."""
+
+    def detach(self, *, wait: bool = True, staying: Sequence[int] | None = None) -> None:
+        """Let go of the process group, and of all that was made for it; does not communicate.
+
+        To be called before ``destroy_process_group()``, also when another rank has failed. Every rank calls
+        for itself, between steps. Afterwards `state`, `param_groups` and what else this rank owns can be read
+        and saved; whatever needs the group raises until `rebind`. A second call does nothing. The wrapper's
+        `zero_optim.ddp.DistributedDataParallel.detach` does the same for it; comm hooks go with it.
+
+        Args:
+            wait: wait for gathers under way. If a rank died before it sent its part, other ranks' parameters
+                may have old values here; `rebind` brings the right ones. False waits for nothing: where a
+                rank is stopped, not dead, the wait lasts until the timeout of the group.
+            staying: the group ranks that will go on, where the next group has fewer. The others first hand
+                their state over to them. Then all ranks call, with the same ranks, and it communicates. None
+                hands nothing over.
+
+        Raises:
+            ValueError: on every rank: ``staying`` names no ranks of the group.
+            Exception: likewise, if the state cannot be handed over. The optimizer is attached as before.
+        """
+        if self._ranks.is_let_go:
+            return
+        self._end_overlap(waits=wait)
+        if staying is not None:
+            self._hand_over(staying)
+        else:
+            self._let_go(waits=wait)
+
+    def _end_overlap(self, *, waits: bool) -> None:
+        """Let go of what steps in the backward pass, if anything does; says so if that was half way."""
+
+    def _let_go(self, *, waits: bool) -> None:
+        self._sharding.let_go(waits=waits)
+        self._owned.let_go()
+        self._ranks = self._ranks.let_go()
+
+    def _hand_over(self, staying: Sequence[int]) -> None:
+        """Give the state to some ranks of the group, then let go of it; all ranks call."""
+        group = self._group
+        agree(group, [f"staying={describe(staying)}"], "the ranks that go on")
+        self.wait_for_gathers()
+        with failing_together(group):
+            targets = check_targets(staying, group.size)
+            self.check_weights()
+        self._go_over(group, targets, keep_state=True)
+        self._let_go(waits=True)
+        rank = targets.index(group.rank) if group.rank in targets else -1
+        self._ranks = replace(self._ranks, rank=rank, size=len(targets))
+        if rank < 0:
+            self._snapshot = Snapshot()
+            self._snapshot.drop()
+
+    def rebind(self, process_group: dist.ProcessGroup | None = None, *, keep_state: bool = True) -> None:
+        """Go on in another process group, with as many ranks as it has; all its ranks call, detached.
+
+        Owners are planned anew, and state goes from the ranks that hold it to those that own it now, in
+        pieces of bounded size. Then parameters are gathered. Ranks may come new to the group: they build
+        their optimizer with the same arguments as the others did, in any group of their own, and detach it;
+        they are given the others' options. A lazily gathered model stays lazily gathered. Comm hooks have to
+        be registered anew.
+
+        Args:
+            process_group: the new ranks; None for the default group.
+            keep_state: False begins with new state, and with the parameters as they are: to load a checkpoint
+                when state was lost.
+
+        Raises:
+            LostStateError: on every rank: nobody in the group holds the state of some parameters, which are
+                named, or a step broke off half way.
+            RankMismatchError: likewise: ranks hold state of different moments, or have other parameters or
+                arguments.
+            RuntimeError: likewise: an optimizer is not detached on some rank.
+            Exception: likewise, what the class itself raises on any. After each of these errors the optimizer
+                is detached as it was before.
+        """
+        group = self._new_group(process_group)
+        with failing_together(group):
+            check_flags(keep_state=keep_state)
+            if not self._ranks.is_let_go:
+                raise RuntimeError("expected a detached optimizer: call detach() before the group ends")
+            group.check_serves(self._params())
+            self.check_weights()
+        self._go_over(group, range(group.size), keep_state=keep_state)
+        self._bound()
+
+    def _bound(self) -> None:
+        """Make what goes with a new group; all ranks call."""
+        self._sharding.gather_all()
+
+    def _go_over(self, group: RankGroup, owners: Sequence[int], *, keep_state: bool) -> None:
+        """Plan anew for some ranks of a group, and bring them the state; all ranks of the group call.
+
+        Args:
+            group: a new one, or the one before.
+            owners: the ranks that are to own the state, in ascending order.
+            keep_state: as in `rebind`.
+        """
+        params, local = self._params(), self._owned.local
+        with failing_together(group):
+            if keep_state:
+                local.check_dicts()
+                self._owned.take_over_state(self.state)
+                self._owned.leaves.follow_values()
+            about = [*self._options.describe(), *local.describe_specs()]
+            items = [f"keep_state={keep_state}", *describe_params(self.param_groups), *about]
+        agree(group, items, "the optimizers to be bound to one group")
+        found = self._find(group) if keep_state else None
+        groups, everywhere = self._told(group, found)
+        sharding, plan = self._planned(group, len(owners), groups, about)
+        moved = Moved({}, {})
+        if found is not None:
+            to = [tuple(piece._replace(owner=owners[piece.owner]) for piece in each) for each in plan.pieces]
+            moved = move_state(group, found.pieces, to, self._held())
+        if len(owners) < group.size:
+            sharding.become(owners.index(group.rank) if group.rank in owners else -1)
+        owned = self._built(group, sharding, plan, groups)
+        if found is not None:
+            state = {params[index]: entries for index, entries in moved.state.items()}
+            owned.load({**state, **everywhere}, groups, exact=True)
+        # Everything is checked now. Only a rank that dies can stop it from here on.
+        self._ranks, self._sharding, self._owned, self.param_groups = group, sharding, owned, groups
+        self.defaults = owned.local.defaults
+        self._place({params[index]: value for index, value in moved.values.items()})
+        sharding.add(params, plan)
+        owned.leaves.follow()
+        self._show_state()
+        if found is None:
+            self._snapshot = Snapshot()
+        elif self._snapshot.age != found.age:
+            self._snapshot = Snapshot(found.age)
+
+    # ------------------------------------------------------------------ before
+
+    def _new_group(self, process_group: dist.ProcessGroup | None) -> RankGroup:
+        group = ranks_of(process_group)
+        return replace(RankGroup.of(group.process_group, self._params()), phase=self._ranks.phase)
+
+    def _find(self, group: RankGroup) -> _Found | None:
+        """Find out what the ranks hold; None if all are new. All ranks call."""
+        params = self._params()
+        pieces = [self._sharding.piece_here(param) for param in params]
+        mine = Holding(
+            self._snapshot.age,
+            self._snapshot.is_torn,
+            describe_options(self.param_groups),
+            sum(not isinstance(key, Tensor) for key in self.owned_state()),
+            [[index, piece.start, piece.stop] for index, piece in enumerate(pieces) if piece is not None],
+        )
+        holdings = exchange_holdings(group, mine)
+        holders = holders_of(holdings)
+        if not holders:
+            return None
+        rows = [num_rows(param.shape) for param in params]
+        held = held_pieces(holdings, holders, rows, param_names(self.param_groups))
+        first = holders[0]
+        is_told = len(holders) < group.size or any(holdings[rank].num_everywhere for rank in holders)
+        return _Found(first, holdings[first].age, held, is_told)
+
+    def _told(self, group: RankGroup, found: _Found | None) -> tuple[list[ParamGroup], dict[Any, Any]]:
+        """Give the groups with the options to go on with, and global entries; all ranks call."""
+        if found is None or not found.is_told:
+            return self.param_groups, {}
+        is_first = group.rank == found.first
+        with failing_together(group):
+            message = None
+            if is_first:
+                state = self.owned_state()
+                everywhere = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+                options = [options_of(each) for each in self.param_groups]
+                message = encode({"options": options, "everywhere": everywhere}, "the options")
+        if message is not None:
+            others = [rank for rank in range(group.size) if rank != group.rank]
+            send_value(group, others, *message)
+            skeleton, tensors = message
+        else:
+            skeleton, tensors = recv_encoded(group, found.first)
+        with failing_together(group):
+            told = decode(skeleton, iter(tensors))
+            groups = self.param_groups if is_first else self._with_options(told["options"])
+        return groups, told["everywhere"]
+
+    def _planned(
+        self, group: RankGroup, num_owners: int, groups: Sequence[ParamGroup], about: Sequence[str]
+    ) -> tuple[Sharding, Plan]:
+        """Plan for the new owners, as the constructor does; all ranks call."""
+        options, gathers = self._options, self._sharding.gathers
+        as_views, cap_mb = options.parameters_as_bucket_view, options.bucket_cap_mb
+        sharding = Sharding(group, as_views, cap_mb, num_owners, gathers)
+        bear_cuts = None
+        if options.cuts and num_owners > 1:
+            bear_cuts = [reason is None for reason in self._owned.local.whole_because()]
+        costs = [self._costs.__getitem__ for _ in groups]
+        return sharding, sharding.plan(groups, costs, 0, about, bear_cuts)
+
+    def _held(self) -> Held:
+        params = self._params()
+        owned, leaves = self.owned_parameters(), self._owned.leaves
+        of_params = {key: value for key, value in self.owned_state().items() if isinstance(key, Tensor)}
+        shaped = [
+            self.shaped_entries(param, number) | {MASTER, EMA}
+            for number, group in enumerate(self.param_groups)
+            for param in group["params"]
+        ]
+        values = by_index({param: leaves.rows(param).detach() for param in owned}, params)
+        return Held(by_index(of_params, params), values, [tuple(param.shape) for param in params], shaped)
+
+    # ------------------------------------------------------------------ after
+
+    def _built(
+        self, group: RankGroup, sharding: Sharding, plan: Plan, groups: list[ParamGroup]
+    ) -> OwnedState:
+        """Build what steps the new owner's parameters; all ranks call."""
+        owned = sharding.owned(self._params(), plan)
+        with failing_together(group):
+            leaves = Leaves(self._options.master_dtype)
+            average = WeightAverage(self._options.ema_decay, leaves)
+            leaf_of = {param: leaves.add(param, piece) for param, piece in owned.items()}
+            local = self._owned.local.again(groups, leaf_of)
+        return OwnedState(group, leaves, average, local, owned)
+
+    @torch.no_grad()
+    def _place(self, values: Mapping[Tensor, Tensor]) -> None:
+        """Give parameters the rows that came from other ranks."""
+        for param, value in values.items():
+            self._owned.leaves.rows(param).copy_(value)
