@@ -5,6 +5,8 @@ import gc
 import os
 import resource
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -41,18 +43,21 @@ def net(width: int) -> nn.Sequential:
 class Trainer:
     """A model, its wrapper and its optimizer, as they live on."""
 
-    def __init__(self, kind: str, width: int = 8) -> None:
+    def __init__(self, kind: str, width: int = 8, group: dist.ProcessGroup | None = None) -> None:
         self.kind = kind
-        lazily = kind == "lazy"
         model = net(width)
         self.optimizer = ZeroRedundancyOptimizer(
-            model.parameters(), torch.optim.AdamW, lr=0.01, gather_lazily=model if lazily else None
+            model.parameters(),
+            torch.optim.AdamW,
+            process_group=group,
+            lr=0.01,
+            gather_lazily=model if kind == "lazy" else None,
         )
         self.model: DistributedDataParallel
         if kind == "sharded":
             self.model = ShardedDataParallel(model, self.optimizer)
         else:
-            self.model = DistributedDataParallel(model, bucket_cap_mb=SMALL_MB)
+            self.model = DistributedDataParallel(model, process_group=group, bucket_cap_mb=SMALL_MB)
         self.register()
 
     def register(self) -> None:
@@ -139,6 +144,50 @@ def test_twenty_groups_in_one_process_leave_nothing_behind(ranks2: Ranks, tmp_pa
     ranks2.run(check_rounds, tmp_path, kind, 2048)
 
 
+def check_wrappers(folder: Path, kind: str) -> None:
+    """Beside each world there is a run that was saved in the world before, and loaded by this one."""
+    rank = leave()
+    trainer: Trainer | None = None
+    for number, size in enumerate((2, 3, 2)):
+        if rank >= size:
+            trainer = None
+            continue
+        with world(folder, f"round {number}", rank, range(size)):
+            if trainer is not None:
+                trainer.rebind()
+            elif number > 0:
+                alone = dist.new_group([rank], use_local_synchronization=True)
+                trainer = Trainer(kind, group=alone)
+                trainer.detach()
+                trainer.rebind()
+            other = Trainer(kind)
+            if number > 0:
+                checkpoint.load(folder / f"saved-{number - 1}", model=other.model, optimizer=other.optimizer)
+            trainer = Trainer(kind) if trainer is None else trainer
+            for each in (trainer, other):
+                each.train(2 * number, 2 * number + 2)
+            compare(trainer, other)
+            checkpoint.save(folder / f"saved-{number}", model=other.model, optimizer=other.optimizer)
+            trainer.model.detach()
+            trainer.optimizer.detach(staying=range(2))
+
+
+@pytest.mark.parametrize("kind", ["plain", "sharded", "overlap", "owners", "lazy"])
+def test_training_in_worlds_of_several_sizes_equals_runs_resharded_by_checkpoints(
+    ranks3: Ranks, tmp_path: Path, kind: str
+) -> None:
+    ranks3.run(check_wrappers, tmp_path, kind)
+
+
+def compare(me: Trainer, other: Trainer) -> None:
+    for each in (me, other):
+        each.optimizer.wait_for_gathers()
+    assert_same_bits(list(me.model.parameters()), list(other.model.parameters()))
+    for each in (me, other):
+        each.optimizer.consolidate_state_dict(to=None)
+    assert_same_state(me.optimizer.state_dict(), other.optimizer.state_dict())
+
+
 # ---------------------------------------------------------------------- survivors
 
 
@@ -188,13 +237,6 @@ def go_back(folder: Path, rank: int, result: Any) -> None:
     other.train(step, 8)
     compare(me, other)
     result.send((rank, step, len(me.optimizer.owned_parameters())))
-
-
-def compare(me: Trainer, other: Trainer) -> None:
-    assert_same_bits(list(me.model.parameters()), list(other.model.parameters()))
-    for each in (me, other):
-        each.optimizer.consolidate_state_dict(to=None)
-    assert_same_state(me.optimizer.state_dict(), other.optimizer.state_dict())
 
 
 def go_on_without_a_file(folder: Path, rank: int, result: Any) -> None:
@@ -252,3 +294,20 @@ def test_survivors_of_a_killed_rank_go_back_to_the_checkpoint_in_the_same_proces
 def test_survivors_that_hold_all_state_go_on_without_a_file(tmp_path: Path) -> None:
     got = run_until_killed(tmp_path, go_on_without_a_file)
     assert [rank for rank, *_ in got] == [0, 1]
+
+
+@pytest.mark.slow
+def test_the_script_of_the_document_goes_on_with_two_of_three_ranks(tmp_path: Path) -> None:
+    script = Path(__file__).parent.parent / "docs" / "survive.py"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sum("goes on with [0, 2] from step 10" in line for line in done.stdout.splitlines()) == 2
+    assert "after 20 steps on 2 ranks" in done.stdout
