@@ -85,14 +85,14 @@ def go_on(
     optimizer: ZeroRedundancyOptimizer,
 ) -> int:
     """Leave the broken group, form a new one, and go back to the newest checkpoint; gives its step."""
+    optimizer.zero_grad()  # of the pass that broke off
     model.detach()
     optimizer.detach()
     dist.destroy_process_group()
     members = join_group(folder, generation, number)
-    optimizer.rebind(keep_state=False)  # what the dead rank owned is lost
     newest = checkpoint.latest(folder)
     assert newest is not None  # one was saved before the first step
-    step: int = checkpoint.load(newest, model=model, optimizer=optimizer)
+    step: int = checkpoint.rebind(newest, model=model, optimizer=optimizer)
     model.rebind()
     print(f"process {number}: goes on with {members} from step {step}", flush=True)
     return step

@@ -3,7 +3,7 @@
 import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from pool import Pool, Ranks
 from training import assert_same_bits, assert_same_state, make_params, params_of, set_grads
 from worlds import leave, world
 from zero_optim import (
+    CheckpointError,
     LostStateError,
     NotConsolidatedError,
     RankMismatchError,
@@ -284,3 +285,36 @@ def interrupt(_: Tensor) -> None:
 
 def test_a_step_that_broke_off_in_the_backward_pass_is_not_taken_for_state(ranks2: Ranks) -> None:
     ranks2.run(check_broken_step)
+
+
+def check_return_refused(folder: Path) -> None:
+    """Going back to a checkpoint fails on all ranks, and can be tried again."""
+    model = mlp()
+    optimizer = adamw(list(model.parameters()))
+    train(optimizer, 0, 2)
+    checkpoint.save(folder / "saved", model=model, optimizer=optimizer, extra="two")
+    with pytest.raises(RuntimeError, match="expected a detached optimizer"):
+        checkpoint.rebind(folder / "saved", model=model, optimizer=optimizer)
+    expected = [param.detach().clone() for param in model.parameters()]
+    train(optimizer, 2, 3)
+    optimizer.detach()
+    with pytest.raises(TypeError, match="expected the model"):
+        checkpoint.rebind(folder / "saved", model=None, optimizer=optimizer)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError):
+        checkpoint.rebind(folder / "none", model=model, optimizer=optimizer)
+
+    def failing(*_: object, **__: object) -> NoReturn:
+        raise ValueError("no load")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ZeroRedundancyOptimizer, "load_owned_state", failing)
+        with pytest.raises(ValueError, match="no load"):
+            checkpoint.rebind(folder / "saved", model=model, optimizer=optimizer)
+    with pytest.raises(LostStateError):
+        optimizer.rebind()
+    assert checkpoint.rebind(folder / "saved", model=model, optimizer=optimizer) == "two"
+    assert_same_bits(list(model.parameters()), expected)
+
+
+def test_going_back_to_a_checkpoint_that_fails_can_be_tried_again(ranks2: Ranks, tmp_path: Path) -> None:
+    ranks2.run(check_return_refused, tmp_path)

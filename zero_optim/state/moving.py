@@ -32,7 +32,7 @@ from zero_optim.state.cut_state import CutState, Joined
 
 _VALUES = "values"
 _MOST_NAMED = 5  # parameters in a message
-_GO_BACK = "Go back to a checkpoint: rebind(keep_state=False) on all ranks, then zero_optim.checkpoint.load()"
+_GO_BACK = "Go back to a checkpoint, with zero_optim.checkpoint.rebind() on all ranks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def holders_of(holdings: Sequence[Holding]) -> list[int]:
 def held_pieces(
     holdings: Sequence[Holding], holders: Sequence[int], num_rows: Sequence[int], names: Sequence[str]
 ) -> list[Pieces]:
-    """Tell for each parameter which rank of the new group holds which rows.
+    """Tell for each parameter which rank of the new group holds which rows; none if any row is lost.
 
     Args:
         holdings: by rank.
@@ -103,14 +103,12 @@ def held_pieces(
         names: of each parameter, for messages.
 
     Raises:
-        LostStateError: nobody holds some rows; names the parameters.
         RankMismatchError: two ranks hold the same rows.
     """
     found: list[list[Piece]] = [[] for _ in names]
     for rank in holders:
         for index, start, stop in holdings[rank].pieces:
             found[index].append(Piece(rank, start, stop))
-    lost = []
     for index, pieces in enumerate(found):
         pieces.sort(key=lambda piece: piece[1:])
         for one, other in pairwise(pieces):
@@ -120,15 +118,26 @@ def held_pieces(
                     "Rebind ranks of one former group, and new ones, whose optimizer was neither stepped nor "
                     "loaded"
                 )
-        if not pieces or sum(piece.stop - piece.start for piece in pieces) < num_rows[index]:
-            lost.append(names[index])
-    if lost:
-        more = f" and {len(lost) - _MOST_NAMED} more" if len(lost) > _MOST_NAMED else ""
+        if sum(piece.stop - piece.start for piece in pieces) < num_rows[index]:
+            found[index] = []
+    return [tuple(pieces) for pieces in found]
+
+
+def refuse_lost(names: Sequence[str]) -> None:
+    """Raise if there is any state that nobody holds.
+
+    Args:
+        names: of the parameters whose it is.
+
+    Raises:
+        LostStateError: there is; names the parameters.
+    """
+    if names:
+        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
         raise LostStateError(
-            f"nobody in the new group holds the state of {', '.join(lost[:_MOST_NAMED])}{more}: the rank "
+            f"nobody in the new group holds the state of {', '.join(names[:_MOST_NAMED])}{more}: the rank "
             f"that owned it is not a member. {_GO_BACK}"
         )
-    return [tuple(pieces) for pieces in found]
 
 
 # ---------------------------------------------------------------------- moving

@@ -11,7 +11,7 @@ Note [Rebinding is building anew]
     the optimizer is detached as it was.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +36,7 @@ from zero_optim.state.moving import (
     held_pieces,
     holders_of,
     move_state,
+    refuse_lost,
 )
 from zero_optim.state.state_dicts import ShardedStateDicts
 from zero_optim.state.whole import Snapshot, by_index, check_targets
@@ -126,8 +127,8 @@ class RebindableOptimizer(ShardedStateDicts):
 
         Args:
             process_group: the new ranks; None for the default group.
-            keep_state: False begins with new state, and with the parameters as they are: to load a checkpoint
-                when state was lost.
+            keep_state: False begins with new state, and with the parameters as they are. When state was lost,
+                `zero_optim.checkpoint.rebind` does that and loads.
 
         Raises:
             LostStateError: on every rank: nobody in the group holds the state of some parameters, which are
@@ -138,6 +139,23 @@ class RebindableOptimizer(ShardedStateDicts):
             Exception: likewise, what the class itself raises on any. After each of these errors the optimizer
                 is detached as it was before.
         """
+        self._rebind(process_group, keep_state=keep_state, may_lose=False)
+
+    def rebind_held(self, process_group: dist.ProcessGroup | None = None) -> list[Tensor]:
+        """Go on in another process group as by `rebind`, with the state that its ranks hold; all call.
+
+        Returns:
+            The parameters of which some state is lost, the same on every rank. They have no state now, and
+            perhaps wrong values: whoever calls brings both, as `zero_optim.checkpoint.rebind` does.
+
+        Raises:
+            Exception: as `rebind`, but for lost state.
+        """
+        return self._rebind(process_group, keep_state=True, may_lose=True)
+
+    def _rebind(
+        self, process_group: dist.ProcessGroup | None, *, keep_state: bool, may_lose: bool
+    ) -> list[Tensor]:
         group = self._new_group(process_group)
         with failing_together(group):
             check_flags(keep_state=keep_state)
@@ -145,20 +163,27 @@ class RebindableOptimizer(ShardedStateDicts):
                 raise RuntimeError("expected a detached optimizer: call detach() before the group ends")
             group.check_serves(self._params())
             self.check_weights()
-        self._go_over(group, range(group.size), keep_state=keep_state)
+        lost = self._go_over(group, range(group.size), keep_state=keep_state, may_lose=may_lose)
         self._bound()
+        return lost
 
     def _bound(self) -> None:
         """Make what goes with a new group; all ranks call."""
         self._sharding.gather_all()
 
-    def _go_over(self, group: RankGroup, owners: Sequence[int], *, keep_state: bool) -> None:
+    def _go_over(
+        self, group: RankGroup, owners: Sequence[int], *, keep_state: bool, may_lose: bool = False
+    ) -> list[Tensor]:
         """Plan anew for some ranks of a group, and bring them the state; all ranks of the group call.
 
         Args:
             group: a new one, or the one before.
             owners: the ranks that are to own the state, in ascending order.
             keep_state: as in `rebind`.
+            may_lose: go on where nobody holds some state.
+
+        Returns:
+            The parameters whose state is lost.
         """
         params, local = self._params(), self._owned.local
         with failing_together(group):
@@ -170,6 +195,9 @@ class RebindableOptimizer(ShardedStateDicts):
             items = [f"keep_state={keep_state}", *describe_params(self.param_groups), *about]
         agree(group, items, "the optimizers to be bound to one group")
         found = self._find(group) if keep_state else None
+        lost = [] if found is None else [index for index, held in enumerate(found.pieces) if not held]
+        names = param_names(self.param_groups)
+        refuse_lost([] if may_lose else [names[index] for index in lost])
         groups, everywhere = self._told(group, found)
         sharding, plan = self._planned(group, len(owners), groups, about)
         moved = Moved({}, {})
@@ -184,15 +212,49 @@ class RebindableOptimizer(ShardedStateDicts):
             owned.load({**state, **everywhere}, groups, exact=True)
         # Everything is checked now. Only a rank that dies can stop it from here on.
         self._ranks, self._sharding, self._owned, self.param_groups = group, sharding, owned, groups
+        self._settle(plan, moved, None if found is None else found.age)
+        return [params[index] for index in lost]
+
+    def _settle(self, plan: Plan, moved: Moved, age: int | None) -> None:
+        """Move into the new buckets, with the rows that came; ``age`` is that of the state, None if new."""
+        params, owned = self._params(), self._owned
         self.defaults = owned.local.defaults
-        self._place({params[index]: value for index, value in moved.values.items()})
-        sharding.add(params, plan)
+        with torch.no_grad():
+            for index, value in moved.values.items():
+                owned.leaves.rows(params[index]).copy_(value)
+        self._sharding.add(params, plan)
         owned.leaves.follow()
         self._show_state()
-        if found is None:
+        if age is None:
             self._snapshot = Snapshot()
-        elif self._snapshot.age != found.age:
-            self._snapshot = Snapshot(found.age)
+        elif self._snapshot.age != age:
+            self._snapshot = Snapshot(age)
+
+    # ------------------------------------------------------------------ what was saved
+
+    @property
+    def age(self) -> int:
+        """How often the state was changed by steps, loads and the like; 0 if never. Equal on every rank."""
+        return self._snapshot.age
+
+    def note_saved(self, token: str, age: int) -> None:
+        """Take note that the state of some age is in a checkpoint.
+
+        Args:
+            token: of the checkpoint.
+            age: of the state that was saved.
+        """
+        self._snapshot.saved = (token, age)
+
+    def was_saved_as(self, token: str) -> bool:
+        """Whether what this rank holds, unless it is new, is what a checkpoint has."""
+        snapshot = self._snapshot
+        return not snapshot.is_torn and (snapshot.age == 0 or snapshot.saved == (token, snapshot.age))
+
+    def give_up_state(self) -> None:
+        """Detach, and take what this rank holds for no state any more, since it is not whole."""
+        self.detach()
+        self._snapshot.is_torn = True
 
     # ------------------------------------------------------------------ before
 
@@ -282,9 +344,3 @@ class RebindableOptimizer(ShardedStateDicts):
             leaf_of = {param: leaves.add(param, piece) for param, piece in owned.items()}
             local = self._owned.local.again(groups, leaf_of)
         return OwnedState(group, leaves, average, local, owned)
-
-    @torch.no_grad()
-    def _place(self, values: Mapping[Tensor, Tensor]) -> None:
-        """Give parameters the rows that came from other ranks."""
-        for param, value in values.items():
-            self._owned.leaves.rows(param).copy_(value)
