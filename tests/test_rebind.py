@@ -258,6 +258,31 @@ def test_lazy_gathers_and_changes_from_outside_outlive_the_group(ranks2: Ranks) 
     ranks2.run(check_lazy)
 
 
+def check_silent_rank() -> None:
+    """Rank 1 does not come to a gather; rank 0 need not wait for it."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    params, group = list(model.parameters()), dist.new_group()
+    optimizer = adamw(params, process_group=group, gather_lazily=model)
+    set_grads(params, 0)
+    optimizer.step()
+    optimizer.wait_for_gathers()
+    if dist.get_rank() == 0:
+        optimizer.step()
+        assert optimizer._sharding.under_way
+    optimizer.detach(wait=False)
+    assert not optimizer._sharding.under_way
+    with pytest.raises(RankMismatchError, match=r"rank 1 after 1 steps or loads|rank 0 after 2 steps"):
+        optimizer.rebind()
+    optimizer.rebind(keep_state=False)
+    set_grads(params, 1)
+    optimizer.step()
+    optimizer.wait_for_gathers()
+
+
+def test_detaching_without_a_wait_gives_up_gathers_to_which_a_rank_does_not_come(ranks2: Ranks) -> None:
+    ranks2.run(check_silent_rank)
+
+
 def check_broken_step() -> None:
     model = DistributedDataParallel(mlp(), bucket_cap_mb=SMALL_MB)
     optimizer = adamw(list(model.parameters()))
