@@ -9,7 +9,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -44,13 +44,17 @@ _OVERRIDDEN = (
     "register_comm_hook",
 )
 _USED = (
+    "_build_debug_param_to_name_mapping",
+    "_build_params_for_reducer",
     "_check_sync_bufs_post_fwd",
     "_clear_grad_buffer",
     "_comm_hooks",
     "_delay_all_reduce_all_params",
+    "_delay_all_reduce_params",
     "_delay_grad_buffer",
     "_module_parameters",
     "_passing_sync_batchnorm_handle",
+    "_remove_autograd_hooks",
     "_set_static_graph",
     "_sync_buffers",
 )
@@ -58,12 +62,22 @@ NEEDED: tuple[tuple[object, str], ...] = (  # see Note [Private names] in zero_o
     *((TorchDistributedDataParallel, name) for name in (*_OVERRIDDEN, *_USED)),
     (dist, "_DEFAULT_FIRST_BUCKET_BYTES"),
     (distributed, "_MixedPrecision"),
+    (distributed, "_sync_module_states"),
     (nn.Module, "_parameters"),
     (torch._C, "Future"),
 )
 require(NEEDED, __name__)
 
 _SIGNATURE = inspect.signature(TorchDistributedDataParallel.__init__)
+
+
+class _Detached:
+    """Stands for what a wrapper let go; whatever is asked of it raises."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # Python asks for these itself
+            raise AttributeError(name)
+        raise RuntimeError("the wrapper is detached: call its rebind(), on all ranks of the new group")
 
 
 class DistributedDataParallel(TorchDistributedDataParallel):
@@ -215,6 +229,66 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         super()._set_static_graph()  # type: ignore[no-untyped-call]
         # PyTorch's forward wraps the outputs of the first iteration unless it thinks that it has done so.
         self._static_graph_delay_allreduce_enqueued = True
+
+    # ------------------------------------------------------------------ from one group to another
+
+    def detach(self) -> None:
+        """Let go of the process group, of the reducer and of comm hooks; does not communicate.
+
+        To be called on every rank before ``destroy_process_group()``, also when another rank has failed;
+        beside the optimizer's `detach`. Until `rebind`, a forward pass whose gradients are to be reduced
+        raises; ``module`` runs without the wrapper. Gradients stay. A second call does nothing. It need not
+        be bound again: the module may get another wrapper.
+        """
+        if isinstance(self.reducer, _Detached):
+            return
+        self._remove_autograd_hooks()  # type: ignore[no-untyped-call]
+        self._comm_hooks.clear()
+        self.require_forward_param_sync = False
+        nothing: Any = _Detached()
+        self.reducer = self.logger = self.process_group = nothing
+        self._delay_grad_buffer = None
+
+    def rebind(self, process_group: dist.ProcessGroup | None = None) -> None:
+        """Average over the ranks of another process group from now on; all of them call, detached.
+
+        If the optimizer is sharded, it is bound first: then the parameters are equal. As in the constructor,
+        the models are compared, then parameters and buffers are broadcast from the group's first rank. Comm
+        hooks are registered anew; buckets begin anew.
+
+        Args:
+            process_group: the new ranks; None for the default group.
+
+        Raises:
+            RuntimeError: on every rank, the wrapper is not detached on some.
+            RankMismatchError: on every rank, models differ; names the first difference.
+        """
+        group = RankGroup.of(process_group, self.module)
+        with failing_together(group):
+            is_detached = isinstance(self.reducer, _Detached)
+            if not is_detached:
+                raise RuntimeError("expected a detached wrapper: call detach() before the group ends")
+            if self._delay_all_reduce_all_params or self._delay_all_reduce_params:
+                raise RuntimeError(
+                    "delay_all_reduce_named_params belongs to one process group: wrap the module anew"
+                )
+        options = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+        given = {name: getattr(self, name) for name in options}
+        agree_on_model({"module": self.module, "process_group": group.process_group, **given})
+        self.process_group = group.process_group
+        distributed._sync_module_states(  # type: ignore[attr-defined]
+            module=self.module,
+            process_group=self.process_group,
+            broadcast_bucket_size=self.broadcast_bucket_size,
+            src=0,
+            params_and_buffers_to_ignore=self.parameters_to_ignore,
+        )
+        parameters, sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        names = self._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
+        self._ddp_init_helper(parameters, sparse, names, self.static_graph)
+        self.require_forward_param_sync = True
+        if self.static_graph:
+            self.reducer._set_static_graph()
 
     # ------------------------------------------------------------------ forward
 

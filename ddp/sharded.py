@@ -127,6 +127,31 @@ class ShardedDataParallel(DistributedDataParallel):
     def _caps(self) -> tuple[int, ...]:
         return (self._optimizer.bucket_cap_nbytes,)
 
+    def detach(self) -> None:
+        """Let go of the process group, as in `DistributedDataParallel`; gradients are dropped.
+
+        Each rank holds a part of them, for owners that may be others in the next group.
+        """
+        super().detach()
+        for param in self._module_parameters:
+            param.grad = None
+
+    def rebind(self, process_group: dist.ProcessGroup | None = None) -> None:
+        """Go on with the optimizer's new process group, as in `DistributedDataParallel`.
+
+        Args:
+            process_group: that of the optimizer, which is bound already; need not be given.
+
+        Raises:
+            RuntimeError: the optimizer is detached; or as in `DistributedDataParallel`.
+            ValueError: on every rank: the optimizer lacks a parameter, or has another process group.
+        """
+        ranks = self._optimizer.ranks
+        with failing_together(ranks):
+            _check_group(self._optimizer, process_group)
+            _check_module(self.module, self._optimizer)
+        super().rebind(ranks.process_group)
+
     def no_sync(self) -> Any:  # noqa: ANN401 - PyTorch's context
         """Add up gradients on each rank, whole, in the passes of this context; with ``accumulate="local"``.
 

@@ -64,6 +64,12 @@ def ranks2(pool: Pool) -> Ranks:
 
 
 @pytest.fixture
+def ranks3(pool: Pool) -> Ranks:
+    """Three ranks."""
+    return Ranks(pool, 3)
+
+
+@pytest.fixture
 def ranks4(pool: Pool) -> Ranks:
     """Four ranks."""
     return Ranks(pool, 4)

@@ -6,6 +6,7 @@
     │   ├── RankFailedError      a rank that was started here failed or was killed
     │   └── LaunchTimeoutError   ranks that were started here took too long
     ├── NotConsolidatedError     the whole state dict is needed, but is absent or out of date
+    ├── LostStateError           nobody in a new process group holds the state of some parameters
     ├── StateMismatchError       a state dict does not fit this optimizer
     ├── CheckpointError          a checkpoint is incomplete or damaged, or could not be written
     ├── ReductionError           gradients of a backward pass could not be reduced
@@ -53,6 +54,10 @@ class LaunchTimeoutError(RemoteRankError, TimeoutError):
 
 class NotConsolidatedError(ZeroOptimError, RuntimeError):
     """The whole optimizer state is not on this rank, or is out of date."""
+
+
+class LostStateError(ZeroOptimError, RuntimeError):
+    """State that an optimizer needs in a new process group is lost; raised on every rank of it."""
 
 
 class StateMismatchError(ZeroOptimError, ValueError):

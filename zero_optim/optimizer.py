@@ -184,6 +184,7 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
         """
         if self.leaves_out_step():
             return None
+        self.check_attached()
         self.announce_to_join(steps=True)
         self.num_steps += 1
         loss: float | None = None

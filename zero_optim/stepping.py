@@ -11,7 +11,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from zero_optim.comm.agreement import failing_together
 from zero_optim.plan.groups import ParamGroup
 from zero_optim.plan.pieces import Pieces
-from zero_optim.state.state_dicts import ShardedStateDicts
+from zero_optim.state.rebinding import RebindableOptimizer
 from zero_optim.step.amp import Scaling, drop_scale
 from zero_optim.step.clip import ClipArguments, clip_together
 from zero_optim.step.gradients import is_sparse
@@ -21,7 +21,7 @@ from zero_optim.step.sparse_rows import check_sparse_rows
 from zero_optim.step.words import Word, exchange, is_skipped_by_all, ranks_that
 
 
-class SteppedOptimizer(ShardedStateDicts, Joinable):
+class SteppedOptimizer(RebindableOptimizer, Joinable):
     """The parts of a step; the subclass puts them together for its users.
 
     All ranks call its methods together.
@@ -35,6 +35,7 @@ class SteppedOptimizer(ShardedStateDicts, Joinable):
 
     def _run(self, work: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
         """Let the local optimizer change this rank's parameters, then gather."""
+        self.check_attached()
         try:
             self.begin_step()
             if not self._join_config.enable:  # there the ranks have heard of it, see `is_skipped_together`
@@ -181,6 +182,22 @@ class SteppedOptimizer(ShardedStateDicts, Joinable):
                 self._owned.local.check_parts()
             self._overlap = Overlap(self._group, self._sharding, self._owned)
         return self._overlap
+
+    def _end_overlap(self, *, waits: bool) -> None:
+        overlap, self._overlap = self._overlap, None
+        if overlap is not None and overlap.let_go(self.param_groups, waits=waits):
+            self._snapshot.is_torn = True
+
+    def _let_go(self, *, waits: bool) -> None:
+        super()._let_go(waits=waits)
+        # PyTorch leaves these as the last Join set them. Ranks that are new to the next group were in none.
+        Joinable.__init__(self)
+        self._join_notes = JoinNotes()
+
+    def _bound(self) -> None:
+        super()._bound()
+        if self.overlaps_with_ddp:
+            self.overlap()
 
     def wait_for_gathers(self) -> None:
         """Wait until every parameter has its new value on this rank; returns at once if nothing is under way.

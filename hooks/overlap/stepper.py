@@ -73,6 +73,7 @@ class Stepper:
         number, joined = bucket.index(), not in_backward()
         of = self._pass
         if of is None or number <= of.number:  # the pass before may have broken off
+            self._overlap.check_attached()
             of = self._pass = SteppedPass(joined, _abandoning(self._overlap.lanes, self._owner_lanes))
         of.number, of.is_complete = number, bucket.is_last()
         if not joined and backward_number() not in of.asked:

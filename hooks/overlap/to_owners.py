@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zero_optim.comm.agreement import agree
 from zero_optim.comm.arguments import raise_together
+from zero_optim.comm.collectives import LET_GO
 from zero_optim.comm.lanes import lanes_for_rows
 from zero_optim.compat.engine import after_backward, backward_number, in_backward, in_outer_backward
 from zero_optim.compat.streams import StreamBeside, future_on, record_use, recorded_event, wait_for_event
@@ -100,6 +101,7 @@ class _OwnerReductions:
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self._optimizer = optimizer
+        self._process_group = optimizer.ranks.process_group
         self._lanes = lanes_for_rows(optimizer.ranks, optimizer.owners())
         self._plans: dict[int, BucketOwnership] = {}
         self._streams = StreamBeside()
@@ -142,9 +144,12 @@ class _OwnerReductions:
         """Begin a pass; the one before may have broken off.
 
         Raises:
-            RuntimeError: gradients of the pass before are there still. Every rank has some that are partial,
-                unless one rank owns all. So every rank raises, here or before, when DDP copies one.
+            RuntimeError: the optimizer was bound to another process group since. Or gradients of the pass
+                before are there still. Every rank has some that are partial, unless one rank owns all. So
+                every rank raises, here or before, when DDP copies one.
         """
+        if self._optimizer.ranks.process_group is not self._process_group:
+            raise RuntimeError(LET_GO)
         while self._under_way:
             self._finish_first()
         self._asked, self._came = set(), []

@@ -6,6 +6,7 @@ docs/checkpoints.md describes the guarantees and the format.
 from zero_optim.checkpoint.dcp import Reader, SafeLoadPlanner, Writer
 from zero_optim.checkpoint.folder import latest
 from zero_optim.checkpoint.loading import Peek, load, peek
+from zero_optim.checkpoint.rebinding import rebind
 from zero_optim.checkpoint.saving import PendingSave, save, save_async
 from zero_optim.checkpoint.stateful import OptimizerState
 
@@ -19,6 +20,7 @@ __all__ = [
     "latest",
     "load",
     "peek",
+    "rebind",
     "save",
     "save_async",
 ]

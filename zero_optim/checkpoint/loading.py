@@ -1,9 +1,9 @@
 """Loading: every rank reads what it owns now, from any rank's file; then parameters are broadcast."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,16 +84,47 @@ def load(
         with blamed_on(folder):
             reader = CheckpointReader(folder)
             content = Content(reader, objects)
-    values = reader.manifest.values
     about = [f"{path} of {reader.manifest.time_ns}", *content.asked, f"random={random}"]
     agree(group, about, "the checkpoint to load")
+    return load_from(group, reader, objects, random=random)
+
+
+def load_from(
+    group: RankGroup,
+    reader: CheckpointReader,
+    objects: Objects,
+    *,
+    random: bool,
+    only: Collection[Tensor] | None = None,
+) -> Nested:
+    """Load what a checkpoint has, checked already; all ranks call.
+
+    Args:
+        group: the ranks.
+        reader: of the checkpoint.
+        objects: to load into.
+        random: see `load`.
+        only: of the optimizer's parameters and their state read these; None for all. The others are as they
+            were saved.
+
+    Returns:
+        What was saved as ``extra``.
+    """
+    values, folder = reader.manifest.values, reader.folder
     with failing_together(group), blamed_on(folder):
         names = names_in(objects, values)
         targets = _targets(group, objects, values)
-        read = Read(reader, _wanted(group, reader, objects, names, targets, random))
+        some = names
+        if only is not None and names is not None:
+            chosen, places = set(only), {param.data_ptr() for param in only}
+            targets = [each for each in targets if not each.stepped or each.tensor.data_ptr() in places]
+            some = replace(names, param={name: p for name, p in names.param.items() if p in chosen})
+        read = Read(reader, _wanted(group, reader, objects, some, targets, random))
         alike = {name: read.value(name) for name in objects.others}
         extra = read.value(EXTRA)
-        state = _own_state(group.rank, read, objects, names)
+        state = _own_state(group.rank, read, objects, some)
+        if only is not None and objects.optimizer is not None:
+            state = {**objects.optimizer.owned_state(), **state}
         options = _options(read, objects, names)
         rest = _rest(objects, read)
         key = key_of(RANDOM, str(group.rank))
@@ -114,6 +145,7 @@ def load(
     _share_model(group, targets, read)
     if objects.optimizer is not None:
         objects.optimizer.gather_parameters()
+        objects.optimizer.note_saved(reader.token, objects.optimizer.age)
     return extra
 
 
@@ -252,7 +284,9 @@ def _own_state(rank: int, read: Read, objects: Objects, names: Names | None) -> 
     everywhere = read.value(EVERYWHERE) if EVERYWHERE in read.values else {}
     for number, members in enumerate(names.groups):
         for name in members:
-            param = names.param[name]
+            param = names.param.get(name)
+            if param is None:
+                continue
             must = {MASTER, EMA, *objects.optimizer.shaped_entries(param, number)}
             cut = cuts.get(param) if param in owned else None
             shape = tuple(param.shape) if cut is None else cut.shape_of(cut.piece_of(rank))

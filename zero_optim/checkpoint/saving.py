@@ -1,7 +1,7 @@
 """Saving: every rank writes what it owns, and rank 0 completes the checkpoint."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import astuple
 from pathlib import Path
@@ -73,7 +73,8 @@ def save(
         check_group(process_group)
         folder, objects = folders.own_folder(path), Objects(model, optimizer, scheduler, scaler)
         _wait_for_last(group)
-    _write(group, folder, _begin(group, Path(path), objects, extra, keep), keep)
+    part, note = _begin(group, Path(path), objects, extra, keep), _note(objects)
+    note(_write(group, folder, part, keep))
 
 
 def save_async(
@@ -109,7 +110,7 @@ def save_async(
         _wait_for_last(group)
     lane = _lane(group)
     part = _begin(group, Path(path), objects, extra, keep).staged()
-    lane.last = PendingSave(lane.group, folder, part, keep, began)
+    lane.last = PendingSave(lane.group, folder, part, keep, began, _note(objects))
     return lane.last
 
 
@@ -122,18 +123,26 @@ class PendingSave:
     """
 
     def __init__(
-        self, group: RankGroup, path: Path, part: RankContent, keep: int | None, began: float
+        self,
+        group: RankGroup,
+        path: Path,
+        part: RankContent,
+        keep: int | None,
+        began: float,
+        note: Callable[[str], None],
     ) -> None:
         self.path = path
         self._error: Exception | None = None
         self._told = False
-        self._thread = Thread(target=self._run, args=(group, part, keep), name="zero_optim save")
+        self._thread = Thread(target=self._run, args=(group, part, keep, note), name="zero_optim save")
         self._thread.start()
         self.stall = perf_counter() - began
 
-    def _run(self, group: RankGroup, part: RankContent, keep: int | None) -> None:
+    def _run(
+        self, group: RankGroup, part: RankContent, keep: int | None, note: Callable[[str], None]
+    ) -> None:
         try:
-            _write(group, self.path, part, keep)
+            note(_write(group, self.path, part, keep))
         except Exception as error:  # noqa: BLE001 - kept for whoever waits
             self._error = error
 
@@ -197,14 +206,23 @@ def _begin(group: RankGroup, path: Path, objects: Objects, extra: object, keep: 
     return part
 
 
-def _write(group: RankGroup, folder: Path, part: RankContent, keep: int | None) -> None:
-    """Write this rank's file; then rank 0 completes the checkpoint."""
+def _note(objects: Objects) -> Callable[[str], None]:
+    """Make what tells the optimizer, once a save is complete, which state of its was saved."""
+    optimizer = objects.optimizer
+    if optimizer is None:
+        return lambda _: None
+    age = optimizer.age
+    return lambda token: optimizer.note_saved(token, age)
+
+
+def _write(group: RankGroup, folder: Path, part: RankContent, keep: int | None) -> str:
+    """Write this rank's file; then rank 0 completes the checkpoint. Gives the token of the save."""
     lock: FolderLock | None = None
     try:
         with failing_together(group), _clear(folder):
             lock = FolderLock(folder) if group.rank == 0 else None
         alone = lock is not None and lock.keeps_out
-        _write_locked(group, folder, part, alone=alone)
+        token = _write_locked(group, folder, part, alone=alone)
         with failing_together(group), _clear(folder):
             if keep is not None and group.rank == 0:
                 folders.prune(folder, keep)
@@ -213,9 +231,10 @@ def _write(group: RankGroup, folder: Path, part: RankContent, keep: int | None) 
             with suppress(OSError):
                 lock.release()
                 folder.rmdir()  # succeeds only if nothing was written
+    return token
 
 
-def _write_locked(group: RankGroup, folder: Path, part: RankContent, *, alone: bool) -> None:
+def _write_locked(group: RankGroup, folder: Path, part: RankContent, *, alone: bool) -> str:
     token = group.all_gather_fixed(new_token().encode())[0].decode()
     try:
         with failing_together(group), _clear(folder):
@@ -229,6 +248,7 @@ def _write_locked(group: RankGroup, folder: Path, part: RankContent, *, alone: b
     except Exception:
         discard(folder, token, group.rank)
         raise
+    return token
 
 
 @contextmanager

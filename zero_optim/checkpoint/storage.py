@@ -145,6 +145,12 @@ class CheckpointReader:
         self.manifest = manifests.read(self.folder)
         self._mapped: dict[str, torch.UntypedStorage] = {}
 
+    @property
+    def token(self) -> str:
+        """The token of the save, which is in the names of its files; "" if there are none."""
+        name = next(iter(self.manifest.files), "")
+        return name.partition("-")[2].partition("-")[0]
+
     def read_tensor(self, key: str, rows: Rows = None) -> Tensor:
         """Read a tensor, or only some of its rows, into CPU memory, contiguous.
 

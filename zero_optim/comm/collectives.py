@@ -23,6 +23,7 @@ Note [gloo and CUDA]
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -104,6 +105,21 @@ def _nothing() -> None:
     """Do nothing: the work is done."""
 
 
+class _LetGo:
+    """Stands where a process group was, so that nothing keeps that; whatever is asked of it raises."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # Python asks for these itself
+            raise AttributeError(name)
+        raise RuntimeError(LET_GO)
+
+
+LET_GO = (
+    "the process group was let go by detach(): call rebind(), on all ranks of a new one. What was made for "
+    "the one before, such as comm hooks, has to be made again"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class RankGroup:
     """A process group as its members see it: group ranks 0 … size-1, this process among them.
@@ -137,13 +153,25 @@ class RankGroup:
         """Pickle the default group as "the default group"; no other group can be found again.
 
         Raises:
-            TypeError: the group is not the default one.
+            TypeError: the group is not the default one, or was let go.
         """
+        if self.is_let_go:
+            raise TypeError("a detached optimizer cannot be pickled: save its owned_state() instead")
         if self.process_group is not dist.group.WORLD:
             raise TypeError("an optimizer over a sub-group cannot be pickled: save its state_dict() instead")
         # A tensor of each device, to come to where the parameters come: torch.load(map_location=...) moves
         # tensors, not devices.
         return RankGroup.of, (None, [torch.zeros(1, device=device) for device in self.data_devices])
+
+    def let_go(self) -> "RankGroup":
+        """Give the same without the process group: rank and size are known, what communicates raises."""
+        nobody: Any = _LetGo()
+        return replace(self, process_group=nobody)
+
+    @property
+    def is_let_go(self) -> bool:
+        """Whether the process group was let go."""
+        return isinstance(self.process_group, _LetGo)
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None, data: object = None) -> "RankGroup":

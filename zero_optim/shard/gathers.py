@@ -117,6 +117,12 @@ class UnderWay:
             if num_over:
                 self._forget_all_but(left)
 
+    def abandon(self) -> None:
+        """Wait for none of them any more: the backend lets go of what they use when it has done with it."""
+        with self._lock:
+            self._gathers.clear()
+            self._awaited.clear()
+
     def _forget_all_but(self, left: Iterable[Pending]) -> None:
         """Let go of the others, which are over: else each parameter would keep one for every step."""
         kept = {id(pending) for pending in left}
@@ -185,6 +191,24 @@ class Gathers:
     def __reduce__(self) -> "tuple[type[Gathers], tuple[()]]":
         """Copy and pickle as new: readers wait for this object's gathers; a copy takes lanes of its own."""
         return Gathers, ()
+
+    def let_go(self, *, waits: bool) -> None:
+        """Wait for the gathers under way, and let the lanes go; does not communicate.
+
+        What a rank that has died did not send is given up: no error.
+
+        Args:
+            waits: False abandons the gathers at once.
+        """
+        lanes, self._lanes = self._lanes, None
+        try:
+            if waits:
+                self.under_way.wait()
+        except RuntimeError:  # of the backend
+            if lanes is not None:
+                lanes.abandon()
+        finally:
+            self.under_way.abandon()
 
     def start(self, group: RankGroup, buckets: Sequence[ParamBucket]) -> None:
         """Start the gathers of buckets, and wait for none; all ranks call."""

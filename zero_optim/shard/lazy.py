@@ -34,7 +34,7 @@ class LazyGather:
 
     def __init__(self, model: nn.Module, sharding: Sharding) -> None:
         self._under_way = sharding.under_way
-        self._sharding = sharding
+        self._gathers = sharding.gathers  # which outlive the sharding, see `Sharding`
         self._root = model
         self._params = frozenset(model.parameters())
         self._called: set[nn.Module] = set()
@@ -50,7 +50,7 @@ class LazyGather:
         """Wait for the gathers under way, and remove the hooks. Then steps wait for their gathers again."""
         self._under_way.wait()
         if self._handles:
-            self._sharding.gathers.readers.remove(self._params)
+            self._gathers.readers.remove(self._params)
         while self._handles:
             self._handles.pop().remove()
 

@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -37,6 +38,8 @@ class Sharding:
         group: the ranks to shard over.
         as_views: whether to move parameters into their bucket, see `make_bucket`.
         cap_mb: capacity of a bucket in MiB, infinity for no limit.
+        num_owners: the first so many ranks to be; None for all of the group.
+        gathers: of the sharding that this one follows, so that whoever waits for them goes on doing so.
 
     Attributes:
         pieces: of each parameter, the rows that each of its owners has.
@@ -46,11 +49,18 @@ class Sharding:
         gathers: those that were started and may not have ended, and who waits for them.
     """
 
-    def __init__(self, group: RankGroup, as_views: bool, cap_mb: float) -> None:
+    def __init__(
+        self,
+        group: RankGroup,
+        as_views: bool,
+        cap_mb: float,
+        num_owners: int | None = None,
+        gathers: Gathers | None = None,
+    ) -> None:
         self.pieces: dict[Tensor, Pieces] = {}
-        self.loads: list[float] = [0] * group.size
+        self.loads: list[float] = [0] * (group.size if num_owners is None else num_owners)
         self.buckets: list[ParamBucket] = []
-        self.gathers = Gathers()
+        self.gathers = Gathers() if gathers is None else gathers
         self._places: dict[Tensor, tuple[int, int]] = {}
         self._group = group
         self._as_views = as_views
@@ -93,7 +103,7 @@ class Sharding:
             check_shardable(groups)
             by_group = [group["params"] for group in new]
             spent = [[cost(p) for p in params] for params, cost in zip(by_group, costs, strict=True)]
-            known = by_group, spent, self._group.size, self.cap_nbytes, self.loads
+            known = by_group, spent, len(self.loads), self.cap_nbytes, self.loads
             plan = make_plan(*known, None if bear_cuts is None else [True] * sum(map(len, by_group)))
             answer = [] if bear_cuts is None or not plan.is_cut else bear_cuts()
             described = [*describe_params(new), *describe_options(new), *about]
@@ -105,6 +115,18 @@ class Sharding:
         # Now all ranks know whether anything would be cut.
         answer = said_by_all(self._group, answer)
         return plan if all(answer) else make_plan(*known, answer)
+
+    def let_go(self, *, waits: bool) -> None:
+        """Let the process group go, after the gathers, see `Gathers.let_go`; does not communicate."""
+        self.gathers.let_go(waits=waits)
+        self._group = self._group.let_go()
+
+    def become(self, rank: int) -> None:
+        """Be what a rank will have in a group of as many ranks as there are owners; -1 owns nothing.
+
+        It does not communicate after that. To be called before anything is added.
+        """
+        self._group = replace(self._group.let_go(), rank=rank, size=len(self.loads))
 
     def owned(self, params: Sequence[Tensor], plan: Plan) -> dict[Tensor, Piece]:
         """Pick the parameters of which a plan gives this rank a piece, in order; with these pieces."""
@@ -132,7 +154,7 @@ class Sharding:
     def add(self, params: Sequence[Tensor], plan: Plan) -> None:
         """Note the owners of a plan, and make its buckets. Does not communicate."""
         self.pieces.update(zip(params, plan.pieces, strict=True))
-        more = plan.loads(self._group.size)
+        more = plan.loads(len(self.loads))
         self.loads = [load + extra for load, extra in zip(self.loads, more, strict=True)]
         for bucket in plan.buckets:
             members = [params[index] for index in bucket.params]

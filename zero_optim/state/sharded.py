@@ -164,6 +164,7 @@ class ShardedOptimizer(Optimizer):
             return [reason is None and may for reason, may in zip(reasons, allowed, strict=True)]
 
         plan = sharding.plan(groups, costs, 0, about, bear_cuts if any(may_cut) else None)
+        self._costs = dict(zip(every, plan.costs, strict=True))
         owned = sharding.owned(every, plan)
         with failing_together(group):
             leaf_of = {param: leaves.add(param, piece) for param, piece in owned.items()}
@@ -186,7 +187,7 @@ class ShardedOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle everything but the hooks, as ``torch.optim`` does; does not communicate."""
         self.wait_for_gathers()
-        names = ("_group", "_options", "_sharding", "_owned", "_snapshot", "_kept_whole")
+        names = ("_ranks", "_options", "_costs", "_sharding", "_owned", "_snapshot", "_kept_whole")
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -195,6 +196,29 @@ class ShardedOptimizer(Optimizer):
         self._owned.leaves.let_go()
         if self.state is self._owned.shown:
             self._show_state()
+
+    @property
+    def _group(self) -> RankGroup:
+        """The ranks, for what communicates.
+
+        Raises:
+            RuntimeError: the optimizer is detached.
+        """
+        self.check_attached()
+        return self._ranks
+
+    @_group.setter
+    def _group(self, group: RankGroup) -> None:
+        self._ranks = group
+
+    def check_attached(self) -> None:
+        """Raise if the optimizer is detached; does not communicate.
+
+        Raises:
+            RuntimeError: it is; says what to do.
+        """
+        if self._ranks.is_let_go:
+            raise RuntimeError("the optimizer is detached: call rebind(), on all ranks of the new group")
 
     def _show_state(self) -> None:
         self.state = self._owned.show(self._sharding.under_way.wait)  # type: ignore[assignment]
@@ -213,6 +237,7 @@ class ShardedOptimizer(Optimizer):
             ValueError: on every rank, if the group is wrong on any rank. Nothing is added then.
             RankMismatchError: likewise, if the groups differ between ranks.
         """
+        self.check_attached()
         before = len(self.param_groups)
         try:
             self._plan_and_add(_copied(param_group), before)
@@ -221,7 +246,7 @@ class ShardedOptimizer(Optimizer):
             raise
         self._show_state()
         if not self._snapshot.untouched:  # before any step the whole state is known, also with the new group
-            self._snapshot.changed()
+            self._snapshot.drop()
 
     def _plan_and_add(self, group: ParamGroup, before: int) -> None:
         defaults, self.defaults = self.defaults, {}  # defaults of another class are not for this group
@@ -245,6 +270,7 @@ class ShardedOptimizer(Optimizer):
         asked = bear_cuts if may_cut else None
         plan = self._sharding.plan(self.param_groups, [cost], before, about, asked)
         self._owned.add_group(group, spec, self._sharding.owned(group["params"], plan))
+        self._costs.update(zip(group["params"], plan.costs, strict=True))
         self._sharding.add(group["params"], plan)
         self._kept_whole |= _kept_whole([group], [may_cut])
 
@@ -340,7 +366,7 @@ class ShardedOptimizer(Optimizer):
         Args:
             reset: count from zero again; False leaves the counts alone, for a second reader.
         """
-        return self._group.phase.traffic.figures(PHASES, "steps", reset=reset)
+        return self._ranks.phase.traffic.figures(PHASES, "steps", reset=reset)
 
     def explain(self, *, quiet: bool = False) -> Explanation:
         """Print on rank 0 what each rank really holds: parameters, state, balance, buckets; all ranks call.

@@ -77,7 +77,7 @@ class ShardedStateDicts(ShardedOptimizer):
         if self._snapshot.untouched:
             whole = by_index(self._owned.local.initial_state(self.param_groups), params)
         else:
-            whole = self._snapshot.get(self._group.rank)
+            whole = self._snapshot.get(self._ranks.rank)
         held = self.state
         # torch's own method packs the indices and runs the hooks. During the call it sees the whole state.
         self.state = {params[key] if isinstance(key, int) else key: value for key, value in whole.items()}  # type: ignore[assignment]
@@ -96,7 +96,7 @@ class ShardedStateDicts(ShardedOptimizer):
         if torch.compiler.is_compiling() or any(self._owned.local.states) or not _called_by_dcp():
             return False
         if self._snapshot.untouched and not self._owned.local.initial_state(self.param_groups):
-            self._snapshot.changed()  # so that state_dict() raises and returns no empty state
+            self._snapshot.drop()  # so that state_dict() raises and returns no empty state
         return True
 
     def load_state_dict(self, state_dict: dict[str, Any] | None, src: int | None = None) -> None:

@@ -37,10 +37,16 @@ class Snapshot:
 
     Attributes:
         untouched: nothing has changed the state since the optimizer was built.
+        age: how often it was changed since: steps, loads and the like, which all ranks do together.
+        is_torn: a step was given up half way, so that some parameters have taken it and others not.
+        saved: the token of the last checkpoint that was saved or loaded, and the age of its state.
     """
 
-    def __init__(self) -> None:
-        self.untouched = True
+    def __init__(self, age: int = 0) -> None:
+        self.untouched = age == 0
+        self.age = age
+        self.is_torn = False
+        self.saved: tuple[str, int] | None = None
         self._whole: WholeState | None = None
         self._was_held = False
 
@@ -50,6 +56,11 @@ class Snapshot:
 
     def changed(self) -> None:
         """Note that the state has changed, and drop the whole state."""
+        self.age += 1
+        self.drop()
+
+    def drop(self) -> None:
+        """Drop the whole state, and be no longer sure of it."""
         self.untouched, self._whole = False, None
 
     def get(self, rank: int) -> WholeState:

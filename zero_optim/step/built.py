@@ -30,6 +30,7 @@ class BuiltOptimizer:
         optimizer: the optimizer.
         shaped: which of its state entries have their parameter's shape.
         traits: what was found of the class; None where it was not tried.
+        given: the options of its groups as they were given.
 
     Raises:
         TypeError: the spec does not build a ``torch.optim.Optimizer``.
@@ -51,7 +52,7 @@ class BuiltOptimizer:
         self._is_tried = is_tried
         self._sparse: dict[object, str | None] = {}  # what was found for kinds of options
         self._asked: dict[object, str | None] = {}  # why options of a kind allow no cuts
-        self._given = [options_of(group) for group in groups]  # as given: the class will fill in its own
+        self.given = [options_of(group) for group in groups]  # as given: the class will fill in its own
         leaves = _leaf_ids(groups)  # taken now: the class may change the dicts it is given
         self.optimizer = spec.build(groups)  # before anything is tried, so that wrong options are told first
         self._check_followed(leaves)
@@ -65,7 +66,7 @@ class BuiltOptimizer:
         """
         if not self._is_tried:
             return None
-        traits = probe(self.spec.optimizer_class, self.spec.arguments, self._given)
+        traits = probe(self.spec.optimizer_class, self.spec.arguments, self.given)
         if not traits.separable:
             raise ValueError(refusal(self.spec.optimizer_class, traits))
         if steps_parts:
@@ -101,7 +102,7 @@ class BuiltOptimizer:
             dtypes: of each parameter, see `Leaves.tried_dtype`.
             more: options of groups that may be added.
         """
-        return self.spec.why_not_cut([*self._given, *more], dtypes, is_tried=self._is_tried)
+        return self.spec.why_not_cut([*self.given, *more], dtypes, is_tried=self._is_tried)
 
     def why_not_sparse_rows(self, options: ParamGroup, dtype: torch.dtype) -> str | None:
         """Tell why it cannot step rows of a parameter with rows of sparse gradients; None if it can.
@@ -170,7 +171,7 @@ class BuiltOptimizer:
         given, leaves = options_of(group), _leaf_ids([group])
         self.optimizer.add_param_group(group)
         self.numbers.append(number)
-        self._given.append(given)
+        self.given.append(given)
         self._check_followed(leaves)
         self.traits = self._found(steps_parts=steps_parts)
 
@@ -178,7 +179,7 @@ class BuiltOptimizer:
         """Keep only what it steps of the first ``count`` public groups."""
         self.numbers = [number for number in self.numbers if number < count]
         del self.optimizer.param_groups[len(self.numbers) :]
-        del self._given[len(self.numbers) :]
+        del self.given[len(self.numbers) :]
         leaves = {leaf for group in self.optimizer.param_groups for leaf in group["params"]}
         state: dict[Any, Any] = self.optimizer.state
         for key in [key for key in state if isinstance(key, Tensor) and key not in leaves]:

@@ -85,6 +85,26 @@ class LocalOptimizer:
         is_tried, steps_parts = not self._assume_separable, self._steps_parts
         self._built.append(BuiltOptimizer(spec, numbers, groups, is_tried=is_tried, steps_parts=steps_parts))
 
+    def again(self, groups: list[ParamGroup], owned: Mapping[Tensor, Tensor]) -> "LocalOptimizer":
+        """Build the same classes over other leaves, from the options that they were given first.
+
+        Args:
+            groups: the public groups, for their members; left as they are.
+            owned: this rank's parameters, each with the leaf that is stepped for it.
+        """
+        specs: list[OptimizerSpec | None] = [None] * self.num_groups
+        given: list[ParamGroup] = [{} for _ in specs]
+        for built in self._built:
+            for number, options in zip(built.numbers, built.given, strict=True):
+                specs[number] = None if built.spec is self._default else built.spec
+                given[number] = options
+        first = [{"params": group["params"], **own} for group, own in zip(groups, given, strict=True)]
+        return LocalOptimizer(self._default, first, specs, owned, self._assume_separable)
+
+    def describe_specs(self) -> list[str]:
+        """Describe the classes and their arguments, for ranks to compare."""
+        return [f"optimizer {built.spec.describe()} for groups {built.numbers}" for built in self._built]
+
     def check_parts(self) -> None:
         """Refuse classes whose step cannot be taken some parameters at a time, from now on.
 

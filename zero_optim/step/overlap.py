@@ -19,7 +19,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.collectives import LET_GO, RankGroup
 from zero_optim.comm.lanes import Lease, lanes_beside
 from zero_optim.compat.streams import is_asynchronous
 from zero_optim.plan.groups import ParamGroup, params_of
@@ -66,6 +66,7 @@ class OverlappedStep:
         lends: ranks may have joined, see `zero_optim.step.join`: ``step()`` lends them gradients for what is
             left to it.
         phase: where it stands.
+        has_failed: a backward pass raised, so that some parameters may not have been stepped.
         stepped: parameters that were stepped, whoever owns them.
         seen: gradients as they were when the pass ended: parameter, identity, version.
     """
@@ -73,6 +74,7 @@ class OverlappedStep:
     num_passes: int
     lends: bool
     phase: Phase = Phase.BACKWARD
+    has_failed: bool = False
     stepped: dict[Tensor, None] = field(default_factory=dict)
     seen: list[tuple[Tensor, int, int]] = field(default_factory=list)
 
@@ -85,6 +87,7 @@ class OverlappedStep:
         """
         self.phase = Phase.WAITING
         self.num_passes -= failed
+        self.has_failed |= failed
         if is_final:
             self.seen = [(p, id(p.grad), p.grad._version) for p in self.stepped if p.grad is not None]
 
@@ -149,6 +152,39 @@ class Overlap:
         self._owned = owned
         self._announced: dict[Callable[[], object], None] = {}
         self._loop_calls_step = False
+
+    def let_go(self, groups: Sequence[ParamGroup], *, waits: bool) -> bool:
+        """Let the process groups go; this object is of no use any more. Does not communicate.
+
+        Args:
+            groups: the public groups.
+            waits: wait for parts that are stepped on another thread or stream; what fails there is given up.
+
+        Returns:
+            Whether a step was taken half: some parameters were stepped, others were not.
+        """
+        is_left = bool(self._announced)
+        try:
+            if waits:
+                self.wait_for_steps()
+                is_left = False
+        except RuntimeError:  # of the backend
+            self.lanes.abandon()
+        current, self.current, self._announced = self.current, None, {}
+        self.group = self.group.let_go()
+        self.lanes = Lease.of(self.group)
+        if current is None:
+            return is_left
+        return is_left or current.has_failed or current.phase is Phase.BACKWARD or bool(current.rest(groups))
+
+    def check_attached(self) -> None:
+        """Refuse to go on once the process groups were let go.
+
+        Raises:
+            RuntimeError: they were.
+        """
+        if self.group.is_let_go:
+            raise RuntimeError(LET_GO)
 
     def begin(self, *, joined: bool, lends: bool) -> None:
         """Begin a step; its first part comes next.

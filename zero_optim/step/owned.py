@@ -44,6 +44,10 @@ class OwnedState:
         leaves.let_go(owned)
         self.shown: Mapping[Any, Any] = {}  # what users see as the state, by `show`
 
+    def let_go(self) -> None:
+        """Let the process group go; does not communicate."""
+        self._group = self._group.let_go()
+
     def show(self, wait: Callable[[], None]) -> MutableMapping[Any, Any]:
         """Give the state for users to see: the class's own dict if that is all, else a view of it all.
 

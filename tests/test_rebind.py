@@ -1,0 +1,345 @@
+"""An optimizer and a model outlive their process group: detached, and bound to another of any size."""
+
+import pickle
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cuts import finely_cut
+from ddp_pairs import SMALL_MB, mlp, mlp_loss
+from pool import Pool, Ranks
+from training import assert_same_bits, assert_same_state, make_params, params_of, set_grads
+from worlds import leave, world
+from zero_optim import (
+    CheckpointError,
+    LostStateError,
+    NotConsolidatedError,
+    RankMismatchError,
+    ZeroRedundancyOptimizer,
+    checkpoint,
+)
+from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
+from zero_optim.hooks import zero_step
+
+SHAPES = ((64, 16), (7,), (32, 8), (), (0, 3), (96,))
+
+
+def adamw(params: Sequence[Tensor], **options: Any) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.01, **options)
+
+
+def several(params: Sequence[Tensor], **options: Any) -> ZeroRedundancyOptimizer:
+    """Several classes, one of them with options of its own; masters and averages."""
+    narrow = {"params": params[:2]}
+    other = {"params": params[2:], "optimizer_class": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
+    return ZeroRedundancyOptimizer(
+        [narrow, other], torch.optim.AdamW, master_dtype=torch.float32, ema_decay=0.9, lr=0.01, **options
+    )
+
+
+def fresh(make: Callable[..., ZeroRedundancyOptimizer]) -> tuple[list[Any], ZeroRedundancyOptimizer]:
+    dtype = torch.bfloat16 if make is several else torch.float32
+    params = make_params(SHAPES, dtype)
+    return params, make(params)
+
+
+def train(optimizer: ZeroRedundancyOptimizer, first: int, last: int) -> None:
+    for step in range(first, last):
+        set_grads(params_of(optimizer), step)
+        optimizer.param_groups[0]["lr"] = 0.01 / (1 + step)
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
+    optimizer.consolidate_state_dict(to=None)
+    return optimizer.state_dict()
+
+
+def joining(folder: Path, rank: int, number: int, make: Callable[..., Any]) -> ZeroRedundancyOptimizer:
+    """The optimizer of a rank that comes new to a run: built in a world of its own, over other values."""
+    with world(folder, f"new{rank} {number}", rank, [rank]):
+        optimizer = fresh(make)[1]
+        with torch.no_grad():
+            for param in params_of(optimizer):
+                param.fill_(0.5)
+        optimizer.detach()
+    return optimizer
+
+
+def check_sizes(folder: Path, make: Callable[..., ZeroRedundancyOptimizer], sizes: Sequence[int]) -> None:
+    """Train in worlds of several sizes in turns; ranks leave the run, and new ones come."""
+    rank = leave()
+    optimizer: ZeroRedundancyOptimizer | None = None
+    with finely_cut():
+        for number, size in enumerate(sizes):
+            if rank >= size:
+                optimizer = None
+                continue
+            if number and optimizer is None:
+                optimizer = joining(folder, rank, number, make)
+            with world(folder, f"round {number}", rank, range(size)):
+                if optimizer is None:
+                    optimizer = fresh(make)[1]
+                else:
+                    optimizer.rebind()
+                train(optimizer, 2 * number, 2 * number + 2)
+                if number + 1 < len(sizes):
+                    optimizer.detach(staying=range(min(size, sizes[number + 1])))
+                    continue
+                got = whole(optimizer)
+                _, other = fresh(make)
+                train(other, 0, 2 * len(sizes))
+                assert_same_bits(params_of(optimizer), params_of(other))
+                assert_same_state(got, whole(other))
+                assert list(optimizer.pieces().values()) == list(other.pieces().values())
+
+
+@pytest.mark.parametrize("make", [adamw, several])
+def test_state_moves_to_new_owners_when_the_number_of_ranks_changes(
+    ranks3: Ranks, tmp_path: Path, make: Callable[..., ZeroRedundancyOptimizer]
+) -> None:
+    ranks3.run(check_sizes, tmp_path, make, (2, 3, 2))
+
+
+# ---------------------------------------------------------------------- detached
+
+
+def check_detached() -> None:
+    params, optimizer = fresh(adamw)
+    train(optimizer, 0, 2)
+    owned = {param: optimizer.state[param]["exp_avg"].clone() for param in optimizer.owned_parameters()}
+    optimizer.consolidate_state_dict(to=0)
+    optimizer.detach()
+    optimizer.detach()
+    set_grads(params, 2)
+    model = nn.Linear(2, 2)
+    for call in (
+        optimizer.step,
+        lambda: optimizer.step(lambda: 0.0),
+        lambda: optimizer.add_param_group({"params": list(model.parameters())}),
+        optimizer.consolidate_state_dict,
+        lambda: optimizer.load_state_dict({}),
+        lambda: optimizer.clip_grad_norm_(1.0),
+        lambda: optimizer.averaged_weights().__enter__(),
+        optimizer.gather_parameters,
+        optimizer.explain,
+        optimizer.overlap,
+        lambda: checkpoint.save("nowhere", optimizer=optimizer),
+        lambda: ShardedDataParallel(model, optimizer),
+        lambda: zero_step(optimizer),
+    ):
+        with pytest.raises(RuntimeError, match=r"is detached: call rebind\(\)"):
+            call()  # type: ignore[operator]
+    with pytest.raises(TypeError, match="detached optimizer cannot be pickled"):
+        pickle.dumps(optimizer)
+    optimizer.wait_for_gathers()
+    assert len(optimizer.param_groups) == 1
+    assert list(optimizer.state) == list(owned)
+    for param, value in owned.items():
+        assert torch.equal(optimizer.state[param]["exp_avg"], value)
+    assert optimizer.owned_state().keys() == owned.keys()
+    if dist.get_rank() == 0:
+        assert optimizer.state_dict()["state"].keys() == set(range(len(params)))
+    else:
+        with pytest.raises(NotConsolidatedError):
+            optimizer.state_dict()
+    optimizer.rebind()  # the group is still there
+    with pytest.raises(RuntimeError, match="expected a detached optimizer"):
+        optimizer.rebind()
+    optimizer.zero_grad()
+    train(optimizer, 2, 3)
+    _, other = fresh(adamw)
+    train(other, 0, 3)
+    assert_same_bits(params, params_of(other))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_detached_optimizer_shows_what_it_owns_and_refuses_what_needs_the_group(
+    pool: Pool, size: int
+) -> None:
+    pool.run(size, check_detached)
+
+
+def check_refused() -> None:
+    """Each refusal leaves the optimizer as it was."""
+    rank = dist.get_rank()
+    _, optimizer = fresh(adamw)
+    train(optimizer, 0, 2)
+    alone = dist.new_group([0]), dist.new_group([1])
+    optimizer.detach()
+    with pytest.raises(
+        LostStateError, match=r"nobody in the new group holds the state of parameter .*Go back"
+    ):
+        optimizer.rebind(alone[rank])
+    optimizer.param_groups[0]["lr"] = 0.5 + rank
+    with pytest.raises(RankMismatchError, match=r"options of the optimizer: rank 0 has .*lr=0.5"):
+        optimizer.rebind()
+    optimizer.param_groups[0]["lr"] = 0.01
+    optimizer._snapshot.age += rank
+    with pytest.raises(RankMismatchError, match=r"rank 0 after 2 steps or loads; rank 1 after 3"):
+        optimizer.rebind()
+    optimizer._snapshot.age -= rank
+    with pytest.raises(TypeError, match="keep_state"):
+        optimizer.rebind(keep_state=1 if rank else True)  # type: ignore[arg-type]
+    with pytest.raises(RankMismatchError, match="keep_state"):
+        optimizer.rebind(keep_state=bool(rank))
+    apart = adamw_of(alone[rank])
+    train(apart, 0, 2)
+    apart.detach()
+    with pytest.raises(RankMismatchError, match=r"ranks 0 and 1 both hold parameter .* two runs"):
+        apart.rebind()
+    optimizer.rebind()
+    train(optimizer, 2, 4)
+    _, other = fresh(adamw)
+    train(other, 0, 4)
+    assert_same_bits(params_of(optimizer), params_of(other))
+
+
+def adamw_of(group: dist.ProcessGroup) -> ZeroRedundancyOptimizer:
+    return adamw(make_params(SHAPES), process_group=group)
+
+
+def test_state_that_is_lost_or_of_different_moments_is_refused_on_every_rank(ranks2: Ranks) -> None:
+    ranks2.run(check_refused)
+
+
+def check_new() -> None:
+    """Before a step there is nothing to move."""
+    _, optimizer = fresh(several)
+    optimizer.detach()
+    optimizer.rebind()
+    before = optimizer.state_dict()
+    train(optimizer, 0, 2)
+    _, other = fresh(several)
+    assert_same_state(before, other.state_dict())
+    train(other, 0, 2)
+    optimizer.detach()
+    optimizer.rebind(keep_state=False)  # as new, over the parameters as they are
+    assert optimizer.state_dict()["state"].keys() == before["state"].keys()
+    optimizer.load_state_dict(whole(other))
+    assert_same_bits(params_of(optimizer), params_of(other))
+    for each in (optimizer, other):
+        train(each, 2, 4)
+    assert_same_bits(params_of(optimizer), params_of(other))
+    assert_same_state(whole(optimizer), whole(other))
+
+
+def test_without_its_state_an_optimizer_is_as_new_and_loads(ranks2: Ranks) -> None:
+    ranks2.run(check_new)
+
+
+def check_lazy() -> None:
+    """A model that is gathered lazily stays so, and changes from outside are kept."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(torch.bfloat16)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.SGD, lr=0.1, master_dtype=torch.float32, gather_lazily=model
+    )
+    set_grads(list(model.parameters()), 0)
+    optimizer.step()
+    optimizer.detach()
+    with torch.no_grad():
+        model[0].weight[0, 0] = 3.0
+    optimizer.rebind()
+    assert model[0].weight[0, 0] == 3.0
+    set_grads(list(model.parameters()), 1)
+    optimizer.step()
+    assert optimizer._sharding.under_way
+    model(torch.ones(1, 4, dtype=torch.bfloat16))
+    assert not optimizer._sharding.under_way
+
+
+def test_lazy_gathers_and_changes_from_outside_outlive_the_group(ranks2: Ranks) -> None:
+    ranks2.run(check_lazy)
+
+
+def check_silent_rank() -> None:
+    """Rank 1 does not come to a gather; rank 0 need not wait for it."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    params, group = list(model.parameters()), dist.new_group()
+    optimizer = adamw(params, process_group=group, gather_lazily=model)
+    set_grads(params, 0)
+    optimizer.step()
+    optimizer.wait_for_gathers()
+    if dist.get_rank() == 0:
+        optimizer.step()
+        assert optimizer._sharding.under_way
+    optimizer.detach(wait=False)
+    assert not optimizer._sharding.under_way
+    with pytest.raises(RankMismatchError, match=r"rank 1 after 1 steps or loads|rank 0 after 2 steps"):
+        optimizer.rebind()
+    optimizer.rebind(keep_state=False)
+    set_grads(params, 1)
+    optimizer.step()
+    optimizer.wait_for_gathers()
+
+
+def test_detaching_without_a_wait_gives_up_gathers_to_which_a_rank_does_not_come(ranks2: Ranks) -> None:
+    ranks2.run(check_silent_rank)
+
+
+def check_broken_step() -> None:
+    model = DistributedDataParallel(mlp(), bucket_cap_mb=SMALL_MB)
+    optimizer = adamw(list(model.parameters()))
+    model.register_comm_hook(None, zero_step(optimizer))
+    for number in range(2):
+        mlp_loss(model, number).backward()
+        optimizer.step()
+    handle = model.module[0].weight.register_hook(interrupt)  # near the end of the pass
+    with pytest.raises(KeyError):
+        mlp_loss(model, 2).backward()
+    handle.remove()
+    optimizer.detach()
+    model.detach()
+    with pytest.raises(LostStateError, match=r"a step broke off on ranks 0, 1: .*Go back to a checkpoint"):
+        optimizer.rebind()
+    optimizer.rebind(keep_state=False)
+    model.rebind()
+    mlp_loss(model, 3).backward()
+    optimizer.step()
+
+
+def interrupt(_: Tensor) -> None:
+    raise KeyError
+
+
+def test_a_step_that_broke_off_in_the_backward_pass_is_not_taken_for_state(ranks2: Ranks) -> None:
+    ranks2.run(check_broken_step)
+
+
+def check_return_refused(folder: Path) -> None:
+    """Going back to a checkpoint fails on all ranks, and can be tried again."""
+    model = mlp()
+    optimizer = adamw(list(model.parameters()))
+    train(optimizer, 0, 2)
+    checkpoint.save(folder / "saved", model=model, optimizer=optimizer, extra="two")
+    with pytest.raises(RuntimeError, match="expected a detached optimizer"):
+        checkpoint.rebind(folder / "saved", model=model, optimizer=optimizer)
+    expected = [param.detach().clone() for param in model.parameters()]
+    train(optimizer, 2, 3)
+    optimizer.detach()
+    with pytest.raises(TypeError, match="expected the model"):
+        checkpoint.rebind(folder / "saved", model=None, optimizer=optimizer)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError):
+        checkpoint.rebind(folder / "none", model=model, optimizer=optimizer)
+
+    def failing(*_: object, **__: object) -> NoReturn:
+        raise ValueError("no load")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ZeroRedundancyOptimizer, "load_owned_state", failing)
+        with pytest.raises(ValueError, match="no load"):
+            checkpoint.rebind(folder / "saved", model=model, optimizer=optimizer)
+    with pytest.raises(LostStateError):
+        optimizer.rebind()
+    assert checkpoint.rebind(folder / "saved", model=model, optimizer=optimizer) == "two"
+    assert_same_bits(list(model.parameters()), expected)
+
+
+def test_going_back_to_a_checkpoint_that_fails_can_be_tried_again(ranks2: Ranks, tmp_path: Path) -> None:
+    ranks2.run(check_return_refused, tmp_path)

@@ -1,0 +1,81 @@
+"""Going back to a checkpoint in another process group, after state was lost with a rank."""
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from zero_optim.checkpoint.fitting import Content
+from zero_optim.checkpoint.folder import resolved
+from zero_optim.checkpoint.loading import load_from
+from zero_optim.checkpoint.manifest import blamed_on
+from zero_optim.checkpoint.names import Objects, names_of
+from zero_optim.checkpoint.storage import CheckpointReader
+from zero_optim.comm.agreement import agree, failing_together
+from zero_optim.comm.arguments import ranks_of
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.wire import Nested
+from zero_optim.optimizer import ZeroRedundancyOptimizer
+
+
+def rebind(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: ZeroRedundancyOptimizer,
+    scheduler: Any = None,  # noqa: ANN401 - torch has no one class of them
+    scaler: Any = None,  # noqa: ANN401
+    random: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+) -> Nested:
+    """Bind a detached optimizer to another process group, in the state of a checkpoint; all its ranks call.
+
+    To be called by those that are left when a rank has died. The result is that of an optimizer built in the
+    new group, and of `load`. If the ranks still hold what was saved, since there was no step after the save,
+    they keep it, and only what is lost is read. Otherwise everything is.
+
+    Args:
+        path: a checkpoint's folder; `latest` finds the newest.
+        model: to load into; its wrapper is bound afterwards.
+        optimizer: to bind, and to load into; detached.
+        scheduler: to load into.
+        scaler: to load into.
+        random: as in `load`.
+        process_group: the new ranks; None for the default group.
+
+    Returns:
+        What was saved as ``extra``.
+
+    Raises:
+        Exception: on every rank, what `ZeroRedundancyOptimizer.rebind` and `load` raise. The optimizer is
+            detached then, and may be bound by another call of this.
+    """
+    ranks = ranks_of(process_group)
+    group = RankGroup.of(ranks.process_group, model)
+    with failing_together(group):
+        _check(model, optimizer)
+        folder, objects = resolved(path), Objects(model, optimizer, scheduler, scaler)
+        names_of(optimizer, model)
+        with blamed_on(folder):
+            reader = CheckpointReader(folder)
+            content = Content(reader, objects)
+    about = [f"{path} of {reader.manifest.time_ns}", *content.asked, f"random={random}"]
+    agree(group, about, "the checkpoint to go back to")
+    is_same = optimizer.was_saved_as(reader.token)
+    words = group.all_gather_fixed(bytes([is_same, optimizer.age > 0]))
+    only = None
+    if all(word[0] for word in words) and any(word[1] for word in words):
+        only = optimizer.rebind_held(group.process_group)
+    else:
+        optimizer.rebind(group.process_group, keep_state=False)
+    try:
+        return load_from(optimizer.ranks.uncounted(), reader, objects, random=random, only=only)
+    except BaseException:
+        optimizer.give_up_state()
+        raise
+
+
+def _check(model: object, optimizer: object) -> None:
+    if not isinstance(optimizer, ZeroRedundancyOptimizer) or not isinstance(model, nn.Module):
+        raise TypeError("expected the model, and the ZeroRedundancyOptimizer over its parameters")

@@ -1,0 +1,365 @@
+"""An optimizer that outlives its process group: it lets go of one, and is bound to another.
+
+Note [Detached]
+    `detach` does not communicate, so that it works after a failure too. What is left is what this rank owns:
+    parameters, their state, the options. The ranks are known by number only; what communicates raises.
+
+Note [Rebinding is building anew]
+    `rebind` goes the way of the constructor: plan for the new ranks, agree, build the classes over new
+    leaves, load what this rank is to own, as from a checkpoint. So it gives the bits of a run that was saved,
+    and loaded by so many ranks. The old state stays until everything has been checked: if it raises before,
+    the optimizer is detached as it was.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_optim.comm.agreement import agree, failing_together
+from zero_optim.comm.arguments import check_flags, ranks_of
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.wire import decode, encode, recv_encoded, send_value
+from zero_optim.plan.description import describe
+from zero_optim.plan.groups import ParamGroup, describe_options, options_of, param_names, params_of
+from zero_optim.plan.pieces import Pieces, num_rows
+from zero_optim.plan.plan import Plan, describe_params
+from zero_optim.shard.sharding import Sharding
+from zero_optim.state.moving import (
+    Held,
+    Holding,
+    Moved,
+    exchange_holdings,
+    held_pieces,
+    holders_of,
+    move_state,
+    refuse_lost,
+)
+from zero_optim.state.state_dicts import ShardedStateDicts
+from zero_optim.state.whole import Snapshot, by_index, check_targets
+from zero_optim.step.leaves import EMA, MASTER, Leaves, WeightAverage
+from zero_optim.step.owned import OwnedState
+from zero_optim.step.partial import PartialGradient
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Found:
+    """What the ranks of a new group hold together.
+
+    Attributes:
+        first: a rank that gives what is the same for all.
+        age: of the state.
+        pieces: who holds which rows of each parameter.
+        is_told: ranks are new, or there are global entries: the first one tells the others.
+    """
+
+    first: int
+    age: int
+    pieces: list[Pieces]
+    is_told: bool
+
+
+class RebindableOptimizer(ShardedStateDicts):
+    """An optimizer that can go from one process group to another. The subclass adds the step."""
+
+    def detach(self, *, wait: bool = True, staying: Sequence[int] | None = None) -> None:
+        """Let go of the process group, and of all that was made for it; does not communicate.
+
+        To be called before ``destroy_process_group()``, also when another rank has failed. Every rank calls
+        for itself, between steps. Afterwards `state`, `param_groups` and what else this rank owns can be read
+        and saved; whatever needs the group raises until `rebind`. Gradients stay, unless they are sharded. A
+        second call does nothing. The wrapper's `zero_optim.ddp.DistributedDataParallel.detach` does the same
+        for it; comm hooks go with it.
+
+        Args:
+            wait: wait for gathers under way. If a rank died before it sent its part, other ranks' parameters
+                may have old values here; `rebind` brings the right ones. False waits for nothing: where a
+                rank is stopped, not dead, the wait lasts until the timeout of the group.
+            staying: the group ranks that will go on, where the next group has fewer. The others first hand
+                their state over to them. Then all ranks call, with the same ranks, and it communicates. None
+                hands nothing over.
+
+        Raises:
+            ValueError: on every rank: ``staying`` names no ranks of the group.
+            Exception: likewise, if the state cannot be handed over. The optimizer is attached as before.
+        """
+        if self._ranks.is_let_go:
+            return
+        self._end_overlap(waits=wait)
+        if staying is not None:
+            self._hand_over(staying)
+        else:
+            self._let_go(waits=wait)
+
+    def _end_overlap(self, *, waits: bool) -> None:
+        """Let go of what steps in the backward pass, if anything does; says so if that was half way."""
+
+    def _let_go(self, *, waits: bool) -> None:
+        self._sharding.let_go(waits=waits)
+        self._owned.let_go()
+        self._ranks = self._ranks.let_go()
+        params = self._params()
+        if any(isinstance(param.grad, PartialGradient) for param in params):
+            for param in params:
+                param.grad = None  # whole ones too: the next group may have other owners
+
+    def _hand_over(self, staying: Sequence[int]) -> None:
+        """Give the state to some ranks of the group, then let go of it; all ranks call."""
+        group = self._group
+        agree(group, [f"staying={describe(staying)}"], "the ranks that go on")
+        self.wait_for_gathers()
+        with failing_together(group):
+            targets = check_targets(staying, group.size)
+            self.check_weights()
+        self._go_over(group, targets, keep_state=True)
+        self._let_go(waits=True)
+        rank = targets.index(group.rank) if group.rank in targets else -1
+        self._ranks = replace(self._ranks, rank=rank, size=len(targets))
+        if rank < 0:
+            self._snapshot = Snapshot()
+            self._snapshot.drop()
+
+    def rebind(self, process_group: dist.ProcessGroup | None = None, *, keep_state: bool = True) -> None:
+        """Go on in another process group, with as many ranks as it has; all its ranks call, detached.
+
+        Owners are planned anew, and state goes from the ranks that hold it to those that own it now, in
+        pieces of bounded size. Then parameters are gathered. Ranks may come new to the group: they build
+        their optimizer with the same arguments as the others did, in any group of their own, and detach it;
+        they are given the others' options. A lazily gathered model stays lazily gathered. Comm hooks have to
+        be registered anew.
+
+        Args:
+            process_group: the new ranks; None for the default group.
+            keep_state: False begins with new state, and with the parameters as they are. When state was lost,
+                `zero_optim.checkpoint.rebind` does that and loads.
+
+        Raises:
+            LostStateError: on every rank: nobody in the group holds the state of some parameters, which are
+                named, or a step broke off half way.
+            RankMismatchError: likewise: ranks hold state of different moments, or have other parameters or
+                arguments.
+            RuntimeError: likewise: an optimizer is not detached on some rank.
+            Exception: likewise, what the class itself raises on any. After each of these errors the optimizer
+                is detached as it was before.
+        """
+        self._rebind(process_group, keep_state=keep_state, may_lose=False)
+
+    def rebind_held(self, process_group: dist.ProcessGroup | None = None) -> list[Tensor]:
+        """Go on in another process group as by `rebind`, with the state that its ranks hold; all call.
+
+        Returns:
+            The parameters of which some state is lost, the same on every rank. They have no state now, and
+            perhaps wrong values: whoever calls brings both, as `zero_optim.checkpoint.rebind` does.
+
+        Raises:
+            Exception: as `rebind`, but for lost state.
+        """
+        return self._rebind(process_group, keep_state=True, may_lose=True)
+
+    def _rebind(
+        self, process_group: dist.ProcessGroup | None, *, keep_state: bool, may_lose: bool
+    ) -> list[Tensor]:
+        group = self._new_group(process_group)
+        with failing_together(group):
+            check_flags(keep_state=keep_state)
+            if not self._ranks.is_let_go:
+                raise RuntimeError("expected a detached optimizer: call detach() before the group ends")
+            group.check_serves(self._params())
+            self.check_weights()
+        lost = self._go_over(group, range(group.size), keep_state=keep_state, may_lose=may_lose)
+        self._bound()
+        return lost
+
+    def _bound(self) -> None:
+        """Make what goes with a new group; all ranks call."""
+        self._sharding.gather_all()
+
+    def _go_over(
+        self, group: RankGroup, owners: Sequence[int], *, keep_state: bool, may_lose: bool = False
+    ) -> list[Tensor]:
+        """Plan anew for some ranks of a group, and bring them the state; all ranks of the group call.
+
+        Args:
+            group: a new one, or the one before.
+            owners: the ranks that are to own the state, in ascending order.
+            keep_state: as in `rebind`.
+            may_lose: go on where nobody holds some state.
+
+        Returns:
+            The parameters whose state is lost.
+        """
+        params, local = self._params(), self._owned.local
+        with failing_together(group):
+            if keep_state:
+                local.check_dicts()
+                self._follow_state()
+                self._owned.leaves.follow_values(self._owned.leaves.masters)
+            about = [*self._options.describe(), *local.describe_specs(), f"cuts of groups {self._may_cut()}"]
+            items = [f"keep_state={keep_state}", *describe_params(self.param_groups), *about]
+        agree(group, items, "the optimizers to be bound to one group")
+        found = self._find(group) if keep_state else None
+        lost = [] if found is None else [index for index, held in enumerate(found.pieces) if not held]
+        names = param_names(self.param_groups)
+        refuse_lost([] if may_lose else [names[index] for index in lost])
+        groups, everywhere = self._told(group, found)
+        sharding, plan = self._planned(group, len(owners), groups, about)
+        moved = Moved({}, {})
+        if found is not None:
+            to = [tuple(piece._replace(owner=owners[piece.owner]) for piece in each) for each in plan.pieces]
+            moved = move_state(group, found.pieces, to, self._held())
+        if len(owners) < group.size:
+            sharding.become(owners.index(group.rank) if group.rank in owners else -1)
+        owned = self._built(group, sharding, plan, groups)
+        if found is not None:
+            state = {params[index]: entries for index, entries in moved.state.items()}
+            owned.load({**state, **everywhere}, groups, exact=True)
+        # Everything is checked now. Only a rank that dies can stop it from here on.
+        self._ranks, self._sharding, self._owned, self.param_groups = group, sharding, owned, groups
+        self._settle(plan, moved, None if found is None else found.age)
+        return [params[index] for index in lost]
+
+    def _settle(self, plan: Plan, moved: Moved, age: int | None) -> None:
+        """Move into the new buckets, with the rows that came; ``age`` is that of the state, None if new."""
+        params, owned = self._params(), self._owned
+        self.defaults = owned.local.defaults
+        with torch.no_grad():
+            for index, value in moved.values.items():
+                owned.leaves.rows(params[index]).copy_(value)
+        self._sharding.add(params, plan)
+        self._show_state()
+        if age is None:
+            self._snapshot = Snapshot()
+        elif self._snapshot.age != age:
+            self._snapshot = Snapshot(age)
+
+    # ------------------------------------------------------------------ what was saved
+
+    @property
+    def age(self) -> int:
+        """How often the state was changed by steps, loads and the like; 0 if never. Equal on every rank."""
+        return self._snapshot.age
+
+    def note_saved(self, token: str, age: int) -> None:
+        """Take note that the state of some age is in a checkpoint.
+
+        Args:
+            token: of the checkpoint.
+            age: of the state that was saved.
+        """
+        self._snapshot.saved = (token, age)
+
+    def was_saved_as(self, token: str) -> bool:
+        """Whether what this rank holds, unless it is new, is what a checkpoint has."""
+        snapshot = self._snapshot
+        return not snapshot.is_torn and (snapshot.age == 0 or snapshot.saved == (token, snapshot.age))
+
+    def give_up_state(self) -> None:
+        """Detach, and take what this rank holds for no state any more, since it is not whole."""
+        self.detach()
+        self._snapshot.is_torn = True
+
+    # ------------------------------------------------------------------ before
+
+    def _new_group(self, process_group: dist.ProcessGroup | None) -> RankGroup:
+        group = ranks_of(process_group)
+        return replace(RankGroup.of(group.process_group, self._params()), phase=self._ranks.phase)
+
+    def _find(self, group: RankGroup) -> _Found | None:
+        """Find out what the ranks hold; None if all are new. All ranks call."""
+        params = self._params()
+        pieces = [self._sharding.piece_here(param) for param in params]
+        mine = Holding(
+            self._snapshot.age,
+            self._snapshot.is_torn,
+            describe_options(self.param_groups),
+            sum(not isinstance(key, Tensor) for key in self.owned_state()),
+            [[index, piece.start, piece.stop] for index, piece in enumerate(pieces) if piece is not None],
+        )
+        holdings = exchange_holdings(group, mine)
+        holders = holders_of(holdings)
+        if not holders:
+            return None
+        rows = [num_rows(param.shape) for param in params]
+        held = held_pieces(holdings, holders, rows, param_names(self.param_groups))
+        first = holders[0]
+        is_told = len(holders) < group.size or any(holdings[rank].num_everywhere for rank in holders)
+        return _Found(first, holdings[first].age, held, is_told)
+
+    def _told(self, group: RankGroup, found: _Found | None) -> tuple[list[ParamGroup], dict[Any, Any]]:
+        """Give the groups with the options to go on with, and global entries; all ranks call."""
+        if found is None or not found.is_told:
+            return self.param_groups, {}
+        is_first = group.rank == found.first
+        with failing_together(group):
+            message = None
+            if is_first:
+                state = self.owned_state()
+                everywhere = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+                options = [options_of(each) for each in self.param_groups]
+                message = encode({"options": options, "everywhere": everywhere}, "the options")
+        if message is not None:
+            others = [rank for rank in range(group.size) if rank != group.rank]
+            send_value(group, others, *message)
+            skeleton, tensors = message
+        else:
+            skeleton, tensors = recv_encoded(group, found.first)
+        with failing_together(group):
+            told = decode(skeleton, iter(tensors))
+            groups = self.param_groups if is_first else self._with_options(told["options"])
+        return groups, told["everywhere"]
+
+    def _planned(
+        self, group: RankGroup, num_owners: int, groups: Sequence[ParamGroup], about: Sequence[str]
+    ) -> tuple[Sharding, Plan]:
+        """Plan for the new owners, as the constructor does; all ranks call."""
+        options, gathers = self._options, self._sharding.gathers
+        as_views, cap_mb = options.parameters_as_bucket_view, options.bucket_cap_mb
+        sharding = Sharding(group, as_views, cap_mb, num_owners, gathers)
+        costs = [self._costs.__getitem__ for _ in groups]
+
+        def bear_cuts() -> list[bool]:
+            owned = self._owned
+            reasons = owned.local.whole_because(groups, owned.leaves.tried_dtype)
+            return [p not in reasons and p not in self._kept_whole for p in params_of(groups)]
+
+        return sharding, sharding.plan(groups, costs, 0, about, bear_cuts if any(self._may_cut()) else None)
+
+    def _may_cut(self) -> list[bool]:
+        """Tell for each group whether its parameters may be cut, as the user wants it."""
+        return [not self._kept_whole.issuperset(group["params"]) for group in self.param_groups]
+
+    def _held(self) -> Held:
+        params = self._params()
+        owned, leaves = self.owned_parameters(), self._owned.leaves
+        of_params = {key: value for key, value in self.owned_state().items() if isinstance(key, Tensor)}
+        shaped = [
+            self.shaped_entries(param, number) | {MASTER, EMA}
+            for number, group in enumerate(self.param_groups)
+            for param in group["params"]
+        ]
+        values = by_index({param: leaves.rows(param).detach() for param in owned}, params)
+        return Held(by_index(of_params, params), values, [tuple(param.shape) for param in params], shaped)
+
+    # ------------------------------------------------------------------ after
+
+    def _built(
+        self, group: RankGroup, sharding: Sharding, plan: Plan, groups: list[ParamGroup]
+    ) -> OwnedState:
+        """Build what steps the new owner's parameters; all ranks call."""
+        params = self._params()
+        owned = sharding.owned(params, plan)
+        cut = {param for param, pieces in zip(params, plan.pieces, strict=True) if len(pieces) > 1}
+
+        def dtypes_of_cut(of: ParamGroup) -> list[torch.dtype]:
+            return list(dict.fromkeys(leaves.tried_dtype(param) for param in of["params"] if param in cut))
+
+        with failing_together(group):
+            leaves = Leaves(self._options.master_dtype)
+            average = WeightAverage(self._options.ema_decay, leaves)
+            leaf_of = {param: leaves.add(param, piece) for param, piece in owned.items()}
+            local = self._owned.local.again(groups, leaf_of)
+            local.check_cuts(groups, dtypes_of_cut)  # options may have changed, and other parameters are cut
+        return OwnedState(group, leaves, average, local, owned)
