@@ -10,6 +10,7 @@ from zero_optim.errors import (
     RankMismatchError,
     ReductionError,
     RemoteRankError,
+    StalledError,
     StateMismatchError,
     ZeroOptimError,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "RankMismatchError",
     "ReductionError",
     "RemoteRankError",
+    "StalledError",
     "StateMismatchError",
     "ZeroOptimError",
     "ZeroRedundancyOptimizer",

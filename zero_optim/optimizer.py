@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from zero_optim.comm.agreement import SharedCall
 from zero_optim.comm.arguments import ranks_of
+from zero_optim.comm.watchdog import OnStall
 from zero_optim.compat.kinship import make_known
 from zero_optim.plan.costs import Cost, CostName
 from zero_optim.state.sharded import Params, ShardingOptions
@@ -69,6 +70,12 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
             evenly. Only where trials of the class with these options gave the same bits, parameters and state
             (`pieces` and `explain` tell). False keeps every parameter whole, and chooses owners that are even
             over the whole model, but perhaps not in each bucket.
+        timeout: seconds that a wait of this optimizer may take. When one passes that, every rank of the group
+            raises `StalledError`, which names the ranks that are missing and what they did last. A
+            warning is logged after half of it. None for the process group's own timeout.
+        on_stall: "exit" logs the error, and ends the process with exit code 75, in the place of raising:
+            for jobs that a launcher starts again, and on NCCL, where a CPU that waits for the device cannot
+            be made to raise.
         **defaults: keyword arguments of ``optimizer_class``.
 
     A group may name its own ``optimizer_class``; its other options are then that class's arguments,
@@ -105,6 +112,8 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
         gather_lazily: torch.nn.Module | None = None,
         assume_separable: bool = False,
         cuts: bool = True,
+        timeout: float | None = None,
+        on_stall: OnStall = "raise",
         **defaults: object,
     ) -> None:
         """Plan, agree on the plan with the other ranks, and build."""
@@ -119,6 +128,8 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
             cost=cost,
             master_dtype=master_dtype,
             ema_decay=ema_decay,
+            timeout=timeout,
+            on_stall=on_stall,
         )
         default, group = OptimizerSpec(optimizer_class, defaults), ranks_of(process_group)
         super().__init__(params, default, group, options, gather_lazily)
@@ -176,6 +187,10 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
         """
         if self.leaves_out_step():
             return None
+        with self._group.doing("step()"):
+            return self._step(closure, kwargs)
+
+    def _step(self, closure: Callable[[], float] | None, kwargs: dict[str, Any]) -> float | None:
         Join.notify_join_context(self)
         loss: float | None = None
         failure: Exception | None = None
@@ -258,7 +273,8 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
         params = self._params()
         pieces = [self._sharding.pieces[param] for param in params]
         asked = ClipArguments(max_norm, norm_type, error_if_nonfinite, foreach)
-        return clip_together(self._group, params, pieces, asked)
+        with self._group.doing("clip_grad_norm_()"):
+            return clip_together(self._group, params, pieces, asked)
 
 
 make_known(ZeroRedundancyOptimizer)
