@@ -13,6 +13,7 @@ from stalling import LIMIT, TIMEOUT, Others, Outcome, linear, outcomes, sharded,
 from waiting import wait_until
 from zero_optim import RankMismatchError, ZeroRedundancyOptimizer, checkpoint
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
+from zero_optim.hooks import zero_step
 
 
 def is_bad() -> bool:
@@ -65,7 +66,10 @@ def wrapped(kind: str) -> tuple[torch.nn.Module, ZeroRedundancyOptimizer]:
     optimizer = sharded(model)
     if kind == "sharded":
         return ShardedDataParallel(model, optimizer, timeout=TIMEOUT), optimizer
-    return DistributedDataParallel(model, timeout=TIMEOUT), optimizer
+    wrapper = DistributedDataParallel(model, timeout=TIMEOUT)
+    if kind == "overlapped":
+        wrapper.register_comm_hook(None, zero_step(optimizer, gradients="owners"))
+    return wrapper, optimizer
 
 
 def backward_without_one(kind: str) -> str:
@@ -79,11 +83,11 @@ def backward_without_one(kind: str) -> str:
     return "trained"
 
 
-@pytest.mark.parametrize("kind", ["averaged", "sharded"])
+@pytest.mark.parametrize("kind", ["averaged", "sharded", "overlapped"])
 def test_a_rank_that_skips_its_backward_pass_is_named(kind: str) -> None:
     ended = outcomes(2, backward_without_one, kind)
     check(ended, "rank 1 has not begun its backward pass (last seen: forward pass 2 ended ")
-    check(ended, "rank 0 waits in the reduction of bucket 0 (")
+    check(ended, "rank 0 waits in the reduction")
 
 
 def consolidate_alone() -> str:
@@ -158,9 +162,33 @@ def save_without_one(path: Path, background: bool) -> str:
     return "saved"
 
 
-def test_a_rank_that_does_not_save_is_named(tmp_path: Path) -> None:
-    ended = outcomes(2, save_without_one, tmp_path / "saved", False)
-    check(ended, "rank 1 has not called checkpoint.save()", "rank 0 waits in the exchange of a checkpoint")
+@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_rank_that_does_not_save_is_named(tmp_path: Path, background: bool) -> None:
+    ended = outcomes(2, save_without_one, tmp_path / "saved", background)
+    call = "checkpoint.save_async()" if background else "checkpoint.save()"
+    check(ended, f"rank 1 has not called {call}", "rank 0 waits in the exchange of a checkpoint")
+
+
+def load_without_one(path: Path, call: str) -> str:
+    model = with_gradients(linear())
+    optimizer = sharded(model)
+    optimizer.step()
+    checkpoint.save(path, model=model, optimizer=optimizer)
+    optimizer.consolidate_state_dict(to=[0, 1])
+    if is_bad():
+        stay_away()
+    elif call == "checkpoint.load()":
+        checkpoint.load(path, model=model, optimizer=optimizer, timeout=TIMEOUT)
+    else:
+        optimizer.load_state_dict(optimizer.state_dict())
+    return "loaded"
+
+
+@pytest.mark.parametrize(
+    "call", ["checkpoint.load()", pytest.param("load_state_dict()", marks=pytest.mark.slow)]
+)
+def test_a_rank_that_does_not_load_is_named(tmp_path: Path, call: str) -> None:
+    check(outcomes(2, load_without_one, tmp_path / "saved", call), f"rank 1 has not called {call}")
 
 
 # ---------------------------------------------------------------------- whose process does not run
@@ -206,7 +234,7 @@ def backward_while_one_is_killed(kind: str) -> str:
     return "trained"
 
 
-@pytest.mark.parametrize("kind", ["averaged", "sharded"])
+@pytest.mark.parametrize("kind", ["averaged", "sharded", "overlapped"])
 def test_a_rank_that_is_killed_before_its_backward_pass_is_named(kind: str) -> None:
     check(
         outcomes(2, backward_while_one_is_killed, kind), "rank 1 has ended", "rank 0 waits in the reduction"
