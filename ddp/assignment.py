@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import UninitializedParameter
 
+from zero_optim.comm.watchdog import check_patience
 from zero_optim.ddp.bucket import ReducerBucket
 from zero_optim.plan.buckets import assign_buckets
+from zero_optim.plan.groups import bucket_text
 from zero_optim.plan.memory import dense_strides
 
 
@@ -38,6 +40,8 @@ class ReducerOptions:
         batched_grad_copy: copy gradients into a bucket all at once, however large they are.
         reduce_dtype: in which gradients of floating-point parameters are reduced, None for the parameters'
             own. Where it is another one, gradients are not views of their bucket.
+        timeout: seconds after which a wait is given up, None for the process group's own timeout.
+        on_stall: what happens then: "raise", or "exit" to end the process.
 
     Raises:
         ValueError: a capacity below 1 byte, or none.
@@ -51,10 +55,13 @@ class ReducerOptions:
     skip_all_reduce_unused_params: bool = False
     batched_grad_copy: bool = False
     reduce_dtype: torch.dtype | None = None
+    timeout: float | None = None
+    on_stall: str = "raise"
 
     def __post_init__(self) -> None:
         if not self.bucket_caps_nbytes or min(self.bucket_caps_nbytes) < 1:
             raise ValueError(f"expected a bucket capacity of at least 1 byte, got {self.bucket_caps_nbytes}")
+        check_patience(self.timeout, self.on_stall)
 
     @property
     def wants_all_used(self) -> bool:
@@ -110,11 +117,13 @@ class BucketAssignment:
         names: of the parameters.
         buckets: in the order of reduction.
         places: of each parameter, its bucket, that bucket's number, and its slot there.
+        labels: name the buckets in messages.
     """
 
     names: Sequence[str] = ()
     buckets: Sequence[ReducerBucket] = ()
     places: Sequence[tuple[ReducerBucket, int, int]] = ()
+    labels: Sequence[str] = ()
 
     @classmethod
     def of(cls, names: Sequence[str], buckets: Sequence[ReducerBucket]) -> "BucketAssignment":
@@ -124,7 +133,11 @@ class BucketAssignment:
             for number, bucket in enumerate(buckets)
             for slot, index in enumerate(bucket.indices)
         }
-        return cls(names, buckets, [places[index] for index in range(len(names))])
+        labels = [
+            bucket_text(number, [names[index] for index in bucket.indices])
+            for number, bucket in enumerate(buckets)
+        ]
+        return cls(names, buckets, [places[index] for index in range(len(names))], labels)
 
 
 def assign(

@@ -21,6 +21,8 @@ from torch.nn.parallel import distributed
 
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.traffic import Waitable
+from zero_optim.comm.watchdog import check_patience, unwatch, watch
 from zero_optim.compat.engine import after_backward, eager, eager_itself, require
 from zero_optim.ddp.assignment import ReducerOptions
 from zero_optim.ddp.logging_data import LoggingSource, has_sync_batch_norm
@@ -106,6 +108,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     divided and summed in it. Comm hooks find buckets of that dtype. Floating-point buffers are cast for good
     at construction, as in PyTorch's.
 
+    Two arguments more, by name: ``timeout`` and ``on_stall``, as of `ZeroRedundancyOptimizer`.
+
     Raises:
         TypeError: on every rank: ``mixed_precision`` is no ``_MixedPrecision``, or the module is scripted.
         ValueError: on every rank: a dtype for ``mixed_precision`` that cannot be used, or
@@ -117,13 +121,24 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     _lazy_init_ran = True
     _precision: Precision | None = None
     _casting: Casting | None = None
+    _timeout: float | None = None
+    _on_stall: str = "raise"
 
     @wraps(TorchDistributedDataParallel.__init__)  # type: ignore[misc]
-    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - PyTorch's
+    def __init__(
+        self,
+        module: nn.Module,
+        *args: Any,  # noqa: ANN401 - PyTorch's
+        timeout: float | None = None,
+        on_stall: str = "raise",
+        **kwargs: Any,  # noqa: ANN401
+    ) -> None:
         given = _SIGNATURE.bind(self, module, *args, **kwargs)
         given.apply_defaults()
         if given.arguments.get("init_sync", True):
-            agree_on_model(given.arguments)
+            agree_on_model(given.arguments, self, timeout, on_stall)
+        check_patience(timeout, on_stall)
+        vars(self).update(_timeout=timeout, _on_stall=on_stall)  # nn.Module is not set up yet
         self._precision = Precision.of(given.arguments)
         if self._precision is None:
             super().__init__(module, *args, **kwargs)
@@ -164,6 +179,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             skip_all_reduce_unused_params=getattr(self, "skip_all_reduce_unused_params", False),
             batched_grad_copy=getattr(self, "batched_grad_copy", False),
             reduce_dtype=None if self._precision is None else self._precision.reduce_dtype,
+            timeout=self._timeout,
+            on_stall=self._on_stall,
         )
         reducer = self._make_reducer(pairs, options, sparse)
         self.reducer: Any = TorchReducerAdapter(reducer)
@@ -243,6 +260,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if isinstance(self.reducer, _Detached):
             return
         self._remove_autograd_hooks()  # type: ignore[no-untyped-call]
+        for user in (self.reducer.own, self):
+            unwatch(user)
         self._comm_hooks.clear()
         self.require_forward_param_sync = False
         nothing: Any = _Detached()
@@ -263,7 +282,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             RuntimeError: on every rank, the wrapper is not detached on some.
             RankMismatchError: on every rank, models differ; names the first difference.
         """
-        group = RankGroup.of(process_group, self.module)
+        group = RankGroup.of(process_group, self.module).within(self._timeout)
+        watch(self, group, self._on_stall)
         with failing_together(group):
             is_detached = isinstance(self.reducer, _Detached)
             if not is_detached:
@@ -274,7 +294,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 )
         options = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
         given = {name: getattr(self, name) for name in options}
-        agree_on_model({"module": self.module, "process_group": group.process_group, **given})
+        given |= {"module": self.module, "process_group": group.process_group}
+        agree_on_model(given, self, self._timeout, self._on_stall)
         self.process_group = group.process_group
         distributed._sync_module_states(  # type: ignore[attr-defined]
             module=self.module,
@@ -312,6 +333,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if self._delay_all_reduce_all_params:
             self._clear_grad_buffer()  # type: ignore[no-untyped-call]
             return output
+        if torch.is_grad_enabled():
+            self._own().activity.end("forward pass")
         if self._check_sync_bufs_post_fwd():  # type: ignore[no-untyped-call]
             self._sync_buffers()  # type: ignore[no-untyped-call]
         if torch.is_grad_enabled():
@@ -327,8 +350,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         buffer: Tensor | None = self._delay_grad_buffer
         assert buffer is not None  # it was made before this hook was set
         buffer.div_(dist.get_world_size(self.process_group))
-        work = dist.all_reduce(buffer, group=self.process_group, async_op=True)
-        assert isinstance(work, dist.Work)  # a member's asynchronous collective always gives a handle
+        group = RankGroup.of(self.process_group, buffer).within(self._timeout)
+        _, work = group.during("reduce").start_sum(buffer, "delayed gradients")
         after_backward(lambda: _wait(work))
         return grad
 
@@ -434,7 +457,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         return self._own().metrics(reset=reset)
 
 
-def _wait(work: dist.Work) -> None:
+def _wait(work: Waitable) -> None:
     work.wait()
 
 

@@ -78,7 +78,7 @@ class OwnerReducer(Reducer):
         )
 
     def _launcher(self) -> Launch:
-        return reducing_to_owners(self._group, self._lanes)
+        return reducing_to_owners(self._group, self._lanes, self._assignment.labels)
 
     def check_finished(self, *, waits: bool = True) -> None:
         """Raise, on every rank, what went wrong; see `Reducer.check_finished`.
@@ -233,14 +233,16 @@ class OwnerSum:
         group: the ranks.
         lanes: see `RowSum`.
         bucket: the gradients, divided.
+        label: names the bucket in messages.
     """
 
-    def __init__(self, group: RankGroup, lanes: Lease, bucket: OwnerBucket) -> None:
+    def __init__(self, group: RankGroup, lanes: Lease, bucket: OwnerBucket, label: str) -> None:
         self._bucket = bucket
         self._lanes = lanes
         self._word: Tensor | None = None
         # Nobody else reads the own row. So of all that was sent and received one row stays, the sum.
-        self._total: RowSum | None = RowSum(group, lanes.groups, bucket.pop_rows(), in_place=True)
+        rows = bucket.pop_rows()
+        self._total: RowSum | None = RowSum(group, lanes.groups, rows, in_place=True, about=label)
 
     def wait(self) -> Tensor:
         """Wait for the sum, and have the bucket take it over; a second call gives the same.
@@ -259,7 +261,7 @@ class OwnerSum:
         return self._word
 
 
-def reducing_to_owners(group: RankGroup, lanes: Lease) -> Launch:
+def reducing_to_owners(group: RankGroup, lanes: Lease, labels: Sequence[str]) -> Launch:
     """Make what starts the buckets of one pass, each when the one before is summed.
 
     See Note [Memory of sharded gradients] in `owner_bucket`.
@@ -267,6 +269,7 @@ def reducing_to_owners(group: RankGroup, lanes: Lease) -> Launch:
     Args:
         group: the ranks.
         lanes: for the exchange.
+        labels: name the buckets in messages, by number.
     """
     under_way: list[OwnerSum] = []
 
@@ -274,8 +277,8 @@ def reducing_to_owners(group: RankGroup, lanes: Lease) -> Launch:
         if under_way:
             under_way.pop().wait()
         if not isinstance(bucket, OwnerBucket):
-            return SumReduction(group, bucket)
-        started = OwnerSum(group, lanes, bucket)
+            return SumReduction(group, bucket, labels[number])
+        started = OwnerSum(group, lanes, bucket, labels[number])
         under_way.append(started)
         return started
 

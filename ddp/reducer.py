@@ -26,6 +26,8 @@ from torch.futures import Future
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.backends import held
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.watchdog import learn_addresses, watch
+from zero_optim.comm.works import Activity
 from zero_optim.compat.streams import is_asynchronous, to_device
 from zero_optim.ddp.assignment import BucketAssignment, ReducedParams, ReducerOptions, assign
 from zero_optim.ddp.backward_pass import BackwardPass, PassTerms, PassWithGraph, Phase
@@ -87,7 +89,8 @@ class Reducer:
     ) -> None:
         self.options = ReducerOptions() if options is None else options
         params = held(params)
-        self._group = RankGroup.of(process_group, params)
+        self._group = RankGroup.of(process_group, params).within(self.options.timeout)
+        watch(self, self._group, self.options.on_stall)
         if checks:
             with failing_together(self._group):
                 self._reduced = ReducedParams.of(params, sparse)
@@ -102,6 +105,8 @@ class Reducer:
         self._assignment = self._assigned(None)
         self._inbox = Inbox(self.params, weakly(self._first_arrived))
         weakref.finalize(self, remove, self._inbox.handles)
+        if checks:  # then all ranks have got here
+            learn_addresses(self._group)
 
     def reset(self) -> None:
         """Begin anew: first buckets, nothing learnt. Must be called by all ranks, between iterations."""
@@ -131,10 +136,16 @@ class Reducer:
     def use_group(self, process_group: dist.ProcessGroup | None) -> None:
         """Average over other ranks from now on. All of these must call, between iterations, and `reset`."""
         self._group = replace(RankGroup.of(process_group, self.params), phase=self._group.phase)
+        watch(self, self._group, self.options.on_stall)
 
     def metrics(self, *, reset: bool = True) -> dict[str, float]:
         """Tell what this rank communicated since the last call; see `DistributedDataParallel.metrics`."""
         return self._group.phase.traffic.figures(("reduce", "agree"), "passes", reset=reset)
+
+    @property
+    def activity(self) -> Activity:
+        """What this process does, which other ranks hear of if they miss it."""
+        return self._group.works.log.activity
 
     @property
     def assignment(self) -> BucketAssignment:
@@ -283,6 +294,7 @@ class Reducer:
         self.rebuild()
         terms = self._terms(self._upcoming.divisor_among(self._group.size) if self._slot.is_empty else 1)
         kind = PassWithGraph if torch.is_grad_enabled() else BackwardPass
+        self.activity.begin("backward pass")
         current = kind(self._assignment, terms, self._launcher())
         self._inbox.current = current
         when_backward_ends(lambda: self._finish(current), current.break_off)
@@ -298,12 +310,19 @@ class Reducer:
         )
 
     def _launcher(self) -> Launch:
-        return launching(self._group, self._slot, all_used=self.options.wants_all_used)
+        labels = self._assignment.labels
+        return launching(self._group, self._slot, labels, all_used=self.options.wants_all_used)
 
     @torch.no_grad()
     def _finish(self, current: BackwardPass) -> None:
         """End a backward pass: launch the rest, wait, hand the results out."""
         self._inbox.current = None
+        try:
+            self._conclude(current)
+        finally:
+            self.activity.end("backward pass")
+
+    def _conclude(self, current: BackwardPass) -> None:
         broke_off = current.phase is Phase.BROKEN_OFF
         current.end()
         if not (any(current.calls) or current.asks_for_use or broke_off):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.traffic import Phase
+from zero_optim.comm.works import Work
 from zero_optim.ddp.bucket import GradBucket, ReducerBucket, tensor_of
 
 Hook = Callable[[Any, Any], Future[Tensor]]  # (state, bucket), PyTorch's contract
@@ -81,19 +81,18 @@ class SumReduction:
     Args:
         group: the ranks.
         bucket: whose gradients are summed.
+        label: names the bucket in messages.
     """
 
-    def __init__(self, group: RankGroup, bucket: ReducerBucket) -> None:
+    def __init__(self, group: RankGroup, bucket: ReducerBucket, label: str = "") -> None:
         self._bucket = bucket
-        self._phase = group.phase
-        self._work = all_reduce(group, bucket.flat)
+        self._handle, self._work = group.start_sum(bucket.flat, label)
 
     def wait(self) -> Tensor:
         """Wait for the sum."""
-        with self._phase.waiting():
-            self._work.wait()
+        self._work.wait()
         if self._bucket.is_sparse:
-            return _result(self._work)
+            return _result(self._handle)
         return self._bucket.flat
 
 
@@ -107,7 +106,8 @@ class HookReduction:
         index: the bucket's place in the order of reduction.
         is_last: whether none follows.
         all_used: see `GradBucket`.
-        phase: where the wait for it is counted. What it sends is not known here.
+        group: the ranks; the wait is counted in its phase. What the hook sends is not known here.
+        label: names the bucket in messages.
 
     Raises:
         RuntimeError: it did not return a future.
@@ -121,18 +121,21 @@ class HookReduction:
         index: int,
         is_last: bool,
         all_used: bool,
-        phase: Phase,
+        group: RankGroup,
+        label: str,
     ) -> None:
         self._bucket = bucket
-        self._phase = phase
         self._name = hook_name(hook)
-        self._future = hook(state, GradBucket(bucket, index, is_last, all_used))
-        if not isinstance(self._future, torch._C.Future):
+        record = group.begin_work(label)
+        with record.starting():
+            future = hook(state, GradBucket(bucket, index, is_last, all_used))
+        if not isinstance(future, torch._C.Future):
             raise RuntimeError(  # noqa: TRY004 - PyTorch's type
                 "DDP communication hook's callback must return a torch.futures.Future object, but got "
-                f"{type(self._future).__name__} from {self._name}. Expected a future of one tensor, as "
+                f"{type(future).__name__} from {self._name}. Expected a future of one tensor, as "
                 "all_reduce(..., async_op=True).get_future() gives"
             )
+        self._work = Work(future, group.phase, record)
 
     def wait(self) -> Tensor:
         """Wait for the future.
@@ -141,8 +144,7 @@ class HookReduction:
             TypeError: it holds something else than one tensor.
             ValueError: the tensor is not as long as the bucket.
         """
-        with self._phase.waiting():
-            value = self._future.wait()
+        value = self._work.wait()
         result = tensor_of(value)
         if result is None:
             raise TypeError(
@@ -157,7 +159,7 @@ class HookReduction:
         return result
 
 
-def launching(group: RankGroup, slot: "HookSlot", *, all_used: bool) -> Launch:
+def launching(group: RankGroup, slot: "HookSlot", labels: Sequence[str], *, all_used: bool) -> Launch:
     """Make what starts a bucket's reduction: the comm hook, or a sum where there is none.
 
     It does not keep the slot: a hook's state may hold the model, whose parameters hold a pass that broke off.
@@ -165,6 +167,7 @@ def launching(group: RankGroup, slot: "HookSlot", *, all_used: bool) -> Launch:
     Args:
         group: the ranks.
         slot: of the hook. Whoever launches holds it.
+        labels: name the buckets in messages, by number.
         all_used: see `GradBucket`.
     """
     reference, group = weakref.ref(slot), group.during("reduce")
@@ -173,8 +176,8 @@ def launching(group: RankGroup, slot: "HookSlot", *, all_used: bool) -> Launch:
         found = reference()
         assert found is not None  # see above
         if found.is_empty:
-            return SumReduction(group, bucket)
-        return found.launch(bucket, number, is_last, all_used, group.phase)
+            return SumReduction(group, bucket, labels[number])
+        return found.launch(bucket, number, is_last, all_used, group, labels[number])
 
     return launch
 
@@ -214,13 +217,19 @@ class HookSlot:
         self._hook = (hook, state)
 
     def launch(
-        self, bucket: ReducerBucket, index: int, is_last: bool, all_used: bool, phase: Phase
+        self,
+        bucket: ReducerBucket,
+        index: int,
+        is_last: bool,
+        all_used: bool,
+        group: RankGroup,
+        label: str,
     ) -> HookReduction:
         """Call the hook."""
         assert self._hook is not None  # asked for by is_empty
         hook, state = self._hook
         with self.minding():
-            return HookReduction(hook, state, bucket, index, is_last, all_used, phase)
+            return HookReduction(hook, state, bucket, index, is_last, all_used, group, label)
 
     def await_all(self, reductions: BucketReductions) -> None:
         """Let nothing come before what hooks issue; on gloo PowerSGD's does so from other threads, later."""
@@ -236,14 +245,6 @@ class HookSlot:
         except Exception as error:
             self.failure = f"a comm hook failed in an earlier backward pass: {error}"
             raise
-
-
-def all_reduce(group: RankGroup, tensor: Tensor) -> dist.Work:
-    """Launch a sum over all ranks, in place for dense tensors."""
-    group.count_sum(tensor)
-    work = dist.all_reduce(tensor, group=group.process_group, async_op=True)
-    assert isinstance(work, dist.Work)  # a member's asynchronous collective always gives a handle
-    return work
 
 
 def _result(work: dist.Work) -> Tensor:

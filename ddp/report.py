@@ -30,14 +30,17 @@ Note [Late reports]
 
 import json
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup, ranks_text
 from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
 from zero_optim.errors import ReductionError
+
+if TYPE_CHECKING:
+    from zero_optim.comm.traffic import Waitable
 
 
 class FailureReport:
@@ -64,17 +67,14 @@ class FailureReport:
         self._failure = failure
         self._used = used
         self._is_late = False
-        self._work: dist.Work | None = None
+        self._work: Waitable | None = None
         self._counts: Tensor | None = None
         self._answer: HostCopy | None = None  # the word, or the counts
         if in_last_bucket:
             return
         self._counts = to_device(torch.tensor([failure is not None, *used], dtype=torch.int32), group.device)
         if group.size > 1:
-            group.count_sum(self._counts)
-            work = dist.all_reduce(self._counts, group=group.process_group, async_op=True)
-            assert isinstance(work, dist.Work)  # a member's asynchronous collective always gives a handle
-            self._work = work
+            _, self._work = group.start_sum(self._counts)
 
     def read_word(self, reduced: Tensor) -> None:
         """Copy the element that carries the word: the gradients are the user's from here on.
@@ -94,8 +94,7 @@ class FailureReport:
         if self._answer is None:
             assert self._counts is not None  # otherwise `read_word` comes first
             if self._work is not None:
-                with self._group.phase.waiting():
-                    self._work.wait()
+                self._work.wait()
             self._answer = HostCopy(self._counts)
         return self._answer
 

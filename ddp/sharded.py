@@ -22,8 +22,10 @@ _OPTIONS = (
     "find_unused_parameters",
     "init_sync",
     "mixed_precision",
+    "on_stall",
     "output_device",
     "static_graph",
+    "timeout",
 )
 _REFUSED = {
     "batched_grad_copy": "gradients are copied as they come, so that they can be dropped",
@@ -84,8 +86,8 @@ class ShardedDataParallel(DistributedDataParallel):
             first, on each rank, then over ranks.
         process_group: that of the optimizer; need not be given.
         **options: ``device_ids``, ``output_device``, ``dim``, ``broadcast_buffers``, ``init_sync``,
-            ``find_unused_parameters``, ``static_graph`` and ``mixed_precision``, as in
-            `DistributedDataParallel`.
+            ``find_unused_parameters``, ``static_graph``, ``mixed_precision``, ``timeout`` and
+            ``on_stall``, as in `DistributedDataParallel`.
 
     Raises:
         TypeError: on every rank: ``optimizer`` is not sharded by this library, or an option is unknown or has
@@ -106,11 +108,12 @@ class ShardedDataParallel(DistributedDataParallel):
     ) -> None:
         """Check, agree with the other ranks, and wrap."""
         _check_optimizer(optimizer)
-        with failing_together(optimizer.ranks):
-            _check_arguments(accumulate, options)
-            _check_group(optimizer, process_group)
-            _check_module(module, optimizer)
-        agree(optimizer.ranks, [f"accumulate={accumulate!r}"], "the arguments of ShardedDataParallel")
+        with optimizer.ranks.doing("ShardedDataParallel()"):
+            with failing_together(optimizer.ranks):
+                _check_arguments(accumulate, options)
+                _check_group(optimizer, process_group)
+                _check_module(module, optimizer)
+            agree(optimizer.ranks, [f"accumulate={accumulate!r}"], "the arguments of ShardedDataParallel")
         self._optimizer = optimizer
         self._accumulate = accumulate
         base: Any = super()

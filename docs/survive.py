@@ -66,7 +66,7 @@ def train(folder: Path, number: int) -> None:
             if step % SAVED_EVERY == 0:
                 path = folder / f"step-{step}"
                 checkpoint.save(path, model=model, optimizer=optimizer, extra=step, keep=2)
-        except RuntimeError as error:  # of gloo: a rank has closed its connections
+        except RuntimeError as error:  # StalledError, or of gloo: a rank has ended
             print(f"process {number}: step {step} broke off: {str(error).splitlines()[0][:60]}", flush=True)
             generation += 1
             step = go_on(folder, generation, number, model, optimizer)

@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from ddp_pairs import KNOWN, SMALL_MB, Pair, assert_same, averaged, batch, mlp, mlp_loss
 from pool import Ranks
-from zero_optim.ddp import DistributedDataParallel, reduction
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.ddp import DistributedDataParallel
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "defaults": {},
@@ -287,15 +288,16 @@ class Branches(nn.Module):
         return out
 
 
-def check_skip(monkeypatch_name: str) -> None:
+def check_skip() -> None:
     launched: list[int] = []
-    genuine = getattr(reduction, monkeypatch_name)
+    genuine = RankGroup.start_sum
 
-    def counting(group: Any, tensor: Tensor) -> Any:
-        launched.append(tensor.numel())
-        return genuine(group, tensor)
+    def counting(self: RankGroup, tensor: Tensor, about: str = "") -> Any:
+        if about:  # a bucket; ranks also tell each other what they used
+            launched.append(tensor.numel())
+        return genuine(self, tensor, about)
 
-    reduction.all_reduce = counting  # type: ignore[assignment]
+    RankGroup.start_sum = counting  # type: ignore[method-assign]
     try:
         counts = {}
         for skip in (False, True):
@@ -308,11 +310,11 @@ def check_skip(monkeypatch_name: str) -> None:
             assert pair.ours.get_ddp_logging_data()["num_buckets_reduced"] == counts[skip] / 3
         assert counts == {False: 18, True: 12}, counts  # two of six buckets
     finally:
-        reduction.all_reduce = genuine
+        RankGroup.start_sum = genuine  # type: ignore[method-assign]
 
 
 def test_buckets_without_a_used_parameter_are_skipped_when_asked(ranks2: Ranks) -> None:
-    ranks2.run(check_skip, "all_reduce")
+    ranks2.run(check_skip)
 
 
 class Outer(nn.Module):

@@ -312,10 +312,10 @@ def test_gloo_exchanges_what_is_not_on_the_cpu_as_one_tensor_of_bytes(ranks2: Ra
 def check_exchange_by_backend() -> None:
     group = RankGroup.of(None)
     sent = pieces_of(group.rank, torch.float32)
-    work = mock.Mock(spec=dist.Work)
-    with mock.patch.object(dist, "all_to_all", return_value=work) as asked:
+    started = mock.Mock(spec=dist.Work)
+    with mock.patch.object(dist, "all_to_all", return_value=started) as asked:
         works, came = group.exchange(sent, [replace(group, backends={"cpu": "nccl"})])
-    assert [handle.work for handle in works] == [work]
+    assert [work.handle for work in works] == [started]
     into, pieces = asked.call_args.args
     assert [part.numel() for part in pieces] == [0 if to == group.rank else to * 3 for to in range(2)]
     assert [part.numel() for part in into] == [0 if r == group.rank else group.rank * 3 for r in range(2)]

@@ -96,8 +96,9 @@ def slow_gathers(delay: float = 0.003) -> Iterator[list[Any]]:
     broadcast_rows = RankGroup.broadcast_rows
     waited: list[Any] = []
 
-    def late(self: RankGroup, rows: Any) -> list[Any]:
-        return [_Late(work, time.monotonic() + delay, waited) for work in broadcast_rows(self, rows)]
+    def late(self: RankGroup, rows: Any, about: str = "") -> list[Any]:
+        works = broadcast_rows(self, rows, about)
+        return [_Late(work, time.monotonic() + delay, waited) for work in works]
 
     RankGroup.broadcast_rows = late  # type: ignore[method-assign, assignment]
     try:

@@ -210,12 +210,12 @@ def traced(trace: list[str], group: list[dist.ProcessGroup]) -> Callable[..., An
 
     broadcast_rows = RankGroup.broadcast_rows
 
-    def noted(self: RankGroup, rows: Any) -> Any:
+    def noted(self: RankGroup, rows: Any, about: str = "") -> Any:
         rows = list(rows)
         if rows:
             trace.append("gather")
             group.append(self.process_group)
-        return broadcast_rows(self, rows)
+        return broadcast_rows(self, rows, about)
 
     RankGroup.broadcast_rows = noted  # type: ignore[method-assign]
     return hook

@@ -140,8 +140,8 @@ def check_owner_reduction() -> None:
         made: list[Tensor] = []
         exchange = owners.RankGroup.exchange
 
-        def noted(self: Any, pieces: Any, lanes: Any) -> Any:
-            works, came = exchange(self, pieces, lanes)
+        def noted(self: Any, pieces: Any, lanes: Any, about: str = "") -> Any:
+            works, came = exchange(self, pieces, lanes, about)
             made.extend([*pieces, *came])
             return works, came
 

@@ -11,6 +11,7 @@ from zero_optim.errors import (
     RankMismatchError,
     ReductionError,
     RemoteRankError,
+    StalledError,
     StateMismatchError,
     ZeroOptimError,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "RankMismatchError",
     "ReductionError",
     "RemoteRankError",
+    "StalledError",
     "StateMismatchError",
     "ZeroOptimError",
     "ZeroRedundancyOptimizer",

@@ -3,6 +3,7 @@
     ZeroOptimError
     ├── RankMismatchError        ranks disagree about what they are about to do together
     ├── RemoteRankError          another rank failed with an exception this rank cannot rebuild
+    │   ├── StalledError         ranks wait for one that does not come, has ended or is stopped
     │   ├── RankFailedError      a rank that was started here failed or was killed
     │   └── LaunchTimeoutError   ranks that were started here took too long
     ├── NotConsolidatedError     the whole state dict is needed, but is absent or out of date
@@ -30,6 +31,24 @@ class RankMismatchError(ZeroOptimError, RuntimeError):
 
 class RemoteRankError(ZeroOptimError, RuntimeError):
     """Another rank failed. The message quotes its message; its traceback is in that rank's output."""
+
+
+class StalledError(RemoteRankError):
+    """Ranks waited for others that did not come in time, or have ended; raised on every rank that waits.
+
+    The process group cannot be used any more.
+
+    Attributes:
+        missing: group ranks that were waited for.
+    """
+
+    def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle with both arguments."""
+        return type(self), (str(self), self.missing)
 
 
 class RankFailedError(RemoteRankError):

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from zero_optim.comm.agreement import SharedCall
 from zero_optim.comm.arguments import ranks_of
+from zero_optim.comm.watchdog import OnStall
 from zero_optim.compat.kinship import make_known
 from zero_optim.plan.costs import Cost, CostName
 from zero_optim.state.sharded import Params, ShardingOptions
@@ -74,6 +75,12 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
             made, `step` and `load_state_dict` raise a ``ValueError`` on every rank, before anything changes.
             So does a step where the gradient of a cut parameter is sparse, unless the class gave the same
             bits with such: plain SGD does; SGD with momentum and Adagrad do not. Keep such a group whole.
+        timeout: seconds that a wait of this optimizer may take. When one passes that, every rank of the group
+            raises `StalledError`, which names the ranks that are missing and what they did last. A
+            warning is logged after half of it. None for the process group's own timeout.
+        on_stall: "exit" logs the error, and ends the process with exit code 75, in the place of raising:
+            for jobs that a launcher starts again, and on NCCL, where a CPU that waits for the device cannot
+            be made to raise.
         **defaults: keyword arguments of ``optimizer_class``.
 
     A group may name its own ``optimizer_class``; its other options are then that class's arguments,
@@ -110,6 +117,8 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
         gather_lazily: torch.nn.Module | None = None,
         assume_separable: bool = False,
         cuts: bool = True,
+        timeout: float | None = None,
+        on_stall: OnStall = "raise",
         **defaults: object,
     ) -> None:
         """Plan, agree on the plan with the other ranks, and build."""
@@ -124,6 +133,8 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
             cost=cost,
             master_dtype=master_dtype,
             ema_decay=ema_decay,
+            timeout=timeout,
+            on_stall=on_stall,
         )
         default, group = OptimizerSpec(optimizer_class, defaults), ranks_of(process_group)
         super().__init__(params, default, group, options, gather_lazily)
@@ -184,7 +195,10 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
         """
         if self.leaves_out_step():
             return None
-        self.check_attached()
+        with self._group.doing("step()"):
+            return self._step(closure, kwargs)
+
+    def _step(self, closure: Callable[[], float] | None, kwargs: dict[str, Any]) -> float | None:
         self.announce_to_join(steps=True)
         self.num_steps += 1
         loss: float | None = None
@@ -266,7 +280,8 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
                 "the step was taken during the backward pass, too early to clip: leave out "
                 "clip_grad_norm_(), or zero_step (overlap_with_ddp)"
             )
-        return self.clip_together(ClipArguments(max_norm, norm_type, error_if_nonfinite, foreach))
+        with self._group.doing("clip_grad_norm_()"):
+            return self.clip_together(ClipArguments(max_norm, norm_type, error_if_nonfinite, foreach))
 
 
 make_known(ZeroRedundancyOptimizer)

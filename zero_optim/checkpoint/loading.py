@@ -30,6 +30,7 @@ from zero_optim.checkpoint.undo import Undo
 from zero_optim.checkpoint.values import Json, entries_in, key_of, tensors_in
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.watchdog import check_patience, watching
 from zero_optim.comm.wire import PIECE_NBYTES, Nested, memory_of
 from zero_optim.errors import StateMismatchError
 from zero_optim.optimizer import ZeroRedundancyOptimizer
@@ -47,6 +48,7 @@ def load(
     scaler: Any = None,  # noqa: ANN401
     random: bool = True,
     process_group: dist.ProcessGroup | None = None,
+    timeout: float | None = None,
 ) -> Nested:
     """Load a checkpoint; all ranks call, with the same arguments.
 
@@ -64,6 +66,8 @@ def load(
         scaler: to load into.
         random: restore each rank's random state, if a rank of that number saved one.
         process_group: the ranks that load; None for the optimizer's, or without one the default group.
+        timeout: seconds that a wait for another rank may take, as of `ZeroRedundancyOptimizer`; None for the
+            process group's own. A rank also waits while others read.
 
     Returns:
         What was saved as ``extra``.
@@ -74,11 +78,19 @@ def load(
         RankMismatchError: the arguments differ between ranks.
         TypeError, ValueError: on every rank, if an argument is wrong on any rank.
     """
-    group = group_of(model, optimizer, process_group)
+    group = group_of(model, optimizer, process_group, timeout)
+    with watching(group), group.doing("checkpoint.load()"):
+        with failing_together(group):
+            check_patience(timeout)
+            check_group(process_group)
+            folder, objects = resolved(path), Objects(model, optimizer, scheduler, scaler)
+        return _load(group, path, folder, objects, random=random)
+
+
+def _load(
+    group: RankGroup, path: str | os.PathLike[str], folder: Path, objects: Objects, *, random: bool
+) -> Nested:
     with failing_together(group):
-        check_group(process_group)
-        folder = resolved(path)
-        objects = Objects(model, optimizer, scheduler, scaler)
         if objects.optimizer is not None:
             names_of(objects.optimizer, objects.model)
         with blamed_on(folder):

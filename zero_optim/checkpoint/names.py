@@ -10,6 +10,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from zero_optim.comm.backends import devices_of
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.watchdog import patient
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 
 
@@ -60,18 +61,26 @@ class Objects:
         return next((device for device in devices_of([groups, self.model]) if device.type != "cpu"), None)
 
 
-def group_of(model: object, optimizer: object, process_group: object) -> RankGroup:
+def group_of(model: object, optimizer: object, process_group: object, timeout: object = None) -> RankGroup:
     """Find the ranks that save or load. Wrong types are refused later, on all of them.
+
+    Args:
+        model: what is saved; None for none.
+        optimizer: likewise.
+        process_group: the ranks, None for those of the optimizer, or without one the default group.
+        timeout: of waits, in seconds; None for the process group's own.
 
     Raises:
         ValueError: this process is not in the group.
     """
     if isinstance(process_group, dist.ProcessGroup) or process_group is dist.GroupMember.NON_GROUP_MEMBER:
         params = optimizer.param_groups if isinstance(optimizer, ZeroRedundancyOptimizer) else ()
-        return RankGroup.of(cast("dist.ProcessGroup", process_group), [params, model])
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        return optimizer.ranks.uncounted()
-    return RankGroup.of(None, model)
+        found = RankGroup.of(cast("dist.ProcessGroup", process_group), [params, model])
+    elif isinstance(optimizer, ZeroRedundancyOptimizer):
+        found = optimizer.ranks.uncounted()
+    else:
+        found = RankGroup.of(None, model)
+    return patient(found.during("checkpoint"), timeout)
 
 
 def check_group(process_group: object) -> None:

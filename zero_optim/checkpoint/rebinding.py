@@ -1,6 +1,8 @@
 """Going back to a checkpoint in another process group, after state was lost with a rank."""
 
 import os
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from zero_optim.checkpoint.storage import CheckpointReader
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.arguments import ranks_of
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.watchdog import check_patience, patient, watching
 from zero_optim.comm.wire import Nested
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 
@@ -28,6 +31,7 @@ def rebind(
     scaler: Any = None,  # noqa: ANN401
     random: bool = True,
     process_group: dist.ProcessGroup | None = None,
+    timeout: float | None = None,
 ) -> Nested:
     """Bind a detached optimizer to another process group, in the state of a checkpoint; all its ranks call.
 
@@ -43,6 +47,7 @@ def rebind(
         scaler: to load into.
         random: as in `load`.
         process_group: the new ranks; None for the default group.
+        timeout: as in `load`.
 
     Returns:
         What was saved as ``extra``.
@@ -52,11 +57,22 @@ def rebind(
             detached then, and may be bound by another call of this.
     """
     ranks = ranks_of(process_group)
-    group = RankGroup.of(ranks.process_group, model)
+    group = patient(RankGroup.of(ranks.process_group, model).during("checkpoint"), timeout)
+    with watching(group), group.doing("checkpoint.rebind()"):
+        with failing_together(group):
+            check_patience(timeout)
+            _check(model, optimizer)
+            folder, objects = resolved(path), Objects(model, optimizer, scheduler, scaler)
+        return _rebind(group, path, folder, objects, random=random)
+
+
+def _rebind(
+    group: RankGroup, path: str | os.PathLike[str], folder: Path, objects: Objects, *, random: bool
+) -> Nested:
+    optimizer = objects.optimizer
+    assert optimizer is not None  # checked
     with failing_together(group):
-        _check(model, optimizer)
-        folder, objects = resolved(path), Objects(model, optimizer, scheduler, scaler)
-        names_of(optimizer, model)
+        names_of(optimizer, objects.model)
         with blamed_on(folder):
             reader = CheckpointReader(folder)
             content = Content(reader, objects)
@@ -70,7 +86,8 @@ def rebind(
     else:
         optimizer.rebind(group.process_group, keep_state=False)
     try:
-        return load_from(optimizer.ranks.uncounted(), reader, objects, random=random, only=only)
+        group = replace(optimizer.ranks, phase=group.phase)
+        return load_from(group, reader, objects, random=random, only=only)
     except BaseException:
         optimizer.give_up_state()
         raise

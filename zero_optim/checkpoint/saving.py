@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from threading import Thread
 from time import perf_counter
@@ -23,12 +23,13 @@ from zero_optim.checkpoint.storage import complete, discard, entries_of, new_tok
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease, lease
+from zero_optim.comm.watchdog import check_patience, watching
 from zero_optim.comm.wire import encode, recv_value, send_value
 from zero_optim.errors import CheckpointError
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 
 
-def save(
+def save(  # noqa: PLR0913 - keyword-only
     path: str | os.PathLike[str],
     *,
     model: nn.Module | None = None,
@@ -38,6 +39,7 @@ def save(
     extra: object = None,
     keep: int | None = None,
     process_group: dist.ProcessGroup | None = None,
+    timeout: float | None = None,
 ) -> None:
     """Save a checkpoint; all ranks call, with the same arguments.
 
@@ -59,6 +61,8 @@ def save(
         in the same parent folder are removed if their names differ from its name only in digits ("step-5",
         "step-10"). None removes none.
         process_group: the ranks that save; None for the optimizer's, or without one the default group.
+        timeout: seconds that a wait for another rank may take, as of `ZeroRedundancyOptimizer`; None for the
+            process group's own. A rank also waits while others write.
 
     Raises:
         CheckpointError: on every rank, if any rank could not write: a full disk, a read-only folder, another
@@ -68,16 +72,18 @@ def save(
         TypeError, ValueError: on every rank, if on any rank an argument is wrong, or something to save is
         neither a tensor nor plain.
     """
-    group = group_of(model, optimizer, process_group)
-    with failing_together(group):
-        check_group(process_group)
-        folder, objects = folders.own_folder(path), Objects(model, optimizer, scheduler, scaler)
-        _wait_for_last(group)
-    part, note = _begin(group, Path(path), objects, extra, keep), _note(objects)
-    note(_write(group, folder, part, keep))
+    group = group_of(model, optimizer, process_group, timeout)
+    with watching(group), group.doing("checkpoint.save()"):
+        with failing_together(group):
+            check_patience(timeout)
+            check_group(process_group)
+            folder, objects = folders.own_folder(path), Objects(model, optimizer, scheduler, scaler)
+            _wait_for_last(group)
+        part, note = _begin(group, Path(path), objects, extra, keep), _note(objects)
+        note(_write(group, folder, part, keep))
 
 
-def save_async(
+def save_async(  # noqa: PLR0913 - keyword-only
     path: str | os.PathLike[str],
     *,
     model: nn.Module | None = None,
@@ -87,6 +93,7 @@ def save_async(
     extra: object = None,
     keep: int | None = None,
     process_group: dist.ProcessGroup | None = None,
+    timeout: float | None = None,
 ) -> "PendingSave":
     """Save a checkpoint in the background; all ranks call, with the arguments of `save`.
 
@@ -103,14 +110,17 @@ def save_async(
         RemoteRankError: at the first save, if a rank has ended or does not come within the group's timeout.
     """
     began = perf_counter()
-    group = group_of(model, optimizer, process_group)
-    with failing_together(group):
-        check_group(process_group)
-        folder, objects = folders.own_folder(path), Objects(model, optimizer, scheduler, scaler)
-        _wait_for_last(group)
-    lane = _lane(group)
-    part = _begin(group, Path(path), objects, extra, keep).staged()
-    lane.last = PendingSave(lane.group, folder, part, keep, began, _note(objects))
+    group = group_of(model, optimizer, process_group, timeout)
+    with watching(group), group.doing("checkpoint.save_async()"):
+        with failing_together(group):
+            check_patience(timeout)
+            check_group(process_group)
+            folder, objects = folders.own_folder(path), Objects(model, optimizer, scheduler, scaler)
+            _wait_for_last(group)
+        lane = _lane(group)
+        part = _begin(group, Path(path), objects, extra, keep).staged()
+        ranks = replace(lane.group, phase=group.phase)
+        lane.last = PendingSave(ranks, folder, part, keep, began, _note(objects))
     return lane.last
 
 
@@ -142,7 +152,8 @@ class PendingSave:
         self, group: RankGroup, part: RankContent, keep: int | None, note: Callable[[str], None]
     ) -> None:
         try:
-            note(_write(group, self.path, part, keep))
+            with watching(group), group.doing("a save in the background"):
+                note(_write(group, self.path, part, keep))
         except Exception as error:  # noqa: BLE001 - kept for whoever waits
             self._error = error
 

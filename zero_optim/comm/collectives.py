@@ -36,17 +36,19 @@ from zero_optim.comm.backends import (
     devices_of,
     unserved,
 )
-from zero_optim.comm.traffic import CountedWork, Phase, Waitable, broadcast_nbytes, sum_nbytes
+from zero_optim.comm.traffic import Phase, Traffic, Waitable, broadcast_nbytes, sum_nbytes
+from zero_optim.comm.works import Doing, GroupWorks, Record, Work, log_of
 from zero_optim.compat.engine import coalesced, coalesces, timeout_of
 from zero_optim.compat.streams import (
     Event,
     HostCopy,
+    is_asynchronous,
     record_use,
     recorded_event,
     to_device,
     wait_for_event,
 )
-from zero_optim.errors import RemoteRankError
+from zero_optim.errors import RemoteRankError, StalledError
 
 
 @dataclass(slots=True)
@@ -132,6 +134,7 @@ class RankGroup:
             `zero_optim.comm.backends`.
         data_devices: where the parameters lie; empty where nothing is known of them.
         backends: what serves each type of device, such as ``{"cpu": "gloo", "cuda": "nccl"}``.
+        works: the works of the process group on this process.
         phase: where what is sent is counted, and the waits.
     """
 
@@ -141,11 +144,12 @@ class RankGroup:
     device: torch.device
     data_devices: tuple[torch.device, ...]
     backends: Mapping[str, str] = field(compare=False)
+    works: GroupWorks = field(compare=False, repr=False)
     phase: Phase = field(default_factory=Phase, compare=False, repr=False)
 
     def __deepcopy__(self, memo: object) -> "RankGroup":
         """Return the same ranks, as a process group cannot be copied. A copy's traffic counts from zero."""
-        return replace(self, phase=Phase(name=self.phase.name))
+        return replace(self, phase=replace(self.phase, traffic=Traffic()))
 
     def __reduce__(
         self,
@@ -198,7 +202,11 @@ class RankGroup:
             )
         devices, backends = devices_of(data), backends_of(group)
         small = device_for_small_tensors(backends, devices, getattr(group, "bound_device_id", None))
-        return cls(group, dist.get_rank(group), dist.get_world_size(group), small, devices, backends)
+        world = dist.group.WORLD
+        assert world is not None  # torch.distributed is initialised
+        ranks, can_cut = tuple(dist.get_process_group_ranks(group)), backends.get("cpu") == "gloo"
+        works = log_of(world).of(group, ranks, timeout_of(group), can_cut=can_cut)
+        return cls(group, dist.get_rank(group), len(ranks), small, devices, backends, works)
 
     def during(self, phase: str, *, is_exposed: bool | None = None) -> "RankGroup":
         """Give the same ranks, with what is sent and waited for counted under the name of a phase.
@@ -208,7 +216,29 @@ class RankGroup:
             is_exposed: callers wait; None to leave it as it is.
         """
         is_exposed = self.phase.is_exposed if is_exposed is None else is_exposed
-        return replace(self, phase=Phase(self.phase.traffic, phase, is_exposed))
+        return replace(self, phase=replace(self.phase, name=phase, is_exposed=is_exposed))
+
+    def within(self, timeout: float | None) -> "RankGroup":
+        """Give the same ranks, whose waits are given up after some seconds; None for the group's timeout."""
+        return replace(self, phase=replace(self.phase, timeout=timeout))
+
+    def doing(self, name: str) -> Doing:
+        """Give a context in which this process does something, which other ranks hear of if they miss it.
+
+        Args:
+            name: such as ``step()``.
+        """
+        return Doing(self.works.log.activity, name)
+
+    def begin_work(self, about: str = "") -> Record:
+        """Begin a work of the current phase, see `GroupWorks.begin`.
+
+        Raises:
+            RuntimeError: the process group was let go.
+        """
+        if self.is_let_go:
+            raise RuntimeError(LET_GO)
+        return self.works.begin(self.phase, about)
 
     def uncounted(self) -> "RankGroup":
         """Give the same ranks, with traffic that nobody reads."""
@@ -236,7 +266,7 @@ class RankGroup:
         known = backend_for(self.backends, self.data_devices) if self.backends else ""
         return known or str(dist.get_backend(self.process_group))
 
-    def broadcast_rows(self, rows: Iterable[tuple[int, Tensor]]) -> list[Waitable]:
+    def broadcast_rows(self, rows: Iterable[tuple[int, Tensor]], about: str = "") -> list[Waitable]:
         """Start the broadcast of each row from its owner, and wait for none. All ranks call.
 
         Measured on gloo, broadcasts by the owners take a third of the time of an all-gather of the same
@@ -245,28 +275,41 @@ class RankGroup:
         Args:
             rows: (owner, 1-D tensor) in the same order on every rank, all on one device. The broadcast reads
                 the owner's tensor and writes the others.
+            about: what the rows belong to, for messages.
 
         Returns:
             Their handles: one for each row, or one for all; none in a group of one.
         """
         listed = list(rows) if self.size > 1 else []
-        if len(listed) < 2 or not coalesces(self.process_group, listed[0][1].device):
-            works = [self._broadcast(row, owner) for owner, row in listed]
-            assert None not in works  # async_op=True on a member always returns a handle
-            return self._counted(works, sum(self._nbytes_sent(row, owner) for owner, row in listed))
-        with coalesced(self.process_group, listed[0][1].device) as started:
-            for owner, row in listed:
+        if not listed:
+            return []
+        device, record = listed[0][1].device, self.begin_work(about)
+        with record.starting():
+            handles = self._start_rows(listed, device)
+        nbytes = sum(self._nbytes_sent(row, owner) for owner, row in listed)
+        self.phase.sent(nbytes, len(handles))
+        return self.works_of(handles, record, device)
+
+    def _start_rows(
+        self, rows: Sequence[tuple[int, Tensor]], device: torch.device
+    ) -> Sequence[dist.Work | None]:
+        if len(rows) < 2 or not coalesces(self.process_group, device):
+            return [self._broadcast(row, owner) for owner, row in rows]
+        with coalesced(self.process_group, device) as started:
+            for owner, row in rows:
                 self._broadcast(row, owner)
-        return self._counted(started, sum(self._nbytes_sent(row, owner) for owner, row in listed))
+        return started
+
+    def works_of(
+        self, handles: Sequence[Waitable | None], record: Record, device: torch.device
+    ) -> list[Waitable]:
+        """Make works of handles that the backend gave for one record; for tensors on a device."""
+        is_late = is_asynchronous(device) and self.backend_of(device) != "gloo"
+        return [Work(handle, self.phase, record, is_late=is_late) for handle in handles if handle is not None]
 
     def _nbytes_sent(self, row: Tensor, source: int) -> int:
         behind, is_gloo = (self.rank - source) % self.size, self.backend_of(row.device) == "gloo"
         return broadcast_nbytes(row.nbytes, behind, self.size, is_gloo=is_gloo)
-
-    def _counted(self, works: Sequence[Waitable | None], nbytes: int) -> list[Waitable]:
-        if works:
-            self.phase.sent(nbytes, len(works))
-        return [CountedWork(work, self.phase) for work in works if work is not None]
 
     def _broadcast(self, tensor: Tensor, source: int) -> dist.Work | None:
         # As bytes, because no backend knows every dtype (gloo lacks float8, NCCL lacks int16).
@@ -275,6 +318,23 @@ class RankGroup:
             row, self._global(source), group=self.process_group, async_op=True
         )
         return work
+
+    def start_sum(self, tensor: Tensor, about: str = "") -> tuple[dist.Work, Waitable]:
+        """Start a sum over all ranks, in place for dense tensors. All ranks call.
+
+        Args:
+            tensor: what is summed.
+            about: what it belongs to, for messages.
+
+        Returns:
+            The backend's handle, for its result; and the work, to wait for.
+        """
+        self.count_sum(tensor)
+        record = self.begin_work(about)
+        with record.starting():
+            handle = dist.all_reduce(tensor, group=self.process_group, async_op=True)
+        assert isinstance(handle, dist.Work)  # a member's asynchronous collective always gives a handle
+        return handle, self.works_of([handle], record, tensor.device)[0]
 
     def count_sum(self, tensor: Tensor) -> None:
         """Count a sum of a tensor over all ranks, which the caller starts."""
@@ -323,8 +383,10 @@ class RankGroup:
         gathered = mine.new_empty(self.size, mine.numel())
         self.phase.sent((self.size - 1) * mine.nbytes)
         try:
-            with self.phase.waiting():
+            with self.phase.waiting(), self.begin_work().waiting():
                 dist.all_gather(list(gathered.unbind()), mine, group=self.process_group)
+        except StalledError:
+            raise
         except RuntimeError as error:  # of the backend, whose text does not tell who waited for whom
             raise self.unanswered("the ranks could not agree", error) from error
         return gathered
@@ -341,7 +403,7 @@ class RankGroup:
         return RemoteRankError(f"{what}: a rank has ended, or did not come within {within} ({error})")
 
     def exchange(
-        self, pieces: Sequence[Tensor], lanes: "Sequence[RankGroup]"
+        self, pieces: Sequence[Tensor], lanes: "Sequence[RankGroup]", about: str = ""
     ) -> tuple[list[Waitable], list[Tensor]]:
         """Start sending one piece to each rank, and receiving one from each; all ranks call.
 
@@ -350,6 +412,7 @@ class RankGroup:
                 Rank r's piece has the same length on every rank.
             lanes: groups of the same ranks. One gloo group is not reliably full duplex, so on gloo each
                 sender gets its own lane, modulo their number. See also Note [gloo and CUDA].
+            about: what the pieces belong to, for messages.
 
         Returns:
             The handles; the pieces received, by sending rank, complete for whoever has waited for all
@@ -359,10 +422,12 @@ class RankGroup:
         received = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
         if self.size == 1:
             return [], received
-        works, received = self._start_exchange(pieces, received, lanes)
+        record = replace(lanes[0], phase=self.phase).begin_work(about)
+        with record.starting():
+            works, received = self._start_exchange(pieces, received, lanes)
         nbytes = sum(piece.nbytes for rank, piece in enumerate(pieces) if rank != self.rank)
         self.phase.sent(nbytes)
-        return [CountedWork(work, self.phase) for work in works], received
+        return lanes[0].works_of(works, record, mine.device), received
 
     def _start_exchange(
         self, pieces: Sequence[Tensor], received: list[Tensor], lanes: "Sequence[RankGroup]"
@@ -411,9 +476,11 @@ class RankGroup:
         Returns when all have read it; where `device` is asynchronous, only the current stream waits for that.
         """
         staged = tensor.to(self.device)
-        works = [dist.isend(staged, self._global(rank), group=self.process_group) for rank in to]
+        record = self.begin_work()
+        with record.starting():
+            works = [dist.isend(staged, self._global(rank), group=self.process_group) for rank in to]
         self.phase.sent(staged.nbytes * len(works), len(works))
-        with self.phase.waiting():
+        with self.phase.waiting(), record.waiting():
             for work in works:
                 assert work is not None  # this process is a member
                 work.wait()
@@ -424,7 +491,7 @@ class RankGroup:
         Returns when it has arrived; for a tensor on an asynchronous device, only the current stream waits.
         """
         staged = tensor if tensor.device == self.device else torch.empty_like(tensor, device=self.device)
-        with self.phase.waiting():
+        with self.phase.waiting(), self.begin_work().waiting():
             dist.recv(staged, self._global(source), group=self.process_group)
         if staged is not tensor:
             tensor.copy_(staged)

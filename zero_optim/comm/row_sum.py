@@ -23,11 +23,14 @@ class RowExchange:
         lanes: groups of the same ranks for the exchange, see `RankGroup.exchange`.
         rows: by the rank that receives it: 1-D, contiguous, of one dtype and device. Row r has the same
             length on every rank. They are read until `wait` returns, and not changed.
+        about: what the rows belong to, for messages.
     """
 
-    def __init__(self, group: RankGroup, lanes: Sequence[RankGroup], rows: Sequence[Tensor]) -> None:
+    def __init__(
+        self, group: RankGroup, lanes: Sequence[RankGroup], rows: Sequence[Tensor], about: str = ""
+    ) -> None:
         self._rows = rows  # alive until they have been sent
-        self._works, self._came = group.during("reduce").exchange(rows, lanes)
+        self._works, self._came = group.during("reduce").exchange(rows, lanes, about)
         # In a group of one nothing is sent, and no handle orders the stream that waits behind this one.
         self._made = None if self._works else recorded_event(rows[0].device)
 
@@ -54,6 +57,7 @@ class RowSum:
         lanes: as of `RowExchange`.
         rows: as of `RowExchange`.
         in_place: the sum may be made in this rank's own row, which saves memory.
+        about: as of `RowExchange`.
     """
 
     def __init__(
@@ -63,8 +67,9 @@ class RowSum:
         rows: Sequence[Tensor],
         *,
         in_place: bool = False,
+        about: str = "",
     ) -> None:
-        self._exchange = RowExchange(group, lanes, rows)
+        self._exchange = RowExchange(group, lanes, rows, about)
         self._in_place = in_place
 
     def wait(self) -> Tensor:

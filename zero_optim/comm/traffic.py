@@ -115,11 +115,13 @@ class Phase:
         traffic: whose counts.
         name: one of `PHASES`.
         is_exposed: callers wait here, see Note [Exposed seconds].
+        timeout: seconds after which a wait is given up; None for the process group's own timeout.
     """
 
     traffic: Traffic = field(default_factory=Traffic)
     name: str = "agree"
     is_exposed: bool = True
+    timeout: float | None = None
 
     def sent(self, nbytes: int, collectives: int = 1) -> None:
         """Count what is sent."""
@@ -136,24 +138,6 @@ class Phase:
             yield
         finally:
             self.traffic.add(self.name, seconds=self.traffic.clock() - start)
-
-
-@dataclass(frozen=True, slots=True)
-class CountedWork:
-    """A handle whose waits are counted.
-
-    Args:
-        work: the handle.
-        phase: where.
-    """
-
-    work: Waitable
-    phase: Phase
-
-    def wait(self) -> object:
-        """Wait for it."""
-        with self.phase.waiting():
-            return self.work.wait()
 
 
 def broadcast_nbytes(nbytes: int, behind: int, size: int, *, is_gloo: bool) -> int:

@@ -79,6 +79,25 @@ def param_names(groups: Sequence[ParamGroup]) -> list[str]:
     return names
 
 
+def short_names(groups: Sequence[ParamGroup]) -> list[str]:
+    """Name every parameter as briefly as messages allow: by its own name, or by group and place."""
+    return [
+        given[place] if (given := group.get("param_names")) else f"parameter {place} of group {number}"
+        for number, group in enumerate(groups)
+        for place in range(len(group["params"]))
+    ]
+
+
+def bucket_text(number: int, names: Sequence[str]) -> str:
+    """Name a bucket in messages, such as ``bucket 3 (layers.7.weight, …)``.
+
+    Args:
+        number: of the bucket.
+        names: of the parameters in it.
+    """
+    return f"bucket {number} ({names[0]}{', …' if len(names) > 1 else ''})"
+
+
 def describe_options(groups: Sequence[ParamGroup]) -> list[str]:
     """Describe each group's options, so that ranks can compare them."""
     described = []

@@ -146,7 +146,7 @@ def start_gather(lanes: Sequence[RankGroup], bucket: ParamBucket) -> Pending:
         work of the stream that waited. Until then nothing may write to any parameter of the bucket.
     """
     flat = bucket.fill()
-    works = _broadcast(lanes, rows_of(flat, bucket.layout))
+    works = _broadcast(lanes, rows_of(flat, bucket.layout), bucket.label)
     return Pending(works, [flat], lambda: bucket.settle(flat))
 
 
@@ -163,14 +163,15 @@ def start_gather_of_part(
         spans: where they lie.
     """
     flat = bucket.fill(chosen)
-    works = _broadcast(lanes, [(span.owner, flat[span.start : span.stop]) for span in spans])
+    rows = [(span.owner, flat[span.start : span.stop]) for span in spans]
+    works = _broadcast(lanes, rows, bucket.label)
     return Pending(works, [flat], lambda: bucket.settle(flat, chosen))
 
 
-def _broadcast(lanes: Sequence[RankGroup], rows: Sequence[tuple[int, Tensor]]) -> list[Waitable]:
+def _broadcast(lanes: Sequence[RankGroup], rows: Sequence[tuple[int, Tensor]], label: str) -> list[Waitable]:
     works: list[Waitable] = []
     for number, lane in enumerate(lanes):
-        works += lane.broadcast_rows([row for row in rows if row[0] % len(lanes) == number])
+        works += lane.broadcast_rows([row for row in rows if row[0] % len(lanes) == number], label)
     return works
 
 

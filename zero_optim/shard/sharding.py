@@ -15,7 +15,14 @@ from zero_optim.comm.agreement import agree, failing_together, said_by_all
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.engine import eager
 from zero_optim.plan.costs import Cost
-from zero_optim.plan.groups import ParamGroup, describe_options, member_ids, param_names, params_of
+from zero_optim.plan.groups import (
+    ParamGroup,
+    bucket_text,
+    describe_options,
+    member_ids,
+    param_names,
+    params_of,
+)
 from zero_optim.plan.layout import Span, spans
 from zero_optim.plan.memory import check_shardable
 from zero_optim.plan.pieces import Piece, Pieces, piece_of
@@ -151,16 +158,23 @@ class Sharding:
         """Tell the rank that owns a parameter, or its first rows."""
         return self.pieces[param][0].owner
 
-    def add(self, params: Sequence[Tensor], plan: Plan) -> None:
-        """Note the owners of a plan, and make its buckets. Does not communicate."""
+    def add(self, params: Sequence[Tensor], plan: Plan, names: Sequence[str]) -> None:
+        """Note the owners of a plan, and make its buckets. Does not communicate.
+
+        Args:
+            params: of the plan.
+            plan: the plan.
+            names: of the parameters, for messages.
+        """
         self.pieces.update(zip(params, plan.pieces, strict=True))
         more = plan.loads(len(self.loads))
         self.loads = [load + extra for load, extra in zip(self.loads, more, strict=True)]
         for bucket in plan.buckets:
             members = [params[index] for index in bucket.params]
             self._places.update({param: (len(self.buckets), index) for index, param in enumerate(members)})
-            made = make_bucket(members, bucket.layout, self._group.rank, as_views=self._as_views)
-            self.buckets.append(made)
+            label = bucket_text(len(self.buckets), [names[index] for index in bucket.params])
+            rank, as_views = self._group.rank, self._as_views
+            self.buckets.append(make_bucket(members, bucket.layout, rank, as_views=as_views, label=label))
             self._active.append(is_active(self.buckets[-1]))
 
     @eager

@@ -54,6 +54,7 @@ class ParamBucket(Protocol):
 
     params: list[Tensor]
     layout: Layout
+    label: str  # names it in messages
 
     @property
     def device(self) -> torch.device:
@@ -171,19 +172,22 @@ def _can_be_views(params: Sequence[Tensor]) -> bool:
         return False  # the device has no DLPack
 
 
-def make_bucket(params: list[Tensor], layout: Layout, rank: int, *, as_views: bool) -> "ParamBucket":
+def make_bucket(
+    params: list[Tensor], layout: Layout, rank: int, label: str = "", *, as_views: bool
+) -> "ParamBucket":
     """Make a bucket.
 
     Args:
         params: the parameters.
         layout: where each lies.
         rank: this group rank.
+        label: names the bucket in messages.
         as_views: move the parameters into a flat tensor if possible. It is not possible for parameters in
             shared memory, nor on a device without DLPack. Ranks may differ in this: both kinds send the same.
     """
     if as_views and _can_be_views(params):
-        return ViewBucket(params, layout, rank)
-    return CopyBucket(params, layout, rank)
+        return ViewBucket(params, layout, rank, label)
+    return CopyBucket(params, layout, rank, label)
 
 
 class _Part(NamedTuple):
@@ -225,12 +229,14 @@ class ViewBucket:
             and strides (dense strides if a parameter had gaps).
         layout: where each lies.
         rank: this group rank.
+        label: see `ParamBucket`.
     """
 
-    def __init__(self, params: list[Tensor], layout: Layout, rank: int) -> None:
+    def __init__(self, params: list[Tensor], layout: Layout, rank: int, label: str = "") -> None:
         """Move the parameters in. Their old storages are released."""
         self.params = params
         self.layout = layout
+        self.label = label
         self._forms = list(map(Form.of, params))
         # Padding is sent too, so it is zero: no NaN from old memory should show in a debugger.
         self._flat = torch.zeros(layout.numel, dtype=params[0].dtype, device=params[0].device)
@@ -242,9 +248,9 @@ class ViewBucket:
         for index in range(len(params)):
             self._take_in(index)
 
-    def __reduce__(self) -> tuple[Callable[..., ParamBucket], tuple[list[Tensor], Layout, int]]:
+    def __reduce__(self) -> tuple[Callable[..., ParamBucket], tuple[list[Tensor], Layout, int, str]]:
         """Copy and pickle by making a new bucket from the copied parameters."""
-        return partial(make_bucket, as_views=True), (self.params, self.layout, self._rank)
+        return partial(make_bucket, as_views=True), (self.params, self.layout, self._rank, self.label)
 
     @property
     def device(self) -> torch.device:
@@ -325,12 +331,14 @@ class CopyBucket:
         params: the parameters.
         layout: where each lies in the flat tensor of a gather.
         rank: this group rank.
+        label: see `ParamBucket`.
     """
 
-    def __init__(self, params: list[Tensor], layout: Layout, rank: int) -> None:
+    def __init__(self, params: list[Tensor], layout: Layout, rank: int, label: str = "") -> None:
         """Note who owns what. Allocates nothing."""
         self.params = params
         self.layout = layout
+        self.label = label
         self._forms = list(map(Form.of, params))
         self._own, self._others = _members(layout, self._forms, rank)
 

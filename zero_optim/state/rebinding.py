@@ -22,9 +22,17 @@ from torch import Tensor
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.arguments import check_flags, ranks_of
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.watchdog import learn_addresses, unwatch, watch
 from zero_optim.comm.wire import decode, encode, recv_encoded, send_value
 from zero_optim.plan.description import describe
-from zero_optim.plan.groups import ParamGroup, describe_options, options_of, param_names, params_of
+from zero_optim.plan.groups import (
+    ParamGroup,
+    describe_options,
+    options_of,
+    param_names,
+    params_of,
+    short_names,
+)
 from zero_optim.plan.pieces import Pieces, num_rows
 from zero_optim.plan.plan import Plan, describe_params
 from zero_optim.shard.sharding import Sharding
@@ -101,6 +109,7 @@ class RebindableOptimizer(ShardedStateDicts):
         self._sharding.let_go(waits=waits)
         self._owned.let_go()
         self._ranks = self._ranks.let_go()
+        unwatch(self)
         params = self._params()
         if any(isinstance(param.grad, PartialGradient) for param in params):
             for param in params:
@@ -109,12 +118,13 @@ class RebindableOptimizer(ShardedStateDicts):
     def _hand_over(self, staying: Sequence[int]) -> None:
         """Give the state to some ranks of the group, then let go of it; all ranks call."""
         group = self._group
-        agree(group, [f"staying={describe(staying)}"], "the ranks that go on")
-        self.wait_for_gathers()
-        with failing_together(group):
-            targets = check_targets(staying, group.size)
-            self.check_weights()
-        self._go_over(group, targets, keep_state=True)
+        with group.doing("detach()"):
+            agree(group, [f"staying={describe(staying)}"], "the ranks that go on")
+            self.wait_for_gathers()
+            with failing_together(group):
+                targets = check_targets(staying, group.size)
+                self.check_weights()
+            self._go_over(group, targets, keep_state=True)
         self._let_go(waits=True)
         rank = targets.index(group.rank) if group.rank in targets else -1
         self._ranks = replace(self._ranks, rank=rank, size=len(targets))
@@ -163,15 +173,25 @@ class RebindableOptimizer(ShardedStateDicts):
         self, process_group: dist.ProcessGroup | None, *, keep_state: bool, may_lose: bool
     ) -> list[Tensor]:
         group = self._new_group(process_group)
-        with failing_together(group):
-            check_flags(keep_state=keep_state)
-            if not self._ranks.is_let_go:
-                raise RuntimeError("expected a detached optimizer: call detach() before the group ends")
-            group.check_serves(self._params())
-            self.check_weights()
-        lost = self._go_over(group, range(group.size), keep_state=keep_state, may_lose=may_lose)
-        self._bound()
+        watch(self, group, self._options.on_stall)
+        try:
+            with group.doing("rebind()"):
+                with failing_together(group):
+                    check_flags(keep_state=keep_state)
+                    self._check_detached()
+                    group.check_serves(self._params())
+                    self.check_weights()
+                lost = self._go_over(group, range(group.size), keep_state=keep_state, may_lose=may_lose)
+                self._bound()
+        finally:
+            if self._ranks.is_let_go:  # as before
+                unwatch(self)
+        learn_addresses(group)
         return lost
+
+    def _check_detached(self) -> None:
+        if not self._ranks.is_let_go:
+            raise RuntimeError("expected a detached optimizer: call detach() before the group ends")
 
     def _bound(self) -> None:
         """Make what goes with a new group; all ranks call."""
@@ -228,7 +248,7 @@ class RebindableOptimizer(ShardedStateDicts):
         with torch.no_grad():
             for index, value in moved.values.items():
                 owned.leaves.rows(params[index]).copy_(value)
-        self._sharding.add(params, plan)
+        self._sharding.add(params, plan, short_names(self.param_groups))
         self._show_state()
         if age is None:
             self._snapshot = Snapshot()

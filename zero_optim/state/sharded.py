@@ -17,10 +17,11 @@ from zero_optim.comm.arguments import check_flags
 from zero_optim.comm.backends import held
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.traffic import PHASES
+from zero_optim.comm.watchdog import check_patience, learn_addresses, patient, watch
 from zero_optim.explain import Explanation, explain
 from zero_optim.plan.costs import Cost, CostName, cost_named
 from zero_optim.plan.description import describe
-from zero_optim.plan.groups import ParamGroup, params_of
+from zero_optim.plan.groups import ParamGroup, params_of, short_names
 from zero_optim.plan.pieces import Pieces
 from zero_optim.shard.lazy import LazyGather, check_reader
 from zero_optim.shard.sharding import Sharding
@@ -48,6 +49,8 @@ class ShardingOptions:
     cost: CostName | Cost
     master_dtype: torch.dtype | None
     ema_decay: float | None
+    timeout: float | None = None
+    on_stall: str = "raise"
 
     @property
     def _flags(self) -> dict[str, bool]:
@@ -59,12 +62,14 @@ class ShardingOptions:
         }
 
     def check_flags(self) -> None:
-        """Refuse flags of the wrong type. The other options are checked where they are used.
+        """Refuse flags of the wrong type, and wrong limits. Other options are checked where they are used.
 
         Raises:
-            TypeError: with the name of the first one.
+            TypeError: with the name of the first flag.
+            ValueError: see `check_patience`.
         """
         check_flags(**self._flags)
+        check_patience(self.timeout, self.on_stall)
 
     def describe(self) -> list[str]:
         """Describe the options, so that ranks can compare them; `Sharding` compares the capacity."""
@@ -72,6 +77,7 @@ class ShardingOptions:
         return [
             f"master_dtype={self.master_dtype}, ema_decay={self.ema_decay}, cost={cost}",
             ", ".join(f"{name}={value}" for name, value in self._flags.items()),
+            f"timeout={self.timeout}, on_stall={self.on_stall}",
         ]
 
 
@@ -139,7 +145,20 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         """Plan, agree on the plan with the other ranks, and build."""
         params = held(params)
-        group = RankGroup.of(group.process_group, params)
+        group = patient(RankGroup.of(group.process_group, params), options.timeout)
+        watch(self, group, options.on_stall)
+        with group.doing(f"{type(self).__name__}()"):
+            self._build(params, default, group, options, read_by)
+        learn_addresses(group)
+
+    def _build(
+        self,
+        params: Params,
+        default: OptimizerSpec,
+        group: RankGroup,
+        options: ShardingOptions,
+        read_by: torch.nn.Module | None,
+    ) -> None:
         with failing_together(group):
             group.check_serves(params)
             options.check_flags()
@@ -170,7 +189,8 @@ class ShardedOptimizer(Optimizer):
             leaf_of = {param: leaves.add(param, piece) for param, piece in owned.items()}
             local = LocalOptimizer(default, groups, specs, leaf_of, options.assume_separable)
         state = OwnedState(group, leaves, average, local, owned)
-        sharding.add(every, plan)  # now that no leaf holds the memory that parameters leave
+        # Now that no leaf holds the memory that parameters leave.
+        sharding.add(every, plan, short_names(groups))
         # Takes the attributes of the reader, also the hooks, as an optimizer does when it is unpickled.
         Optimizer.__setstate__(self, vars(reader))
         self._group = group
@@ -196,6 +216,7 @@ class ShardedOptimizer(Optimizer):
         self._owned.leaves.let_go()
         if self.state is self._owned.shown:
             self._show_state()
+        watch(self, self._group, self._options.on_stall)
 
     @property
     def _group(self) -> RankGroup:
@@ -271,7 +292,8 @@ class ShardedOptimizer(Optimizer):
         plan = self._sharding.plan(self.param_groups, [cost], before, about, asked)
         self._owned.add_group(group, spec, self._sharding.owned(group["params"], plan))
         self._costs.update(zip(group["params"], plan.costs, strict=True))
-        self._sharding.add(group["params"], plan)
+        names = short_names(self.param_groups)[-len(group["params"]) :]
+        self._sharding.add(group["params"], plan, names)
         self._kept_whole |= _kept_whole([group], [may_cut])
 
     # ------------------------------------------------------------------ who owns what

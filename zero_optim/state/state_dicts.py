@@ -54,6 +54,10 @@ class ShardedStateDicts(ShardedOptimizer):
             ``state``.
         """
         self._owned.local.check_dicts()
+        with self._group.doing("consolidate_state_dict()"):
+            self._consolidate(to)
+
+    def _consolidate(self, to: int | Sequence[int] | None) -> None:
         agree(self._group, [f"to={describe(to)}"], "the target of consolidate_state_dict")
         targets = check_targets(to, self._group.size)
         params = self._params()
@@ -119,6 +123,10 @@ class ShardedStateDicts(ShardedOptimizer):
             Exception: on every rank, what the class itself raises on any rank. After any of these errors
             nothing has changed.
         """
+        with self._group.doing("load_state_dict()"):
+            self._load(state_dict, src)
+
+    def _load(self, state_dict: dict[str, Any] | None, src: int | None) -> None:
         agree(self._group, [f"src={describe(src)}"], "the source of load_state_dict")
         params, pieces = self._params(), list(self.pieces().values())
         cuts = by_index(self.cut_states(), params)

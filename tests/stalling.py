@@ -1,0 +1,136 @@
+"""Ranks of which some stall: they stay away, are slow, killed or stopped. Each run has its own processes."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from forked import fork_context
+from waiting import wait_until
+from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.compat.engine import default_store
+from zero_optim.errors import RemoteRankError
+from zero_optim.run.host import use_loopback
+
+LIMIT = 60.0  # seconds that a run may take: the timeouts are a few
+TIMEOUT = 1.5  # of waits, where they are to pass
+_OVER = "a rank has ended"  # in the store
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a rank ended.
+
+    Attributes:
+        said: what its function returned, or the error of ours that it raised, as "Class: message".
+        seconds: from when all ranks had begun.
+        exitcode: of its process; None if it had to be killed.
+    """
+
+    said: Any
+    seconds: float
+    exitcode: int | None
+
+
+@dataclass(frozen=True)
+class Others:
+    """What a rank may do to others: it knows their processes."""
+
+    pids: Sequence[int]
+
+    def kill(self, rank: int, signum: int = signal.SIGKILL) -> None:
+        os.kill(self.pids[rank], signum)
+
+
+def outcomes(
+    size: int,
+    function: Callable[..., Any],
+    *args: object,
+    meanwhile: Callable[[Others], object] | None = None,
+) -> list[Outcome]:
+    """Call ``function(*args)`` on some ranks in a gloo group, and tell how each one ends.
+
+    Args:
+        size: number of ranks.
+        function: at the top level of a module.
+        *args: for it.
+        meanwhile: called here as soon as the ranks run.
+    """
+    context = fork_context()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    pipes = [context.Pipe(duplex=False) for _ in range(size)]
+    processes = [
+        context.Process(target=_rank, args=(rank, size, store.port, pipe[1], function, args))
+        for rank, pipe in enumerate(pipes)
+    ]
+    for process, (_, theirs) in zip(processes, pipes, strict=True):
+        process.start()
+        theirs.close()
+    began = time.monotonic()
+    try:
+        if meanwhile is not None:
+            meanwhile(Others([process.pid or 0 for process in processes]))
+        ended = []
+        for process, (ours, _) in zip(processes, pipes, strict=True):
+            said = None
+            if ours.poll(max(0.0, began + LIMIT - time.monotonic())):
+                try:
+                    said = ours.recv()
+                except EOFError:
+                    said = None
+            process.join(max(0.1, began + LIMIT - time.monotonic()) if said is None else 10.0)
+            ended.append(Outcome(said, time.monotonic() - began, process.exitcode))
+        return ended
+    finally:
+        for process, (ours, _) in zip(processes, pipes, strict=True):
+            process.kill()
+            process.join()
+            ours.close()
+
+
+def _rank(rank: int, size: int, port: int, result: Any, function: Callable[..., Any], args: Any) -> None:
+    torch.set_num_threads(1)
+    use_loopback()
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=4 * LIMIT)
+    )
+    try:
+        said = function(*args)
+    except RemoteRankError as error:
+        said = f"{type(error).__name__}: {error}"
+    default_store().set(_OVER, "")
+    result.send(said)
+    result.close()
+    os._exit(0)
+
+
+def stay_away() -> None:
+    """Return when another rank has ended."""
+    wait_until(lambda: default_store().check([_OVER]))
+
+
+def linear(width: int = 4) -> nn.Module:
+    """A model of two layers with names, the same on every rank."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+
+
+def sharded(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
+    """An optimizer for it, whose waits end after `TIMEOUT`."""
+    options = {"timeout": TIMEOUT, **options}
+    return ZeroRedundancyOptimizer(model.named_parameters(), torch.optim.Adam, lr=0.1, **options)
+
+
+def with_gradients(model: nn.Module) -> nn.Module:
+    """The same model, with gradients of ones."""
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    return model

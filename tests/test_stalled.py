@@ -1,0 +1,293 @@
+"""Ranks that stay away, are killed, stopped or slow: every other rank raises, and says who and why."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from stalling import LIMIT, TIMEOUT, Others, Outcome, linear, outcomes, sharded, stay_away, with_gradients
+from waiting import wait_until
+from zero_optim import RankMismatchError, ZeroRedundancyOptimizer, checkpoint
+from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
+from zero_optim.hooks import zero_step
+
+
+def is_bad() -> bool:
+    """Whether this is the rank that stalls: the last one."""
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def check(ended: list[Outcome], *parts: str) -> None:
+    """Every rank but the last raised `StalledError` with some words, long before the group's timeout."""
+    for outcome in ended[:-1]:
+        assert str(outcome.said).startswith("StalledError: stalled"), ended
+        assert outcome.seconds < LIMIT / 2
+        for part in parts:
+            assert part in outcome.said, (part, ended)
+
+
+# ---------------------------------------------------------------------- who does not come
+
+
+def step_without_one(late: float | None = None) -> str:
+    model = with_gradients(linear())
+    optimizer = sharded(model)
+    optimizer.step()
+    if is_bad():
+        stay_away() if late is None else time.sleep(late)
+    optimizer.step()
+    return "stepped"
+
+
+def test_a_rank_that_does_not_call_step_is_named_with_what_it_did_last() -> None:
+    ended = outcomes(3, step_without_one)
+    check(
+        ended, "rank 2 has not called step() (last seen: step() 1 ended ", "ranks 0, 1 wait in the gather of "
+    )
+    check(ended, "bucket 0 (1.bias, …)")
+
+
+def test_the_rank_that_comes_too_late_raises_what_the_others_raised() -> None:
+    ended = outcomes(2, step_without_one)
+    assert ended[0].said == ended[1].said
+    check(ended, "rank 1 has not called step()")
+
+
+def test_a_rank_that_is_slow_but_in_time_is_waited_for() -> None:
+    assert [outcome.said for outcome in outcomes(2, step_without_one, TIMEOUT / 4)] == ["stepped"] * 2
+
+
+def wrapped(kind: str) -> tuple[torch.nn.Module, ZeroRedundancyOptimizer]:
+    model = linear()
+    optimizer = sharded(model)
+    if kind == "sharded":
+        return ShardedDataParallel(model, optimizer, timeout=TIMEOUT), optimizer
+    wrapper = DistributedDataParallel(model, timeout=TIMEOUT)
+    if kind == "overlapped":
+        wrapper.register_comm_hook(None, zero_step(optimizer, gradients="owners"))
+    return wrapper, optimizer
+
+
+def backward_without_one(kind: str) -> str:
+    model, optimizer = wrapped(kind)
+    for number in range(2):
+        loss = model(torch.ones(2, 4)).sum()
+        if is_bad() and number:
+            stay_away()
+        loss.backward()
+        optimizer.step()
+    return "trained"
+
+
+@pytest.mark.parametrize("kind", ["averaged", "sharded", "overlapped"])
+def test_a_rank_that_skips_its_backward_pass_is_named(kind: str) -> None:
+    ended = outcomes(2, backward_without_one, kind)
+    check(ended, "rank 1 has not begun its backward pass (last seen: forward pass 2 ended ")
+    check(ended, "rank 0 waits in the reduction")
+
+
+def consolidate_alone() -> str:
+    optimizer = sharded(with_gradients(linear()))
+    optimizer.step()
+    if is_bad():
+        stay_away()
+    else:
+        optimizer.consolidate_state_dict()
+    return "saved"
+
+
+def test_consolidating_on_one_rank_only_raises_there_and_names_the_ranks_that_did_not_call() -> None:
+    ended = outcomes(2, consolidate_alone)
+    check(ended, "rank 1 has not called consolidate_state_dict() (last seen: step() 1 ended ")
+    assert ended[1].said == "saved"
+
+
+def construct_without_one() -> str:
+    if is_bad():
+        stay_away()
+        return "left out"
+    sharded(linear())
+    return "built"
+
+
+def test_a_rank_that_does_not_construct_is_named() -> None:
+    check(outcomes(3, construct_without_one), "rank 2 has built no optimizer and no DDP of zero_optim")
+
+
+def wrap_without_one() -> str:
+    model = linear()
+    optimizer = sharded(model)
+    if is_bad():
+        stay_away()
+    else:
+        ShardedDataParallel(model, optimizer, timeout=TIMEOUT)
+    return "wrapped"
+
+
+def test_a_rank_that_does_not_wrap_its_model_is_named() -> None:
+    ended = outcomes(2, wrap_without_one)
+    check(ended, "rank 1 has not called ShardedDataParallel() (last seen: ZeroRedundancyOptimizer() 1 ended")
+
+
+def clip_without_one() -> str:
+    optimizer = sharded(with_gradients(linear()))
+    if is_bad():
+        stay_away()
+    else:
+        optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    return "clipped"
+
+
+def test_a_rank_that_does_not_clip_is_named() -> None:
+    ended = outcomes(2, clip_without_one)
+    check(ended, "rank 1 has not called clip_grad_norm_()", "rank 0 waits in the norm for clip_grad_norm_()")
+
+
+def save_without_one(path: Path, background: bool) -> str:
+    model = with_gradients(linear())
+    optimizer = sharded(model)
+    optimizer.step()
+    if is_bad():
+        stay_away()
+        return "did not save"
+    if background:
+        checkpoint.save_async(path, model=model, optimizer=optimizer, timeout=TIMEOUT).wait()
+    else:
+        checkpoint.save(path, model=model, optimizer=optimizer, timeout=TIMEOUT)
+    return "saved"
+
+
+@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_rank_that_does_not_save_is_named(tmp_path: Path, background: bool) -> None:
+    ended = outcomes(2, save_without_one, tmp_path / "saved", background)
+    call = "checkpoint.save_async()" if background else "checkpoint.save()"
+    check(ended, f"rank 1 has not called {call}", "rank 0 waits in the exchange of a checkpoint")
+
+
+def load_without_one(path: Path, call: str) -> str:
+    model = with_gradients(linear())
+    optimizer = sharded(model)
+    optimizer.step()
+    checkpoint.save(path, model=model, optimizer=optimizer)
+    optimizer.consolidate_state_dict(to=[0, 1])
+    if is_bad():
+        stay_away()
+    elif call == "checkpoint.load()":
+        checkpoint.load(path, model=model, optimizer=optimizer, timeout=TIMEOUT)
+    else:
+        optimizer.load_state_dict(optimizer.state_dict())
+    return "loaded"
+
+
+@pytest.mark.parametrize(
+    "call", ["checkpoint.load()", pytest.param("load_state_dict()", marks=pytest.mark.slow)]
+)
+def test_a_rank_that_does_not_load_is_named(tmp_path: Path, call: str) -> None:
+    check(outcomes(2, load_without_one, tmp_path / "saved", call), f"rank 1 has not called {call}")
+
+
+# ---------------------------------------------------------------------- whose process does not run
+
+
+def step_while_one_gets(signum: int) -> str:
+    model = with_gradients(linear())
+    optimizer = sharded(model)
+    optimizer.step()
+    if is_bad():
+        os.kill(os.getpid(), signum)
+    optimizer.step()
+    return "stepped"
+
+
+def test_a_killed_rank_is_named_at_once() -> None:
+    ended = outcomes(3, step_while_one_gets, signal.SIGKILL)
+    check(ended, "rank 2 has ended: nothing listens at its address any more")
+    assert ended[2].exitcode == -signal.SIGKILL
+
+
+def let_go_on(others: Others) -> None:
+    """Let the last rank go on when the first has ended."""
+    first, last = others.pids[0], len(others.pids) - 1
+    wait_until(lambda: Path(f"/proc/{first}/stat").read_text().split()[2] == "Z")
+    others.kill(last, signal.SIGCONT)
+
+
+def test_a_stopped_rank_is_named_and_raises_the_same_when_it_goes_on() -> None:
+    ended = outcomes(2, step_while_one_gets, signal.SIGSTOP, meanwhile=let_go_on)
+    check(ended, "rank 1 does not answer: its process is stopped, or its host too busy")
+    assert ended[1].said == ended[0].said
+
+
+def backward_while_one_is_killed(kind: str) -> str:
+    model, optimizer = wrapped(kind)
+    for number in range(2):
+        loss = model(torch.ones(2, 4)).sum()
+        if is_bad() and number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss.backward()
+        optimizer.step()
+    return "trained"
+
+
+@pytest.mark.parametrize("kind", ["averaged", "sharded", "overlapped"])
+def test_a_rank_that_is_killed_before_its_backward_pass_is_named(kind: str) -> None:
+    check(
+        outcomes(2, backward_while_one_is_killed, kind), "rank 1 has ended", "rank 0 waits in the reduction"
+    )
+
+
+def construct_while_one_ends() -> str:
+    if is_bad():
+        os._exit(3)
+    sharded(linear())
+    return "built"
+
+
+def test_a_rank_that_ends_before_it_constructs_ends_the_construction_of_the_others() -> None:
+    for outcome in outcomes(3, construct_while_one_ends)[:-1]:
+        assert str(outcome.said).startswith("StalledError: stalled")
+        assert "rank 2 has " in outcome.said
+
+
+# ---------------------------------------------------------------------- what else can be asked for
+
+
+def step_or_exit() -> str:
+    optimizer = sharded(with_gradients(linear()), on_stall="exit")
+    if is_bad():
+        stay_away()
+    optimizer.step()
+    return "stepped"
+
+
+def test_with_on_stall_exit_the_processes_end_with_a_code_of_their_own() -> None:
+    assert [outcome.exitcode for outcome in outcomes(2, step_or_exit)] == [75, 75]
+
+
+def refuse() -> list[str]:
+    told = []
+    wrong = ({"timeout": 0}, {"timeout": "2"}, {"on_stall": "wait"}, {"timeout": 2.0 + dist.get_rank()})
+    for options in wrong:
+        for build in (sharded, DistributedDataParallel):
+            try:
+                build(linear(), **options)  # type: ignore[arg-type]
+            except ValueError as error:
+                told.append(str(error))
+            except RankMismatchError as error:
+                told.append(type(error).__name__)
+    return told
+
+
+def test_wrong_or_different_limits_are_refused_on_every_rank() -> None:
+    for outcome in outcomes(2, refuse):
+        number = ["expected timeout to be a number of seconds above 0, or None, got "] * 4
+        word = ['expected on_stall to be "raise" or "exit", got '] * 2
+        expected = [*number, *word, "RankMismatchError", "RankMismatchError"]
+        assert len(outcome.said) == len(expected)
+        for said, part in zip(outcome.said, expected, strict=True):
+            assert part in said

@@ -1,0 +1,187 @@
+"""The watchdog's thread and sockets: there while it is needed, gone afterwards, and no false alarm."""
+
+import gc
+import json
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pool import Ranks
+from sockets import listening
+from stalling import linear, with_gradients
+from waiting import wait_until
+from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.diagnosis import Status
+from zero_optim.comm.directory import Directory
+from zero_optim.comm.peers import Address, Listener, Presence, ask, host_towards, in_threads
+from zero_optim.ddp import DistributedDataParallel
+from zero_optim.ddp.reducer import Reducer
+
+
+def watchdogs() -> int:
+    return sum(thread.name.startswith("zero_optim") for thread in threading.enumerate())
+
+
+def held() -> tuple[int, int, int]:
+    """Threads of the watchdog, open file descriptors, and ports on which this process listens."""
+    gc.collect()
+    return watchdogs(), len(list(Path("/proc/self/fd").iterdir())), len(listening("self"))
+
+
+def check_nothing_is_left() -> None:
+    dist.barrier()
+    before = held()
+    for _ in range(3):
+        model = with_gradients(linear())
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        wrapped = DistributedDataParallel(model)
+        reducer = Reducer(linear().parameters())
+        optimizer.step()
+        assert watchdogs() == 1
+        del optimizer, wrapped, reducer, model
+        gc.collect()
+        wait_until(lambda: held() == before)
+        assert held() == before
+
+
+def test_thread_port_and_descriptors_go_with_the_last_optimizer_and_ddp(ranks2: Ranks) -> None:
+    ranks2.run(check_nothing_is_left)
+
+
+def check_alone() -> None:
+    _optimizer = ZeroRedundancyOptimizer(linear().parameters(), torch.optim.SGD, lr=0.1)
+    assert watchdogs() == 0
+
+
+def test_a_group_of_one_has_no_watchdog(ranks1: Ranks) -> None:
+    ranks1.run(check_alone)
+
+
+def check_ends_with_the_group() -> None:
+    _optimizer = ZeroRedundancyOptimizer(linear().parameters(), torch.optim.SGD, lr=0.1)
+    assert watchdogs() == 1
+    dist.destroy_process_group()
+    wait_until(lambda: watchdogs() == 0)
+    assert watchdogs() == 0
+
+
+def test_the_watchdog_ends_with_the_default_group_though_the_optimizer_lives(ranks2: Ranks) -> None:
+    ranks2.run(check_ends_with_the_group)
+
+
+def train_with_pauses(timeout: float, pauses: int) -> tuple[int, list[str]]:
+    model = linear()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, timeout=timeout)
+    wrapped = DistributedDataParallel(model, timeout=timeout)
+    for number in range(20 * pauses):
+        wrapped(torch.ones(2, 4)).sum().backward()
+        if number % 20 == dist.get_rank():
+            time.sleep(timeout * 0.45)
+        optimizer.step()
+    log = RankGroup.of(None).works.log
+    return log.activity.counts["step()"], [verdict.message for verdict in log.verdicts.values()]
+
+
+def test_pauses_within_the_timeout_raise_no_alarm(ranks2: Ranks) -> None:
+    assert ranks2.run(train_with_pauses, 3.0, 2) == [(40, [])] * 2
+
+
+@pytest.mark.slow
+def test_a_long_run_with_pauses_up_to_half_of_the_timeout_raises_no_alarm(ranks2: Ranks) -> None:
+    assert ranks2.run(train_with_pauses, 2.0, 8) == [(160, [])] * 2
+
+
+def ask_each_other() -> tuple[str, Status]:
+    _optimizer = ZeroRedundancyOptimizer(linear().parameters(), torch.optim.SGD, lr=0.1)
+    group = RankGroup.of(None)
+    found = Directory(lambda: True).ask_all(group.works.ranks, {"ranks": group.works.ranks})
+    dist.barrier()
+    (answer,) = found.values()
+    assert not isinstance(answer, Presence)
+    return str(listening("self")), Status.read(answer)
+
+
+def test_a_rank_that_runs_says_what_it_does(ranks2: Ranks) -> None:
+    for ports, status in ranks2.run(ask_each_other):
+        assert "127.0.0.1" in ports
+        assert status.waits in ((), ("an agreement",))
+        assert status.counts == {"ZeroRedundancyOptimizer()": 1}
+
+
+# ---------------------------------------------------------------------- questions
+
+
+@pytest.fixture
+def listener() -> Any:
+    made = Listener("127.0.0.1", os.getpid())
+    yield made
+    made.close()
+
+
+def test_who_does_not_have_the_token_is_not_answered(listener: Listener) -> None:
+    answered: list[object] = []
+
+    def serve() -> None:
+        wait_until(lambda: listener.wait(0.1))
+        listener.answer(lambda question: answered.append(question) or {})  # type: ignore[func-returns-value]
+
+    server = threading.Thread(target=serve)
+    server.start()
+    known = listener.address
+    stranger = Address(known.host, known.port, "guess", known.node, known.pid)
+    assert ask(stranger, {"verdict": ["end", []]}) is Presence.ENDED  # the connection is closed
+    server.join()
+    assert answered == []
+
+
+def test_where_nobody_answers_a_process_is_silent_and_where_nobody_listens_it_has_ended(
+    listener: Listener,
+) -> None:
+    assert ask(listener.address, {}) is Presence.SILENT
+    listener.close()
+    assert ask(listener.address, {}) is Presence.ENDED
+
+
+def test_a_loopback_address_of_another_machine_is_not_asked(listener: Listener) -> None:
+    known = listener.address
+    assert ask(Address(known.host, known.port, known.token, "elsewhere", 1), {}) is Presence.UNKNOWN
+
+
+@pytest.mark.parametrize("line", [b"no json\n", b"[1]\n", b"", b'{"token": 3}\n'])
+def test_what_is_no_question_is_dropped(listener: Listener, line: bytes) -> None:
+    with socket.create_connection((listener.address.host, listener.address.port)) as connection:
+        connection.sendall(line)
+        connection.shutdown(socket.SHUT_WR)
+        wait_until(lambda: listener.wait(0.1))
+        listener.answer(lambda question: {"answered": True})
+        assert connection.recv(100) == b""
+
+
+def test_an_address_survives_the_way_through_the_store(listener: Listener) -> None:
+    assert Address.from_text(listener.address.to_text()) == listener.address
+    assert json.loads(listener.address.to_text())["pid"] == os.getpid()
+
+
+def test_a_process_listens_where_the_store_is_reached() -> None:
+    assert host_towards(None, 0) == "127.0.0.1"
+    assert host_towards("127.0.0.1", 1234) == "127.0.0.1"
+    assert host_towards("no.such.host.invalid", 1234) == "127.0.0.1"
+
+
+def test_calls_beside_each_other_give_what_comes_in_time() -> None:
+    never = threading.Event()
+
+    def fail() -> int:
+        raise OSError("gone")
+
+    calls = {0: lambda: 5, 1: fail, 2: lambda: 1 if never.wait(60) else 0}
+    assert in_threads(calls, 0.2) == {0: 5}
+    never.set()

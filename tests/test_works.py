@@ -1,0 +1,227 @@
+"""Works: what each process keeps of the collectives of the library, and of what it does."""
+
+import gc
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pool import Ranks
+from stalling import linear
+from zero_optim import StalledError, ZeroRedundancyOptimizer
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.diagnosis import Status, judge
+from zero_optim.comm.peers import Presence
+from zero_optim.comm.works import KEPT, Activity, Record, Verdict
+from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
+
+
+def ring() -> list[Record]:
+    """The works of this process, the oldest first."""
+    return list(RankGroup.of(None).works.log.ring)
+
+
+def trained() -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+    model = linear()
+    optimizer = ZeroRedundancyOptimizer(model.named_parameters(), torch.optim.Adam, bucket_cap_mb=1e-4)
+    wrapped = DistributedDataParallel(model)
+    wrapped(torch.ones(2, 4)).sum().backward()
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.consolidate_state_dict()
+    return model, optimizer
+
+
+def check_labels() -> None:
+    began = time.monotonic()
+    _kept = trained()
+    works = ring()
+    assert {record.phase for record in works} >= {"agree", "reduce", "clip", "gather", "state"}
+    texts = {record.text for record in works if record.phase in ("gather", "reduce")}
+    assert "the gather of bucket 0 (1.bias, …)" in texts or "the gather of bucket 0 (1.bias)" in texts, texts
+    assert any(text.startswith("the reduction of bucket 0 (") for text in texts), texts
+    for record in works:
+        assert record.ended is not None
+        assert began <= record.started <= record.ended <= time.monotonic()
+        assert record.waiting_since is None
+        assert record.failure is None
+
+
+def test_each_collective_is_kept_with_its_phase_and_names_and_when_it_ended(ranks2: Ranks) -> None:
+    ranks2.run(check_labels)
+
+
+def number_works() -> list[tuple[str, int]]:
+    _kept = trained()
+    works = RankGroup.of(None).works
+    assert not works.log.waits
+    # The state is sent from rank to rank, so what is numbered behind it differs.
+    return [(each.text, each.number) for each in works.log.ring if each.group is works][:12]
+
+
+def test_the_works_of_a_group_are_numbered_alike_on_every_rank(ranks2: Ranks) -> None:
+    first, second = ranks2.run(number_works)
+    assert first == second
+    assert [number for _, number in first[:3]] == [1, 2, 3]
+
+
+def check_ring_length() -> None:
+    group = RankGroup.of(None)
+    for _ in range(KEPT):
+        group.begin_work()
+    before = ring()
+    group.all_gather_fixed(b"x")
+    assert len(before) == len(ring()) == KEPT
+    assert ring()[:-1] == before[1:]
+
+
+def test_the_ring_keeps_the_last_works_alone(ranks2: Ranks) -> None:
+    ranks2.run(check_ring_length)
+
+
+def check_no_tensor_is_kept() -> None:
+    group = RankGroup.of(None)
+    tensor = torch.zeros(4)
+    seen = weakref.ref(tensor)
+    for work in group.broadcast_rows([(0, tensor)], "a tensor"):
+        work.wait()
+    del tensor, work
+    gc.collect()
+    assert seen() is None
+    assert ring()[-1].text == "an agreement of a tensor"
+
+
+def test_the_ring_keeps_no_tensor(ranks2: Ranks) -> None:
+    ranks2.run(check_no_tensor_is_kept)
+
+
+def check_work() -> None:
+    group, tensor = RankGroup.of(None), torch.full((4,), float(dist.get_rank()))
+    (work,) = group.broadcast_rows([(1, tensor)])
+    assert isinstance(work.wait(timeout=100.0), bool)  # type: ignore[call-arg]
+    assert work.done  # type: ignore[attr-defined]
+    assert work.exception is None  # type: ignore[attr-defined]
+    assert work.record.timeout == 100.0  # type: ignore[attr-defined]
+    assert torch.equal(tensor, torch.ones(4))
+
+
+def test_a_work_tells_whether_it_is_done_and_what_it_raised(ranks2: Ranks) -> None:
+    ranks2.run(check_work)
+
+
+def check_given_up() -> None:
+    group = RankGroup.of(None)
+    other = RankGroup.of(dist.new_group())
+    group.works.log.give_up(group.works.ranks, Verdict("rank 1 is away", (1,)))
+    group.works.log.give_up(group.works.ranks, Verdict("another", ()))
+    for each in (group, other, RankGroup.of(dist.new_group())):  # all have the same ranks
+        with pytest.raises(StalledError, match="rank 1 is away") as caught:
+            each.all_gather_fixed(b"x")
+        assert caught.value.missing == (1,)
+
+
+def test_no_work_begins_on_ranks_that_were_given_up(ranks2: Ranks) -> None:
+    ranks2.run(check_given_up)
+
+
+def check_profiler() -> list[str]:
+    model = linear()
+    optimizer = ZeroRedundancyOptimizer(model.named_parameters(), torch.optim.Adam)
+    wrapped = ShardedDataParallel(model, optimizer)
+    with torch.profiler.profile() as profiler:
+        wrapped(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    return [event.name for event in profiler.events() if event.name.startswith("zero_optim.")]
+
+
+def test_a_profiler_sees_the_works_by_name(ranks2: Ranks) -> None:
+    for names in ranks2.run(check_profiler):
+        assert {"zero_optim.gather bucket 0", "zero_optim.gather bucket 0 wait"} <= set(names), names
+        assert {"zero_optim.reduce bucket 0", "zero_optim.reduce bucket 0 wait"} <= set(names), names
+
+
+def mark_calls() -> dict[str, int]:
+    _kept = trained()
+    activity = RankGroup.of(None).works.log.activity
+    assert not activity.open
+    assert activity.last is not None
+    assert (activity.last.name, activity.last.is_over) == ("consolidate_state_dict()", True)
+    return activity.counts
+
+
+def test_calls_and_passes_are_counted(ranks2: Ranks) -> None:
+    for counts in ranks2.run(mark_calls):
+        assert counts == {
+            "ZeroRedundancyOptimizer()": 1,
+            "DistributedDataParallel()": 1,
+            "forward pass": 1,
+            "backward pass": 1,
+            "clip_grad_norm_()": 1,
+            "step()": 1,
+            "consolidate_state_dict()": 1,
+        }
+
+
+# ---------------------------------------------------------------------- verdicts
+
+
+def status(*waits: str, inside: tuple[str, int] | None = None, last: str = "", **counts: int) -> Status:
+    return Status(waits, () if inside is None else (inside,), counts, last)
+
+
+def test_a_verdict_names_who_is_missing_and_what_the_others_wait_for() -> None:
+    waiting = status("the gather of bucket 3 (a.weight, …)", inside=("step()", 8))
+    away = Status((), (), {"step()": 7}, "backward pass 812 ended 34 s ago")
+    told = judge({0: waiting, 1: away, 2: waiting, 3: waiting}, 0, 60.0)
+    assert told.missing == (1,)
+    assert told.message.startswith(
+        "stalled for 60 s: rank 1 has not called step() (last seen: backward pass 812 ended 34 s ago); "
+        "ranks 0, 2, 3 wait in the gather of bucket 3 (a.weight, …). "
+    )
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        (Presence.ENDED, "rank 1 has ended"),
+        (Presence.LEFT, "rank 1 has let go of its optimizers, or has exited"),
+        (Presence.SILENT, "rank 1 does not answer: its process is stopped"),
+        (Presence.ABSENT, "rank 1 has built no optimizer"),
+        (Presence.UNKNOWN, "rank 1 could not be asked"),
+        (status(inside=("step()", 8), **{"step()": 8}), "rank 1 is in step() and waits for nothing"),
+        (status(**{"step()": 8}), "rank 1 has left step()"),
+    ],
+)
+def test_a_verdict_tells_what_is_known_of_a_rank(what: Any, said: str) -> None:
+    told = judge({0: status("an agreement", inside=("step()", 8)), 1: what}, 0, 1.0)
+    assert said in told.message
+    assert told.missing == (1,)
+
+
+def test_where_a_rank_has_ended_nobody_else_is_blamed() -> None:
+    told = judge({0: status("an agreement"), 1: Presence.ENDED, 2: status(), 3: Presence.SILENT}, 0, None)
+    assert told.missing == (1,)
+    assert told.message.startswith(
+        "stalled: rank 1 has ended: nothing listens at its address any more; rank 0 waits"
+    )
+
+
+def test_ranks_that_wait_for_different_things_are_told_apart() -> None:
+    told = judge({0: status("an agreement"), 1: status("the gather of bucket 0 (a)")}, 0, 1.0)
+    assert told.missing == ()
+    assert (
+        "not for the same; rank 0 waits in an agreement; rank 1 waits in the gather of bucket 0"
+        in told.message
+    )
+
+
+def test_what_a_process_says_of_itself_survives_the_way_through_json() -> None:
+    activity = Activity()
+    activity.begin("step()")
+    told = Status.of([], activity, Verdict("why", (1,)), is_deciding=True)
+    assert Status.read(told.to_message()) == told
+    assert told.last == "step() 1 began 0 s ago"

@@ -1,0 +1,222 @@
+"""Questions from one rank's watchdog to another's, over TCP: they pass where a collective cannot.
+
+Note [Dead, stopped or slow]
+    Each watchdog listens on a port. Who connects learns something in any case. Where nothing listens any more
+    (the connection is refused or reset), the process has ended. Where the kernel takes the connection but
+    nobody answers, the process is stopped, or its host is too busy to let it run. Where it answers, it says
+    itself what it does. So no rank has to write down each second that it lives.
+
+    A question carries a token that is in the store, next to the address: whoever cannot read the store is not
+    answered. Questions and answers are one line of JSON. The socket is bound to the address by which the
+    store is reached, so it is no more visible than the process group is: the loopback interface where the
+    store is there, or where it is a file.
+"""
+
+import json
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any, TypeVar
+
+Message = dict[str, Any]  # plain JSON
+
+T = TypeVar("T")
+
+ANSWER_LIMIT = 1.0  # seconds in which a process that runs answers
+_LONGEST = 2**20  # bytes of a line
+_Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)  # takes no file descriptor, as epoll
+
+
+class Presence(Enum):
+    """What is known of a process that says nothing."""
+
+    ENDED = "has ended: nothing listens at its address any more"
+    LEFT = "has let go of its optimizers, or has exited"
+    NEVER = "has ended, and had built no optimizer and no DDP of zero_optim"
+    SILENT = "does not answer: its process is stopped, or its host too busy"
+    ABSENT = "has built no optimizer and no DDP of zero_optim"
+    UNKNOWN = "could not be asked"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a watchdog listens.
+
+    Attributes:
+        host: address of the interface.
+        port: as it is.
+        token: must be in each question.
+        node: name of the machine.
+        pid: of the process.
+    """
+
+    host: str
+    port: int
+    token: str
+    node: str
+    pid: int
+
+    def to_text(self) -> str:
+        """Write it down for the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> "Address":
+        """Read what `to_text` wrote."""
+        return cls(**json.loads(text))
+
+
+class Listener:
+    """Listens for questions of other ranks.
+
+    Args:
+        host: where to listen, see `host_towards`.
+        pid: of this process.
+
+    Attributes:
+        socket: on which it listens.
+        address: what other ranks need to know.
+    """
+
+    def __init__(self, host: str, pid: int) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.socket = socket.create_server((host, 0), family=family, backlog=128)
+        self.socket.setblocking(False)
+        self._woken, self._waker = socket.socketpair()
+        for end in (self._woken, self._waker):
+            end.setblocking(False)
+        port = self.socket.getsockname()[1]
+        self.address = Address(host, port, secrets.token_hex(16), socket.gethostname(), pid)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until somebody asks, or wakes this, or some seconds have passed; True if somebody asks."""
+        with _Selector() as selector:
+            for each in (self.socket, self._woken):
+                selector.register(each, selectors.EVENT_READ)
+            ready = [key.fileobj for key, _ in selector.select(seconds)]
+        if self._woken in ready:
+            self._woken.recv(4096)
+        return self.socket in ready
+
+    def wake(self) -> None:
+        """End a `wait`, from any thread, also while garbage is collected."""
+        with suppress(OSError):  # it has ended, or has been woken often enough
+            self._waker.send(b"\0")
+
+    def answer(self, answer: Callable[[Message], Message]) -> None:
+        """Answer one question, if there is one.
+
+        Args:
+            answer: of the question.
+        """
+        try:
+            connection, _ = self.socket.accept()
+        except OSError:  # gone already
+            return
+        with connection:
+            try:
+                connection.settimeout(ANSWER_LIMIT / 2)
+                question = _read(connection)
+                if secrets.compare_digest(str(question.pop("token", "")), self.address.token):
+                    connection.sendall(_line(answer(question)))
+            except (OSError, EOFError, ValueError, TypeError, KeyError, AttributeError):  # not one of ours
+                return
+
+    def close(self) -> None:
+        """Listen no more."""
+        for each in (self.socket, self._woken, self._waker):
+            each.close()
+
+
+def ask(address: Address, question: Message) -> Message | Presence:
+    """Ask another process; takes `ANSWER_LIMIT` at most, or twice that."""
+    is_loopback = address.host in ("127.0.0.1", "::1")
+    if is_loopback and address.node != socket.gethostname():
+        return Presence.UNKNOWN
+    try:
+        with socket.create_connection((address.host, address.port), ANSWER_LIMIT) as connection:
+            connection.sendall(_line({**question, "token": address.token}))
+            return _read(connection)
+    except TimeoutError:
+        return Presence.SILENT
+    except (ConnectionError, EOFError):
+        return Presence.ENDED
+    except (OSError, ValueError):
+        return Presence.UNKNOWN
+
+
+def in_threads(calls: Mapping[int, Callable[[], T]], limit: float) -> dict[int, T]:
+    """Make calls beside each other, and give the results of those that end in time.
+
+    Args:
+        calls: by any number. What one raises is dropped.
+        limit: seconds for all of them.
+    """
+    found: dict[int, T] = {}
+    over = threading.Semaphore(0)
+
+    def run(numbers: Sequence[int]) -> None:
+        for number in numbers:
+            try:
+                found[number] = calls[number]()
+            except (OSError, RuntimeError, ValueError, TypeError):  # the store is gone, say: nothing is found
+                continue
+            finally:
+                over.release()
+
+    numbers, most = list(calls), 32
+    for start in range(min(most, len(numbers))):
+        threading.Thread(target=run, args=(numbers[start::most],), daemon=True).start()
+    deadline = time.monotonic() + limit
+    for _ in numbers:
+        if not over.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            break
+    return dict(found)
+
+
+def host_towards(host: str | None, port: int) -> str:
+    """Find the address of the interface by which this machine reaches another; loopback for None.
+
+    Nothing is sent: a datagram socket that is connected only chooses a route.
+    """
+    if not host:
+        return "127.0.0.1"
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(where)
+            found: str = probe.getsockname()[0]
+    except OSError:
+        return "127.0.0.1"
+    return found
+
+
+def _line(message: Message) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def _read(connection: socket.socket) -> Message:
+    """Read a line; each piece of it must come within the socket's timeout.
+
+    Raises:
+        EOFError: the other side closed before the end.
+        ValueError: it is no object, or too long.
+    """
+    content = bytearray()
+    while not content.endswith(b"\n"):
+        piece = connection.recv(65536)
+        if not piece:
+            raise EOFError("no whole line came")
+        content += piece
+        if len(content) > _LONGEST:
+            raise ValueError(f"a line of more than {_LONGEST} bytes")
+    message = json.loads(content)
+    if not isinstance(message, dict):
+        raise ValueError(f"expected an object, got {type(message).__name__}")  # noqa: TRY004 - see above
+    return message

@@ -1,0 +1,407 @@
+"""Works: what this process communicates, waits for and does, so that somebody can say where it stands.
+
+A *work* is a collective of the library, with a label. What is kept of it is a `Record`, which holds no
+tensor: the last `KEPT` of them are the *ring* of the process. Nothing here communicates.
+
+Note [Waits that end]
+    A thread that waits for a collective is in the backend's C++ code, where nobody can interrupt it. To wait
+    in slices would cost time in each wait, and gloo cannot do it for what is sent from rank to rank: there a
+    wait that takes too long breaks all connections of the group. But that is just what helps. So a wait is
+    the backend's own, without a limit, and is noted here while it lasts. The watchdog looks at the notes.
+    When it gives up a group, it breaks the group's connections from its own thread (`GroupWorks.cut`). Every
+    wait in that group then raises in its thread, whoever waits there, and what it raises is explained here.
+"""
+
+import itertools
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from zero_optim.comm.traffic import Phase, Waitable
+from zero_optim.compat.engine import is_profiling
+from zero_optim.errors import StalledError, ZeroOptimError
+
+KEPT = 512  # records in the ring
+_NO_TAG = 2**31 - 1  # of messages that nobody sends
+
+# How a work is named in messages, by its phase.
+_NOUNS = {
+    "gather": "the gather",
+    "reduce": "the reduction",
+    "clip": "the norm for clip_grad_norm_()",
+    "agree": "an agreement",
+    "state": "the exchange of optimizer state",
+    "checkpoint": "the exchange of a checkpoint",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why a group was given up; the same on all its ranks.
+
+    Attributes:
+        message: for whoever waits.
+        missing: group ranks that did not come.
+    """
+
+    message: str
+    missing: tuple[int, ...] = ()
+
+    def error(self) -> StalledError:
+        """Make what is raised."""
+        return StalledError(self.message, self.missing)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Something that this process began or ended.
+
+    Attributes:
+        name: such as ``step()``.
+        count: how often it was begun.
+        time: when, in seconds of `time.monotonic`.
+        is_over: it ended then; otherwise it began.
+    """
+
+    name: str
+    count: int
+    time: float
+    is_over: bool
+
+
+class Activity:
+    """What this process does beside works: marks set where calls and passes begin and end.
+
+    Attributes:
+        counts: by name, how often it was begun.
+        open: by name, what was begun and has not ended; the outermost first.
+        last: the last mark, None before any.
+    """
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self.open: dict[str, Mark] = {}
+        self.last: Mark | None = None
+
+    def begin(self, name: str) -> None:
+        """Note that something begins."""
+        count = self.counts[name] = self.counts.get(name, 0) + 1
+        self.last = self.open[name] = Mark(name, count, time.monotonic(), is_over=False)
+
+    def end(self, name: str) -> None:
+        """Note that it has ended."""
+        self.open.pop(name, None)
+        self.last = Mark(name, self.counts.get(name, 0), time.monotonic(), is_over=True)
+
+
+class Doing:
+    """A context in which this process does something that has a name."""
+
+    __slots__ = ("_activity", "_name")
+
+    def __init__(self, activity: Activity, name: str) -> None:
+        self._activity = activity
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._activity.begin(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        self._activity.end(self._name)
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """What is known of one work; times are seconds of `time.monotonic`.
+
+    Attributes:
+        group: the works of its process group.
+        number: its place among them, counted from 1 on this process.
+        phase: one of `zero_optim.comm.traffic.PHASES`, or ``checkpoint``.
+        about: what it brings, such as ``bucket 3 (layers.7.weight, …)``; may be empty.
+        timeout: seconds after which a wait for it is given up.
+        started: when.
+        waiting_since: since when somebody waits for it; None if nobody does.
+        ended: when it was known to be over, None if it is not.
+        failure: what its wait raised, as text.
+        is_warned: somebody was warned of this wait.
+    """
+
+    group: "GroupWorks"
+    number: int
+    phase: str
+    about: str
+    timeout: float
+    started: float
+    waiting_since: float | None = None
+    ended: float | None = None
+    failure: str | None = None
+    is_warned: bool = False
+
+    @property
+    def text(self) -> str:
+        """Name the work in a message."""
+        noun = _NOUNS.get(self.phase, f"a collective ({self.phase})")
+        return f"{noun} of {self.about}" if self.about else noun
+
+    @property
+    def label(self) -> str:
+        """Name the work for a profiler."""
+        bucket = self.about.partition(" (")[0]
+        return f"zero_optim.{self.phase} {bucket}" if bucket else f"zero_optim.{self.phase}"
+
+    def waited(self, now: float) -> float:
+        """Tell for how many seconds somebody has waited."""
+        since = self.waiting_since
+        return 0.0 if since is None else now - since
+
+    def starting(self) -> "_Watched":
+        """Give a context in which the backend starts the work."""
+        return _Watched(self, ends=False)
+
+    def waiting(self) -> "_Watched":
+        """Give a context in which the caller waits for the work, and does nothing else."""
+        return _Watched(self, ends=True)
+
+
+class _Watched:
+    """A context in which a thread is in the backend's hands. See Note [Waits that end]."""
+
+    __slots__ = ("_ends", "_range", "_record")
+
+    def __init__(self, record: Record, *, ends: bool) -> None:
+        self._record = record
+        self._ends = ends
+        self._range: Any = None
+
+    def __enter__(self) -> None:
+        record = self._record
+        record.waiting_since = time.monotonic()
+        record.group.log.waits[id(record)] = record
+        if is_profiling():
+            self._range = torch.profiler.record_function(f"{record.label}{' wait' * self._ends}")
+            self._range.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        record = self._record
+        log = record.group.log
+        if self._range is not None:
+            self._range.__exit__(kind, error, traceback)
+        try:
+            if isinstance(error, RuntimeError) and not isinstance(error, ZeroOptimError):
+                record.failure = str(error)
+                explained = log.explain(record, error)
+                if explained is not None:
+                    raise explained from error
+        finally:
+            if self._ends:
+                record.ended = time.monotonic()
+            record.waiting_since = None
+            log.waits.pop(id(record), None)
+
+
+class GroupWorks:
+    """The works of one process group on this process. It does not keep the group.
+
+    Args:
+        log: of this process.
+        process_group: the group.
+        ranks: its ranks, as global ranks, in order.
+        limit: the timeout of the group itself, None if it has none.
+        can_cut: gloo sends its tensors of the CPU, see `cut`.
+
+    Attributes:
+        log: as given.
+        ranks: as given.
+        limit: in seconds.
+        verdict: why the group was given up, if it was: no work begins any more.
+        outstanding: a work that an accelerator does while the CPU goes on, and its handle; at most one is
+            looked at, since the works of a group end in order. So no more than one handle is kept, and what
+            that holds, until the watchdog looks again.
+    """
+
+    def __init__(
+        self,
+        log: "WorkLog",
+        process_group: dist.ProcessGroup,
+        ranks: tuple[int, ...],
+        limit: timedelta | None,
+        *,
+        can_cut: bool,
+    ) -> None:
+        self.log = log
+        self.ranks = ranks
+        self.limit = float("inf") if limit is None else limit.total_seconds()
+        self.verdict = log.verdicts.get(ranks)
+        self.outstanding: tuple[Record, Any] | None = None
+        self._group = weakref.ref(process_group)
+        self._numbers = itertools.count(1)
+        self._can_cut = can_cut
+
+    def cut(self) -> None:
+        """Break the connections of the group to other ranks, on any thread: see Note [Waits that end].
+
+        gloo does so where a receive takes too long. So this begins one that nobody answers.
+        """
+        group = self._group()
+        if group is None or not self._can_cut:
+            return
+        other = 1 if group.rank() == 0 else 0
+        with suppress(RuntimeError, ValueError):  # that it took too long, or that it was broken before
+            work = group.recv([torch.empty(1, dtype=torch.uint8)], other, _NO_TAG)
+            work.wait(timedelta(milliseconds=1))
+
+    def begin(self, phase: Phase, about: str = "") -> Record:
+        """Begin a work: give it a number, and a place in the ring.
+
+        Raises:
+            StalledError: the group was given up.
+        """
+        if self.verdict is not None:
+            raise self.verdict.error()
+        timeout = self.limit if phase.timeout is None else phase.timeout
+        record = Record(self, next(self._numbers), phase.name, about, timeout, time.monotonic())
+        self.log.ring.append(record)
+        return record
+
+
+def explain_nothing(_record: Record, _error: RuntimeError) -> None:
+    """Explain nothing: nobody watches."""
+
+
+@dataclass(slots=True, eq=False)
+class WorkLog:
+    """All that is known of the works of this process, as long as the default group lives.
+
+    Attributes:
+        ring: the last works, the newest last.
+        waits: works that a thread waits for now.
+        activity: what the process does beside works.
+        groups: the works of each process group.
+        verdicts: groups that were given up, by their ranks.
+        explain: makes what a wait raises of what the backend raised; gives None if that says it best. May
+            ask other processes.
+    """
+
+    ring: deque[Record] = field(default_factory=lambda: deque(maxlen=KEPT))
+    waits: dict[int, Record] = field(default_factory=dict)
+    activity: Activity = field(default_factory=Activity)
+    groups: WeakKeyDictionary[dist.ProcessGroup, GroupWorks] = field(default_factory=WeakKeyDictionary)
+    verdicts: dict[tuple[int, ...], Verdict] = field(default_factory=dict)
+    explain: Callable[[Record, RuntimeError], Exception | None] = explain_nothing
+
+    def of(
+        self,
+        process_group: dist.ProcessGroup,
+        ranks: tuple[int, ...],
+        limit: timedelta | None,
+        *,
+        can_cut: bool,
+    ) -> GroupWorks:
+        """Give the works of a group; arguments as of `GroupWorks`."""
+        found = self.groups.get(process_group)
+        if found is None:
+            found = GroupWorks(self, process_group, ranks, limit, can_cut=can_cut)
+            self.groups[process_group] = found
+        return found
+
+    def give_up(self, ranks: tuple[int, ...], verdict: Verdict) -> Verdict:
+        """Let no work begin any more on groups of some ranks.
+
+        Returns:
+            The verdict that holds: the first one.
+        """
+        holds = self.verdicts.setdefault(ranks, verdict)
+        for works in list(self.groups.values()):
+            if works.ranks == ranks:
+                works.verdict = holds
+        return holds
+
+
+# By the default group. PyTorch keeps that in a global, so this has to be one too. It is weak, so that it ends
+# with the default group.
+_LOGS: WeakKeyDictionary[dist.ProcessGroup, WorkLog] = WeakKeyDictionary()
+
+
+def log_of(world: dist.ProcessGroup) -> WorkLog:
+    """Give the log of this process.
+
+    Args:
+        world: the default group.
+    """
+    found = _LOGS.get(world)
+    if found is None:
+        found = _LOGS.setdefault(world, WorkLog())
+    return found
+
+
+class Work:
+    """A collective that was started: a handle with a label, whose waits are counted.
+
+    Args:
+        handle: of the backend, or a future.
+        phase: where waits are counted.
+        record: the label.
+        is_late: the CPU does not wait for it, so the watchdog asks the handle.
+
+    Attributes:
+        handle: as given.
+        record: the label, and what is known of it.
+    """
+
+    __slots__ = ("_error", "_is_over", "_phase", "handle", "record")
+
+    def __init__(self, handle: Waitable, phase: Phase, record: Record, *, is_late: bool = False) -> None:
+        self.handle = handle
+        self._phase = phase
+        self._error: BaseException | None = None
+        self._is_over = False
+        self.record = record
+        if is_late and record.group.outstanding is None:
+            record.group.outstanding = (record, handle)
+
+    def wait(self, timeout: float | None = None) -> Any:  # noqa: ANN401 - what the handle gives
+        """Wait for it: the caller, or on an accelerator the current stream.
+
+        Args:
+            timeout: seconds after which the watchdog gives up this wait, and the group; None for the timeout
+                that the work has. Has no effect where no watchdog runs.
+
+        Raises:
+            StalledError: a rank did not come in time, or has ended.
+        """
+        if timeout is not None:
+            self.record.timeout = timeout
+        try:
+            with self._phase.waiting(), self.record.waiting():
+                return self.handle.wait()
+        except Exception as error:
+            self._error = error
+            raise
+        finally:
+            self._is_over = True
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over. What is sent from rank to rank on gloo is known to be after a wait only."""
+        if self._is_over:
+            return True
+        ask = getattr(self.handle, "is_completed", None) or getattr(self.handle, "done", None)
+        return ask is not None and bool(ask())
+
+    @property
+    def exception(self) -> BaseException | None:
+        """What the last wait raised; None if it raised nothing."""
+        return self._error
