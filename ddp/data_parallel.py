@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.join import JoinHook
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.nn.parallel import distributed
 
@@ -264,6 +264,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             unwatch(user)
         self._comm_hooks.clear()
         self.require_forward_param_sync = False
+        Joinable.__init__(self)  # PyTorch leaves what the last Join set
         nothing: Any = _Detached()
         self.reducer = self.logger = self.process_group = nothing
         self._delay_grad_buffer = None
@@ -284,9 +285,15 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         """
         group = RankGroup.of(process_group, self.module).within(self._timeout)
         watch(self, group, self._on_stall)
+        try:
+            self._bind(group)
+        finally:
+            if isinstance(self.reducer, _Detached):  # as before
+                unwatch(self)
+
+    def _bind(self, group: RankGroup) -> None:
         with failing_together(group):
-            is_detached = isinstance(self.reducer, _Detached)
-            if not is_detached:
+            if not isinstance(self.reducer, _Detached):
                 raise RuntimeError("expected a detached wrapper: call detach() before the group ends")
             if self._delay_all_reduce_all_params or self._delay_all_reduce_params:
                 raise RuntimeError(

@@ -1,5 +1,6 @@
 """An optimizer and a model outlive their process group: detached, and bound to another of any size."""
 
+import copy
 import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 
 from cuts import finely_cut
 from ddp_pairs import SMALL_MB, mlp, mlp_loss
@@ -24,7 +26,8 @@ from zero_optim import (
     checkpoint,
 )
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
-from zero_optim.hooks import zero_step
+from zero_optim.hooks import reduce_to_owners, zero_step
+from zero_optim.step.partial import PartialGradient
 
 SHAPES = ((64, 16), (7,), (32, 8), (), (0, 3), (96,))
 
@@ -138,6 +141,7 @@ def check_detached() -> None:
             call()  # type: ignore[operator]
     with pytest.raises(TypeError, match="detached optimizer cannot be pickled"):
         pickle.dumps(optimizer)
+    assert copy.deepcopy(optimizer).age == 2
     optimizer.wait_for_gathers()
     assert len(optimizer.param_groups) == 1
     assert list(optimizer.state) == list(owned)
@@ -310,6 +314,125 @@ def interrupt(_: Tensor) -> None:
 
 def test_a_step_that_broke_off_in_the_backward_pass_is_not_taken_for_state(ranks2: Ranks) -> None:
     ranks2.run(check_broken_step)
+
+
+def check_cuts_of_groups() -> None:
+    params = make_params(SHAPES)
+    groups = [{"params": params[:1]}, {"params": params[1:], "cuts": False}]
+    with finely_cut():
+        optimizer = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=0.01)
+        before = optimizer.pieces()
+        assert [len(before[param]) for param in params] == [2, 1, 1, 1, 1, 1]
+        train(optimizer, 0, 2)
+        optimizer.detach()
+        optimizer.rebind()
+        assert optimizer.pieces() == before
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        other = adamw_of(alone)
+        other.detach()
+        optimizer.detach()
+        with pytest.raises(RankMismatchError):
+            (other if dist.get_rank() else optimizer).rebind()
+        optimizer.rebind()
+    train(optimizer, 2, 3)
+    plain = torch.optim.AdamW(make_params(SHAPES), lr=0.01)
+    for step in range(3):
+        set_grads(params_of(plain), step)
+        plain.param_groups[0]["lr"] = 0.01 / (1 + step)
+        plain.step()
+    assert_same_bits(params[:1], params_of(plain)[:1])
+
+
+def test_groups_without_cuts_are_kept_whole_in_the_next_group_too(ranks2: Ranks) -> None:
+    ranks2.run(check_cuts_of_groups)
+
+
+def check_options_that_forbid_cuts() -> None:
+    """Options that changed while one rank owned all must bear the cuts of the next group."""
+    params = make_params(SHAPES)
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    with finely_cut():
+        optimizer = ZeroRedundancyOptimizer(params, NormOfWhole, process_group=alone, lr=0.01, whole=False)
+        optimizer.param_groups[0]["whole"] = True
+        optimizer.detach()
+        with pytest.raises(ValueError, match="whole=True"):
+            optimizer.rebind()
+        optimizer.param_groups[0]["whole"] = False
+        optimizer.rebind()
+        assert any(len(pieces) > 1 for pieces in optimizer.pieces().values())
+
+
+class NormOfWhole(torch.optim.Optimizer):
+    """SGD that divides by the norm of each gradient, if asked to."""
+
+    def __init__(self, params: Any, lr: float, whole: bool) -> None:
+        super().__init__(params, {"lr": lr, "whole": whole})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    scale = param.grad.norm() if group["whole"] else 1.0
+                    param.sub_(group["lr"] * param.grad / scale)
+
+
+def test_options_that_forbid_the_cuts_of_the_next_group_are_refused(ranks2: Ranks) -> None:
+    ranks2.run(check_options_that_forbid_cuts)
+
+
+def check_sharded_by_hook() -> None:
+    model = DistributedDataParallel(mlp(), bucket_cap_mb=SMALL_MB)
+    params = list(model.parameters())
+    optimizer = adamw(params)
+    hook = reduce_to_owners(optimizer)
+    model.register_comm_hook(None, hook)
+    mlp_loss(model, 0).backward()
+    assert any(isinstance(param.grad, PartialGradient) for param in params)
+    model.detach()
+    optimizer.detach()
+    assert all(param.grad is None for param in params)
+    optimizer.rebind()
+    model.rebind()
+    model.register_comm_hook(None, hook)
+    with pytest.raises(RuntimeError, match="has to be made again"):
+        mlp_loss(model, 1).backward()
+
+
+def test_gradients_that_a_hook_has_sharded_are_dropped_and_the_hook_has_to_be_made_again(
+    ranks2: Ranks,
+) -> None:
+    ranks2.run(check_sharded_by_hook)
+
+
+def check_after_join() -> None:
+    model = DistributedDataParallel(mlp(), bucket_cap_mb=SMALL_MB)
+    optimizer = adamw(list(model.parameters()))
+    with Join([model, optimizer]):
+        for number in range(1 + dist.get_rank()):
+            mlp_loss(model, number).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    if dist.get_rank():
+        model.detach()
+        optimizer.detach()
+    else:  # as if it came new
+        alone = dist.new_group([0], use_local_synchronization=True)
+        net = mlp()
+        model = DistributedDataParallel(net, process_group=alone, bucket_cap_mb=SMALL_MB)
+        optimizer = adamw(list(net.parameters()), process_group=alone)
+        model.detach()
+        optimizer.detach()
+    optimizer.rebind(keep_state=False)
+    model.rebind()
+    for number in range(2):
+        mlp_loss(model, number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_ranks_that_were_in_join_step_beside_ranks_that_were_not(ranks2: Ranks) -> None:
+    ranks2.run(check_after_join)
 
 
 def check_return_refused(folder: Path) -> None:

@@ -22,6 +22,8 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.diagnosis import Status
 from zero_optim.comm.directory import Directory
 from zero_optim.comm.peers import Address, Listener, Presence, ask, host_towards, in_threads
+from zero_optim.comm.works import explain_nothing
+from zero_optim.compat.engine import default_store
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.ddp.reducer import Reducer
 
@@ -75,6 +77,32 @@ def check_ends_with_the_group() -> None:
 
 def test_the_watchdog_ends_with_the_default_group_though_the_optimizer_lives(ranks2: Ranks) -> None:
     ranks2.run(check_ends_with_the_group)
+
+
+def check_rebound() -> None:
+    model = with_gradients(linear())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, timeout=50)
+    wrapped = DistributedDataParallel(model)
+    key = f"zero_optim/watchdog/{dist.get_rank()}"
+    for _ in range(20):
+        wrapped.detach()
+        optimizer.detach()
+        optimizer.rebind()  # the watchdog before may be about to end
+        wrapped.rebind()
+        optimizer.step()
+        log = optimizer.ranks.works.log
+        assert log.explain is not explain_nothing
+        assert default_store().get(key) != b"left"
+        assert optimizer.ranks.phase.timeout == 50
+        assert {record.timeout for record in log.ring if record.phase == "gather"} == {50}
+    wrapped.detach()
+    optimizer.detach()
+    wait_until(lambda: watchdogs() == 0)
+    assert watchdogs() == 0
+
+
+def test_a_detached_optimizer_needs_no_watchdog_and_gets_one_when_it_is_bound(ranks2: Ranks) -> None:
+    ranks2.run(check_rebound)
 
 
 def train_with_pauses(timeout: float, pauses: int) -> tuple[int, list[str]]:

@@ -101,7 +101,7 @@ class _OwnerReductions:
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self._optimizer = optimizer
-        self._process_group = optimizer.ranks.process_group
+        self._ranks = optimizer.ranks
         self._lanes = lanes_for_rows(optimizer.ranks, optimizer.owners())
         self._plans: dict[int, BucketOwnership] = {}
         self._streams = StreamBeside()
@@ -144,11 +144,11 @@ class _OwnerReductions:
         """Begin a pass; the one before may have broken off.
 
         Raises:
-            RuntimeError: the optimizer was bound to another process group since. Or gradients of the pass
+            RuntimeError: the optimizer was bound to a process group since. Or gradients of the pass
                 before are there still. Every rank has some that are partial, unless one rank owns all. So
                 every rank raises, here or before, when DDP copies one.
         """
-        if self._optimizer.ranks.process_group is not self._process_group:
+        if self._optimizer.ranks is not self._ranks:
             raise RuntimeError(LET_GO)
         while self._under_way:
             self._finish_first()

@@ -192,16 +192,25 @@ class Watchdog:
                 if self._listener.wait(self._interval):
                     self._listener.answer(self._answer)
                 self._look()
+        except BaseException:
+            with self._lock:
+                self._is_over = True
+                self._leave()
+            raise
         finally:
-            self._log.explain = explain_nothing
             self._listener.close()
-            self._directory.leave()
             atexit.unregister(self.end)
 
     def _is_done(self) -> bool:
         with self._lock:
             self._is_over |= not self._users or not self._directory.is_current()
+            if self._is_over:  # with the lock: another one may begin only when this one has left
+                self._leave()
             return self._is_over
+
+    def _leave(self) -> None:
+        self._log.explain = explain_nothing
+        self._directory.leave()
 
     def _look(self) -> None:
         now = time.monotonic()

@@ -216,7 +216,8 @@ class ShardedOptimizer(Optimizer):
         self._owned.leaves.let_go()
         if self.state is self._owned.shown:
             self._show_state()
-        watch(self, self._group, self._options.on_stall)
+        if not self._ranks.is_let_go:
+            watch(self, self._ranks, self._options.on_stall)
 
     @property
     def _group(self) -> RankGroup:
