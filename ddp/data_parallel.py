@@ -293,7 +293,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     def _bind(self, group: RankGroup) -> None:
         with failing_together(group):
-            if not isinstance(self.reducer, _Detached):
+            is_detached = isinstance(self.reducer, _Detached)
+            if not is_detached:
                 raise RuntimeError("expected a detached wrapper: call detach() before the group ends")
             if self._delay_all_reduce_all_params or self._delay_all_reduce_params:
                 raise RuntimeError(
