@@ -152,7 +152,7 @@ class RebindableOptimizer(ShardedStateDicts):
             RankMismatchError: likewise: ranks hold state of different moments, or have other parameters or
                 arguments.
             RuntimeError: likewise: an optimizer is not detached on some rank.
-            ValueError: likewise: options changed, and the class does not bear with them that parameters are cut.
+            ValueError: likewise: options were changed to some with which the class does not bear cuts.
             Exception: likewise, what the class itself raises on any. After each of these errors the optimizer
                 is detached as it was before.
         """
