@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from zero_optim.plan.pieces import Pieces, piece_of
-from zero_optim.step.gradients import is_whole, rows_of
+from zero_optim.plan.pieces import Pieces, is_whole, piece_of
+from zero_optim.step.gradients import rows_of
 from zero_optim.step.partial import PartialGradient
 
 

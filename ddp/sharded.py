@@ -7,13 +7,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero_optim.comm.agreement import agree, failing_together
-from zero_optim.comm.arguments import raise_together
 from zero_optim.ddp.assignment import ReducerOptions
 from zero_optim.ddp.data_parallel import DistributedDataParallel
 from zero_optim.ddp.owner_reducer import Accumulate, OwnerReducer
 from zero_optim.ddp.reducer import Reducer
 from zero_optim.ddp.report import names_text
-from zero_optim.optimizer import ZeroRedundancyOptimizer
+from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 
 _OPTIONS = (
     "broadcast_buffers",
@@ -107,7 +106,7 @@ class ShardedDataParallel(DistributedDataParallel):
         **options: Any,  # noqa: ANN401 - PyTorch's
     ) -> None:
         """Check, agree with the other ranks, and wrap."""
-        _check_optimizer(optimizer)
+        require_ours(optimizer)
         with optimizer.ranks.doing("ShardedDataParallel()"):
             with failing_together(optimizer.ranks):
                 _check_arguments(accumulate, options)
@@ -186,12 +185,6 @@ class ShardedDataParallel(DistributedDataParallel):
         raise RuntimeError(
             "ShardedDataParallel has the process group of its optimizer: build both anew for other ranks"
         )
-
-
-def _check_optimizer(optimizer: object) -> None:
-    if not isinstance(optimizer, ZeroRedundancyOptimizer):
-        kind = type(optimizer).__name__
-        raise_together(TypeError(f"expected a zero_optim.ZeroRedundancyOptimizer, got {kind}"))
 
 
 def _check_arguments(accumulate: object, options: Mapping[str, object]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.cuts import MIN_ROW_NBYTES, TOLERANCE
 from zero_optim.plan.groups import ParamGroup, param_names, params_of
-from zero_optim.plan.pieces import num_rows, piece_of
+from zero_optim.plan.pieces import numel_of, piece_of
 from zero_optim.probe.traits import Traits
 from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.storage import ParamBucket
@@ -144,8 +144,7 @@ def holdings(group: RankGroup, sharding: Sharding, state_nbytes: int) -> tuple[R
     for param, pieces in sharding.pieces.items():
         piece = piece_of(pieces, group.rank)
         if piece is not None:
-            share = param.numel() * (piece.stop - piece.start) // max(1, num_rows(param.shape))
-            owned.append((share, param.element_size()))
+            owned.append((numel_of(piece, param.shape), param.element_size()))
     numel, nbytes = sum(numel for numel, _ in owned), sum(numel * size for numel, size in owned)
     cost = sharding.loads[group.rank]
     mine = RankHolding(group.rank, len(owned), numel, nbytes, state_nbytes, cost)

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
 from zero_optim.comm.agreement import SharedCall
-from zero_optim.comm.arguments import ranks_of
+from zero_optim.comm.arguments import raise_together, ranks_of
 from zero_optim.comm.watchdog import OnStall
 from zero_optim.compat.kinship import make_known
 from zero_optim.plan.costs import Cost, CostName
@@ -285,3 +285,14 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
 
 
 make_known(ZeroRedundancyOptimizer)
+
+
+def require_ours(optimizer: object) -> None:
+    """Refuse what is not sharded by this library; all ranks call. Communicates only to fail together.
+
+    Raises:
+        TypeError: on every rank, if it is something else there.
+    """
+    if not isinstance(optimizer, ZeroRedundancyOptimizer):
+        kind = type(optimizer).__name__
+        raise_together(TypeError(f"expected a zero_optim.ZeroRedundancyOptimizer, got {kind}"))

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.agreement import agree
-from zero_optim.comm.arguments import raise_together
 from zero_optim.comm.collectives import LET_GO
 from zero_optim.comm.lanes import lanes_for_rows
 from zero_optim.compat.engine import after_backward, backward_number, in_backward, in_outer_backward
@@ -18,7 +17,7 @@ from zero_optim.compat.streams import StreamBeside, future_on, record_use, recor
 from zero_optim.hooks.allreduce import mean_hook
 from zero_optim.hooks.bucket import GradBucket, Hook, TensorFuture, gradients_in
 from zero_optim.hooks.overlap.owners import BucketOwnership, OwnerReduction
-from zero_optim.optimizer import ZeroRedundancyOptimizer
+from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 from zero_optim.plan.groups import param_names, params_of
 from zero_optim.plan.pieces import Pieces, piece_of
 from zero_optim.step.gradients import rows_of
@@ -55,7 +54,7 @@ def reduce_to_owners(optimizer: ZeroRedundancyOptimizer) -> Hook:
         RuntimeError: likewise, if it steps during the backward pass (``overlap_with_ddp=True``).
         RankMismatchError: on every rank, if not all ranks call this.
     """
-    _check_optimizer(optimizer)
+    require_ours(optimizer)
     agree(optimizer.ranks, [f"{optimizer.overlaps_with_ddp=}"], "the optimizer of reduce_to_owners")
     if optimizer.overlaps_with_ddp:
         raise RuntimeError(
@@ -69,12 +68,6 @@ def reduce_to_owners(optimizer: ZeroRedundancyOptimizer) -> Hook:
 
     reduce_to_owners_hook.__qualname__ = reduce_to_owners_hook.__name__ = "reduce_to_owners"
     return reduce_to_owners_hook
-
-
-def _check_optimizer(optimizer: object) -> None:
-    if not isinstance(optimizer, ZeroRedundancyOptimizer):
-        kind = type(optimizer).__name__
-        raise_together(TypeError(f"expected a zero_optim.ZeroRedundancyOptimizer, got {kind}"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,7 +15,7 @@ from zero_optim.comm.arguments import check_flags, raise_together
 from zero_optim.hooks.allreduce import mean_hook
 from zero_optim.hooks.bucket import GradBucket, Hook, name_of
 from zero_optim.hooks.overlap.stepper import Stepper
-from zero_optim.optimizer import ZeroRedundancyOptimizer
+from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 from zero_optim.plan.description import describe
 
 
@@ -74,7 +74,7 @@ def zero_step(
             bucket and ``interleave=False``; says why.
         RankMismatchError: on every rank, if ranks were given different arguments, or hooks of other code.
     """
-    _check_optimizer(optimizer)
+    require_ours(optimizer)
     with failing_together(optimizer.ranks):
         check_flags(interleave=interleave)
         _check_reduction(hook, gradients)
@@ -126,12 +126,6 @@ def hook_with_zero_step_interleaved(
     """
     _require_wrapper(ddp)
     return zero_step(zero, hook, ddp=ddp)
-
-
-def _check_optimizer(optimizer: object) -> None:
-    if not isinstance(optimizer, ZeroRedundancyOptimizer):
-        kind = type(optimizer).__name__
-        raise_together(TypeError(f"expected a zero_optim.ZeroRedundancyOptimizer, got {kind}"))
 
 
 def _check_reduction(hook: object, gradients: object) -> None:

@@ -21,7 +21,7 @@ from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.groups import options_of
 from zero_optim.plan.memory import dense_strides, strides_of_rows
 from zero_optim.plan.partition import assign_owners
-from zero_optim.plan.pieces import Piece, Pieces, num_rows, piece_of, whole_piece
+from zero_optim.plan.pieces import Piece, Pieces, is_whole, num_rows, piece_of, whole_piece
 from zero_optim.state.cut_state import CutState
 
 MODEL, OPTIMIZER, STATE, EVERYWHERE, RANDOM, EXTRA = (
@@ -132,7 +132,7 @@ def _add_model(
         part.values.update(packed.values)
     for key, tensor in packed.tensors.items():
         piece = piece_of(writers[key], group.rank)
-        if piece is not None and piece[1:] != (0, num_rows(tensor.shape)):
+        if piece is not None and not is_whole(piece, tensor.shape):
             part.add_rows(key, tensor.detach()[piece.start : piece.stop], tensor.shape, piece)
         elif piece == writers[key][0]:
             part.tensors[key] = tensor

@@ -35,7 +35,7 @@ from zero_optim.comm.wire import PIECE_NBYTES, Nested, memory_of
 from zero_optim.errors import StateMismatchError
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.groups import options_of
-from zero_optim.plan.pieces import Pieces, num_rows, piece_of
+from zero_optim.plan.pieces import Pieces, is_whole, piece_of
 from zero_optim.step.leaves import EMA, MASTER
 
 
@@ -211,7 +211,7 @@ class _Target:
     def rows(self, rank: int) -> Rows:
         """Return the rows that a rank which reads reads; None for all."""
         piece = piece_of(self.pieces, rank)
-        if piece is None or piece[1:] == (0, num_rows(self.tensor.shape)):
+        if piece is None or is_whole(piece, self.tensor.shape):
             return None
         return piece.start, piece.stop
 

@@ -32,7 +32,7 @@ from zero_optim.demo.text import Corpus, Samples, held_out_windows
 from zero_optim.demo.trace import BACKWARD, FORWARD
 from zero_optim.errors import DivergedError
 from zero_optim.hooks import make_hook, zero_step
-from zero_optim.plan.pieces import num_rows, piece_of
+from zero_optim.plan.pieces import numel_of, piece_of
 from zero_optim.step.partial import PartialGradient
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ class Trainer:
         for param, pieces in self._optimizer.pieces().items():
             piece = piece_of(pieces, self.ranks.rank)
             if piece is not None:
-                owned += param.numel() * (piece.stop - piece.start) // max(1, num_rows(param.shape))
+                owned += numel_of(piece, param.shape)
         numbers = [owned, self._optimizer.state_nbytes()]
         if self.config.shard == "gradients":
             numbers.append(self._pass_without_update())

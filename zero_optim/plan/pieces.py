@@ -1,5 +1,6 @@
 """Which rows of a parameter each rank owns. Pure arithmetic, no torch; the plan is made of it."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,6 +23,16 @@ Pieces = tuple[Piece, ...]
 def num_rows(shape: Sequence[int]) -> int:
     """Return how many rows a parameter of some shape has."""
     return shape[0] if len(shape) else 1
+
+
+def is_whole(piece: Piece, shape: Sequence[int]) -> bool:
+    """Whether a piece has all rows of a parameter of some shape."""
+    return piece.stop - piece.start == num_rows(shape)
+
+
+def numel_of(piece: Piece, shape: Sequence[int]) -> int:
+    """Return how many elements a piece of a parameter of some shape has."""
+    return (piece.stop - piece.start) * math.prod(shape[1:])
 
 
 def whole_piece(owner: int, shape: Sequence[int]) -> Pieces:

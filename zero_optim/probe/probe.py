@@ -94,16 +94,7 @@ def why_not_cut(
     if dtype.itemsize < (8 if dtype.is_complex else 4):
         return f"{dtype} on the CPU: kernels round otherwise at the end of a vector than in the middle of one"
     subject = OptimizerUnderTest.of(optimizer_class, options, groups)
-    return _remembered_cut(subject, dtype) if _is_hashable(subject) else _try_cut(subject, dtype)
-
-
-def _is_hashable(subject: OptimizerUnderTest) -> bool:
-    """Whether it may be a key of a cache. An option that cannot be copied may change, so it may not."""
-    try:
-        hash(subject)
-    except TypeError:
-        return False
-    return True
+    return _remembered_cut(subject, dtype) if subject.is_hashable else _try_cut(subject, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +107,7 @@ class _Answer:
 
 
 def _answer(subject: OptimizerUnderTest) -> _Answer:
-    return _remembered(subject) if _is_hashable(subject) else _try(subject)
+    return _remembered(subject) if subject.is_hashable else _try(subject)
 
 
 @lru_cache(maxsize=256)

@@ -55,11 +55,8 @@ def why_not_sparse_rows(
         The reason why it does not, or None if it does.
     """
     subject = OptimizerUnderTest.of(optimizer_class, options, [group])
-    try:
-        hash(subject)
-    except TypeError:  # an option that cannot be copied may change
-        return _try(subject, dtype, take)
-    return _remembered(subject, dtype, take)
+    answer = _remembered if subject.is_hashable else _try
+    return answer(subject, dtype, take)
 
 
 @lru_cache(maxsize=256)

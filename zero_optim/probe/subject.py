@@ -92,6 +92,15 @@ class OptimizerUnderTest:
         return cls(_reference(build), to_hashable(_awake(options)), tuple(reversed(distinct.values())))
 
     @property
+    def is_hashable(self) -> bool:
+        """Whether it may be a key of a cache. An option that cannot be copied may change, so it may not."""
+        try:
+            hash(self)
+        except TypeError:
+            return False
+        return True
+
+    @property
     def is_fused(self) -> bool:
         """Whether a kernel of its own takes the whole step: one that divides its work where plans cut, too.
 

@@ -6,13 +6,8 @@ Nothing here communicates. Whoever needs the gradient of an owned parameter asks
 import torch
 from torch import Tensor
 
-from zero_optim.plan.pieces import Piece, num_rows
+from zero_optim.plan.pieces import Piece, is_whole
 from zero_optim.step.partial import PartialGradient
-
-
-def is_whole(piece: Piece, shape: torch.Size) -> bool:
-    """Whether a piece has all rows of a parameter of some shape."""
-    return piece.stop - piece.start == num_rows(shape)
 
 
 def rows_of(tensor: Tensor, piece: Piece) -> Tensor:

@@ -34,8 +34,8 @@ from torch.nn import Parameter
 
 from zero_optim.compat.streams import is_asynchronous
 from zero_optim.errors import StateMismatchError
-from zero_optim.plan.pieces import Piece
-from zero_optim.step.gradients import is_whole, owned_gradient, rows_of
+from zero_optim.plan.pieces import Piece, is_whole
+from zero_optim.step.gradients import owned_gradient, rows_of
 
 MASTER = "master"
 EMA = "ema"
