@@ -377,7 +377,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             TypeError: it is not ``hook(state, bucket)``.
             ValueError: it is annotated to take or return something else.
         """
-        group = RankGroup.of(self.process_group, self.module)
+        group = RankGroup.of(self.process_group, self.module).within(self._timeout)
         agree(group, describe_hook(hook, state), "the comm hook")
         with failing_together(group):
             self._set_comm_hook(state, hook)

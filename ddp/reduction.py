@@ -127,6 +127,7 @@ class HookReduction:
         self._bucket = bucket
         self._name = hook_name(hook)
         record = group.begin_work(label)
+        record.runs_hook = True
         with record.starting():
             future = hook(state, GradBucket(bucket, index, is_last, all_used))
         if not isinstance(future, torch._C.Future):

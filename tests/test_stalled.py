@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from stalling import LIMIT, TIMEOUT, Others, Outcome, linear, outcomes, sharded, stay_away, with_gradients
 from waiting import wait_until
@@ -69,6 +70,8 @@ def wrapped(kind: str) -> tuple[torch.nn.Module, ZeroRedundancyOptimizer]:
     wrapper = DistributedDataParallel(model, timeout=TIMEOUT)
     if kind == "overlapped":
         wrapper.register_comm_hook(None, zero_step(optimizer, gradients="owners"))
+    elif kind == "hooked":
+        wrapper.register_comm_hook(None, default_hooks.allreduce_hook)
     return wrapper, optimizer
 
 
@@ -234,7 +237,7 @@ def backward_while_one_is_killed(kind: str) -> str:
     return "trained"
 
 
-@pytest.mark.parametrize("kind", ["averaged", "sharded", "overlapped"])
+@pytest.mark.parametrize("kind", ["averaged", "sharded", "overlapped", "hooked"])
 def test_a_rank_that_is_killed_before_its_backward_pass_is_named(kind: str) -> None:
     check(
         outcomes(2, backward_while_one_is_killed, kind), "rank 1 has ended", "rank 0 waits in the reduction"

@@ -1,8 +1,10 @@
 """The watchdog's thread and sockets: there while it is needed, gone afterwards, and no false alarm."""
 
+import copy
 import gc
 import json
 import os
+import pickle
 import socket
 import threading
 import time
@@ -103,6 +105,52 @@ def check_rebound() -> None:
 
 def test_a_detached_optimizer_needs_no_watchdog_and_gets_one_when_it_is_bound(ranks2: Ranks) -> None:
     ranks2.run(check_rebound)
+
+
+def check_copies() -> None:
+    model = with_gradients(linear())
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.SGD, lr=0.1, timeout=50, on_stall="exit"
+    )
+    log = optimizer.ranks.works.log
+    copied, pickled = copy.deepcopy(optimizer), pickle.dumps(optimizer)
+    del optimizer
+    gc.collect()
+    for twin in (copied, pickle.loads(pickled)):
+        assert watchdogs() == 1
+        log.ring.clear()
+        for param in twin.owners():
+            param.grad = torch.ones_like(param)
+        twin.step()
+        twin.consolidate_state_dict()
+        twin.explain()
+        assert {record.timeout for record in log.ring} == {50}
+        assert twin._options.on_stall == "exit"
+    wrapped = DistributedDataParallel(linear(), timeout=60)
+    for again in (copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))):
+        log.ring.clear()
+        again(torch.ones(2, 4)).sum().backward()
+        assert {record.timeout for record in log.ring} == {60}
+
+
+def test_copies_and_pickles_keep_the_timeout(ranks2: Ranks) -> None:
+    ranks2.run(check_copies)
+
+
+def check_groups_that_are_gone() -> None:
+    log = RankGroup.of(None).works.log
+    for _ in range(3):
+        group = dist.new_group()
+        RankGroup.of(group)
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+    RankGroup.of(dist.new_group())
+    assert len(log.groups) == 2
+
+
+def test_works_of_groups_that_are_gone_are_not_kept(ranks2: Ranks) -> None:
+    ranks2.run(check_groups_that_are_gone)
 
 
 def train_with_pauses(timeout: float, pauses: int) -> tuple[int, list[str]]:

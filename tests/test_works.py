@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.futures import Future
 
 from pool import Ranks
 from stalling import linear
@@ -18,6 +19,7 @@ from zero_optim.comm.diagnosis import Status, judge
 from zero_optim.comm.peers import Presence
 from zero_optim.comm.works import KEPT, Activity, Record, Verdict
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
+from zero_optim.ddp.bucket import GradBucket
 
 
 def ring() -> list[Record]:
@@ -126,6 +128,39 @@ def check_given_up() -> None:
 
 def test_no_work_begins_on_ranks_that_were_given_up(ranks2: Ranks) -> None:
     ranks2.run(check_given_up)
+
+
+def fail_in_a_future(future: Future[Any]) -> Tensor:
+    future.wait()
+    raise RuntimeError("the reset of my connection timed out")
+
+
+def check_hooks_errors() -> None:
+    """Whatever a hook raises by itself is left alone, though the group was given up meanwhile."""
+
+    def hook(when: str, bucket: GradBucket) -> Future[Tensor]:
+        works.log.give_up(works.ranks, Verdict("rank 1 is away", (1,)))
+        future: Future[Any] = Future()
+        future.set_result(bucket.buffer())
+        if when == "at once":
+            fail_in_a_future(future)
+        return future.then(fail_in_a_future)
+
+    works = RankGroup.of(None).works
+    for when in ("at once", "later"):
+        works.log.verdicts.clear()
+        works.verdict = None
+        wrapped = DistributedDataParallel(linear())
+        wrapped.register_comm_hook(when, hook)
+        works.log.explain = lambda _record, _error: Verdict("rank 1 is away").error()
+        loss = wrapped(torch.ones(2, 4)).sum()
+        with pytest.raises(RuntimeError, match="the reset of my connection timed out") as caught:
+            loss.backward()
+        assert not isinstance(caught.value, StalledError), when
+
+
+def test_what_a_comm_hook_raises_by_itself_is_not_taken_for_a_stall(ranks2: Ranks) -> None:
+    ranks2.run(check_hooks_errors)
 
 
 def check_profiler() -> list[str]:

@@ -153,8 +153,8 @@ class RankGroup:
 
     def __reduce__(
         self,
-    ) -> tuple[Callable[..., "RankGroup"], tuple[None, list[Tensor]]]:
-        """Pickle the default group as "the default group"; no other group can be found again.
+    ) -> tuple[Callable[..., "RankGroup"], tuple[list[Tensor], float | None]]:
+        """Pickle the default group as "the default group", with the timeout; no other can be found again.
 
         Raises:
             TypeError: the group is not the default one, or was let go.
@@ -165,7 +165,8 @@ class RankGroup:
             raise TypeError("an optimizer over a sub-group cannot be pickled: save its state_dict() instead")
         # A tensor of each device, to come to where the parameters come: torch.load(map_location=...) moves
         # tensors, not devices.
-        return RankGroup.of, (None, [torch.zeros(1, device=device) for device in self.data_devices])
+        placed = [torch.zeros(1, device=device) for device in self.data_devices]
+        return _default_group, (placed, self.phase.timeout)
 
     def let_go(self) -> "RankGroup":
         """Give the same without the process group: rank and size are known, what communicates raises."""
@@ -242,7 +243,7 @@ class RankGroup:
 
     def uncounted(self) -> "RankGroup":
         """Give the same ranks, with traffic that nobody reads."""
-        return replace(self, phase=Phase())
+        return replace(self, phase=Phase(timeout=self.phase.timeout))
 
     def check_serves(self, data: object) -> None:
         """Refuse tensors on a device that the group cannot send. Does not communicate.
@@ -498,6 +499,10 @@ class RankGroup:
 
     def _global(self, rank: int) -> int:
         return dist.get_global_rank(self.process_group, rank)
+
+
+def _default_group(data: Sequence[Tensor], timeout: float | None) -> RankGroup:
+    return RankGroup.of(None, data).within(timeout)
 
 
 def bytes_to_tensor(payload: bytes) -> Tensor:

@@ -219,7 +219,7 @@ class Watchdog:
         for works in list(self._log.groups.values()):
             if works.outstanding is not None:  # see Note [Watching NCCL]
                 record, handle = works.outstanding
-                if handle.is_completed():
+                if works.group() is None or handle.is_completed():
                     record.ended, works.outstanding = now, None
                 else:
                     self._judge_wait(record, now - record.started)
