@@ -257,11 +257,12 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         raises; ``module`` runs without the wrapper. Gradients stay. A second call does nothing. It need not
         be bound again: the module may get another wrapper.
         """
-        if isinstance(self.reducer, _Detached):
+        if self._is_detached:
             return
-        self._remove_autograd_hooks()  # type: ignore[no-untyped-call]
-        for user in (self.reducer.own, self):
-            unwatch(user)
+        if not self._delay_all_reduce_all_params:  # else there is no reducer
+            self._remove_autograd_hooks()  # type: ignore[no-untyped-call]
+            unwatch(self.reducer.own)
+        unwatch(self)
         self._comm_hooks.clear()
         self.require_forward_param_sync = False
         Joinable.__init__(self)  # PyTorch leaves what the last Join set
@@ -288,13 +289,16 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         try:
             self._bind(group)
         finally:
-            if isinstance(self.reducer, _Detached):  # as before
+            if self._is_detached:  # as before
                 unwatch(self)
+
+    @property
+    def _is_detached(self) -> bool:
+        return isinstance(getattr(self, "reducer", None), _Detached)
 
     def _bind(self, group: RankGroup) -> None:
         with failing_together(group):
-            is_detached = isinstance(self.reducer, _Detached)
-            if not is_detached:
+            if not self._is_detached:
                 raise RuntimeError("expected a detached wrapper: call detach() before the group ends")
             if self._delay_all_reduce_all_params or self._delay_all_reduce_params:
                 raise RuntimeError(
@@ -339,6 +343,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def _post_forward(self, output: object) -> object:
         """Prepare for the backward pass; what PyTorch's does, without wrapping the outputs."""
         if self._delay_all_reduce_all_params:
+            if self._is_detached and torch.is_grad_enabled() and self.require_backward_grad_sync:
+                self.reducer.expect()  # raises
             self._clear_grad_buffer()  # type: ignore[no-untyped-call]
             return output
         if torch.is_grad_enabled():
@@ -356,7 +362,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def _delayed_all_reduce_hook(self, grad: Tensor) -> Tensor:
         """Average the gradients that were delayed; PyTorch's does not wait for the result."""
         buffer: Tensor | None = self._delay_grad_buffer
-        assert buffer is not None  # it was made before this hook was set
+        if buffer is None:  # the wrapper is detached, and PyTorch keeps no handle to remove this hook
+            return grad
         buffer.div_(dist.get_world_size(self.process_group))
         group = RankGroup.of(self.process_group, buffer).within(self._timeout)
         _, work = group.during("reduce").start_sum(buffer, "delayed gradients")

@@ -295,7 +295,7 @@ class WorkLog:
         waits: works that a thread waits for now.
         activity: what the process does beside works.
         groups: the works of each process group, by the id of the group. A plain dict, since the watchdog goes
-            through it while other threads add to it; so those of groups that are gone stay until one is added.
+            through it while other threads add to it. Those of a group that is gone go when one is added.
         verdicts: groups that were given up, by their ranks.
         explain: makes what a wait raises of what the backend raised; gives None if that says it best. May
             ask other processes.
