@@ -263,7 +263,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             self._remove_autograd_hooks()  # type: ignore[no-untyped-call]
             unwatch(self.reducer.own)
         unwatch(self)
-        self._comm_hooks.clear()
+        self._comm_hooks = []  # PyTorch makes none where every parameter is delayed
         self.require_forward_param_sync = False
         Joinable.__init__(self)  # PyTorch leaves what the last Join set
         nothing: Any = _Detached()
