@@ -18,12 +18,13 @@ import torch.distributed as dist
 from pool import Ranks
 from sockets import listening
 from stalling import linear, with_gradients
-from waiting import wait_until
+from waiting import LIMIT, wait_until
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.diagnosis import Status
 from zero_optim.comm.directory import Directory
 from zero_optim.comm.peers import Address, Listener, Presence, ask, host_towards, in_threads
+from zero_optim.comm.watchdog import unwatch
 from zero_optim.comm.works import explain_nothing
 from zero_optim.compat.engine import default_store
 from zero_optim.ddp import DistributedDataParallel
@@ -107,6 +108,32 @@ def test_a_detached_optimizer_needs_no_watchdog_and_gets_one_when_it_is_bound(ra
     ranks2.run(check_rebound)
 
 
+def check_stuck_store() -> None:
+    leaves, answers = threading.Event(), threading.Event()
+
+    def leave(_: Directory) -> None:
+        leaves.set()
+        answers.wait(LIMIT)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Directory, "leave", leave)
+        optimizer = ZeroRedundancyOptimizer(linear().parameters(), torch.optim.SGD, lr=0.1)
+        optimizer.detach()
+        wait_until(leaves.is_set)
+        caller = threading.Thread(target=unwatch, args=(optimizer,), daemon=True)
+        caller.start()
+        caller.join(20.0)
+        is_stuck = caller.is_alive()
+        answers.set()
+        wait_until(lambda: watchdogs() == 0)
+    assert leaves.is_set()
+    assert not is_stuck
+
+
+def test_detaching_does_not_wait_for_a_store_that_does_not_answer(ranks2: Ranks) -> None:
+    ranks2.run(check_stuck_store)
+
+
 def check_copies() -> None:
     model = with_gradients(linear())
     optimizer = ZeroRedundancyOptimizer(
@@ -167,7 +194,7 @@ def train_with_pauses(timeout: float, pauses: int) -> tuple[int, list[str]]:
 
 
 def test_pauses_within_the_timeout_raise_no_alarm(ranks2: Ranks) -> None:
-    assert ranks2.run(train_with_pauses, 3.0, 2) == [(40, [])] * 2
+    assert ranks2.run(train_with_pauses, 3.0, 1) == [(20, [])] * 2
 
 
 @pytest.mark.slow

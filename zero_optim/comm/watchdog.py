@@ -85,6 +85,8 @@ def watch(user: object, group: RankGroup, on_stall: object = "raise") -> None:
         return
     found = _WATCHDOGS.get(world)
     if found is None or not found.add(user, group, on_stall):
+        if found is not None:
+            found.wait_until_left()
         found = _WATCHDOGS[world] = Watchdog(log_of(world), world)
         found.add(user, group, on_stall)
         found.start()
@@ -138,6 +140,7 @@ class Watchdog:
         self._interval = _LONGEST_LOOK
         self._lock = threading.Lock()
         self._is_over = False
+        self._has_left = threading.Event()
         self._listener = Listener(self._directory.own_host(), os.getpid())
         self._thread = threading.Thread(target=self._run, name="zero_optim watchdog", daemon=True)
 
@@ -174,6 +177,10 @@ class Watchdog:
             woken.detach()
             self._listener.wake()
 
+    def wait_until_left(self) -> None:
+        """Wait until one that is over has said so in the store; not for long, as the store may be stuck."""
+        self._has_left.wait(ANSWER_LIMIT)
+
     def learn(self, group: RankGroup) -> None:
         """Learn where the other ranks listen."""
         self._directory.learn(group.works.ranks)
@@ -192,25 +199,25 @@ class Watchdog:
                 if self._listener.wait(self._interval):
                     self._listener.answer(self._answer)
                 self._look()
-        except BaseException:
+        finally:
             with self._lock:
                 self._is_over = True
-                self._leave()
-            raise
-        finally:
+            self._leave()
             self._listener.close()
             atexit.unregister(self.end)
 
     def _is_done(self) -> bool:
         with self._lock:
             self._is_over |= not self._users or not self._directory.is_current()
-            if self._is_over:  # with the lock: another one may begin only when this one has left
-                self._leave()
             return self._is_over
 
     def _leave(self) -> None:
+        # Without the lock, which detach() takes too: the store may not answer, if its process is stopped.
         self._log.explain = explain_nothing
-        self._directory.leave()
+        try:
+            self._directory.leave()
+        finally:
+            self._has_left.set()
 
     def _look(self) -> None:
         now = time.monotonic()
