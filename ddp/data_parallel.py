@@ -1,33 +1,35 @@
 """`DistributedDataParallel`: PyTorch's own class, with our `Reducer` where its C++ one was.
 
 Forward, buffers, ``no_sync``, ``Join`` and the state dict are PyTorch's maintained code, and
-``isinstance`` holds for the libraries that look for it. This file and `torch_adapters` are the only ones that
-touch private names of that class; they are checked against the installed PyTorch when it is imported.
+``isinstance`` holds for the libraries that look for it. This file, `rebindable` and `torch_adapters` are the
+only ones that touch private names of that class; they are checked against the installed PyTorch when it is
+imported.
 """
 
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.nn.parallel import distributed
 
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.traffic import Waitable
-from zero_optim.comm.watchdog import check_patience, unwatch, watch
+from zero_optim.comm.watchdog import check_patience
 from zero_optim.compat.engine import after_backward, eager, eager_itself, require
 from zero_optim.ddp.assignment import ReducerOptions
 from zero_optim.ddp.logging_data import LoggingSource, has_sync_batch_norm
 from zero_optim.ddp.mixed_precision import Casting, Precision, cast_buffers
 from zero_optim.ddp.model_agreement import agree_on_model
+from zero_optim.ddp.rebindable import RebindableWrapper
 from zero_optim.ddp.reducer import Reducer
 from zero_optim.ddp.reduction import Hook, hook_name
 from zero_optim.ddp.torch_adapters import TorchLoggerAdapter, TorchReducerAdapter
@@ -46,8 +48,6 @@ _OVERRIDDEN = (
     "register_comm_hook",
 )
 _USED = (
-    "_build_debug_param_to_name_mapping",
-    "_build_params_for_reducer",
     "_check_sync_bufs_post_fwd",
     "_clear_grad_buffer",
     "_comm_hooks",
@@ -56,7 +56,6 @@ _USED = (
     "_delay_grad_buffer",
     "_module_parameters",
     "_passing_sync_batchnorm_handle",
-    "_remove_autograd_hooks",
     "_set_static_graph",
     "_sync_buffers",
 )
@@ -64,7 +63,6 @@ NEEDED: tuple[tuple[object, str], ...] = (  # see Note [Private names] in zero_o
     *((TorchDistributedDataParallel, name) for name in (*_OVERRIDDEN, *_USED)),
     (dist, "_DEFAULT_FIRST_BUCKET_BYTES"),
     (distributed, "_MixedPrecision"),
-    (distributed, "_sync_module_states"),
     (nn.Module, "_parameters"),
     (torch._C, "Future"),
 )
@@ -73,16 +71,7 @@ require(NEEDED, __name__)
 _SIGNATURE = inspect.signature(TorchDistributedDataParallel.__init__)
 
 
-class _Detached:
-    """Stands for what a wrapper let go; whatever is asked of it raises."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # Python asks for these itself
-            raise AttributeError(name)
-        raise RuntimeError("the wrapper is detached: call its rebind(), on all ranks of the new group")
-
-
-class DistributedDataParallel(TorchDistributedDataParallel):
+class DistributedDataParallel(RebindableWrapper):
     """Average gradients over ranks during the backward pass: PyTorch's ``DistributedDataParallel``.
 
     Arguments, defaults, methods and attributes are those of the installed PyTorch, for one device a
@@ -121,8 +110,6 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     _lazy_init_ran = True
     _precision: Precision | None = None
     _casting: Casting | None = None
-    _timeout: float | None = None
-    _on_stall: str = "raise"
 
     @wraps(TorchDistributedDataParallel.__init__)  # type: ignore[misc]
     def __init__(
@@ -246,82 +233,6 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         super()._set_static_graph()  # type: ignore[no-untyped-call]
         # PyTorch's forward wraps the outputs of the first iteration unless it thinks that it has done so.
         self._static_graph_delay_allreduce_enqueued = True
-
-    # ------------------------------------------------------------------ from one group to another
-
-    def detach(self) -> None:
-        """Let go of the process group, of the reducer and of comm hooks; does not communicate.
-
-        To be called on every rank before ``destroy_process_group()``, also when another rank has failed;
-        beside the optimizer's `detach`. Until `rebind`, a forward pass whose gradients are to be reduced
-        raises; ``module`` runs without the wrapper. Gradients stay. A second call does nothing. It need not
-        be bound again: the module may get another wrapper.
-        """
-        if self._is_detached:
-            return
-        if not self._delay_all_reduce_all_params:  # else there is no reducer
-            self._remove_autograd_hooks()  # type: ignore[no-untyped-call]
-            unwatch(self.reducer.own)
-        unwatch(self)
-        self._comm_hooks = []  # PyTorch makes none where every parameter is delayed
-        self.require_forward_param_sync = False
-        Joinable.__init__(self)  # PyTorch leaves what the last Join set
-        nothing: Any = _Detached()
-        self.reducer = self.logger = self.process_group = nothing
-        self._delay_grad_buffer = None
-
-    def rebind(self, process_group: dist.ProcessGroup | None = None) -> None:
-        """Average over the ranks of another process group from now on; all of them call, detached.
-
-        If the optimizer is sharded, it is bound first: then the parameters are equal. As in the constructor,
-        the models are compared, then parameters and buffers are broadcast from the group's first rank. Comm
-        hooks are registered anew; buckets begin anew.
-
-        Args:
-            process_group: the new ranks; None for the default group.
-
-        Raises:
-            RuntimeError: on every rank, the wrapper is not detached on some.
-            RankMismatchError: on every rank, models differ; names the first difference.
-        """
-        group = RankGroup.of(process_group, self.module).within(self._timeout)
-        watch(self, group, self._on_stall)
-        try:
-            self._bind(group)
-        finally:
-            if self._is_detached:  # as before
-                unwatch(self)
-
-    @property
-    def _is_detached(self) -> bool:
-        return isinstance(getattr(self, "reducer", None), _Detached)
-
-    def _bind(self, group: RankGroup) -> None:
-        with failing_together(group):
-            if not self._is_detached:
-                raise RuntimeError("expected a detached wrapper: call detach() before the group ends")
-            if self._delay_all_reduce_all_params or self._delay_all_reduce_params:
-                raise RuntimeError(
-                    "delay_all_reduce_named_params belongs to one process group: wrap the module anew"
-                )
-        options = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
-        given = {name: getattr(self, name) for name in options}
-        given |= {"module": self.module, "process_group": group.process_group}
-        agree_on_model(given, self, self._timeout, self._on_stall)
-        self.process_group = group.process_group
-        distributed._sync_module_states(  # type: ignore[attr-defined]
-            module=self.module,
-            process_group=self.process_group,
-            broadcast_bucket_size=self.broadcast_bucket_size,
-            src=0,
-            params_and_buffers_to_ignore=self.parameters_to_ignore,
-        )
-        parameters, sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
-        names = self._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
-        self._ddp_init_helper(parameters, sparse, names, self.static_graph)
-        self.require_forward_param_sync = True
-        if self.static_graph:
-            self.reducer._set_static_graph()
 
     # ------------------------------------------------------------------ forward
 
