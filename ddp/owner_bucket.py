@@ -1,21 +1,34 @@
 """Buckets whose gradients go to owners: a row for each rank, there only while gradients are in it.
 
 Note [Memory of sharded gradients]
-    Let W be the number of ranks, G the bytes of all gradients, B those of the largest bucket. The rows of a
-    bucket are made when its first gradient comes. Each gradient is copied into them, and dropped. One
-    bucket is on its way while the next one fills: before a bucket is sent, the one before is summed, and
-    what was sent and received for it is dropped. What stays is the row that this rank owns. So beside rows
-    of its own, G / W where these are even, a rank holds at most
+    Let W be the number of ranks, G the bytes of all gradients, B those of the largest bucket, and T = B (W -
+    1) / W what goes to other ranks of it. One bucket is under way while the next one fills. Each gradient is
+    copied into the rows, and dropped. Rows are cut into c *portions*. A portion is made when the first
+    gradient comes into it, and let go when it was sent; two are under way at a time. When a part f of a
+    bucket is filled, the part f of the bucket before has been summed: the hook of the gradient that comes
+    next waits for that. So beside rows of its own, G / W where these are even, a rank holds at most
 
-    - what it is filling for the other ranks: B (W - 1) / W,
-    - what it is sending to them: the same,
-    - what it receives from them: the same, in rows of the length of its own.
+        what                                            c portions        one portion
+        ----------------------------------------------  ----------------  -----------
+        the bucket that fills, and a portion begun      f T + T / c       T
+        the one before: what has not been sent          (1 - f) T + T / c T
+        and what has come and was not added             2 T / c           T
+        together                                        (1 + 4 / c) T     3 T
 
-    With two ranks that is 1.5 B, with three 2 B, with any number less than 3 B. Buckets are those of the
-    optimizer: its ``bucket_cap_mb`` bounds B, but for a parameter that is larger alone; 16 keeps 3 B below
-    two of the 25 MiB that PyTorch's DDP takes for a bucket. Beside that there is the gradient that autograd
-    has just made, and up to `BATCH_NBYTES` of small ones. Where gradients of earlier passes are kept, which
-    are the rows of its own then, the sums of this pass come on top: those of the two buckets, 2 B / W, where
+    and the gradient that autograd has just made. On the CPU c is the smallest that makes it 1.5 B: from 4,
+    with 3 ranks, to 8, with 23 and more. With two ranks one portion does that. Smaller buckets have fewer
+    portions, none below `LEAST_PORTION_NBYTES`. So the peak is at most G / W + 1.5 B + one gradient. That is
+    within G / W + 2 B, unless a gradient is larger than half of the largest bucket. Buckets are those of the
+    optimizer: its ``bucket_cap_mb`` bounds B, but for a gradient that is larger, which is a bucket of its
+    own. A link does not stand still for it: ranks that wait for the link wait now and then instead of once,
+    and where the link waits for ranks, portions are sent as evenly as gradients come.
+
+    On an accelerator, and where lanes (`zero_optim.comm.lanes`) are not used, there is one portion, so that
+    all ranks start their collectives in one order: 2 B with three ranks, less than 3 B with any number.
+
+    Beside that there are up to `BATCH_NBYTES` of small gradients. If they come in another order than the
+    buckets have, more than one bucket fills at a time. Where gradients of earlier passes are kept, which are
+    the rows of its own then, the sums of this pass come on top: those of the two buckets, 2 B / W, where
     they are added as they come; all, G / W, where they are apart. On gloo with tensors on an accelerator,
     rows are packed once more to be sent.
 

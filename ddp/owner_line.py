@@ -50,22 +50,26 @@ class OwnerSum:
         self._sums.append(RowSum(self._group, self._lanes.groups, rows, in_place=True, about=label))
 
     def advance_to(self, fraction: float) -> None:
-        """Wait until some part of the portions is summed; each makes room for another one, which is sent.
+        """Wait until some part of the portions is summed, but never for the last one.
 
         Args:
             fraction: from 0 to 1.
         """
         count = self._bucket.num_portions
-        while self._sums and self._num_done < int(fraction * count):
-            try:
-                self._sums.popleft().wait()
-                self._num_done += 1
-                if self._num_done + len(self._sums) < count:
-                    self._start_next()
-            except BaseException:
-                self._rows = None
-                self._lanes.abandon()
-                raise
+        while self._num_done < min(int(fraction * count), count - 1):
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        """Wait for the portion that was sent first, which makes room for another one, and send that."""
+        try:
+            self._sums.popleft().wait()
+            self._num_done += 1
+            if self._num_done + len(self._sums) < self._bucket.num_portions:
+                self._start_next()
+        except BaseException:
+            self._rows = None
+            self._lanes.abandon()
+            raise
 
     def wait(self) -> Tensor:
         """Wait for the sum, and have the bucket take it over; a second call gives the same.
@@ -74,7 +78,8 @@ class OwnerSum:
             The word of a failure, see `OwnerBucket.settle`.
         """
         if self._word is None:
-            self.advance_to(1)
+            while self._sums:
+                self._finish_first()
             assert self._rows is not None  # nothing has failed
             rows, self._rows = self._rows, None
             self._word = self._bucket.settle(rows.own)
