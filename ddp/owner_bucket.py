@@ -16,12 +16,11 @@ Note [Memory of sharded gradients]
         together                                        (1 + 4 / c) T     3 T
 
     and the gradient that autograd has just made. On the CPU c is the smallest that makes it 1.5 B: from 4,
-    with 3 ranks, to 8, with 23 and more. With two ranks one portion does that. Smaller buckets have fewer
-    portions, none below `LEAST_PORTION_NBYTES`. So the peak is at most G / W + 1.5 B + one gradient. That is
-    within G / W + 2 B, unless a gradient is larger than half of the largest bucket. Buckets are those of the
-    optimizer: its ``bucket_cap_mb`` bounds B, but for a gradient that is larger, which is a bucket of its
-    own. A link does not stand still for it: ranks that wait for the link wait now and then instead of once,
-    and where the link waits for ranks, portions are sent as evenly as gradients come.
+    with 4 ranks, to 8, with 23 and more. With two ranks one portion does that; with three it takes 2 B.
+    Smaller buckets have fewer portions, none below `LEAST_PORTION_NBYTES`. So the peak is at most G / W + 1.5
+    B + one gradient (W = 3: G / W + 2 B + one gradient). That is within G / W + 2 B, unless W is 3, or a
+    gradient is larger than half of the largest bucket. Buckets are those of the optimizer: its
+    ``bucket_cap_mb`` bounds B, but for a gradient that is larger, which is a bucket of its own.
 
     On an accelerator, and where lanes (`zero_optim.comm.lanes`) are not used, there is one portion, so that
     all ranks start their collectives in one order: 2 B with three ranks, less than 3 B with any number.

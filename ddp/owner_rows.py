@@ -10,19 +10,19 @@ from zero_optim.compat import streams
 from zero_optim.ddp.owner_layout import OwnerLayout, Part
 
 # Smaller portions would save memory that does not matter, and cost messages that do.
-LEAST_PORTION_NBYTES = 2**18
+LEAST_PORTION_NBYTES = 2**20
 
 
 def most_portions(size: int) -> int:
     """Return in how many portions the largest bucket is sent, so that 1.5 B are enough for two.
 
     See Note [Memory of sharded gradients] in `owner_bucket`: the smallest c with ``(W - 1) / W (1 + 4 / c) <=
-    1.5``. With two ranks one portion does as well.
+    1.5``. With two ranks one portion does as well. With three one takes 2 B, and four portions took longer.
 
     Args:
         size: number of ranks.
     """
-    return -(-8 * (size - 1) // (size + 2)) if size > 2 else 1
+    return -(-8 * (size - 1) // (size + 2)) if size > 3 else 1
 
 
 def num_portions(nbytes: int, largest_nbytes: int, most: int) -> int:

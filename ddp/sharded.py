@@ -57,10 +57,10 @@ class ShardedDataParallel(DistributedDataParallel):
     order of ranks. On two ranks that gives, bit for bit, what ``DistributedDataParallel`` gives.
 
     Each bucket is sent while the next one fills, and takes half the bytes of an all-reduce. On the CPU a
-    rank holds its own gradients, 1.5 buckets and one gradient: less than two buckets, if no gradient is
-    larger than half of the largest bucket. On an accelerator it holds less than three buckets, with two ranks
-    1.5: Note [Memory of sharded gradients] in `zero_optim.ddp.owner_bucket` says exactly. The first pass with
-    ``static_graph=True`` holds all gradients, as it is there to learn.
+    rank holds its own gradients, 1.5 buckets (with three ranks 2) and one gradient. On an accelerator it
+    holds less than three buckets, with two ranks 1.5: Note [Memory of sharded gradients] in
+    `zero_optim.ddp.owner_bucket` says exactly. The first pass with ``static_graph=True`` holds all gradients,
+    as it is there to learn.
 
     All ranks of the optimizer's group must construct it, with the same arguments, and run forward and
     backward passes together. Errors of a backward pass, ``Join``, checkpointing, and parameters that are

