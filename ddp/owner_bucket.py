@@ -15,12 +15,11 @@ Note [Memory of sharded gradients]
         and what has come and was not added             2 T / c           T
         together                                        (1 + 4 / c) T     3 T
 
-    and the gradient that autograd has just made. On the CPU c is the smallest that makes it 1.5 B: from 4,
-    with 4 ranks, to 8, with 23 and more. With two ranks one portion does that; with three it takes 2 B.
-    Smaller buckets have fewer portions, none below `LEAST_PORTION_NBYTES`. So the peak is at most G / W + 1.5
-    B + one gradient (W = 3: G / W + 2 B + one gradient). That is within G / W + 2 B, unless W is 3, or a
-    gradient is larger than half of the largest bucket. Buckets are those of the optimizer: its
-    ``bucket_cap_mb`` bounds B, but for a gradient that is larger, which is a bucket of its own.
+    and the gradient that autograd has just made. On the CPU c is the smallest that makes it 2 B: 3 with 4
+    to 7 ranks, 4 with more. With three ranks one portion does that, and with two it takes 1.5 B. Smaller
+    buckets have fewer portions, none below `LEAST_PORTION_NBYTES`. So the peak is at most G / W + 2 B + one
+    gradient. Buckets are those of the optimizer: its ``bucket_cap_mb`` bounds B, but for a gradient that is
+    larger, which is a bucket of its own.
 
     On an accelerator, and where lanes (`zero_optim.comm.lanes`) are not used, there is one portion, so that
     all ranks start their collectives in one order: 2 B with three ranks, less than 3 B with any number.

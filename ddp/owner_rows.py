@@ -10,19 +10,20 @@ from zero_optim.compat import streams
 from zero_optim.ddp.owner_layout import OwnerLayout, Part
 
 # Smaller portions would save memory that does not matter, and cost messages that do.
-LEAST_PORTION_NBYTES = 2**20
+LEAST_PORTION_NBYTES = 2**16
 
 
 def most_portions(size: int) -> int:
-    """Return in how many portions the largest bucket is sent, so that 1.5 B are enough for two.
+    """Return in how many portions the largest bucket is sent, so that two buckets are enough.
 
     See Note [Memory of sharded gradients] in `owner_bucket`: the smallest c with ``(W - 1) / W (1 + 4 / c) <=
-    1.5``. With two ranks one portion does as well. With three one takes 2 B, and four portions took longer.
+    2``. With three ranks and less one portion does as well. More would save more, and cost time: each is
+    one more wait, for ranks that may be half a bucket behind.
 
     Args:
         size: number of ranks.
     """
-    return -(-8 * (size - 1) // (size + 2)) if size > 3 else 1
+    return -(-4 * (size - 1) // (size + 1)) if size > 3 else 1
 
 
 def num_portions(nbytes: int, largest_nbytes: int, most: int) -> int:

@@ -57,7 +57,7 @@ class ShardedDataParallel(DistributedDataParallel):
     order of ranks. On two ranks that gives, bit for bit, what ``DistributedDataParallel`` gives.
 
     Each bucket is sent while the next one fills, and takes half the bytes of an all-reduce. On the CPU a
-    rank holds its own gradients, 1.5 buckets (with three ranks 2) and one gradient. On an accelerator it
+    rank holds its own gradients, two buckets (with two ranks 1.5) and one gradient. On an accelerator it
     holds less than three buckets, with two ranks 1.5: Note [Memory of sharded gradients] in
     `zero_optim.ddp.owner_bucket` says exactly. The first pass with ``static_graph=True`` holds all gradients,
     as it is there to learn.

@@ -24,12 +24,12 @@ from zero_optim.ddp.owner_rows import OwnerRows, Portions, most_portions, num_po
 from zero_optim.plan.pieces import Piece
 
 
-def test_one_and_a_half_buckets_are_enough_for_portions() -> None:
+def test_two_buckets_are_enough_for_portions() -> None:
     for size in range(4, 100):
         count = most_portions(size)
         shares = [(size - 1) / size * (1 + 4 / number) for number in (count, count - 1)]
-        assert shares[0] <= 1.5 < shares[1]
-        assert count <= 8
+        assert shares[0] <= 2 < shares[1]
+        assert count <= 4
 
 
 def test_up_to_three_ranks_send_a_bucket_whole() -> None:
@@ -40,7 +40,9 @@ def test_no_portion_is_larger_than_those_of_the_largest_bucket_or_very_small() -
     mib = 2**20
     assert num_portions(8 * mib, 8 * mib, 4) == 4
     assert num_portions(5 * mib, 8 * mib, 4) == 3
-    assert num_portions(mib, 8 * mib, 4) == num_portions(mib // 2, mib // 2, 4) == num_portions(0, 0, 4) == 1
+    assert (
+        num_portions(mib, 8 * mib, 4) == num_portions(mib // 16, mib // 16, 4) == num_portions(0, 0, 4) == 1
+    )
 
 
 def some_layout(*, carries_word: bool) -> tuple[list[Tensor], OwnerLayout]:
