@@ -76,7 +76,10 @@ WRAPPERS: dict[str, Wrap] = {
     "torch DDP, view": lambda model, _: TorchDdp(model, gradient_as_bucket_view=True),
     "ours": lambda model, _: DistributedDataParallel(model),
     "ours, view": lambda model, _: DistributedDataParallel(model, gradient_as_bucket_view=True),
-    SHARDED_GRADIENTS: lambda *both: zero_optim.ddp.ShardedDataParallel(*both),  # noqa: PLW0108 - may be missing
+    # Models are equal already. Copying them from rank 0 would take more memory than the gradients.
+    SHARDED_GRADIENTS: lambda model, optimizer: zero_optim.ddp.ShardedDataParallel(
+        model, optimizer, init_sync=False
+    ),
 }
 
 

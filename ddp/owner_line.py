@@ -35,6 +35,7 @@ class OwnerSum:
         self._bucket = bucket
         self._label = label
         self._rows = rows
+        self._failure_word = bucket.word
         self._sums: deque[RowSum] = deque()
         self._num_done = 0
         self._word: Tensor | None = None
@@ -44,7 +45,7 @@ class OwnerSum:
     def _start_next(self) -> None:
         number, count = self._num_done + len(self._sums), self._bucket.num_portions
         assert self._rows is not None  # until all were waited for
-        rows = self._rows.pop(number, word=self._bucket.word)
+        rows = self._rows.pop(number, word=self._failure_word)
         label = self._label if count == 1 else f"{self._label}, portion {number + 1} of {count}"
         # Nobody else reads the own row. So of all that was sent and received it alone stays, with the sum.
         self._sums.append(RowSum(self._group, self._lanes.groups, rows, in_place=True, about=label))
