@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ from zero_optim.plan.pieces import Piece
 def test_two_buckets_are_enough_for_portions() -> None:
     for size in range(4, 100):
         count = most_portions(size)
-        shares = [(size - 1) / size * (1 + 4 / number) for number in (count, count - 1)]
+        shares = [Fraction(size - 1, size) * (1 + Fraction(4, number)) for number in (count, count - 1)]
         assert shares[0] <= 2 < shares[1]
         assert count <= 4
 
