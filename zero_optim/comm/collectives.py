@@ -383,7 +383,7 @@ class RankGroup:
         gathered = mine.new_empty(self.size, mine.numel())
         self.phase.sent((self.size - 1) * mine.nbytes)
         try:
-            with self.phase.waiting(), self.begin_work().waiting():
+            with self.phase.held_up(), self.begin_work().waiting():
                 dist.all_gather(list(gathered.unbind()), mine, group=self.process_group)
         except StalledError:
             raise
@@ -480,7 +480,7 @@ class RankGroup:
         with record.starting():
             works = [dist.isend(staged, self._global(rank), group=self.process_group) for rank in to]
         self.phase.sent(staged.nbytes * len(works), len(works))
-        with self.phase.waiting(), record.waiting():
+        with self.phase.held_up(), record.waiting():
             for work in works:
                 assert work is not None  # this process is a member
                 work.wait()
@@ -491,7 +491,7 @@ class RankGroup:
         Returns when it has arrived; for a tensor on an asynchronous device, only the current stream waits.
         """
         staged = tensor if tensor.device == self.device else torch.empty_like(tensor, device=self.device)
-        with self.phase.waiting(), self.begin_work().waiting():
+        with self.phase.held_up(), self.begin_work().waiting():
             dist.recv(staged, self._global(source), group=self.process_group)
         if staged is not tensor:
             tensor.copy_(staged)
