@@ -276,6 +276,25 @@ def test_what_a_backward_pass_does_for_communication_is_exposed(ranks2: Ranks, k
     ranks2.run(check_owner_of_gradients, kind)
 
 
+def check_sharded() -> None:
+    model = net()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, bucket_cap_mb=0.001)
+    ddp = ShardedDataParallel(model, optimizer)
+    optimizer.metrics()
+    ddp.metrics()
+    for _ in range(2):
+        ddp(torch.ones(4, 8)).sum().backward()
+    figures = ddp.metrics()
+    others = [param for param, owner in optimizer.owners().items() if owner != dist.get_rank()]
+    assert figures["sent_bytes/reduce"] >= 2 * sum(param.numel() * 4 for param in others)
+    assert figures["exposed_seconds/reduce"] == figures["exposed_seconds/total"] > 0
+    assert not any(optimizer.metrics().values()), "its lanes are used, but it has reduced nothing itself"
+
+
+def test_sharded_gradients_are_counted_where_they_are_reduced(ranks2: Ranks) -> None:
+    ranks2.run(check_sharded)
+
+
 def check_state() -> None:
     optimizer = make(momentum=0.9)
     set_grads(list(optimizer.owners()), 0)

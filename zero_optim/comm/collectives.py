@@ -422,12 +422,13 @@ class RankGroup:
         received = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
         if self.size == 1:
             return [], received
-        record = replace(lanes[0], phase=self.phase).begin_work(about)
+        lane = replace(lanes[0], phase=self.phase)  # it counts for whoever exchanges
+        record = lane.begin_work(about)
         with record.starting():
             works, received = self._start_exchange(pieces, received, lanes)
         nbytes = sum(piece.nbytes for rank, piece in enumerate(pieces) if rank != self.rank)
         self.phase.sent(nbytes)
-        return lanes[0].works_of(works, record, mine.device), received
+        return lane.works_of(works, record, mine.device), received
 
     def _start_exchange(
         self, pieces: Sequence[Tensor], received: list[Tensor], lanes: "Sequence[RankGroup]"
