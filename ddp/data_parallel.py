@@ -374,8 +374,8 @@ class DistributedDataParallel(RebindableWrapper):
         The keys are those of `ZeroRedundancyOptimizer.metrics`, which explains them, and the figures of both
         can be added up. The phases are ``reduce`` (gradients), ``agree`` (failures, unused parameters, the
         order of buckets) and ``total``. ``passes`` is how many backward passes were reduced. With a comm hook
-        ``exposed_seconds/reduce`` is the wait for the hook, and what the hook sends is not counted here. Nor
-        are buffers, which PyTorch's code broadcasts.
+        ``exposed_seconds/reduce`` is what the hook takes, and the wait for it. What it sends is not counted
+        here. Nor are buffers, which PyTorch's code broadcasts.
 
         Args:
             reset: count from zero again; False leaves the counts alone.

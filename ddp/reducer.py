@@ -15,6 +15,7 @@ ends, on every rank, and not in the forward pass after it. On a GPU the second f
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -295,7 +296,7 @@ class Reducer:
         terms = self._terms(self._upcoming.divisor_among(self._group.size) if self._slot.is_empty else 1)
         kind = PassWithGraph if torch.is_grad_enabled() else BackwardPass
         self.activity.begin("backward pass")
-        current = kind(self._assignment, terms, self._launcher())
+        current = kind(self._assignment, terms, self._launcher(), self._held_up())
         self._inbox.current = current
         when_backward_ends(lambda: self._finish(current), current.break_off)
         with torch.no_grad():
@@ -318,9 +319,14 @@ class Reducer:
         """End a backward pass: launch the rest, wait, hand the results out."""
         self._inbox.current = None
         try:
-            self._conclude(current)
+            with self._held_up()():
+                self._conclude(current)
         finally:
             self.activity.end("backward pass")
+
+    def _held_up(self) -> Callable[[], AbstractContextManager[None]]:
+        """Give what counts the time that gradients take, see Note [Exposed seconds] in `comm.traffic`."""
+        return nullcontext if self.defers_reports else self._group.during("reduce").phase.held_up
 
     def _conclude(self, current: BackwardPass) -> None:
         broke_off = current.phase is Phase.BROKEN_OFF

@@ -384,7 +384,7 @@ class RankGroup:
         gathered = mine.new_empty(self.size, mine.numel())
         self.phase.sent((self.size - 1) * mine.nbytes)
         try:
-            with self.phase.waiting(), self.begin_work().waiting():
+            with self.phase.held_up(), self.begin_work().waiting():
                 dist.all_gather(list(gathered.unbind()), mine, group=self.process_group)
         except StalledError:
             raise
@@ -423,12 +423,13 @@ class RankGroup:
         received = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
         if self.size == 1:
             return [], received
-        record = replace(lanes[0], phase=self.phase).begin_work(about)
+        lane = replace(lanes[0], phase=self.phase)  # it counts for whoever exchanges
+        record = lane.begin_work(about)
         with record.starting():
             works, received = self._start_exchange(pieces, received, lanes)
         nbytes = sum(piece.nbytes for rank, piece in enumerate(pieces) if rank != self.rank)
         self.phase.sent(nbytes)
-        return lanes[0].works_of(works, record, mine.device), received
+        return lane.works_of(works, record, mine.device), received
 
     def _start_exchange(
         self, pieces: Sequence[Tensor], received: list[Tensor], lanes: "Sequence[RankGroup]"
@@ -481,7 +482,7 @@ class RankGroup:
         with record.starting():
             works = [dist.isend(staged, self._global(rank), group=self.process_group) for rank in to]
         self.phase.sent(staged.nbytes * len(works), len(works))
-        with self.phase.waiting(), record.waiting():
+        with self.phase.held_up(), record.waiting():
             for work in works:
                 assert work is not None  # this process is a member
                 work.wait()
@@ -492,7 +493,7 @@ class RankGroup:
         Returns when it has arrived; for a tensor on an asynchronous device, only the current stream waits.
         """
         staged = tensor if tensor.device == self.device else torch.empty_like(tensor, device=self.device)
-        with self.phase.waiting(), self.begin_work().waiting():
+        with self.phase.held_up(), self.begin_work().waiting():
             dist.recv(staged, self._global(source), group=self.process_group)
         if staged is not tensor:
             tensor.copy_(staged)

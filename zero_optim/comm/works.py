@@ -394,7 +394,7 @@ class Work:
         if timeout is not None:
             self.record.timeout = timeout
         try:
-            with self._phase.waiting(), self.record.waiting():
+            with self._phase.held_up(), self.record.waiting():
                 return self.handle.wait()
         except Exception as error:
             self._error = error

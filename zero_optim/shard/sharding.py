@@ -6,7 +6,7 @@ The optimizer calls. `Sharding.plan`, `gather` and `gather_all` communicate; all
 import math
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from zero_optim.comm.agreement import agree, failing_together, said_by_all
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.engine import eager
+from zero_optim.compat.streams import is_asynchronous
 from zero_optim.plan.costs import Cost
 from zero_optim.plan.groups import (
     ParamGroup,
@@ -52,7 +53,8 @@ class Sharding:
         pieces: of each parameter, the rows that each of its owners has.
         loads: the cost of what each rank owns.
         cap_nbytes: capacity of a bucket in bytes.
-        buckets: in the order in which they are gathered, the same on every rank.
+        buckets: in the order in which they are gathered, the same on every rank; see Note [Order of gathers]
+            in `zero_optim.plan.plan`.
         gathers: those that were started and may not have ended, and who waits for them.
     """
 
@@ -230,11 +232,13 @@ class Sharding:
             self._active = active
         gathered = [bucket for bucket, on in zip(self.buckets, active, strict=True) if on or frozen_too]
         group = self._group.during("gather")
-        if self.gathers.readers:
-            self.gathers.start(group, gathered)
-            self.end_step()
-        else:
-            self.gathers.run(group, gathered)
+        on_cpu = not any(is_asynchronous(bucket.device) for bucket in gathered)
+        with group.phase.held_up() if on_cpu else nullcontext():
+            if self.gathers.readers:
+                self.gathers.start(group, gathered)
+                self.end_step()
+            else:
+                self.gathers.run(group, gathered)
 
     def end_step(self) -> None:
         """Wait for the gathers under way, except those that a reader waits for."""

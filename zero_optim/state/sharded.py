@@ -368,9 +368,10 @@ class ShardedOptimizer(Optimizer):
 
         The first call counts from the construction. A copy of the optimizer counts from zero.
 
-        - ``exposed_seconds/PHASE``: how long callers waited for communication, and for ranks that came late.
-          What a thread waits for beside them is left out. On an accelerator these are waits of the CPU: with
-          NCCL it does not wait, and the figure says nothing of the device.
+        - ``exposed_seconds/PHASE``: how long communication held callers up: they waited, also for ranks that
+          came late, or on the CPU packed, added up and handed out what is sent. What a thread does beside
+          them is left out. On an accelerator these are waits of the CPU alone: with NCCL it does not wait,
+          and the figure says nothing of the device. See Note [Exposed seconds] in `zero_optim.comm.traffic`.
         - ``sent_bytes/PHASE``: what this rank's network interface sends, see Note [Bytes sent] in
           `zero_optim.comm.traffic`.
         - ``collectives/PHASE``: how many were started.

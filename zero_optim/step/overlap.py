@@ -227,7 +227,7 @@ class Overlap:
         announced, self._announced = self._announced, {}
         # Without a thread these calls do the work themselves, and the waits in it are counted there.
         exposed = bool(announced) and self.takes_thread
-        with self.group.during("reduce", is_exposed=exposed).phase.waiting():
+        with self.group.during("reduce", is_exposed=exposed).phase.held_up():
             for wait in announced:
                 wait()
 
