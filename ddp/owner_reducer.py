@@ -10,7 +10,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease, lanes_for_rows
 from zero_optim.comm.row_sum import RowSum
 from zero_optim.compat.engine import backward_number
-from zero_optim.ddp.assignment import BucketAssignment, ReducedParams, ReducerOptions
+from zero_optim.ddp.assignment import BucketAssignment, ReducedParams, ReducerOptions, indices_of_members
 from zero_optim.ddp.backward_pass import BackwardPass
 from zero_optim.ddp.bucket import ReducerBucket
 from zero_optim.ddp.bucket_owners import BucketOwners
@@ -196,14 +196,8 @@ def assign_to_owners(
         pieces: who owns what.
         group: the ranks.
     """
-    index_of, names, params = reduced.index_of, reduced.names, reduced.params
-    listed: list[list[int]] = []
-    for of_bucket in members:
-        here = sorted((index_of[id(param)] for param in of_bucket if id(param) in index_of), reverse=True)
-        listed += [[index] for index in here if names[index] in reduced.sparse]
-        dense = [index for index in here if names[index] not in reduced.sparse]
-        listed += [dense] if dense else []
-    listed.sort(key=min, reverse=True)
+    names, params = reduced.names, reduced.params
+    listed = [sorted(indices, reverse=True) for indices in indices_of_members(reduced, members)]
     is_sparse = [names[indices[0]] in reduced.sparse for indices in listed]
     if False in is_sparse:  # the last one carries the word of a failure, see `OwnerBucket`
         last = len(listed) - 1 - is_sparse[::-1].index(False)
