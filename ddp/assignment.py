@@ -11,9 +11,9 @@ Note [Buckets in rows]
     A comm hook that reduces gradients to the owners of their parameters adds them up in the order of ranks,
     so that no bits depend on the buckets. It sends a row to each rank. So it may name buckets, see
     `Members`: those of the optimizer, which are even over the ranks, with the parameters in the order of
-    rows. Then a row is one contiguous part of the bucket: it is sent from there, and summed there. PyTorch's
-    DDP does not ask, and the hook copies what it sends. Rows are not padded, as in a bucket that hooks are
-    given the gradients follow each other without gaps.
+    rows. Then a row is one contiguous part of the bucket: it is sent from there, and its sum is there.
+    PyTorch's DDP does not ask, and the hook copies what it sends. Rows are not padded, as hooks are given
+    buckets in which gradients follow each other without gaps.
 """
 
 import sys

@@ -9,18 +9,12 @@ what came, in the order of ranks, so that the sum is the same in every run.
 
 Note [Rows in place]
     Our DDP makes its buckets as `NamedBuckets` says, if a hook has that. Then what goes to a rank is one part
-    of the bucket's memory. It is sent from there, the sum is made there, and DDP's views of the bucket show
-    it. Of another DDP's bucket the parts that a rank owns are copied together to be sent, and the sum is
+    of the bucket's memory. It is sent from there, its sum comes to lie there, and DDP's views of the bucket
+    show it. Of another DDP's bucket the parts that a rank owns are copied together to be sent, and the sum is
     copied back.
 
-Note [No bucketer here]
-    `zero_optim.ddp.ReduceScatterBucketer` makes the same sums with `RowSum`, and is not used here. There is
-    nothing to collect: a DDP's bucket is a collection already. What the bucketer is given stays the caller's,
-    and the sum is the callback's to keep. So it cannot sum in place: each bucket would take one more row of
-    memory, and one more copy of a row, back into the bucket. Its sums are waited for by later calls, on the
-    caller's thread; with `zero_step` a thread waits for a bucket while the backward pass launches the next.
-    And with NCCL it sends on a process group of its own, where hooks must use the given one: Note [A thread
-    or none] in `line`. Sparse gradients do not fit either: nobody knows beforehand how long their rows are.
+`zero_optim.ddp.ReduceScatterBucketer` makes the same sums and is not used here; Note [Not for gradients] in
+its module says why.
 """
 
 from collections.abc import Callable, Iterable, Sequence
