@@ -287,7 +287,8 @@ class DistributedDataParallel(RebindableWrapper):
         """Let a hook reduce the buckets in the place of all-reduce; see `Reducer.register_comm_hook`.
 
         Any hook that runs on PyTorch's DDP runs here. All ranks register the same, before the first
-        backward pass, once. Communicates, so that they notice if they do not.
+        backward pass, once. Communicates, so that they notice if they do not. A hook that reduces to the
+        owners of a sharded optimizer brings buckets of its own: ``bucket_cap_mb`` has no effect then.
 
         Raises:
             RankMismatchError: on every rank, if hooks have other code, or states other options.

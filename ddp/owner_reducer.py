@@ -9,7 +9,7 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import lanes_for_rows
 from zero_optim.compat.engine import backward_number
-from zero_optim.ddp.assignment import BucketAssignment, ReducedParams, ReducerOptions
+from zero_optim.ddp.assignment import BucketAssignment, ReducedParams, ReducerOptions, indices_of_members
 from zero_optim.ddp.backward_pass import BackwardPass
 from zero_optim.ddp.bucket import ReducerBucket
 from zero_optim.ddp.bucket_owners import BucketOwners
@@ -210,14 +210,8 @@ def assign_to_owners(
         group: the ranks.
         most: portions in which the largest bucket is sent.
     """
-    index_of, names, params = reduced.index_of, reduced.names, reduced.params
-    listed: list[list[int]] = []
-    for of_bucket in members:
-        here = sorted((index_of[id(param)] for param in of_bucket if id(param) in index_of), reverse=True)
-        listed += [[index] for index in here if names[index] in reduced.sparse]
-        dense = [index for index in here if names[index] not in reduced.sparse]
-        listed += [dense] if dense else []
-    listed.sort(key=min, reverse=True)
+    names, params = reduced.names, reduced.params
+    listed = [sorted(indices, reverse=True) for indices in indices_of_members(reduced, members)]
     is_sparse = [names[indices[0]] in reduced.sparse for indices in listed]
     if False in is_sparse:  # the last one carries the word of a failure, see `OwnerBucket`
         last = len(listed) - 1 - is_sparse[::-1].index(False)

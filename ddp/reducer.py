@@ -159,10 +159,12 @@ class Reducer:
         self._assignment = self._assigned(order)
 
     def _assigned(self, order: Sequence[int] | None) -> BucketAssignment:
-        return assign(self._reduced, self.options, order)
+        return assign(self._reduced, self.options, order, self._slot.members())
 
     def rebuild(self) -> bool:
         """Make buckets anew in the order in which gradients came on rank 0, once that is known.
+
+        So it does where the comm hook names buckets, and others than before.
 
         All ranks call, at the same point; communicates when it is due.
 
@@ -170,7 +172,11 @@ class Reducer:
             Whether buckets were rebuilt.
         """
         history = self.history
-        if not history.rebuild_is_due or self._inbox.is_running:
+        if self._inbox.is_running:
+            return False
+        if self._slot.members_changed:
+            self._name_buckets()
+        if not history.rebuild_is_due:
             return False
         history.rebuild_is_due = False
         agreed = to_device(torch.tensor(history.order(), dtype=torch.int64), self._group.device)
@@ -180,10 +186,19 @@ class Reducer:
         history.has_rebuilt = True
         return True
 
+    def _name_buckets(self) -> None:
+        """Make the buckets that the hook names: at once, or at the next pass if gradients have an order."""
+        if self.history.has_rebuilt:
+            self.history.rebuild_is_due = True
+        else:
+            self._assign(None)
+
     # ------------------------------------------------------------------ what users set
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Let a hook reduce the buckets, and divide by the number of ranks, in the place of all-reduce.
+
+        If it names buckets, they are made; see Note [Buckets in rows] in `assignment`.
 
         Args:
             state: handed to the hook.
@@ -197,6 +212,8 @@ class Reducer:
         if self._inbox.is_running:
             raise RuntimeError("a comm hook must be registered before backward() begins")
         self._slot.register(state, hook)
+        if self._slot.members_changed:
+            self._name_buckets()
 
     def divide_by(self, divisor: Callable[[], float]) -> None:
         """Divide the gradients of the next pass by another number than that of the ranks."""

@@ -276,10 +276,13 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
                 after any of these.
         """
         if self._overlap is not None and self._overlap.current is not None:
-            raise RuntimeError(
+            failure = RuntimeError(
                 "the step was taken during the backward pass, too early to clip: leave out "
                 "clip_grad_norm_(), or zero_step (overlap_with_ddp)"
             )
+            self.announce_to_join(steps=False)
+            self.refuse_in_join(failure)
+            raise failure
         with self._group.doing("clip_grad_norm_()"):
             return self.clip_together(ClipArguments(max_norm, norm_type, error_if_nonfinite, foreach))
 

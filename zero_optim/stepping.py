@@ -73,8 +73,7 @@ class SteppedOptimizer(RebindableOptimizer, Joinable):
 
     def _params_of_sparse(self) -> list[Tensor]:
         """List the cut parameters whose gradients are sparse, also where other ranks hold them."""
-        every = self._sharding.pieces.items()
-        return [param for param, pieces in every if len(pieces) > 1 and is_sparse(param.grad)]
+        return [param for param in self._sharding.cut_params() if is_sparse(param.grad)]
 
     def _failure_of_sparse(self, params: Iterable[Tensor]) -> Exception | None:
         try:
@@ -230,16 +229,25 @@ class SteppedOptimizer(RebindableOptimizer, Joinable):
     def _step_rest(self, overlap: Overlap, late: str, *, joined: bool) -> None:
         """Step what the backward pass did not reach, such as what DDP does not hold; all ranks call."""
         overlap.wait_for_steps()  # on a rank that joined no backward pass has ended and done so
-        with overlap.finishing(late, joined=joined) as current:
+        with overlap.finishing() as current:
             rest = current.rest(self.param_groups)
+            failure: Exception | None = None
+            try:
+                if not joined:
+                    current.check_asked(late)
+            except RuntimeError as error:
+                if not self._join_config.enable:
+                    raise
+                failure = error
+            if failure is None and not joined:
+                failure = self._failure_of_sparse(rest)
+            if self._join_config.enable:  # ranks that joined wait for this; if one rank fails all raise
+                lend_gradients(self._group, joined, *self._lendable(rest), failure=failure)
             if rest:
-                failure = None if joined else self._failure_of_sparse(rest)
-                if self._join_config.enable:
-                    lend_gradients(self._group, joined, *self._lendable(rest), failure=failure)
                 known = [None if failure is not None else param.grad for param in rest]
                 overlap.step(self.param_groups, overlap.part(rest), known)
-                if failure is not None:
-                    raise failure
+            if failure is not None:
+                raise failure
 
     # ------------------------------------------------------------------ uneven inputs
 

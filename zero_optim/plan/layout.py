@@ -11,7 +11,7 @@ each other without a gap, so that it is one contiguous tensor, of which several 
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -54,15 +54,21 @@ class Layout:
         numels: elements of each parameter of the bucket.
         rows: one row for each rank that owns anything, by rising rank.
 
+    Attributes:
+        is_cut: some parameter crosses rows.
+
     Raises:
         ValueError: any of the above does not hold; the message says where.
     """
 
     numels: tuple[int, ...]
     rows: tuple[Row, ...]
+    is_cut: bool = field(init=False)
 
     def __post_init__(self) -> None:
         """Check what the class promises."""
+        num_extents = sum(len(row.extents) for row in self.rows)
+        object.__setattr__(self, "is_cut", num_extents > len(self.numels))
         self._prove_rows()
         self._prove_tiling()
 

@@ -154,7 +154,12 @@ class Sharding:
     @property
     def has_cuts(self) -> bool:
         """Whether any parameter is cut; the same on every rank."""
-        return any(len(pieces) > 1 for pieces in self.pieces.values())
+        return any(bucket.layout.is_cut for bucket in self.buckets)
+
+    def cut_params(self) -> list[Tensor]:
+        """List the parameters that are cut. Free where there are none: steps ask this."""
+        known = [bucket.params for bucket in self.buckets if bucket.layout.is_cut]
+        return [param for params in known for param in params if self.is_cut(param)]
 
     def first_owner(self, param: Tensor) -> int:
         """Tell the rank that owns a parameter, or its first rows."""

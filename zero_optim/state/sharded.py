@@ -331,6 +331,11 @@ class ShardedOptimizer(Optimizer):
         return [list(bucket.params) for bucket in self._sharding.buckets]
 
     @property
+    def num_buckets(self) -> int:
+        """How many buckets there are; parameters that are added have buckets of their own."""
+        return len(self._sharding.buckets)
+
+    @property
     def bucket_cap_nbytes(self) -> int:
         """Capacity of a bucket in bytes; ``sys.maxsize`` for no limit."""
         return self._sharding.cap_nbytes

@@ -11,17 +11,15 @@ Note [Phases of an overlapped step]
     in its next backward pass. If that pass finds it in ``Phase.BACKWARD``, the pass before broke off.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 
-import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import LET_GO, RankGroup
-from zero_optim.comm.lanes import Lease, lanes_beside
-from zero_optim.compat.streams import is_asynchronous
+from zero_optim.comm.lanes import Lease, lanes_beside, may_run_beside
 from zero_optim.plan.groups import ParamGroup, params_of
 from zero_optim.plan.layout import Span
 from zero_optim.plan.pieces import Pieces
@@ -91,6 +89,24 @@ class OverlappedStep:
         if is_final:
             self.seen = [(p, id(p.grad), p.grad._version) for p in self.stepped if p.grad is not None]
 
+    def check_asked(self, late: str) -> None:
+        """Refuse to be taken for another step than was asked for.
+
+        Args:
+            late: what else ``step()`` was asked for, which cannot have an effect any more; empty for nothing.
+
+        Raises:
+            RuntimeError: something came late, or there were several backward passes, or gradients were
+                changed since.
+        """
+        if late:
+            raise RuntimeError(
+                f"the step was taken during the backward pass, too early for {late}: leave it out, or "
+                "leave out zero_step (overlap_with_ddp). bfloat16 needs no GradScaler"
+            )
+        self.check_passes()
+        self.check_gradients()
+
     def check_passes(self) -> None:
         """Refuse a second backward pass before ``step()``.
 
@@ -145,7 +161,7 @@ class Overlap:
 
     def __init__(self, group: RankGroup, sharding: Sharding, owned: OwnedState) -> None:
         self.group = group
-        self.takes_thread = _takes_thread(group, sharding.pieces)
+        self.takes_thread = may_run_beside(group, sharding.pieces)
         self.lanes = self.new_lanes()
         self.current: OverlappedStep | None = None
         self._sharding = sharding
@@ -312,37 +328,13 @@ class Overlap:
         self._sharding.end_step()
 
     @contextmanager
-    def finishing(self, late: str, *, joined: bool) -> Iterator[OverlappedStep]:
-        """Finish the current step, in ``step()``: the body steps the rest; all ranks enter.
-
-        Args:
-            late: what else ``step()`` was asked for, which cannot have an effect any more; empty for nothing.
-            joined: this rank ran out of inputs.
-
-        Raises:
-            RuntimeError: the step taken is not the one that was asked for: there were several backward
-                passes, or gradients were changed since, or something came late.
-        """
+    def finishing(self) -> Iterator[OverlappedStep]:
+        """Finish the current step, in ``step()``: the body steps the rest; all ranks enter."""
         current = self.current
         assert current is not None  # asked for by the caller
         try:
-            if late:
-                raise RuntimeError(
-                    f"the step was taken during the backward pass, too early for {late}: leave it out, or "
-                    "leave out zero_step (overlap_with_ddp). bfloat16 needs no GradScaler"
-                )
-            if not joined:
-                current.check_passes()
-                current.check_gradients()
             yield current
         finally:
             self._loop_calls_step = True
             self.current = None
         self._sharding.end_step()
-
-
-def _takes_thread(group: RankGroup, params: Iterable[Tensor]) -> bool:
-    """Whether a thread beside the caller's may step, and gather on process groups of its own."""
-    if any(is_asynchronous(device) for device in {param.device for param in params}):
-        return False
-    return group.backend_of(torch.device("cpu")) == "gloo"
