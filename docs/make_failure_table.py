@@ -2,7 +2,7 @@
 
     python docs/make_failure_table.py
 
-It takes some two minutes. It ends with an error if a cell fails, or if a survivor raised later than two
+It takes a minute. It ends with an error if a cell fails, or if a survivor raised later than two
 seconds after the timeout; so leave the machine alone meanwhile. With ``--jitter`` it makes the long run with
 pauses in the place of that, and writes nothing.
 """
@@ -20,7 +20,6 @@ from matrix import BEGIN, END, RUN, run_cells, table  # noqa: E402
 from troubled import TIMEOUT  # noqa: E402
 
 TARGET = ROOT / "docs" / "failures.md"
-AT_ONCE = 4
 LATEST = TIMEOUT + 2.0  # seconds
 
 
@@ -28,7 +27,7 @@ def measure() -> int:
     """Run every cell, and write the table; tell whether all is well."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        results = run_cells(RUN, Path(folder), at_once=AT_ONCE)
+        results = run_cells(RUN, Path(folder))
     complaints = [complaint for result in results if (complaint := result.complaint())]
     complaints += [f"{result.cell}: {result.seconds:.2f} s" for result in results if result.seconds > LATEST]
     page = TARGET.read_text()

@@ -82,7 +82,7 @@ OUTCOMES = {
     ),
     "apart": Outcome(
         "`StalledError`: who waits for what, and which rank made a call more often or less often than others",
-        r"StalledError: .*times of .* on rank {bad}\b|\w+: .*rank {bad}\b",
+        r"StalledError: .*times of .* on rank {bad}\b|(?!StalledError)\w+: .*rank {bad}\b",
         None,
     ),
     "shape": Outcome(
@@ -115,6 +115,9 @@ class Cell:
         return f"{self.phase} x {self.failure}"
 
 
+# What gloo raises where the rank that has joined waits in PyTorch's own code.
+_IN_JOIN = r"RuntimeError: .*(Connection closed by peer|caused pair closure|Connection reset)"
+
 _USUAL = {
     "killed": "ended",
     "stopped": "silent",
@@ -140,9 +143,7 @@ _NO_MEANING = {
 }
 _SIZES = {
     **{("Join", failure): 3 for failure in FAILURES},
-    **{("forward", failure): 3 for failure in ("killed", "stopped", "error", "slow")},
-    **{("save", failure): 3 for failure in ("killed", "stopped", "error", "slow", "shape")},
-    **{("consolidate", failure): 3 for failure in ("killed", "error", "slow", "shape")},
+    **{(phase, failure): 3 for phase in ("forward", "consolidate", "save") for failure in FAILURES},
     **{("plain step", failure): 4 for failure in ("killed", "stopped", "slow")},
     ("construction", "shape"): 4,
     ("overlap", "killed"): 4,
@@ -221,6 +222,8 @@ class Result:
             return f"{self.cell}: expected exit codes {wanted}, got {left}: {self.endings}"
         for ending in self.endings[:bad]:
             said = str(ending.error)
+            if self.cell.phase == "Join" and ending is self.endings[0] and re.match(_IN_JOIN, said):
+                continue
             if re.match(outcome.pattern.format(bad=bad), said, re.DOTALL) is None:
                 return f"{self.cell}: expected {self.cell.outcome!r}, got {self.endings}"
             if outcome.passes_timeout is not None and ("stalled for" in said) != outcome.passes_timeout:
@@ -231,10 +234,10 @@ class Result:
         return None
 
 
-def run_cells(cells: Sequence[Cell], folder: Path, *, at_once: int = SIDE_BY_SIDE) -> list[Result]:
+def run_cells(cells: Sequence[Cell], folder: Path) -> list[Result]:
     """Run some cells side by side, then load the newest checkpoint of each."""
     folders = [folder / str(number) for number in range(len(cells))]
-    with ThreadPoolExecutor(at_once) as threads:
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as threads:
         ended = list(threads.map(_run_until_trouble, cells, folders))
     loaded = in_process(load_newest, folders)
     return [Result(cell, *each) for cell, *each in zip(cells, ended, loaded, strict=True)]

@@ -114,7 +114,7 @@ def judge(seen: Seen, own: int, seconds: float | None) -> Verdict:
         told.append("every rank waits, but not for the same")
     for work, ranks in waiting.items():
         told.append(f"{_listed(ranks)} wait{'s' * (len(ranks) == 1)} in {work}")
-    if not missing:
+    if not ended and (len(waiting) > 1 or not missing):
         told += _differences(seen)
     why = "stalled" if seconds is None else f"stalled for {seconds:.3g} s"
     return Verdict(f"{why}: {'; '.join(told)}. {_ADVICE}", tuple(missing))
