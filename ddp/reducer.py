@@ -28,7 +28,7 @@ from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.backends import held
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.watchdog import learn_addresses, watch
-from zero_optim.comm.works import Activity
+from zero_optim.comm.works import Activity, Record
 from zero_optim.compat.streams import is_asynchronous, to_device
 from zero_optim.ddp.assignment import BucketAssignment, ReducedParams, ReducerOptions, assign
 from zero_optim.ddp.backward_pass import BackwardPass, PassTerms, PassWithGraph, Phase
@@ -147,6 +147,10 @@ class Reducer:
     def activity(self) -> Activity:
         """What this process does, which other ranks hear of if they miss it."""
         return self._group.works.log.activity
+
+    def begin_work(self, about: str) -> Record:
+        """Begin the record of a collective that PyTorch's class started, see `RankGroup.begin_work`."""
+        return self._group.begin_work(about)
 
     @property
     def assignment(self) -> BucketAssignment:

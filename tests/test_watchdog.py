@@ -8,6 +8,7 @@ import pickle
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.diagnosis import Status
 from zero_optim.comm.directory import Directory
-from zero_optim.comm.peers import Address, Listener, Presence, ask, host_towards, in_threads
-from zero_optim.comm.watchdog import unwatch
-from zero_optim.comm.works import explain_nothing
+from zero_optim.comm.peers import Address, Listener, Message, Presence, ask, host_towards, in_threads
+from zero_optim.comm.watchdog import Watchdog, unwatch
+from zero_optim.comm.works import Verdict, explain_nothing
 from zero_optim.compat.engine import default_store
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.ddp.reducer import Reducer
@@ -243,6 +244,35 @@ def test_who_does_not_have_the_token_is_not_answered(listener: Listener) -> None
     assert ask(stranger, {"verdict": ["end", []]}) is Presence.ENDED  # the connection is closed
     server.join()
     assert answered == []
+
+
+class SlowToAnswer:
+    """Stands for the directory, where one rank does not answer until it may."""
+
+    def __init__(self, mute: int) -> None:
+        self.mute = mute
+        self.may_answer = threading.Event()
+        self.asked: list[tuple[int, ...]] = []
+        self.answered: list[tuple[int, ...]] = []
+
+    def ask_all(self, ranks: Sequence[int], question: Message) -> dict[int, Message | Presence]:
+        assert question["verdict"] == ["why", (self.mute,)]
+        self.asked.append(tuple(ranks))
+        if self.mute in ranks:
+            self.may_answer.wait(LIMIT)
+        self.answered.append(tuple(ranks))
+        return {}
+
+
+def test_a_rank_that_did_not_answer_is_told_the_verdict_but_not_waited_for() -> None:
+    watchdog, directory = Watchdog.__new__(Watchdog), SlowToAnswer(2)
+    vars(watchdog).update(_directory=directory, _exits=False)
+    runs = Status((), (), {})
+    watchdog._tell((0, 1, 2), Verdict("why", (2,)), {0: runs, 1: runs, 2: Presence.SILENT})
+    assert directory.answered == [(0, 1)]
+    wait_until(lambda: len(directory.asked) == 2)
+    directory.may_answer.set()
+    assert sorted(directory.asked) == [(0, 1), (2,)]
 
 
 def test_where_nobody_answers_a_process_is_silent_and_where_nobody_listens_it_has_ended(

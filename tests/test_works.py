@@ -17,7 +17,7 @@ from zero_optim import StalledError, ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.diagnosis import Status, judge
 from zero_optim.comm.peers import Presence
-from zero_optim.comm.works import KEPT, Activity, Record, Verdict
+from zero_optim.comm.works import KEPT, OVERLAPPED_STEP, Activity, Record, Verdict
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 from zero_optim.ddp.bucket import GradBucket
 
@@ -252,6 +252,22 @@ def test_ranks_that_wait_for_different_things_are_told_apart() -> None:
         "not for the same; rank 0 waits in an agreement; rank 1 waits in the gather of bucket 0"
         in told.message
     )
+
+
+def test_of_ranks_that_wait_for_different_things_it_is_told_who_made_a_call_more_often() -> None:
+    stepping = status("the gather of bucket 0 (a)", **{"step()": 3, "backward pass": 3})
+    behind = status("the reduction of bucket 0 (a)", **{"step()": 2, "backward pass": 4})
+    told = judge({0: stepping, 1: stepping, 2: behind}, 0, 1.0)
+    passes, steps = "3 on ranks 0, 1 and 4 on rank 2", "3 on ranks 0, 1 and 2 on rank 2"
+    assert f"; times of backward pass: {passes}; times of step(): {steps}. " in told.message
+
+
+def test_a_rank_whose_thread_steps_is_missing_though_another_of_its_threads_waits() -> None:
+    inside = ("backward pass", 3), (OVERLAPPED_STEP, 9)
+    busy = Status(("the reduction of bucket 0 (a)",), inside, {"backward pass": 3, OVERLAPPED_STEP: 9})
+    told = judge({0: status("an agreement", inside=("backward pass", 3)), 1: busy}, 0, 1.0)
+    assert told.missing == (1,)
+    assert "rank 1 is in an overlapped step and waits for nothing" in told.message
 
 
 def test_what_a_process_says_of_itself_survives_the_way_through_json() -> None:

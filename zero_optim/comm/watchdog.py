@@ -296,10 +296,21 @@ class Watchdog:
         finally:
             self._deciding.discard(works.ranks)
         if found is None:
-            tells = {"verdict": [verdict.message, verdict.missing]}
-            self._ask_all(works, self._status(works.ranks), tells)
+            self._tell(works.ranks, verdict, seen)
         self._act(works.ranks, verdict)
         return verdict
+
+    def _tell(self, ranks: tuple[int, ...], verdict: Verdict, seen: Seen) -> None:
+        """Tell all ranks; those that did not answer before are told beside, as waiting for them takes long.
+
+        A process that is to end waits for all of them.
+        """
+        question = {"ranks": ranks, "verdict": [verdict.message, verdict.missing]}
+        mute = [rank for place, rank in enumerate(ranks) if isinstance(seen[place], Presence)]
+        if mute and not self._exits:
+            _beside(lambda: self._directory.ask_all(mute, question))
+            ranks = tuple(rank for rank in ranks if rank not in mute)
+        self._directory.ask_all(ranks, question)
 
     def _verdict_within(self, works: GroupWorks, limit: float) -> Verdict | None:
         deadline = time.monotonic() + limit

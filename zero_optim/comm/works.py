@@ -33,6 +33,7 @@ from zero_optim.compat.engine import is_profiling
 from zero_optim.errors import StalledError, ZeroOptimError
 
 KEPT = 512  # records in the ring
+OVERLAPPED_STEP = "an overlapped step"  # the mark of one bucket's local step, on whichever thread
 _NO_TAG = 2**31 - 1  # of messages that nobody sends
 
 # How a work is named in messages, by its phase.

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import LET_GO, RankGroup
 from zero_optim.comm.lanes import Lease, lanes_beside, may_run_beside
+from zero_optim.comm.works import OVERLAPPED_STEP
 from zero_optim.plan.groups import ParamGroup, params_of
 from zero_optim.plan.layout import Span
 from zero_optim.plan.pieces import Pieces
@@ -308,7 +309,8 @@ class Overlap:
                 owned[param] = gradient
         try:
             if owned:
-                self._owned.step_some(groups, owned)
+                with self.group.doing(OVERLAPPED_STEP):
+                    self._owned.step_some(groups, owned)
         finally:  # the others wait for it, even if the class's own step fails
             if self.current is not None:
                 self.current.stepped.update(dict.fromkeys(part.params))
