@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_optim.plan.groups import ParamGroup, changed_in_kind, kind_of, options_of, params_of
+from zero_optim.plan.options import are_close, plain
 from zero_optim.probe.probe import probe
 from zero_optim.probe.shaped import ShapedKeys
 from zero_optim.probe.traits import Traits, refusal
@@ -90,6 +91,11 @@ class BuiltOptimizer:
                 "would train another way. Use a class that keeps no copies, with master_dtype=torch.float32 "
                 "for masters, or use it without sharding"
             )
+
+    def is_default(self, key: str, value: object) -> bool:
+        """Whether an option has the class's own default, or the class has none for it."""
+        defaults = self.optimizer.defaults
+        return key not in defaults or are_close(plain(defaults[key]), plain(value))
 
     def check_parts(self) -> None:
         """Refuse a class whose step cannot be taken some parameters at a time; see `OptimizerSpec`."""
