@@ -6,10 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 
+from fake_streams import without_thread
 from pool import Ranks
 from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.ddp import DistributedDataParallel
 from zero_optim.errors import RankMismatchError, RemoteRankError
+from zero_optim.hooks import zero_step
 
 
 def make(cls: Any = torch.optim.SGD, **options: Any) -> ZeroRedundancyOptimizer:
@@ -307,3 +311,134 @@ def check_alone() -> None:
 
 def test_one_rank_alone_has_no_stamps(ranks1: Ranks) -> None:
     ranks1.run(check_alone)
+
+
+def check_cut() -> None:
+    """Both rows of the one bucket lie in one parameter."""
+    optimizer = ZeroRedundancyOptimizer([nn.Parameter(torch.ones(64, 1024))], Breaks, lr=0.125)
+    assert [len(pieces) for pieces in optimizer.pieces().values()] == [2]
+    step(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.5 + dist.get_rank()
+    with pytest.raises(RankMismatchError, match=r"rank 0 has 0.5; rank 1 has 1.5"):
+        step(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.5
+    optimizer.optim.breaks = True
+    with pytest.raises((ArithmeticError, RemoteRankError), match="no such root"):
+        step(optimizer)
+    check_equal(optimizer)
+
+
+def test_owners_of_one_cut_parameter_are_heard(ranks2: Ranks) -> None:
+    ranks2.run(check_cut)
+
+
+def check_masters() -> None:
+    params = [nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)) for shape in [(8, 4), (8, 4)]]
+    optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.5, master_dtype=torch.float32)
+    step(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.5 + dist.get_rank()
+    with pytest.raises(RankMismatchError, match=r"rank 0 has 0.5; rank 1 has 1.5"):
+        step(optimizer)
+
+
+def test_narrow_parameters_carry_stamps_too(ranks2: Ranks) -> None:
+    ranks2.run(check_masters)
+
+
+def overlapped() -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), Breaks, lr=0.125)
+    model.register_comm_hook(None, zero_step(optimizer, ddp=model))
+    return model, optimizer
+
+
+def iterate(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+
+
+def check_overlapped_failure() -> None:
+    model, optimizer = overlapped()
+    iterate(model, optimizer)
+    optimizer.optim.breaks = True
+    error = ArithmeticError if dist.get_rank() == 1 else RemoteRankError
+    with pytest.raises(error, match=r"no such root|rank 1 failed with ArithmeticError in backward\(\)"):
+        model(torch.ones(1, 4)).sum().backward()
+    optimizer.optim.breaks = False
+    check_equal(optimizer)
+    iterate(model, optimizer)
+    check_equal(optimizer)
+
+
+def test_a_failure_in_an_overlapped_step_raises_out_of_backward_on_all(ranks2: Ranks) -> None:
+    ranks2.run(check_overlapped_failure)
+
+
+def check_overlapped_rate() -> None:
+    model, optimizer = overlapped()
+    iterate(model, optimizer)
+    optimizer.param_groups[0]["lr"] = 0.5 + dist.get_rank()
+    model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(
+        RankMismatchError, match=r"in backward\(\): lr of group 0: rank 0 has 0.5; rank 1 has"
+    ):
+        optimizer.step()
+    check_equal(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.5
+    iterate(model, optimizer)
+
+
+def test_a_rate_that_differs_in_an_overlapped_step_is_named_by_step(ranks2: Ranks) -> None:
+    ranks2.run(check_overlapped_rate)
+
+
+def check_late() -> None:
+    """The CPU passes for an accelerator."""
+    optimizer = make(Breaks)
+    step(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.5 + dist.get_rank()
+    step(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(RankMismatchError, match=r"rank 0 has 0.5; rank 1 has 1.5"):
+        step(optimizer)
+    optimizer.optim.breaks = True
+    if dist.get_rank() == 1:
+        with pytest.raises(ArithmeticError):
+            step(optimizer)
+    else:
+        step(optimizer)
+    optimizer.optim.breaks = False
+    if dist.get_rank() == 1:
+        step(optimizer)
+    else:
+        with pytest.raises(RemoteRankError, match=r"rank 1 failed with ArithmeticError in step\(\)"):
+            step(optimizer)
+    check_equal(optimizer)
+
+
+def test_on_an_accelerator_stamps_are_looked_at_one_step_later(ranks2: Ranks) -> None:
+    ranks2.run(without_thread, check_late)
+
+
+def check_join() -> None:
+    """Rank 1 runs out of inputs first; a scheduler runs where there are inputs."""
+    optimizer = make()
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    optimizer.metrics()
+    with Join([optimizer]):
+        for _ in range(4 - 2 * dist.get_rank()):
+            step(optimizer)
+            scheduler.step()
+    with pytest.raises(RankMismatchError, match="lr of group 0"):
+        step(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.5
+    with Join([optimizer]):
+        for _ in range(2 + dist.get_rank()):
+            step(optimizer)
+    step(optimizer)
+    check_equal(optimizer)
+
+
+def test_ranks_that_ran_out_of_inputs_are_lent_the_options(ranks2: Ranks) -> None:
+    ranks2.run(check_join)
