@@ -179,6 +179,7 @@ def test_options_are_compared_by_value(ranks2: Ranks) -> None:
 def check_straddling() -> None:
     """The two numbers round to different ones of six digits."""
     optimizer = make()
+    optimizer.metrics()
     optimizer.param_groups[0]["lr"] = 0.1000005 - 1e-12 + 2e-12 * dist.get_rank()
     step(optimizer)
     assert optimizer.metrics()["collectives/agree"] > 0
@@ -230,7 +231,9 @@ def check_missing_group() -> None:
     step(optimizer)
     if dist.get_rank() == 1:
         del optimizer.param_groups[1]
-    with pytest.raises((RemoteRankError, ValueError), match=r"rank 1|argument"):
+    with pytest.raises(
+        (RemoteRankError, IndexError), match=r"rank 1 failed with IndexError|index out of range"
+    ):
         step(optimizer)
 
 

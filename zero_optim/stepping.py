@@ -58,7 +58,7 @@ class SteppedOptimizer(RebindableOptimizer, Joinable):
         return result
 
     def _call(self, name: str, failure: BaseException | None = None) -> Call:
-        return Call(name, lambda: Origins(*self._owned.local.origins(self.param_groups)), failure)
+        return Call(name, lambda options: Origins(*self._owned.local.origins(options)), failure)
 
     def begin_step(self) -> None:
         """Get ready for a step: look at the parameters, and at what was changed from outside."""

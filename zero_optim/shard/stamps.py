@@ -98,8 +98,8 @@ class Origins(NamedTuple):
         written: options that the class has changed in a step.
     """
 
-    made: Collection[OptionKey] = ()
-    written: Collection[OptionKey] = ()
+    made: Collection[OptionKey]
+    written: Collection[OptionKey]
 
 
 class Call(NamedTuple):
@@ -107,12 +107,13 @@ class Call(NamedTuple):
 
     Attributes:
         name: such as ``step()``.
-        origins: tells who wrote the options here; asked only if they differ from those of other ranks.
+        origins: tells who wrote options here, which it is given as they were at a call; asked only if ranks
+            differ.
         failure: what the call has raised here.
     """
 
     name: str
-    origins: Callable[[], Origins] = Origins
+    origins: Callable[[Sequence[Mapping[str, Plain]]], Origins]
     failure: BaseException | None = None
 
 
@@ -285,7 +286,7 @@ class Stamps:
                 break  # as on every rank
             error = _different_calls(stamps)
             if error is None and len({stamp.digest for stamp in stamps.values()}) > 1:
-                error = self._compared(group, step, call.origins())
+                error = self._compared(group, step, call.origins(step.options))
             if error is not None:
                 break
         if error is not None and call.failure is None:
