@@ -279,7 +279,8 @@ class Stamps:
             stamps = step.stamps()
             if _failed_ranks(stamps):
                 if step is self._step and with_last and len({stamp.number for stamp in stamps.values()}) == 1:
-                    error = failure_of_others(group, step.failure)
+                    told = failure_of_others(group, step.failure)
+                    error = None if step.is_told else told
                 elif step.failed is None and not step.is_told:
                     error = _failure_elsewhere(step, stamps)
                 step.is_told = True
