@@ -179,7 +179,7 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
         Communicates: one broadcast for each bucket and owner. Every rank has its new parameters when the call
         returns; on CUDA with NCCL the current stream waits for them, not the CPU. With `gather_lazily` the
         modules wait instead. A rank on which the class's own step raises takes part in that all the same, so
-        that the others do not wait for it.
+        that the others do not wait for it. They hear of it in what it sends, and raise too.
 
         Args:
             closure: evaluates the model and returns the loss, as in ``torch.optim``; given on all ranks or on
@@ -197,6 +197,8 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
             TypeError: ``closure`` cannot be called.
             ValueError: on every rank with such a gradient, before anything is stepped: the gradient of a cut
                 parameter is sparse, and the class does not bear that, see ``cuts``.
+            RankMismatchError: on every rank, options of groups differ between ranks, see ``own_options``, or
+                ranks are in different calls. The step was taken, and parameters are equal on all ranks.
         """
         if self.leaves_out_step():
             return None
