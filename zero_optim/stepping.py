@@ -11,12 +11,13 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from zero_optim.comm.agreement import failing_together
 from zero_optim.plan.groups import ParamGroup
 from zero_optim.plan.pieces import Pieces
+from zero_optim.shard.stamps import Call, Origins
 from zero_optim.state.rebinding import RebindableOptimizer
 from zero_optim.step.amp import Scaling, drop_scale
 from zero_optim.step.clip import ClipArguments, clip_together
 from zero_optim.step.gradients import is_sparse
 from zero_optim.step.join import JoinNotes, lend_gradients, lend_to
-from zero_optim.step.overlap import Overlap
+from zero_optim.step.overlap import Overlap, OverlappedStep
 from zero_optim.step.sparse_rows import check_sparse_rows
 from zero_optim.step.words import Word, exchange, is_skipped_by_all, ranks_that
 
@@ -33,17 +34,31 @@ class SteppedOptimizer(RebindableOptimizer, Joinable):
 
     # ------------------------------------------------------------------ a step
 
-    def _run(self, work: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
-        """Let the local optimizer change this rank's parameters, then gather."""
+    def _run(self, name: str, work: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
+        """Let the local optimizer change this rank's parameters, then gather.
+
+        Args:
+            name: of the call, such as ``step()``.
+            work: changes them.
+            *args: for ``work``.
+            **kwargs: for ``work``.
+        """
         self.check_attached()
+        call = self._call(name)
         try:
             self.begin_step()
             if not self._join_config.enable:  # there the ranks have heard of it, see `is_skipped_together`
                 self.check_sparse(self._params_of_sparse())
             result = self._owned.run(work, *args, **kwargs)
-        finally:
-            self._sharding.gather(self.param_groups, frozen_too=self._owned.local.moves_frozen)
+        except BaseException as error:
+            call = call._replace(failure=error)
+            raise
+        finally:  # the others wait for this rank
+            self._sharding.gather(self.param_groups, call, frozen_too=self._owned.local.moves_frozen)
         return result
+
+    def _call(self, name: str, failure: BaseException | None = None) -> Call:
+        return Call(name, lambda options: Origins(*self._owned.local.origins(options)), failure)
 
     def begin_step(self) -> None:
         """Get ready for a step: look at the parameters, and at what was changed from outside."""
@@ -161,12 +176,19 @@ class SteppedOptimizer(RebindableOptimizer, Joinable):
         self._group.phase.traffic.count_step()
         self._opt_called = True  # for schedulers, which warn if it is step() that never was
         overlap, lends = self.overlap(), self._join_config.enable
+        call, lane = self._call("backward()"), overlap.lanes.groups[0]
         try:
             overlap.begin(joined=joined, lends=lends)
             self.begin_step()
+        except BaseException as error:
+            call = call._replace(failure=error)
+            raise
         finally:
             if lends:
-                lend_gradients(overlap.lanes.groups[0], joined, [], [], self.param_groups)
+                lend_gradients(lane, joined, [], [], self.param_groups)
+            self._sharding.begin_call(self.param_groups, call)
+            # Now that the gathers of the pass before are over.
+            self._sharding.settle(lane.during("agree"), call, with_last=False)
 
     def overlap(self) -> Overlap:
         """Give what steps some parameters during the backward pass; a hook of `zero_optim.hooks` calls it.
@@ -229,25 +251,35 @@ class SteppedOptimizer(RebindableOptimizer, Joinable):
     def _step_rest(self, overlap: Overlap, late: str, *, joined: bool) -> None:
         """Step what the backward pass did not reach, such as what DDP does not hold; all ranks call."""
         overlap.wait_for_steps()  # on a rank that joined no backward pass has ended and done so
-        with overlap.finishing() as current:
-            rest = current.rest(self.param_groups)
-            failure: Exception | None = None
-            try:
-                if not joined:
-                    current.check_asked(late)
-            except RuntimeError as error:
-                if not self._join_config.enable:
-                    raise
-                failure = error
-            if failure is None and not joined:
-                failure = self._failure_of_sparse(rest)
-            if self._join_config.enable:  # ranks that joined wait for this; if one rank fails all raise
-                lend_gradients(self._group, joined, *self._lendable(rest), failure=failure)
-            if rest:
-                known = [None if failure is not None else param.grad for param in rest]
-                overlap.step(self.param_groups, overlap.part(rest), known)
-            if failure is not None:
-                raise failure
+        lane, call = overlap.lanes.groups[0].during("agree"), self._call("step()")
+        try:
+            with overlap.finishing() as current:
+                self._step_late(overlap, current, late, joined=joined)
+        except BaseException as error:
+            call = call._replace(failure=error)
+            raise
+        finally:
+            self._sharding.settle(lane, call, with_last=not self._sharding.gathers.readers)
+
+    def _step_late(self, overlap: Overlap, current: OverlappedStep, late: str, *, joined: bool) -> None:
+        rest = current.rest(self.param_groups)
+        failure: Exception | None = None
+        try:
+            if not joined:
+                current.check_asked(late)
+        except RuntimeError as error:
+            if not self._join_config.enable:
+                raise
+            failure = error
+        if failure is None and not joined:
+            failure = self._failure_of_sparse(rest)
+        if self._join_config.enable:  # ranks that joined wait for this; if one rank fails all raise
+            lend_gradients(self._group, joined, *self._lendable(rest), failure=failure)
+        if rest:
+            known = [None if failure is not None else param.grad for param in rest]
+            overlap.step(self.param_groups, overlap.part(rest), known, failure)
+        if failure is not None:
+            raise failure
 
     # ------------------------------------------------------------------ uneven inputs
 
@@ -314,7 +346,7 @@ class SteppedOptimizer(RebindableOptimizer, Joinable):
             return
         lend_to(self._group, ranks_that(words, Word.JOINED), *lendable)
         self._group.phase.traffic.count_step()
-        self._run(self._owned.local.step, self.param_groups, None)
+        self._run("step()", self._owned.local.step, self.param_groups, None)
 
 
 class _ShadowHook(JoinHook):

@@ -187,7 +187,7 @@ class Stepper:
         late, current = of.pop_late(), self._overlap.current
         if late and current is not None and not current.lends:
             known = gradients if of.error is None else [None] * len(late)
-            self._overlap.step(self._optimizer.param_groups, self._overlap.part(late), known)
+            self._overlap.step(self._optimizer.param_groups, self._overlap.part(late), known, of.error)
 
 
 def _abandoning(overlap: Overlap, to_owners: BucketsToOwners | None) -> Callable[[], None]:

@@ -111,7 +111,7 @@ def make_plan(
     numels, item_nbytes = [p.numel() for p in params], [p.element_size() for p in params]
     nbytes = [numel * size for numel, size in zip(numels, item_nbytes, strict=True)]
     buckets = assign_buckets(_travel_keys(params, bears), nbytes, cap_nbytes)
-    alignments = [_alignment(params[bucket[0]]) for bucket in buckets]
+    alignments = [alignment_of(params[bucket[0]]) for bucket in buckets]
     all_costs = tuple(chain.from_iterable(costs))
     if bears_cuts is None:
         owners = list(chain.from_iterable(assign_owners(costs, num_ranks, loads)))
@@ -133,7 +133,7 @@ def make_plan(
     return Plan(all_costs, _pieces(params, plans), tuple(plans))
 
 
-def _alignment(param: Tensor) -> int:
+def alignment_of(param: Tensor) -> int:
     """Return at which multiples of elements extents start."""
     nbytes = ALIGNMENT_NBYTES if param.device.type == "cpu" else ACCELERATOR_ALIGNMENT_NBYTES
     return max(1, nbytes // param.element_size())

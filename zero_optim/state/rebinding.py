@@ -338,7 +338,7 @@ class RebindableOptimizer(ShardedStateDicts):
         """Plan for the new owners, as the constructor does; all ranks call."""
         options, gathers = self._options, self._sharding.gathers
         as_views, cap_mb = options.parameters_as_bucket_view, options.bucket_cap_mb
-        sharding = Sharding(group, as_views, cap_mb, num_owners, gathers)
+        sharding = Sharding(group, as_views, cap_mb, num_owners, gathers, options.own_options)
         costs = [self._costs.__getitem__ for _ in groups]
 
         def bear_cuts() -> list[bool]:

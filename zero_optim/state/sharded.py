@@ -51,6 +51,7 @@ class ShardingOptions:
     ema_decay: float | None
     timeout: float | None = None
     on_stall: str = "raise"
+    own_options: Sequence[str] = ()
 
     @property
     def _flags(self) -> dict[str, bool]:
@@ -70,6 +71,9 @@ class ShardingOptions:
         """
         check_flags(**self._flags)
         check_patience(self.timeout, self.on_stall)
+        names = self.own_options
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"expected own_options to be names of options, such as ('lr',), got {names!r}")
 
     def describe(self) -> list[str]:
         """Describe the options, so that ranks can compare them; `Sharding` compares the capacity."""
@@ -78,6 +82,7 @@ class ShardingOptions:
             f"master_dtype={self.master_dtype}, ema_decay={self.ema_decay}, cost={cost}",
             ", ".join(f"{name}={value}" for name, value in self._flags.items()),
             f"timeout={self.timeout}, on_stall={self.on_stall}",
+            f"own_options={sorted(self.own_options)}",
         ]
 
 
@@ -162,7 +167,8 @@ class ShardedOptimizer(Optimizer):
         with failing_together(group):
             group.check_serves(params)
             options.check_flags()
-            sharding = Sharding(group, options.parameters_as_bucket_view, options.bucket_cap_mb)
+            as_views, cap_mb = options.parameters_as_bucket_view, options.bucket_cap_mb
+            sharding = Sharding(group, as_views, cap_mb, own_options=options.own_options)
             leaves = Leaves(options.master_dtype)
             average = WeightAverage(options.ema_decay, leaves)
             reader = _GroupReader(params)

@@ -21,6 +21,7 @@ from torch import Tensor
 from zero_optim.comm.collectives import LET_GO, RankGroup
 from zero_optim.comm.lanes import Lease, lanes_beside, may_run_beside
 from zero_optim.comm.works import OVERLAPPED_STEP
+from zero_optim.errors import RemoteRankError
 from zero_optim.plan.groups import ParamGroup, params_of
 from zero_optim.plan.layout import Span
 from zero_optim.plan.pieces import Pieces
@@ -107,6 +108,11 @@ class OverlappedStep:
             )
         self.check_passes()
         self.check_gradients()
+
+    def fail(self) -> None:
+        """Take note that the backward pass raises after all, since another rank failed in it."""
+        self.num_passes -= not self.has_failed
+        self.has_failed = True
 
     def check_passes(self) -> None:
         """Refuse a second backward pass before ``step()``.
@@ -294,13 +300,20 @@ class Overlap:
             and all(a is b for a, b in zip(part.given, params, strict=True))
         )
 
-    def step(self, groups: list[ParamGroup], part: StepPart, gradients: Sequence[Tensor | None]) -> None:
+    def step(
+        self,
+        groups: list[ParamGroup],
+        part: StepPart,
+        gradients: Sequence[Tensor | None],
+        failure: BaseException | None = None,
+    ) -> None:
         """Step a part, and start its gather; all ranks call.
 
         Args:
             groups: the public groups, for their options.
             part: of the parameters.
             gradients: for each parameter that `part` was given, reduced; None leaves it alone.
+            failure: why the step has failed here already, if it has; the other ranks are told.
         """
         owned = {}
         for place, param in part.owned:
@@ -311,11 +324,17 @@ class Overlap:
             if owned:
                 with self.group.doing(OVERLAPPED_STEP):
                     self._owned.step_some(groups, owned)
+        except BaseException as error:
+            failure = failure or error
+            raise
         finally:  # the others wait for it, even if the class's own step fails
             if self.current is not None:
                 self.current.stepped.update(dict.fromkeys(part.params))
+            stamps = self._sharding.gathers.stamps
+            if stamps is not None and failure is not None:
+                stamps.fail(failure)
             for bucket, chosen, spans in part.gathers:
-                pending = start_gather_of_part(self.lanes.groups, bucket, chosen, spans)
+                pending = start_gather_of_part(self.lanes.groups, bucket, chosen, spans, stamps)
                 self._sharding.under_way.add([bucket.params[index] for index in chosen], pending)
 
     def end_backward(self, *, is_final: bool, failed: bool) -> None:
@@ -327,7 +346,11 @@ class Overlap:
         """
         assert self.current is not None  # begun by the first bucket of the pass
         self.current.end_backward(is_final=is_final, failed=failed)
-        self._sharding.end_step()
+        try:
+            self._sharding.end_step()
+        except RemoteRankError:
+            self.current.fail()  # as on the rank that failed
+            raise
 
     @contextmanager
     def finishing(self) -> Iterator[OverlappedStep]:
