@@ -176,9 +176,10 @@ class SteppedOptimizer(RebindableOptimizer, Joinable):
         self._group.phase.traffic.count_step()
         self._opt_called = True  # for schedulers, which warn if it is step() that never was
         overlap, lends = self.overlap(), self._join_config.enable
-        call, lane = self._call("backward()"), overlap.lanes.groups[0]
+        call, lane, has_begun = self._call("backward()"), overlap.lanes.groups[0], False
         try:
             overlap.begin(joined=joined, lends=lends)
+            has_begun = True
             self.begin_step()
         except BaseException as error:
             call = call._replace(failure=error)
@@ -186,9 +187,10 @@ class SteppedOptimizer(RebindableOptimizer, Joinable):
         finally:
             if lends:
                 lend_gradients(lane, joined, [], [], self.param_groups)
-            self._sharding.begin_call(self.param_groups, call)
-            # Now that the gathers of the pass before are over.
-            self._sharding.settle(lane.during("agree"), call, with_last=False)
+            if has_begun:  # else gathers may be under way to parameters that this pass has read
+                self._sharding.begin_call(self.param_groups, call)
+                # Now that the gathers of the pass before are over.
+                self._sharding.settle(lane.during("agree"), call, with_last=False)
 
     def overlap(self) -> Overlap:
         """Give what steps some parameters during the backward pass; a hook of `zero_optim.hooks` calls it.

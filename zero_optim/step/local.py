@@ -234,6 +234,11 @@ class LocalOptimizer:
     @contextmanager
     def _under_options_of(self, groups: list[ParamGroup]) -> Iterator[None]:
         """Give the local groups options and members of the public ones, and these what the class changed."""
+        if len(groups) != self.num_groups:
+            raise ValueError(
+                f"the optimizer has {self.num_groups} parameter groups, but param_groups lists {len(groups)}"
+                ": leave the list as it is, and add groups with add_param_group(), on all ranks"
+            )
         for public, local in zip(groups, self._groups(), strict=True):
             _set_options(local, public)
         self._follow_members(groups)
