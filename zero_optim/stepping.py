@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from zero_optim.comm.agreement import failing_together
+from zero_optim.errors import RemoteRankError
 from zero_optim.plan.groups import ParamGroup
 from zero_optim.plan.pieces import Pieces
 from zero_optim.state.rebinding import RebindableOptimizer
@@ -29,7 +30,6 @@ class SteppedOptimizer(RebindableOptimizer, Joinable):
 
     _overlap: Overlap | None  # made when a hook first asks for it
     _join_notes: JoinNotes
-    num_steps = 0  # calls of step() on this rank, of skipped steps too
 
     # ------------------------------------------------------------------ a step
 
@@ -43,11 +43,13 @@ class SteppedOptimizer(RebindableOptimizer, Joinable):
             result = self._owned.run(work, *args, **kwargs)
         finally:
             self._sharding.gather(self.param_groups, frozen_too=self._owned.local.moves_frozen)
+            self.mirror_state()  # also if the class's own step raised here, as the others do
         return result
 
     def begin_step(self) -> None:
         """Get ready for a step: look at the parameters, and at what was changed from outside."""
         self.check_weights()
+        self.mirror_if_due()
         self._snapshot.changed()
         self._sharding.refresh(self.param_groups)
         self.check_cuts(self.param_groups)
@@ -112,6 +114,7 @@ class SteppedOptimizer(RebindableOptimizer, Joinable):
         words = exchange(self._group, word, found_inf=found_inf, failure=failure)
         if scaling is not None:
             if scaling.is_skipped(self, words, self._group.rank):
+                self._mirror.relabel(self.num_steps)
                 return True
             scaling.unscale(self._params())
         lend_to(self._group, ranks_that(words, Word.JOINED), *self._lendable(self._params()))
@@ -229,6 +232,16 @@ class SteppedOptimizer(RebindableOptimizer, Joinable):
 
     def _step_rest(self, overlap: Overlap, late: str, *, joined: bool) -> None:
         """Step what the backward pass did not reach, such as what DDP does not hold; all ranks call."""
+        try:
+            self._step_what_is_left(overlap, late, joined=joined)
+        except RemoteRankError:  # nobody would answer
+            raise
+        except BaseException:
+            self.mirror_state()  # the others do
+            raise
+        self.mirror_state()
+
+    def _step_what_is_left(self, overlap: Overlap, late: str, *, joined: bool) -> None:
         overlap.wait_for_steps()  # on a rank that joined no backward pass has ended and done so
         with overlap.finishing(late, joined=joined) as current:
             rest = current.rest(self.param_groups)

@@ -1,0 +1,219 @@
+"""Ranks are killed at any moment, by a seed; what is left goes on from mirrors, with the bits of no fault."""
+
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cuts import finely_cut
+from ddp_pairs import SMALL_MB, mlp, mlp_loss
+from forked import fork_context
+from training import assert_same_bits, assert_same_state
+from worlds import enter
+from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
+from zero_optim.hooks import zero_step
+
+KINDS = ("plain", "overlap", "owners", "sharded", "lazy")
+AHEAD = 5  # steps of the run without a fault, from where the last one went on
+
+
+class Trainer:
+    """A model, its wrapper and its optimizer."""
+
+    def __init__(self, kind: str, *, mirror: bool) -> None:
+        self.kind = kind
+        model = mlp()
+        self.optimizer = ZeroRedundancyOptimizer(
+            model.parameters(),
+            torch.optim.AdamW,
+            lr=0.01,
+            ema_decay=0.9,
+            gather_lazily=model if kind == "lazy" else None,
+            mirror=mirror,
+        )
+        self.model: DistributedDataParallel
+        if kind == "sharded":
+            self.model = ShardedDataParallel(model, self.optimizer)
+        else:
+            self.model = DistributedDataParallel(model, bucket_cap_mb=SMALL_MB)
+        self.register()
+
+    def register(self) -> None:
+        if self.kind in ("overlap", "owners"):
+            to = {"overlap": "everywhere", "owners": "owners"}[self.kind]
+            self.model.register_comm_hook(None, zero_step(self.optimizer, gradients=to))  # type: ignore[arg-type]
+
+    def step(self, number: int) -> None:
+        self.optimizer.param_groups[0]["lr"] = 0.01 / (1 + number)
+        mlp_loss(self.model, number).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def whole(self) -> tuple[list[Tensor], dict[str, Any]]:
+        """Parameters and state; all ranks call."""
+        self.optimizer.wait_for_gathers()
+        self.optimizer.consolidate_state_dict(to=None)
+        return [param.detach().clone() for param in self.model.parameters()], self.optimizer.state_dict()
+
+    def load(self, params: list[Tensor], state: dict[str, Any]) -> None:
+        with torch.no_grad():
+            for param, value in zip(self.model.parameters(), params, strict=True):
+                param.copy_(value)
+        self.optimizer.load_state_dict(state)
+
+    def leave(self) -> None:
+        """Let go of the group in which a rank has died."""
+        self.optimizer.zero_grad()  # of the pass that broke off
+        self.model.detach()
+        self.optimizer.detach()
+        dist.destroy_process_group()
+
+    def go_on(self) -> int:
+        number = self.optimizer.rebind()
+        self.model.rebind()
+        self.register()
+        return number
+
+
+@dataclass
+class Doom:
+    """Kills this process at a call of any function, Python's or C's, on the main thread.
+
+    Attributes:
+        iteration: in which it dies, from 1.
+        fraction: of the calls of the iteration before.
+    """
+
+    iteration: int
+    fraction: float
+    calls: int = field(default=0, init=False)
+    last: int = field(default=sys.maxsize, init=False)
+
+    def begin(self, iteration: int) -> None:
+        if iteration == self.iteration:
+            self.last = int(self.fraction * self.calls)
+        self.calls = 0
+
+    def __call__(self, _frame: object, event: str, _argument: object) -> None:
+        if event in ("call", "c_call"):
+            self.calls += 1
+            if self.calls > self.last:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def begin_process(folder: Path, rank: int, size: int) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    enter(folder, "all", rank, size)
+
+
+def survive(folder: Path, rank: int, size: int, seed: int, result: Any) -> None:
+    """Train while one rank after the other is killed, until one is left; sends the steps gone back to."""
+    begin_process(folder, rank, size)
+    chance = random.Random(seed)
+    kind = chance.choice(KINDS)
+    went = []
+    with finely_cut():
+        me = Trainer(kind, mirror=True)
+        members, first = list(range(size)), 0
+        known: dict[int, tuple[list[Tensor], dict[str, Any]]] = {}
+        while len(members) > 1:
+            doomed, doom = chance.choice(members), Doom(chance.randint(1, AHEAD - 2), chance.random())
+            known = run_without_fault(kind, first, known.get(first))
+            ended = run_until_killed(me, first, doom if doomed == rank else None)
+            members.remove(doomed)
+            me.leave()
+            enter(folder, f"without {doomed}", members.index(rank), len(members))
+            back = me.go_on()
+            assert ended - 1 <= back <= ended + 1, (seed, kind, doomed, doom, ended, back)
+            params, state = me.whole()
+            assert_same_bits(params, known[back][0], (seed, kind, doomed, doom))
+            assert_same_state(state, known[back][1])
+            went.append(back)
+            first = back
+    dist.destroy_process_group()
+    result.send((seed, rank, went))
+
+
+def run_without_fault(kind: str, first: int, saved: Any) -> dict[int, tuple[list[Tensor], dict[str, Any]]]:
+    """Run without mirrors from what was resharded; gives parameters and state by number of steps."""
+    other = Trainer(kind, mirror=False)
+    if saved is not None:
+        other.load(*saved)
+    known = {first: saved if saved is not None else other.whole()}
+    for number in range(first, first + AHEAD):
+        other.step(number)
+        known[number + 1] = other.whole()
+    other.model.detach()
+    other.optimizer.detach()
+    return known
+
+
+def run_until_killed(me: Trainer, first: int, doom: Doom | None) -> int:
+    """Train until this process is killed, or another; gives how many steps have ended."""
+    ended = first
+    try:
+        for iteration in range(1000):
+            if doom is not None:
+                doom.begin(iteration)
+                sys.setprofile(doom)
+            me.step(ended)
+            ended += 1
+    except RuntimeError:
+        pass
+    else:
+        raise AssertionError("nobody was killed")
+    return ended
+
+
+def run_sets(folder: Path, function: Callable[..., None], size: int, seed: int, left: int) -> list[Any]:
+    """Run a function on some ranks, most of which are killed; gives what the others sent, by rank."""
+    context = fork_context()
+    ours, theirs = context.Pipe(duplex=False)
+    folder.mkdir()
+    processes = [
+        context.Process(target=function, args=(folder, rank, size, seed, theirs)) for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    theirs.close()
+    got = []
+    try:
+        while len(got) < left and ours.poll(60):
+            got.append(ours.recv())
+        for process in processes:
+            process.join(60)
+        codes = sorted(process.exitcode or 0 for process in processes)
+        assert codes == [-signal.SIGKILL] * (size - left) + [0] * left, (size, seed, codes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        ours.close()
+    return sorted(got)
+
+
+@pytest.mark.slow
+def test_fifty_kills_at_any_moment_lose_nothing(tmp_path: Path) -> None:
+    kills = 0
+    for seed in range(10):
+        for size in (3, 4):
+            [(_, _, went)] = run_sets(tmp_path / f"{size} {seed}", survive, size, 10 * seed + size, 1)
+            kills += len(went)
+    assert kills == 50
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_ranks_that_are_left_go_back_to_a_step_that_all_of_them_have(tmp_path: Path, seed: int) -> None:
+    [(_, _, went)] = run_sets(tmp_path / "set", survive, 3, seed, 1)
+    assert len(went) == 2
