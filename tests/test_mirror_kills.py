@@ -17,9 +17,10 @@ from torch import Tensor
 from cuts import finely_cut
 from ddp_pairs import SMALL_MB, mlp, mlp_loss
 from forked import fork_context
-from training import assert_same_bits, assert_same_state
+from training import assert_same_bits, assert_same_state, make_params, params_of, set_grads
 from worlds import enter
 from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.comm.collectives import RankGroup
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 from zero_optim.hooks import zero_step
 
@@ -217,3 +218,50 @@ def test_fifty_kills_at_any_moment_lose_nothing(tmp_path: Path) -> None:
 def test_ranks_that_are_left_go_back_to_a_step_that_all_of_them_have(tmp_path: Path, seed: int) -> None:
     [(_, _, went)] = run_sets(tmp_path / "set", survive, 3, seed, 1)
     assert len(went) == 2
+
+
+def die_sending(folder: Path, rank: int, size: int, number: int, result: Any) -> None:
+    """Rank 1 dies while it sends a version of some MiB; what has left by then is not whole."""
+    begin_process(folder, rank, size)
+    params = make_params(((512, 1024), (700, 300), (40,)))
+    optimizer = ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.01, mirror=True)
+    if rank == 1:
+        start_send, calls = RankGroup.start_send, [0]
+
+        def sending(*arguments: Any) -> Any:
+            calls[0] += 1
+            work = start_send(*arguments)
+            if calls[0] == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return work
+
+        RankGroup.start_send = sending  # type: ignore[method-assign]
+    try:
+        for step in range(1000):
+            set_grads(params, step)
+            optimizer.step()
+    except RuntimeError:
+        ended = step
+    optimizer.detach()
+    dist.destroy_process_group()
+    enter(folder, "left", rank // 2, 2)
+    back = optimizer.rebind()
+    plain = torch.optim.AdamW(make_params(((512, 1024), (700, 300), (40,))), lr=0.01)
+    for step in range(back + 2):
+        set_grads(params_of(plain), step)
+        plain.step()
+        if step >= back:
+            set_grads(params, step)
+            optimizer.step()
+    assert_same_bits(params, params_of(plain))
+    dist.destroy_process_group()
+    result.send((rank, number - 1 - back, ended - back))
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_version_of_which_only_a_part_has_arrived_is_not_gone_back_to(tmp_path: Path, number: int) -> None:
+    got = run_sets(tmp_path / "set", die_sending, 3, number, 2)
+    assert [rank for rank, *_ in got] == [0, 2]
+    for _, steps_back, repeated in got:
+        assert steps_back in (0, 1)  # as much as gloo still sent of what was started
+        assert repeated in (0, 1)
