@@ -5,7 +5,7 @@ import random
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 from zero_optim.hooks import zero_step
 
 KINDS = ("plain", "overlap", "owners", "sharded", "lazy")
-AHEAD = 5  # steps of the run without a fault, from where the last one went on
+AHEAD = 6  # steps of the run without a fault, from where the last one went on
+MIRRORED = 1.3  # calls of functions in a step with mirrors, for one without
 
 
 class Trainer:
@@ -88,22 +89,15 @@ class Trainer:
 
 @dataclass
 class Doom:
-    """Kills this process at a call of any function, Python's or C's, on the main thread.
+    """Counts calls of any function, Python's or C's, on the main thread, and kills this process at one.
 
     Attributes:
-        iteration: in which it dies, from 1.
-        fraction: of the calls of the iteration before.
+        last: the call before that one.
+        calls: how many there were.
     """
 
-    iteration: int
-    fraction: float
-    calls: int = field(default=0, init=False)
-    last: int = field(default=sys.maxsize, init=False)
-
-    def begin(self, iteration: int) -> None:
-        if iteration == self.iteration:
-            self.last = int(self.fraction * self.calls)
-        self.calls = 0
+    last: int = sys.maxsize
+    calls: int = 0
 
     def __call__(self, _frame: object, event: str, _argument: object) -> None:
         if event in ("call", "c_call"):
@@ -129,16 +123,18 @@ def survive(folder: Path, rank: int, size: int, seed: int, result: Any) -> None:
         members, first = list(range(size)), 0
         known: dict[int, tuple[list[Tensor], dict[str, Any]]] = {}
         while len(members) > 1:
-            doomed, doom = chance.choice(members), Doom(chance.randint(1, AHEAD - 2), chance.random())
-            known = run_without_fault(kind, first, known.get(first))
-            ended = run_until_killed(me, first, doom if doomed == rank else None)
+            doomed, iteration, share = chance.choice(members), chance.randrange(AHEAD - 2), chance.random()
+            known, calls = run_without_fault(kind, first, known.get(first))
+            doom = Doom(int(MIRRORED * share * calls)) if doomed == rank else None
+            ended = run_until_killed(me, first, first + iteration, doom)
             members.remove(doomed)
             me.leave()
             enter(folder, f"without {doomed}", members.index(rank), len(members))
             back = me.go_on()
-            assert ended - 1 <= back <= ended + 1, (seed, kind, doomed, doom, ended, back)
+            about = (seed, kind, doomed, iteration, share)
+            assert ended - 1 <= back <= ended + 1, (*about, ended, back)
             params, state = me.whole()
-            assert_same_bits(params, known[back][0], (seed, kind, doomed, doom))
+            assert_same_bits(params, known[back][0], about)
             assert_same_state(state, known[back][1])
             went.append(back)
             first = back
@@ -146,35 +142,48 @@ def survive(folder: Path, rank: int, size: int, seed: int, result: Any) -> None:
     result.send((seed, rank, went))
 
 
-def run_without_fault(kind: str, first: int, saved: Any) -> dict[int, tuple[list[Tensor], dict[str, Any]]]:
-    """Run without mirrors from what was resharded; gives parameters and state by number of steps."""
-    other = Trainer(kind, mirror=False)
+def run_without_fault(
+    kind: str, first: int, saved: Any
+) -> tuple[dict[int, tuple[list[Tensor], dict[str, Any]]], int]:
+    """Run without mirrors from what was resharded.
+
+    Returns:
+        Parameters and state by number of steps; and how many functions the last step called.
+    """
+    other, counter = Trainer(kind, mirror=False), Doom()
     if saved is not None:
         other.load(*saved)
     known = {first: saved if saved is not None else other.whole()}
     for number in range(first, first + AHEAD):
+        counter.calls = 0
+        sys.setprofile(counter)
         other.step(number)
+        sys.setprofile(None)
         known[number + 1] = other.whole()
     other.model.detach()
     other.optimizer.detach()
-    return known
+    return known, counter.calls
 
 
-def run_until_killed(me: Trainer, first: int, doom: Doom | None) -> int:
-    """Train until this process is killed, or another; gives how many steps have ended."""
+def run_until_killed(me: Trainer, first: int, last: int, doom: Doom | None) -> int:
+    """Train until this process is killed, or another; gives how many steps have ended.
+
+    Args:
+        me: trains.
+        first: number of the first step.
+        last: number of the step that this process begins, and does not survive for long.
+        doom: kills this process; None on ranks that are left.
+    """
     ended = first
     try:
-        for iteration in range(1000):
-            if doom is not None:
-                doom.begin(iteration)
+        for number in range(first, first + 100):
+            if number == last:
                 sys.setprofile(doom)
-            me.step(ended)
+            me.step(number)
             ended += 1
     except RuntimeError:
-        pass
-    else:
-        raise AssertionError("nobody was killed")
-    return ended
+        return ended
+    raise AssertionError("nobody was killed")
 
 
 def run_sets(folder: Path, function: Callable[..., None], size: int, seed: int, left: int) -> list[Any]:

@@ -46,7 +46,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.agreement import failing_together
-from zero_optim.comm.collectives import RankGroup, bytes_to_tensor, ranks_text, tensor_to_bytes
+from zero_optim.comm.collectives import RankGroup, bytes_to_tensor, tensor_to_bytes
 from zero_optim.comm.lanes import Lease, lease
 from zero_optim.comm.traffic import Waitable
 from zero_optim.comm.wire import (
@@ -59,12 +59,11 @@ from zero_optim.comm.wire import (
     skeleton_to_bytes,
     unpack,
 )
-from zero_optim.errors import LostStateError, RankMismatchError
 from zero_optim.plan.pieces import Pieces
+from zero_optim.state.versions import Common, Kept
 
 _WORD = struct.Struct("<qqq?8s")  # steps, bytes of the form, bytes of the tensors, whether it failed, token
 NUM_LANES = 2  # a rank sends and receives at the same time, for which gloo needs two groups
-GO_BACK = "Go back to a checkpoint, with zero_optim.checkpoint.rebind() on all ranks"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,46 +149,6 @@ class _UnderWay:
     sent: list[Waitable]
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """What a rank of a former group tells of its copies when it comes to a new one.
-
-    Attributes:
-        token: of the former group, the same on all its ranks.
-        rank: in that group.
-        size: of that group.
-        own: [number, steps, age] of each version of which it has its own copy.
-        others: the numbers of those of which it has the copy of the rank before.
-        pieces: [parameter, owner, start, stop] of all pieces in the former group.
-    """
-
-    token: str
-    rank: int
-    size: int
-    own: list[list[int]]
-    others: list[int]
-    pieces: list[list[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Common:
-    """The version to go back to, the same on every rank.
-
-    Attributes:
-        number: of the version.
-        steps: how many steps had been taken.
-        age: of the state.
-        hosts: for each rank of the former group, the rank of the new one that has its copy.
-        first: a rank of the new group that was in the former one.
-    """
-
-    number: int
-    steps: int
-    age: int
-    hosts: list[int]
-    first: int
-
-
 class Mirror:
     """The copies that this rank keeps. A pickle or a copy of it is empty.
 
@@ -258,7 +217,8 @@ class Mirror:
     def _begin(self, group: RankGroup) -> None:
         if self._lease is None:
             self._lease = lease(group.during("mirror"), NUM_LANES, "gloo")
-        self._rank, self._size, self._said = group.rank, group.size, ""
+        self._rank, self._size = group.rank, group.size
+        self._number, self._said = 0, ""  # equal on ranks that have come new
 
     def _lanes(self) -> Sequence[RankGroup]:
         assert self._lease is not None  # the first update takes it
@@ -380,41 +340,3 @@ class Mirror:
         copies = {self._rank: found[0].own, (self._rank - 1) % self._size: found[0].other}
         chosen = {former: copies[former] for former in hosted}
         return {former: copy.value() for former, copy in chosen.items() if copy is not None}, found[0].beside
-
-
-def common_version(told: Sequence[Kept | None]) -> Common:
-    """Find the newest version that the ranks of a new group have whole; the same on every rank.
-
-    Args:
-        told: by rank; None of a rank that keeps nothing, which must be new.
-
-    Raises:
-        RankMismatchError: they kept versions of different runs.
-        LostStateError: there is none; says which ranks are lost.
-    """
-    here = {each.rank: rank for rank, each in enumerate(told) if each is not None}
-    known = [each for each in told if each is not None]
-    if len({each.token for each in known}) > 1 or len(here) < len(known):
-        raise RankMismatchError(
-            "the ranks keep mirrors of two runs: rebind ranks of one former group, and new ones, whose "
-            "optimizer was neither stepped nor loaded"
-        )
-    size = known[0].size
-    buddies = [(rank + 1) % size for rank in range(size)]
-    lost = [rank for rank in range(size) if rank not in here]
-    gone = [rank for rank in lost if buddies[rank] in lost]
-    if gone:
-        whose = ", ".join(f"that of rank {rank} was on rank {buddies[rank]}" for rank in gone)
-        raise LostStateError(
-            f"{ranks_text(lost)} of the former group are lost, and mirrors with them: {whose}. {GO_BACK}"
-        )
-    by_former = {each.rank: each for each in known}
-    numbers = set.intersection(*({number for number, *_ in each.own} for each in known))
-    for rank in lost:
-        numbers &= set(by_former[buddies[rank]].others)
-    if not numbers:
-        raise LostStateError(f"the ranks that are left have no version of the mirrors in common. {GO_BACK}")
-    found = [each for rank in known for each in rank.own if each[0] == max(numbers)]
-    hosts = [here[rank] if rank in here else here[buddies[rank]] for rank in range(size)]
-    _, steps, _ = min(found, key=lambda each: each[1])
-    return Common(max(numbers), steps, max(age for *_, age in found), hosts, min(here.values()))

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from zero_optim.comm.wire import inner_tensors
 from zero_optim.plan.groups import ParamGroup, options_of
-from zero_optim.state.mirror import Common
 from zero_optim.state.moving import Held
 from zero_optim.state.state_dicts import ShardedStateDicts
+from zero_optim.state.versions import Common
 from zero_optim.state.whole import by_index
 
 

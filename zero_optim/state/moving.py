@@ -29,7 +29,7 @@ from zero_optim.comm.wire import Nested, decode, encode, recv_encoded, send_valu
 from zero_optim.errors import LostStateError, RankMismatchError
 from zero_optim.plan.pieces import Piece, Pieces
 from zero_optim.state.cut_state import CutState, Joined
-from zero_optim.state.mirror import GO_BACK, Kept
+from zero_optim.state.versions import GO_BACK, Kept
 
 _VALUES = "values"
 _MOST_NAMED = 5  # parameters in a message

@@ -43,7 +43,6 @@ from zero_optim.plan.groups import (
 from zero_optim.plan.pieces import Piece, Pieces, num_rows
 from zero_optim.plan.plan import Plan, describe_params
 from zero_optim.shard.sharding import Sharding
-from zero_optim.state.mirror import common_version
 from zero_optim.state.mirroring import MirroredOptimizer
 from zero_optim.state.moving import (
     Forms,
@@ -57,6 +56,7 @@ from zero_optim.state.moving import (
     move_state,
     refuse_lost,
 )
+from zero_optim.state.versions import common_version
 from zero_optim.state.whole import Snapshot, by_index, check_targets
 from zero_optim.step.leaves import EMA, MASTER, Leaves, WeightAverage
 from zero_optim.step.owned import OwnedState
