@@ -189,7 +189,7 @@ class SteppedOptimizer(RebindableOptimizer, Joinable):
     def _end_overlap(self, *, waits: bool) -> None:
         overlap, self._overlap = self._overlap, None
         if overlap is not None and overlap.let_go(self.param_groups, waits=waits):
-            self._snapshot.is_torn = True
+            self._snapshot.is_torn = self._snapshot.age > 0  # else it broke off before anything was stepped
 
     def _let_go(self, *, waits: bool) -> None:
         super()._let_go(waits=waits)
