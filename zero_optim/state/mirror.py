@@ -214,9 +214,17 @@ class Mirror:
             self._finish()
             self._lanes()[0].all_gather_fixed(b"\1")
 
-    def _begin(self, group: RankGroup) -> None:
+    def take_lanes(self, group: RankGroup) -> None:
+        """Make ready to send, when the optimizer is built or bound; all ranks call.
+
+        A rank that dies while process groups are made is noticed only after their timeout. So this is not
+        left to the first step.
+        """
         if self._lease is None:
             self._lease = lease(group.during("mirror"), NUM_LANES, "gloo")
+
+    def _begin(self, group: RankGroup) -> None:
+        self.take_lanes(group)  # a copy of an optimizer has none
         self._rank, self._size = group.rank, group.size
         self._number, self._said = 0, ""  # equal on ranks that have come new
 

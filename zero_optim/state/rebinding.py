@@ -229,6 +229,8 @@ class RebindableOptimizer(MirroredOptimizer):
         """Make what goes with a new group; all ranks call."""
         self._sharding.gather_all()
         self._mirror.drop()
+        if self._is_mirrored:
+            self._mirror.take_lanes(self._group)
         if self._snapshot.age > 0:
             self.mirror_state()
 

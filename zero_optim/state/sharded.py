@@ -212,7 +212,9 @@ class ShardedOptimizer(Optimizer):
         self._show_state()
         if read_by is not None:
             LazyGather(read_by, sharding)
-        if options.mirror and group.size == 1:
+        if options.mirror and group.size > 1:
+            self._mirror.take_lanes(group)
+        elif options.mirror:
             logger.warning("mirror=True mirrors nothing in a group of one rank, which has no other")
 
     def __getstate__(self) -> dict[str, Any]:
