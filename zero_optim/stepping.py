@@ -30,7 +30,6 @@ class SteppedOptimizer(RebindableOptimizer, Joinable):
 
     _overlap: Overlap | None  # made when a hook first asks for it
     _join_notes: JoinNotes
-    num_steps = 0  # calls of step() on this rank, of skipped steps too
 
     # ------------------------------------------------------------------ a step
 
@@ -54,7 +53,8 @@ class SteppedOptimizer(RebindableOptimizer, Joinable):
             call = call._replace(failure=error)
             raise
         finally:  # the others wait for this rank
-            self._sharding.gather(self.param_groups, call, frozen_too=self._owned.local.moves_frozen)
+            with self.mirrored():
+                self._sharding.gather(self.param_groups, call, frozen_too=self._owned.local.moves_frozen)
         return result
 
     def _call(self, name: str, failure: BaseException | None = None) -> Call:
@@ -63,6 +63,7 @@ class SteppedOptimizer(RebindableOptimizer, Joinable):
     def begin_step(self) -> None:
         """Get ready for a step: look at the parameters, and at what was changed from outside."""
         self.check_weights()
+        self.mirror_if_due()
         self._snapshot.changed()
         self._sharding.refresh(self.param_groups)
         self.check_cuts(self.param_groups)
@@ -126,6 +127,7 @@ class SteppedOptimizer(RebindableOptimizer, Joinable):
         words = exchange(self._group, word, found_inf=found_inf, failure=failure)
         if scaling is not None:
             if scaling.is_skipped(self, words, self._group.rank):
+                self._mirror.relabel(self.num_steps)
                 return True
             scaling.unscale(self._params())
         lend_to(self._group, ranks_that(words, Word.JOINED), *self._lendable(self._params()))
@@ -209,7 +211,7 @@ class SteppedOptimizer(RebindableOptimizer, Joinable):
     def _end_overlap(self, *, waits: bool) -> None:
         overlap, self._overlap = self._overlap, None
         if overlap is not None and overlap.let_go(self.param_groups, waits=waits):
-            self._snapshot.is_torn = True
+            self._snapshot.is_torn = self._snapshot.age > 0  # else it broke off before anything was stepped
 
     def _let_go(self, *, waits: bool) -> None:
         super()._let_go(waits=waits)
@@ -252,6 +254,10 @@ class SteppedOptimizer(RebindableOptimizer, Joinable):
 
     def _step_rest(self, overlap: Overlap, late: str, *, joined: bool) -> None:
         """Step what the backward pass did not reach, such as what DDP does not hold; all ranks call."""
+        with self.mirrored():
+            self._step_what_is_left(overlap, late, joined=joined)
+
+    def _step_what_is_left(self, overlap: Overlap, late: str, *, joined: bool) -> None:
         overlap.wait_for_steps()  # on a rank that joined no backward pass has ended and done so
         lane, call = overlap.lanes.groups[0].during("agree"), self._call("step()")
         try:

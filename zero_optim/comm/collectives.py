@@ -498,6 +498,26 @@ class RankGroup:
         if staged is not tensor:
             tensor.copy_(staged)
 
+    def start_send(self, tensor: Tensor, to: int) -> Waitable:
+        """Start to send a contiguous tensor of the CPU on gloo; ``to`` calls `start_recv`.
+
+        The handle has to be kept until the tensor was received, or the group has ended.
+        """
+        record = self.begin_work()
+        with record.starting():
+            work = dist.isend(tensor, self._global(to), group=self.process_group)
+        assert work is not None  # this process is a member
+        self.phase.sent(tensor.nbytes)
+        return Work(work, self.phase, record)
+
+    def start_recv(self, tensor: Tensor, source: int) -> Waitable:
+        """Start to fill a contiguous tensor of the CPU, on gloo, with what ``source`` sends."""
+        record = self.begin_work()
+        with record.starting():
+            work = dist.irecv(tensor, self._global(source), group=self.process_group)
+        assert work is not None  # likewise
+        return Work(work, self.phase, record)
+
     def _global(self, rank: int) -> int:
         return dist.get_global_rank(self.process_group, rank)
 

@@ -40,7 +40,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 # Of an optimizer, see `ZeroRedundancyOptimizer.metrics`. What is given no other name is counted as "agree".
-PHASES = ("gather", "reduce", "clip", "agree", "state")
+PHASES = ("gather", "reduce", "clip", "agree", "state", "mirror")
 
 
 class Waitable(Protocol):
