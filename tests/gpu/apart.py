@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from gpu.costs import pretend, training
+from gpu.costs import only_own_stamps, pretend, training
 from gpu.setting import Here
 from gpu.starting import launched
 from zero_optim import launch
@@ -42,9 +42,10 @@ def train(here: Here, kind: str, world: int, watched: bool) -> None:
     if world > 1:
         pretend(here, world)
     iterate = training(here, kind, clips=False)
-    for _ in range(6):
-        iterate()
-    here.synchronize()
+    with only_own_stamps():
+        for _ in range(6):
+            iterate()
+        here.synchronize()
     dist.destroy_process_group()
 
 

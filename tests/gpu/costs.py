@@ -6,12 +6,13 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from sync_calls import Event, cpu_as_accelerator
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.hooks import zero_step
+from zero_optim.shard.stamps import Stamp, _Step
 
 MIB = 2**20
 WARM_UP = 4  # iterations: PyTorch's DDP makes its buckets anew after the first
@@ -85,6 +87,7 @@ def synchronizations(here: Here, kind: str, clips: bool, most: int, world: int) 
         pretend(here, world)
     torch.use_deterministic_algorithms(False)  # its kernels may wait where the others do not
     with ExitStack() as stack:
+        stack.enter_context(only_own_stamps())
         if not here.is_cuda:  # the code of devices with streams all the same
             stack.enter_context(cpu_as_accelerator())
         events = stack.enter_context(waits_for_events(torch.cuda.Event if here.is_cuda else Event))
@@ -132,6 +135,18 @@ def pretend(here: Here, world: int) -> None:
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     del here
+
+
+@contextmanager
+def only_own_stamps() -> Iterator[None]:
+    """Read the stamps of all ranks, but believe this rank's alone: ranks that are pretended send none."""
+    real = _Step.stamps
+
+    def own(step: _Step) -> dict[int, Stamp]:
+        return {rank: stamp for rank, stamp in real(step).items() if rank == dist.get_rank()}
+
+    with mock.patch.object(_Step, "stamps", own):
+        yield
 
 
 # ---------------------------------------------------------------------- memory and time

@@ -35,6 +35,15 @@ class Directory:
         self._addresses: dict[int, Address] = {}
 
     @staticmethod
+    def can_be_kept() -> bool:
+        """Whether the store takes entries; that of PyTorch's "fake" groups does not."""
+        try:
+            default_store().set("zero_optim/watchdog", "")
+        except RuntimeError:
+            return False
+        return True
+
+    @staticmethod
     def own_host() -> str:
         """Find the address at which other ranks reach this machine."""
         return host_towards(*address_of_store(default_store()))

@@ -87,6 +87,8 @@ def watch(user: object, group: RankGroup, on_stall: object = "raise") -> None:
     if found is None or not found.add(user, group, on_stall):
         if found is not None:
             found.wait_until_left()
+        if not Directory.can_be_kept():
+            return
         found = _WATCHDOGS[world] = Watchdog(log_of(world), world)
         found.add(user, group, on_stall)
         found.start()
