@@ -165,12 +165,12 @@ def test_rebuilt_buckets_give_the_same_bits_and_keep_their_owners(ranks2: Ranks,
 def test_a_step_that_fails_on_one_rank_raises_in_its_backward_pass(
     ranks2: Ranks, wrapper: str, interleave: bool
 ) -> None:
-    ranks2.run(without_thread, check_failing_step, wrapper, interleave)
+    ranks2.run(without_thread, check_failing_step, wrapper, interleave, True)
 
 
 @both_wrappers
 def test_a_reduction_that_fails_on_one_rank_raises_in_its_backward_pass(ranks2: Ranks, wrapper: str) -> None:
-    ranks2.run(without_thread, check_failing_hook, wrapper)
+    ranks2.run(without_thread, check_failing_hook, wrapper, True)
 
 
 def check_broken_off_late(interleave: bool, waits: bool) -> None:

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from zero_optim.comm.agreement import failing_together
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.errors import RankMismatchError, RemoteRankError
 from zero_optim.plan.groups import ParamGroup
 from zero_optim.plan.pieces import Pieces
 from zero_optim.shard.stamps import Call, Origins
@@ -191,8 +193,18 @@ class SteppedOptimizer(RebindableOptimizer, Joinable):
                 lend_gradients(lane, joined, [], [], self.param_groups)
             if has_begun:  # else gathers may be under way to parameters that this pass has read
                 self._sharding.begin_call(self.param_groups, call)
-                # Now that the gathers of the pass before are over.
-                self._sharding.settle(lane.during("agree"), call, with_last=False)
+                # Now that the gathers of the pass before are over. What they tell is raised when this pass has
+                # ended: the other ranks reduce its buckets, and wait for this one.
+                current = overlap.current
+                assert current is not None  # it has begun
+                current.told = self._told(lane, call)
+
+    def _told(self, lane: RankGroup, call: Call) -> Exception | None:
+        try:
+            self._sharding.settle(lane.during("agree"), call, with_last=False)
+        except (RemoteRankError, RankMismatchError) as error:
+            return error
+        return None
 
     def overlap(self) -> Overlap:
         """Give what steps some parameters during the backward pass; a hook of `zero_optim.hooks` calls it.

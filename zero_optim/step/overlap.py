@@ -69,6 +69,7 @@ class OverlappedStep:
         has_failed: a backward pass raised, so that some parameters may not have been stepped.
         stepped: parameters that were stepped, whoever owns them.
         seen: gradients as they were when the pass ended: parameter, identity, version.
+        told: what the stamps of the step before have told, to be raised when the pass has ended.
     """
 
     num_passes: int
@@ -77,6 +78,7 @@ class OverlappedStep:
     has_failed: bool = False
     stepped: dict[Tensor, None] = field(default_factory=dict)
     seen: list[tuple[Tensor, int, int]] = field(default_factory=list)
+    told: Exception | None = None
 
     def end_backward(self, *, is_final: bool, failed: bool) -> None:
         """Take note that the backward pass has ended.
@@ -346,11 +348,15 @@ class Overlap:
         """
         assert self.current is not None  # begun by the first bucket of the pass
         self.current.end_backward(is_final=is_final, failed=failed)
+        told, self.current.told = self.current.told, None
         try:
             self._sharding.end_step()
         except RemoteRankError:
             self.current.fail()  # as on the rank that failed
             raise
+        if told is not None and not failed:
+            self.current.fail()
+            raise told
 
     @contextmanager
     def finishing(self) -> Iterator[OverlappedStep]:
