@@ -193,13 +193,13 @@ class SteppedOptimizer(RebindableOptimizer, Joinable):
                 lend_gradients(lane, joined, [], [], self.param_groups)
             if has_begun:  # else gathers may be under way to parameters that this pass has read
                 self._sharding.begin_call(self.param_groups, call)
-                # Now that the gathers of the pass before are over. What they tell is raised when this pass has
-                # ended: the other ranks reduce its buckets, and wait for this one.
+                # Now that the gathers of the pass before are over. What they tell is raised when this pass
+                # has ended: the other ranks reduce its buckets, and wait for this one.
                 current = overlap.current
                 assert current is not None  # it has begun
-                current.told = self._told(lane, call)
+                current.told = self._heard(lane, call)
 
-    def _told(self, lane: RankGroup, call: Call) -> Exception | None:
+    def _heard(self, lane: RankGroup, call: Call) -> Exception | None:
         try:
             self._sharding.settle(lane.during("agree"), call, with_last=False)
         except (RemoteRankError, RankMismatchError) as error:
