@@ -5,7 +5,7 @@ The optimizer calls. `Sharding.plan`, `gather` and `gather_all` communicate; all
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -23,12 +23,13 @@ from zero_optim.plan.groups import (
     param_names,
     params_of,
 )
-from zero_optim.plan.layout import Span, spans
+from zero_optim.plan.layout import Layout, Span, spans
 from zero_optim.plan.memory import check_shardable
 from zero_optim.plan.pieces import Piece, Pieces, piece_of
 from zero_optim.plan.plan import Plan, describe_costs, describe_owners, describe_params, make_plan
 from zero_optim.shard.gathers import Gathers, UnderWay
 from zero_optim.shard.storage import ParamBucket, is_active, make_bucket
+from zero_optim.shard.units import UnitBucket
 
 _DIFFERS_ON_PURPOSE = (
     "If that is meant to differ, do not pass it: give a function as optimizer_class that finds it out when "
@@ -47,6 +48,7 @@ class Sharding:
         cap_mb: capacity of a bucket in MiB, infinity for no limit.
         num_owners: the first so many ranks to be; None for all of the group.
         gathers: of the sharding that this one follows, so that whoever waits for them goes on doing so.
+        units: parameters that are whole only while their unit is in use, with the number of the unit.
 
     Attributes:
         pieces: of each parameter, the rows that each of its owners has.
@@ -63,6 +65,7 @@ class Sharding:
         cap_mb: float,
         num_owners: int | None = None,
         gathers: Gathers | None = None,
+        units: Mapping[Tensor, int] | None = None,
     ) -> None:
         self.pieces: dict[Tensor, Pieces] = {}
         self.loads: list[float] = [0] * (group.size if num_owners is None else num_owners)
@@ -71,6 +74,7 @@ class Sharding:
         self._places: dict[Tensor, tuple[int, int]] = {}
         self._group = group
         self._as_views = as_views
+        self._units = {} if units is None else units
         self.cap_nbytes = _nbytes(cap_mb)
         self._active: list[bool] = []
         self._checked: list[list[int]] = []  # the groups' members when all had an owner at the last check
@@ -111,17 +115,19 @@ class Sharding:
             by_group = [group["params"] for group in new]
             spent = [[cost(p) for p in params] for params, cost in zip(by_group, costs, strict=True)]
             known = by_group, spent, len(self.loads), self.cap_nbytes, self.loads
-            plan = make_plan(*known, None if bear_cuts is None else [True] * sum(map(len, by_group)))
+            units = [self._units.get(param) for params in by_group for param in params]
+            plan = make_plan(*known, None if bear_cuts is None else [True] * len(units), units)
             answer = [] if bear_cuts is None or not plan.is_cut else bear_cuts()
             described = [*describe_params(new), *describe_options(new), *about]
             # Owners come last: they differ where anything else does, and the first difference is told.
-            items = [*described, f"buckets of {self.cap_nbytes} bytes", *describe_owners(new, plan)]
+            items = [*described, f"buckets of {self.cap_nbytes} bytes, units {units}"]
+            items += describe_owners(new, plan)
             if answer:
                 items += describe_costs(new, plan)
         agree(self._group, items, "the parameters and options of the optimizer", _HINTS)
         # Now all ranks know whether anything would be cut.
         answer = said_by_all(self._group, answer)
-        return plan if all(answer) else make_plan(*known, answer)
+        return plan if all(answer) else make_plan(*known, answer, units)
 
     def let_go(self, *, waits: bool) -> None:
         """Let the process group go, after the gathers, see `Gathers.let_go`; does not communicate."""
@@ -173,9 +179,17 @@ class Sharding:
             members = [params[index] for index in bucket.params]
             self._places.update({param: (len(self.buckets), index) for index, param in enumerate(members)})
             label = bucket_text(len(self.buckets), [names[index] for index in bucket.params])
-            rank, as_views = self._group.rank, self._as_views
-            self.buckets.append(make_bucket(members, bucket.layout, rank, as_views=as_views, label=label))
+            self.buckets.append(self._made(members, bucket.layout, label))
             self._active.append(is_active(self.buckets[-1]))
+
+    def _made(self, members: list[Tensor], layout: Layout, label: str) -> ParamBucket:
+        if members[0] in self._units:
+            return UnitBucket(members, layout, self._group.rank, label)
+        return make_bucket(members, layout, self._group.rank, label, as_views=self._as_views)
+
+    def unit_buckets(self) -> list[UnitBucket]:
+        """List the buckets whose parameters can be freed."""
+        return [bucket for bucket in self.buckets if isinstance(bucket, UnitBucket)]
 
     @eager
     def refresh(self, groups: Sequence[ParamGroup]) -> None:
@@ -228,7 +242,8 @@ class Sharding:
             items = [f"{name} {state}" for name, state in zip(param_names(groups), states, strict=True)]
             agree(self._group, items, "which parameters are frozen")
             self._active = active
-        gathered = [bucket for bucket, on in zip(self.buckets, active, strict=True) if on or frozen_too]
+        chosen = [bucket for bucket, on in zip(self.buckets, active, strict=True) if on or frozen_too]
+        gathered = _freed_or_gathered(chosen)
         group = self._group.during("gather")
         if self.gathers.readers:
             self.gathers.start(group, gathered)
@@ -264,8 +279,19 @@ class Sharding:
 
     @eager
     def gather_all(self) -> None:
-        """Gather all parameters, also frozen ones; all ranks call."""
-        self.gathers.run(self._group.during("gather"), self.buckets)
+        """Gather all parameters, also frozen ones, but for those of units; all ranks call."""
+        self.gathers.run(self._group.during("gather"), _freed_or_gathered(self.buckets))
+
+
+def _freed_or_gathered(buckets: Sequence[ParamBucket]) -> list[ParamBucket]:
+    """Free the parameters of units, whose new values come when they are used; list the other buckets."""
+    rest = []
+    for bucket in buckets:
+        if isinstance(bucket, UnitBucket):
+            bucket.has_changed()
+        else:
+            rest.append(bucket)
+    return rest
 
 
 def _nbytes(cap_mb: float) -> int:

@@ -11,8 +11,9 @@ Note [Rebinding is building anew]
     the optimizer is detached as it was.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from zero_optim.plan.groups import (
 from zero_optim.plan.pieces import Pieces, num_rows
 from zero_optim.plan.plan import Plan, describe_params
 from zero_optim.shard.sharding import Sharding
+from zero_optim.shard.units import UnitBucket
 from zero_optim.state.moving import (
     Held,
     Holding,
@@ -190,6 +192,37 @@ class RebindableOptimizer(ShardedStateDicts):
         learn_addresses(group)
         return lost
 
+    # ------------------------------------------------------------------ units
+
+    _units: Mapping[Tensor, int] = MappingProxyType({})
+
+    def shard_parameters(self, units: Mapping[Tensor, int]) -> list[UnitBucket]:
+        """Keep the parameters of units on their owners alone, and plan who owns what anew; all ranks call.
+
+        Every parameter has its value on every rank when this is called, and when it returns.
+
+        Args:
+            units: the parameters concerned, each with the number of its unit; equal on every rank.
+
+        Returns:
+            The buckets of the units; they are whole.
+
+        Raises:
+            Exception: on every rank, as `rebind`. Nothing has changed then.
+        """
+        group = self._group
+        with group.doing("shard_parameters()"):
+            self.wait_for_gathers()
+            before, self._units = self._units, units
+            try:
+                with failing_together(group):
+                    self.check_weights()
+                self._go_over(group, range(group.size), keep_state=True)
+            except Exception:
+                self._units = before
+                raise
+        return self._sharding.unit_buckets()
+
     def _check_detached(self) -> None:
         if not self._ranks.is_let_go:
             raise RuntimeError("expected a detached optimizer: call detach() before the group ends")
@@ -250,6 +283,8 @@ class RebindableOptimizer(ShardedStateDicts):
             for index, value in moved.values.items():
                 owned.leaves.rows(params[index]).copy_(value)
         self._sharding.add(params, plan, short_names(self.param_groups))
+        for bucket in self._sharding.unit_buckets():
+            owned.leaves.kept.update(bucket.kept())
         self._show_state()
         if age is None:
             self._snapshot = Snapshot()
@@ -338,7 +373,7 @@ class RebindableOptimizer(ShardedStateDicts):
         """Plan for the new owners, as the constructor does; all ranks call."""
         options, gathers = self._options, self._sharding.gathers
         as_views, cap_mb = options.parameters_as_bucket_view, options.bucket_cap_mb
-        sharding = Sharding(group, as_views, cap_mb, num_owners, gathers)
+        sharding = Sharding(group, as_views, cap_mb, num_owners, gathers, self._units)
         costs = [self._costs.__getitem__ for _ in groups]
 
         def bear_cuts() -> list[bool]:
@@ -378,7 +413,7 @@ class RebindableOptimizer(ShardedStateDicts):
             return list(dict.fromkeys(leaves.tried_dtype(param) for param in of["params"] if param in cut))
 
         with failing_together(group):
-            leaves = Leaves(self._options.master_dtype)
+            leaves = Leaves(self._options.master_dtype, self._units)
             average = WeightAverage(self._options.ema_decay, leaves)
             leaf_of = {param: leaves.add(param, piece) for param, piece in owned.items()}
             local = self._owned.local.again(groups, leaf_of)

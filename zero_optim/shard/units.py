@@ -1,0 +1,186 @@
+"""A unit's bucket: parameters that are whole only while their unit is in use. Nothing here communicates.
+
+A rank keeps its own row of the bucket for good, in memory of its own. The flat tensor that holds all rows is
+there only while the parameters are *whole*; the rest of the time they are *freed*.
+
+Note [Freed by emptying the storage]
+    Autograd saves a parameter as the tensor object, but a view of it, such as ``weight.t()``, by its storage.
+    If the parameter were only given other data, the old storage would live until the backward pass is over,
+    and nothing would be freed. A new storage at the second gather would not be what the backward pass reads.
+    So there is one flat tensor for ever, with one storage. It is freed by emptying this storage, and filled
+    again by growing it. All parameters of the bucket are ordinary views of it.
+
+    A view of an empty storage must not be read: PyTorch does not check that. So a freed parameter shows other
+    data, of its shape: one element, NaN (zero for dtypes without NaN), expanded. A read outside the
+    unit's time gives NaN, and a write in place raises, as several elements have one place in memory. Each
+    parameter has such an element to itself, since some code knows parameters by their address.
+
+    Values that come back are the same as before, unless the parameters were stepped or loaded in between.
+    Only then `settle` tells autograd that they changed: a backward pass through an older graph raises.
+"""
+
+import math
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from zero_optim.plan.layout import Layout
+from zero_optim.shard.storage import Form, views_in
+
+if TYPE_CHECKING:
+    from zero_optim.comm.collectives import Pending
+
+_WRITE = (
+    "{name} was given other memory, and its owner would not see that: write to parameters inside "
+    "zero_optim.ddp.unsharded(module), which hands what was written to the owners"
+)
+
+
+class UnitBucket:
+    """A bucket whose parameters can be freed; see Note [Freed by emptying the storage].
+
+    It begins whole, with the parameters' values.
+
+    Args:
+        params: the parameters; their memory is released.
+        layout: where each lies in the flat tensor.
+        rank: this group rank.
+        label: see `ParamBucket`.
+
+    Attributes:
+        row: what this rank keeps for good: its row of the flat tensor, 1-D. If it owns everything, as in a
+            group of one, that is the flat tensor, and nothing is ever freed.
+        is_whole: the parameters can be read.
+        coming: the gather that makes them whole, if one is under way.
+    """
+
+    def __init__(self, params: list[Tensor], layout: Layout, rank: int, label: str = "") -> None:
+        """Move the parameters in."""
+        self.params = params
+        self.layout = layout
+        self.label = label
+        self._forms = list(map(Form.of, params))
+        first = params[0]
+        self._flat = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
+        self._views = views_in(self._flat, self._forms, layout)
+        self._own = next(((row.start, row.stop) for row in layout.rows if row.owner == rank), (0, 0))
+        self._nans = [_nan_like(param) for param in params]
+        with torch.no_grad():
+            for param, view in zip(params, self._views, strict=True):
+                view.copy_(param)
+        self._owns_all = self._own == (0, layout.numel)
+        self.row = self._flat if self._owns_all else self._own_row().clone()
+        self.is_whole = True
+        self.coming: Pending | None = None
+        self._has_changed = False
+        self._show(self._views)
+
+    def _own_row(self) -> Tensor:
+        return self._flat[slice(*self._own)]
+
+    @property
+    def device(self) -> torch.device:
+        """See `ParamBucket`."""
+        return self._flat.device
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the flat tensor while the parameters are whole."""
+        return self.layout.numel * self._flat.element_size()
+
+    @property
+    def nbytes_to_gather(self) -> int:
+        """See `ParamBucket`."""
+        return self.nbytes
+
+    @property
+    def nbytes_live(self) -> int:
+        """Bytes of the flat tensor right now: all, or none."""
+        return self._flat.untyped_storage().nbytes()
+
+    def kept(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """List the parameters of which this rank owns rows, each with these rows, views of `row`."""
+        start = self._own[0]
+        for row in self.layout.rows:
+            if (row.start, row.stop) != self._own:
+                continue
+            for extent in row.extents:
+                form = self._forms[extent.param]
+                numel, size = extent.stop - extent.start, form.size
+                if numel < self.layout.numels[extent.param]:  # dimension 0 is outermost in memory
+                    size = torch.Size((numel // size[1:].numel(), *size[1:]))
+                yield self.params[extent.param], self.row.as_strided(size, form.stride, extent.offset - start)
+
+    # ------------------------------------------------------------------ steps and loads
+
+    def refresh(self) -> None:
+        """Check that nobody has given a parameter other memory.
+
+        Raises:
+            RuntimeError: somebody has.
+        """
+        shown = self._views if self.is_whole else self._nans
+        for param, tensor in zip(self.params, shown, strict=True):
+            if param.numel() and param.data_ptr() != tensor.data_ptr():
+                raise RuntimeError(_WRITE.format(name=f"a parameter of {self.label}"))
+
+    def has_changed(self) -> None:
+        """Take note that rows have other values than the parameters, and free these."""
+        self._has_changed = not self._owns_all
+        self.free()
+
+    def take_written(self) -> None:
+        """Take this rank's row out of the whole parameters, which the user has written to."""
+        assert self.is_whole
+        if not self._owns_all:
+            with torch.no_grad():
+                self.row.copy_(self._own_row())
+
+    # ------------------------------------------------------------------ whole and freed
+
+    def fill(self, chosen: Collection[int] | None = None) -> Tensor:
+        """Make the flat tensor, with this rank's row in it; for a gather.
+
+        Args:
+            chosen: see `ParamBucket`; the whole row is filled all the same.
+        """
+        self._flat.untyped_storage().resize_(self.nbytes)
+        with torch.no_grad():
+            self._own_row().copy_(self.row)
+        return self._flat
+
+    def settle(self, flat: Tensor, chosen: Collection[int] | None = None) -> None:
+        """Show the parameters whole, once the flat tensor has all rows."""
+        assert flat is self._flat
+        self._show(self._views)
+        self.is_whole = True
+        self.coming = None
+        if self._has_changed:
+            torch.autograd.graph.increment_version(self.params)
+            self._has_changed = False
+
+    def arrive(self) -> None:
+        """Wait for the gather under way, if there is one."""
+        if self.coming is not None:
+            self.coming.wait()
+
+    def free(self) -> None:
+        """Empty the flat tensor, after the gather under way; the parameters show NaN."""
+        self.arrive()
+        if self._owns_all or not self.is_whole:
+            return
+        self._show(self._nans)
+        self._flat.untyped_storage().resize_(0)
+        self.is_whole = False
+
+    def _show(self, tensors: list[Tensor]) -> None:
+        for param, tensor in zip(self.params, tensors, strict=True):
+            param.data = tensor
+
+
+def _nan_like(param: Tensor) -> Tensor:
+    """Make what a freed parameter shows."""
+    value = math.nan if param.is_floating_point() or param.is_complex() else 0
+    return torch.full((), value, dtype=param.dtype, device=param.device).expand(param.shape)
