@@ -75,6 +75,9 @@ class _AfterLoad:
 def hook_up(choice: UnitChoice, units: UnitsInUse, trained: Mapping[Tensor, int]) -> None:
     """Register the hooks of all modules that are units, or have parameters in one.
 
+    Calls are hooked of units, and of modules with parameters of the outermost one, so that a model's other
+    methods may call them. Inside other units calls are not hooked: that would break up their compiled graphs.
+
     Args:
         choice: modules and parameters.
         units: what the hooks call.
@@ -84,18 +87,22 @@ def hook_up(choice: UnitChoice, units: UnitsInUse, trained: Mapping[Tensor, int]
     number_of = {module: number for number, module in enumerate(choice.modules)}
     for module in choice.modules[0].modules():
         used = {choice.unit_of[param] for param in module.parameters(recurse=False) if param in in_units}
-        if module in number_of:
-            used.add(number_of[module])
-        for number in sorted(used):
-            _hook_module(module, units, units.units[number])
+        called = {number_of[module]} if module in number_of else used & {0}
+        for number in sorted(called):
+            _hook_calls(module, units, units.units[number])
+        for number in sorted(used | called):
+            _hook_state(module, units, units.units[number])
     for param, index in trained.items():
         _hook_param(param, units, choice.unit_of[param], index)
 
 
-def _hook_module(module: nn.Module, units: UnitsInUse, unit: Unit) -> None:
-    before = _Before(units, unit)
-    module.register_forward_pre_hook(before, prepend=True)
+def _hook_calls(module: nn.Module, units: UnitsInUse, unit: Unit) -> None:
+    module.register_forward_pre_hook(_Before(units, unit), prepend=True)
     module.register_forward_hook(_After(units, unit), always_call=True)
+
+
+def _hook_state(module: nn.Module, units: UnitsInUse, unit: Unit) -> None:
+    before = _Before(units, unit)
     untyped: Any = module
     untyped.register_state_dict_pre_hook(before)
     untyped.register_state_dict_post_hook(_AfterStateDict(units, unit))

@@ -143,7 +143,7 @@ class UnitsInUse:
             self._start(self.units[number])
 
     def nbytes_live(self) -> int:
-        """Bytes of the flat tensors that are there right now."""
+        """Bytes of the flat tensors that are there right now, beside what this rank keeps for good."""
         return sum(bucket.nbytes_live for unit in self.units for bucket in unit.buckets)
 
     # ------------------------------------------------------------------ forward

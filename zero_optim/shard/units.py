@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from zero_optim.comm.collectives import Pending
 
 _WRITE = (
-    "{name} was given other memory, and its owner would not see that: write to parameters inside "
-    "zero_optim.ddp.unsharded(module), which hands what was written to the owners"
+    "a parameter of {name} was written to, or given other memory, while it was not whole, so no owner has seen "
+    "it: write inside zero_optim.ddp.unsharded(module), which hands what was written to the owners"
 )
 
 
@@ -50,8 +50,8 @@ class UnitBucket:
         label: see `ParamBucket`.
 
     Attributes:
-        row: what this rank keeps for good: its row of the flat tensor, 1-D. If it owns everything, as in a
-            group of one, that is the flat tensor, and nothing is ever freed.
+        row: what this rank keeps for good: its row of the flat tensor, 1-D. If it owns everything, that is the
+            flat tensor, which is never emptied then.
         is_whole: the parameters can be read.
         coming: the gather that makes them whole, if one is under way.
     """
@@ -74,6 +74,7 @@ class UnitBucket:
         self.row = self._flat if self._owns_all else self._own_row().clone()
         self.is_whole = True
         self.coming: Pending | None = None
+        self._versions: list[int] = []  # of the parameters when they were freed
         self._has_changed = False
         self._show(self._views)
 
@@ -97,8 +98,8 @@ class UnitBucket:
 
     @property
     def nbytes_live(self) -> int:
-        """Bytes of the flat tensor right now: all, or none."""
-        return self._flat.untyped_storage().nbytes()
+        """Bytes of the flat tensor right now, beside the row: all, or none."""
+        return 0 if self._owns_all else self._flat.untyped_storage().nbytes()
 
     def kept(self) -> Iterator[tuple[Tensor, Tensor]]:
         """List the parameters of which this rank owns rows, each with these rows, views of `row`."""
@@ -119,17 +120,24 @@ class UnitBucket:
         """Check that nobody has given a parameter other memory.
 
         Raises:
-            RuntimeError: somebody has.
+            RuntimeError: somebody has, or has written to it while it was freed.
         """
         shown = self._views if self.is_whole else self._nans
         for param, tensor in zip(self.params, shown, strict=True):
             if param.numel() and param.data_ptr() != tensor.data_ptr():
-                raise RuntimeError(_WRITE.format(name=f"a parameter of {self.label}"))
+                raise RuntimeError(_WRITE.format(name=self.label))
+        self._check_unwritten()
+
+    def _check_unwritten(self) -> None:
+        """See `refresh`; some writes in place do not notice that the elements have one place in memory."""
+        if not self.is_whole and self._versions != _versions(self.params):
+            raise RuntimeError(_WRITE.format(name=self.label))
 
     def has_changed(self) -> None:
         """Take note that rows have other values than the parameters, and free these."""
-        self._has_changed = not self._owns_all
+        self._has_changed = True
         self.free()
+        self._versions = _versions(self.params)  # a step counts as a change of parameters
 
     def take_written(self) -> None:
         """Take this rank's row out of the whole parameters, which the user has written to."""
@@ -146,9 +154,11 @@ class UnitBucket:
         Args:
             chosen: see `ParamBucket`; the whole row is filled all the same.
         """
-        self._flat.untyped_storage().resize_(self.nbytes)
-        with torch.no_grad():
-            self._own_row().copy_(self.row)
+        self._check_unwritten()
+        if not self._owns_all:
+            self._flat.untyped_storage().resize_(self.nbytes)
+            with torch.no_grad():
+                self._own_row().copy_(self.row)
         return self._flat
 
     def settle(self, flat: Tensor, chosen: Collection[int] | None = None) -> None:
@@ -169,15 +179,21 @@ class UnitBucket:
     def free(self) -> None:
         """Empty the flat tensor, after the gather under way; the parameters show NaN."""
         self.arrive()
-        if self._owns_all or not self.is_whole:
+        if not self.is_whole:
             return
         self._show(self._nans)
-        self._flat.untyped_storage().resize_(0)
+        if not self._owns_all:
+            self._flat.untyped_storage().resize_(0)
         self.is_whole = False
+        self._versions = _versions(self.params)
 
     def _show(self, tensors: list[Tensor]) -> None:
         for param, tensor in zip(self.params, tensors, strict=True):
             param.data = tensor
+
+
+def _versions(params: list[Tensor]) -> list[int]:
+    return [param._version for param in params]
 
 
 def _nan_like(param: Tensor) -> Tensor:
