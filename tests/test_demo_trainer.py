@@ -215,9 +215,11 @@ def test_bf16_stays_near_and_keeps_its_weights_in_fp32(pool: Pool, config: RunCo
 def gradient_norms(config: RunConfig) -> tuple[float, float]:
     """Give the norm of one update's gradients as recorded, and the length of the SGD step it made."""
     trainer = make(config)
-    before = torch.nn.utils.parameters_to_vector(trainer.gpt.parameters()).detach().clone()
+    with trainer.whole():
+        before = torch.nn.utils.parameters_to_vector(trainer.gpt.parameters()).detach().clone()
     norm = trainer.update().grad_norm
-    after = torch.nn.utils.parameters_to_vector(trainer.gpt.parameters()).detach()
+    with trainer.whole():
+        after = torch.nn.utils.parameters_to_vector(trainer.gpt.parameters()).detach()
     assert norm is not None
     return norm, (after - before).norm().item()
 

@@ -139,7 +139,8 @@ class RunConfig:
         if self.overlap != "off":
             raise ValueError(
                 f"--shard {self.shard} steps after the backward pass, --overlap during it: "
-                "give --overlap off or --shard state (--overlap owners reduces gradients to their owners too, but cannot clip)"
+                "give --overlap off or --shard state (--overlap owners reduces gradients to their owners "
+                "too, but cannot clip)"
             )
 
     @property
