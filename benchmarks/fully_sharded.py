@@ -11,7 +11,7 @@ while it is wrapped, and while it is trained.
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -65,6 +65,7 @@ def ours(model: Gpt, *, reshards: bool) -> Wrapped:
     return Wrapped(wrapped, optimizer)
 
 
+MODES = ("resharded", "kept")
 KINDS: dict[str, Callable[[Gpt], Wrapped]] = {
     "FSDP2, resharded": partial(fsdp2, reshards=True),
     "ours, resharded": partial(ours, reshards=True),
@@ -80,13 +81,18 @@ def made(kind: str) -> tuple[Workload, Wrapped]:
     return work, KINDS[kind](work.model)
 
 
+def chosen(modes: Sequence[str]) -> list[str]:
+    """Name the kinds of some modes."""
+    return [kind for kind in KINDS if kind.endswith(tuple(modes))]
+
+
 # ---------------------------------------------------------------------- time and bytes
 
 
-def time_worker(rounds: int, link: Link | None) -> dict[str, Any]:
+def time_worker(modes: Sequence[str], rounds: int, link: Link | None) -> dict[str, Any]:
     """Time all contenders, then count the bytes of a turn of each; runs on each rank."""
     contenders = {ALONE: compute_alone("gpt")}
-    for kind in KINDS:
+    for kind in chosen(modes):
         work, wrapped = made(kind)
         contenders[kind] = training(work, wrapped.model, wrapped.optimizer)
     times = medians(
@@ -94,7 +100,7 @@ def time_worker(rounds: int, link: Link | None) -> dict[str, Any]:
     )
     return {
         "seconds": {kind: seconds / CONSECUTIVE for kind, seconds in times.items()},
-        "nbytes": {kind: _nbytes_sent(contenders[kind], link) for kind in KINDS},
+        "nbytes": {kind: _nbytes_sent(contenders[kind], link) for kind in chosen(modes)},
         "param_nbytes": contenders[ALONE].nbytes,
     }
 
@@ -138,10 +144,10 @@ def memory_worker(kind: str) -> dict[str, int]:
     return {"wrapping": wrapping, "kept": kept, "training": kept + peak_growth(train)}
 
 
-def peaks(ranks: int) -> dict[str, dict[str, int]]:
+def peaks(modes: Sequence[str], ranks: int) -> dict[str, dict[str, int]]:
     """Measure each kind in new processes; the rank that needs most counts."""
     found = {}
-    for kind in KINDS:
+    for kind in chosen(modes):
         of_ranks = launch(ranks, memory_worker, kind)
         found[kind] = {name: max(rank[name] for rank in of_ranks) for name in of_ranks[0]}
     return found
@@ -150,19 +156,24 @@ def peaks(ranks: int) -> dict[str, dict[str, int]]:
 # ---------------------------------------------------------------------- all of it
 
 
-def measure(ranks: int, rounds: int, rate: str | None, *, with_memory: bool) -> dict[str, Any]:
+def measure(
+    modes: Sequence[str], ranks: int, rounds: int, rate: str | None, *, with_memory: bool
+) -> dict[str, Any]:
     run: dict[str, Any] = {"ranks": ranks, "rate": rate}
     if rounds:
         with nullcontext() if rate is None else emulated(rate, ranks) as link:
-            of_ranks = launch(ranks, time_worker, rounds, link, link=link)
+            of_ranks = launch(ranks, time_worker, modes, rounds, link, link=link)
         run |= of_ranks[0] | {"nbytes": [rank["nbytes"] for rank in of_ranks]}
-    return run | ({"peak_nbytes": peaks(ranks)} if with_memory else {})
+    return run | ({"peak_nbytes": peaks(modes, ranks)} if with_memory else {})
 
 
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument(
         "--rounds", type=int, default=10, metavar="N", help="timed turns; 0: memory alone (10)"
+    )
+    parser.add_argument(
+        "--modes", nargs="+", choices=MODES, default=MODES, help="which units to measure (both)"
     )
     parser.add_argument("--ranks", nargs="+", type=int, default=[2], help="numbers of ranks (2)")
     parser.add_argument("--no-memory", action="store_true", help="leave out peak memory")
@@ -173,7 +184,10 @@ def main() -> None:
         require_root()
     rate = options.rate if options.link else None
     with_memory = not (options.link or options.no_memory)  # a link changes nothing about it
-    runs = [measure(ranks, options.rounds, rate, with_memory=with_memory) for ranks in options.ranks]
+    runs = [
+        measure(options.modes, ranks, options.rounds, rate, with_memory=with_memory)
+        for ranks in options.ranks
+    ]
     for run in runs:
         tell(run)
     record("fully_sharded", {"runs": runs}, dry=options.dry)
