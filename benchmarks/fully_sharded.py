@@ -1,6 +1,6 @@
 """Training with parameters sharded, compared with PyTorch's FSDP2: time, bytes sent, peak memory.
 
-The GPT of `models.py`, each block a unit, AdamW(fused), one thread a rank. Contenders take turns in one run.
+The GPT of `models.py`, each block a unit, AdamW(fused), or a smaller one and Muon; one thread a rank. Contenders take turns in one run.
 *Resharded* units are freed after the forward pass and gathered again in the backward pass. *Kept* ones stay
 whole from the forward to the backward pass. The ideal are 3 (W-1)/W times the parameters' bytes from each
 rank where units are resharded, and 2 (W-1)/W times where they are kept.
@@ -32,12 +32,16 @@ from harness import (
 from link import Link, emulated, require_root
 from models import Gpt, Workload, workload
 from recipes import ALONE, CONSECUTIVE, OPTIONS, Contender, compute_alone, training
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.optim import AdamW
+from torch.nn import functional as F
+from torch.optim import AdamW, Muon
 
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import FullyShardedDataParallel
+from zero_optim.demo.config import ModelShape
+from zero_optim.demo.model import GPT
 
 SENT = "sent_bytes/total"
 
@@ -49,16 +53,37 @@ class Wrapped(NamedTuple):
     optimizer: torch.optim.Optimizer
 
 
-def fsdp2(model: Gpt, *, reshards: bool) -> Wrapped:
+class Matrices(GPT):
+    """A GPT of 0.9 M parameters, each a matrix, for Muon."""
+
+    def __init__(self) -> None:
+        super().__init__(ModelShape(context=64, layers=4, width=128, heads=4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(super().forward(tokens).flatten(0, 1), tokens.flatten())
+
+
+Model = Gpt | Matrices
+
+
+def optimizer_of(model: Model) -> dict[str, Any]:
+    """Give the class of the optimizer, and its options."""
+    if isinstance(model, Matrices):
+        return {"optimizer_class": Muon, "lr": 1e-3}
+    return {"optimizer_class": AdamW, **OPTIONS}
+
+
+def fsdp2(model: Model, *, reshards: bool) -> Wrapped:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshards)
     fully_shard(model, mesh=mesh)
-    return Wrapped(model, AdamW(model.parameters(), **OPTIONS))
+    options = optimizer_of(model)
+    return Wrapped(model, options.pop("optimizer_class")(model.parameters(), **options))
 
 
-def ours(model: Gpt, *, reshards: bool) -> Wrapped:
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, **OPTIONS)
+def ours(model: Model, *, reshards: bool) -> Wrapped:
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), **optimizer_of(model))
     wrapped = FullyShardedDataParallel(
         model, optimizer, units=[*model.blocks], reshard_after_forward=reshards
     )
@@ -66,7 +91,7 @@ def ours(model: Gpt, *, reshards: bool) -> Wrapped:
 
 
 MODES = ("resharded", "kept")
-KINDS: dict[str, Callable[[Gpt], Wrapped]] = {
+KINDS: dict[str, Callable[[Model], Wrapped]] = {
     "FSDP2, resharded": partial(fsdp2, reshards=True),
     "ours, resharded": partial(ours, reshards=True),
     "FSDP2, kept": partial(fsdp2, reshards=False),
@@ -74,8 +99,13 @@ KINDS: dict[str, Callable[[Gpt], Wrapped]] = {
 }
 
 
-def made(kind: str) -> tuple[Workload, Wrapped]:
+def made(kind: str, *, muon: bool = False) -> tuple[Workload, Wrapped]:
     """Build the GPT and wrap it."""
+    if muon:
+        torch.manual_seed(0)
+        model = Matrices()
+        work = Workload(model, lambda g: torch.randint(256, (1, 64), generator=g), lambda out: out)
+        return work, KINDS[kind](model)
     work = workload("gpt")
     assert isinstance(work.model, Gpt)
     return work, KINDS[kind](work.model)
@@ -89,11 +119,11 @@ def chosen(modes: Sequence[str]) -> list[str]:
 # ---------------------------------------------------------------------- time and bytes
 
 
-def time_worker(modes: Sequence[str], rounds: int, link: Link | None) -> dict[str, Any]:
+def time_worker(modes: Sequence[str], rounds: int, muon: bool, link: Link | None) -> dict[str, Any]:
     """Time all contenders, then count the bytes of a turn of each; runs on each rank."""
-    contenders = {ALONE: compute_alone("gpt")}
+    contenders = {} if muon else {ALONE: compute_alone("gpt")}
     for kind in chosen(modes):
-        work, wrapped = made(kind)
+        work, wrapped = made(kind, muon=muon)
         contenders[kind] = training(work, wrapped.model, wrapped.optimizer)
     times = medians(
         time_interleaved({kind: each.iterate for kind, each in contenders.items()}, rounds, warmup=2)
@@ -101,7 +131,7 @@ def time_worker(modes: Sequence[str], rounds: int, link: Link | None) -> dict[st
     return {
         "seconds": {kind: seconds / CONSECUTIVE for kind, seconds in times.items()},
         "nbytes": {kind: _nbytes_sent(contenders[kind], link) for kind in chosen(modes)},
-        "param_nbytes": contenders[ALONE].nbytes,
+        "param_nbytes": contenders[chosen(modes)[0]].nbytes,
     }
 
 
@@ -157,12 +187,12 @@ def peaks(modes: Sequence[str], ranks: int) -> dict[str, dict[str, int]]:
 
 
 def measure(
-    modes: Sequence[str], ranks: int, rounds: int, rate: str | None, *, with_memory: bool
+    modes: Sequence[str], ranks: int, rounds: int, rate: str | None, *, muon: bool, with_memory: bool
 ) -> dict[str, Any]:
-    run: dict[str, Any] = {"ranks": ranks, "rate": rate}
+    run: dict[str, Any] = {"ranks": ranks, "rate": rate, "muon": muon}
     if rounds:
         with nullcontext() if rate is None else emulated(rate, ranks) as link:
-            of_ranks = launch(ranks, time_worker, modes, rounds, link, link=link)
+            of_ranks = launch(ranks, time_worker, modes, rounds, muon, link, link=link)
         run |= of_ranks[0] | {"nbytes": [rank["nbytes"] for rank in of_ranks]}
     return run | ({"peak_nbytes": peaks(modes, ranks)} if with_memory else {})
 
@@ -177,15 +207,16 @@ def main() -> None:
     )
     parser.add_argument("--ranks", nargs="+", type=int, default=[2], help="numbers of ranks (2)")
     parser.add_argument("--no-memory", action="store_true", help="leave out peak memory")
+    parser.add_argument("--muon", action="store_true", help="Muon, on a small GPT of matrices")
     parser.add_argument("--link", action="store_true", help="ranks over emulated links; needs root")
     parser.add_argument("--rate", default="1gbit", help="rate of a link, in the notation of tc (1gbit)")
     options = parser.parse_args()
     if options.link:
         require_root()
     rate = options.rate if options.link else None
-    with_memory = not (options.link or options.no_memory)  # a link changes nothing about it
+    with_memory = not (options.link or options.no_memory or options.muon)  # a link changes nothing about it
     runs = [
-        measure(options.modes, ranks, options.rounds, rate, with_memory=with_memory)
+        measure(options.modes, ranks, options.rounds, rate, muon=options.muon, with_memory=with_memory)
         for ranks in options.ranks
     ]
     for run in runs:
@@ -198,7 +229,8 @@ def tell(run: dict[str, Any]) -> None:
     where = "loopback" if run["rate"] is None else f"links of {run['rate']}"
     if "seconds" in run:
         columns = ("iteration", "ms", "/ FSDP2's", "metrics() sent / ideal", "wire / ideal", "fullest rank's")
-        title = f"GPT, {run['ranks']} ranks over {where}: an iteration"
+        what = "Muon, a GPT of matrices" if run["muon"] else "AdamW, GPT"
+        title = f"{what}, {run['ranks']} ranks over {where}: an iteration"
         show(title, columns, [_row(run, kind) for kind in run["seconds"]])
     if "peak_nbytes" in run:
         rows = [
