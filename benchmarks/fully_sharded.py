@@ -1,9 +1,9 @@
 """Training with parameters sharded, compared with PyTorch's FSDP2: time, bytes sent, peak memory.
 
-The GPT of `models.py`, each block a unit, AdamW(fused), or a smaller one and Muon; one thread a rank. Contenders take turns in one run.
-*Resharded* units are freed after the forward pass and gathered again in the backward pass. *Kept* ones stay
-whole from the forward to the backward pass. The ideal are 3 (W-1)/W times the parameters' bytes from each
-rank where units are resharded, and 2 (W-1)/W times where they are kept.
+The GPT of `models.py`, each block a unit, AdamW(fused), one thread a rank; or a smaller GPT and Muon.
+Contenders take turns in one run. *Resharded* units are freed after the forward pass and gathered again in the
+backward pass. *Kept* ones stay whole from the forward to the backward pass. The ideal are 3 (W-1)/W times the
+parameters' bytes from each rank where units are resharded, and 2 (W-1)/W times where they are kept.
 
 Peak memory is that of new processes: how much higher resident memory gets than before the model was built,
 while it is wrapped, and while it is trained.
