@@ -1,6 +1,6 @@
 """`FullyShardedDataParallel`: parameters, gradients and state sharded, with plain tensors (ZeRO stage 3)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -12,9 +12,9 @@ from zero_optim.ddp.owner_reducer import Accumulate
 from zero_optim.ddp.reducer import Reducer
 from zero_optim.ddp.sharded import ShardedDataParallel
 from zero_optim.ddp.unit_choice import UnitChoice, Units, choose_units
-from zero_optim.ddp.unit_hooks import hook_up
+from zero_optim.ddp.unit_hooks import hook_up, units_of
 from zero_optim.ddp.units import Unit, UnitsInUse
-from zero_optim.optimizer import ZeroRedundancyOptimizer
+from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 from zero_optim.shard.units import UnitBucket
 
 
@@ -61,6 +61,9 @@ class FullyShardedDataParallel(ShardedDataParallel):
     ) -> None:
         """Check, agree with the other ranks, wrap, and free everything."""
         self._asked = units, reshard_after_forward
+        require_ours(optimizer)
+        with failing_together(optimizer.ranks):
+            _check(module, options)
         super().__init__(module, optimizer, accumulate=accumulate, **options)
 
     def _make_reducer(
@@ -98,6 +101,16 @@ class FullyShardedDataParallel(ShardedDataParallel):
             RuntimeError: always.
         """
         raise RuntimeError("FullyShardedDataParallel cannot be detached: save a checkpoint and build it anew")
+
+
+def _check(module: object, options: Mapping[str, object]) -> None:
+    if options.get("mixed_precision") is not None:
+        raise TypeError(
+            "FullyShardedDataParallel takes no mixed_precision: convert the model, and build the optimizer "
+            "with master_dtype=torch.float32, or use torch.autocast"
+        )
+    if isinstance(module, nn.Module) and units_of(module) is not None:
+        raise ValueError("the model is fully sharded already, or a part of it: wrap the whole of it, once")
 
 
 def _num_kept(reshards: object) -> int | None:

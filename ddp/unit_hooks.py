@@ -8,13 +8,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from zero_optim.compat.engine import eager
+from zero_optim.ddp.graph import replaced, tensors_in
 from zero_optim.ddp.unit_choice import UnitChoice
 from zero_optim.ddp.units import Unit, UnitsInUse
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Before:
-    """The hook in front of a call, and of a state dict.
+    """The hook in front of a call.
 
     Args:
         units: all of the model.
@@ -31,16 +32,36 @@ class _Before:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _BeforeState:
+    """The hook in front of a module's part of a state dict, and of loading it."""
+
+    units: UnitsInUse
+    unit: Unit
+
+    def __call__(self, *_: object) -> None:
+        """Make the unit whole, unless the dict is to show it as it is."""
+        if not self.unit.is_left:
+            self.units.enter(self.unit)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _After:
-    """The hook behind a call, also behind one that raised."""
+    """The hook behind a call, also behind one that raised.
+
+    A module may return a parameter, or a view of one. It would die with the unit, so a copy is handed on.
+    """
 
     units: UnitsInUse
     unit: Unit
 
     @eager
-    def __call__(self, module: nn.Module, inputs: object, output: object) -> None:
+    def __call__(self, module: nn.Module, inputs: object, output: object) -> object:
         """Free the unit, unless it is used on."""
-        self.units.leave(self.unit, output)
+        unit = self.unit
+        if unit.depth == 1 and any(map(unit.shares_memory, tensors_in(output))):
+            output = replaced(output, lambda tensor: tensor.clone() if unit.shares_memory(tensor) else tensor)
+        self.units.leave(unit, output)
+        return output
 
 
 @dataclass(eq=False)  # PyTorch sets an attribute on it
@@ -52,6 +73,8 @@ class _AfterStateDict:
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
         """Copy the module's own parameters, and free the unit."""
+        if self.unit.is_left:
+            return
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             found = state.get(prefix + name)
             if isinstance(found, Tensor) and found.data_ptr() == param.data_ptr():
@@ -68,6 +91,8 @@ class _AfterLoad:
 
     def __call__(self, module: nn.Module, _: object) -> None:
         """Take over what this rank owns, and free the unit."""
+        if self.unit.is_left:
+            return
         self.units.take_written(self.unit)
         self.units.leave(self.unit, None)
 
@@ -102,7 +127,7 @@ def _hook_calls(module: nn.Module, units: UnitsInUse, unit: Unit) -> None:
 
 
 def _hook_state(module: nn.Module, units: UnitsInUse, unit: Unit) -> None:
-    before = _Before(units, unit)
+    before = _BeforeState(units, unit)
     untyped: Any = module
     untyped.register_state_dict_pre_hook(before)
     untyped.register_state_dict_post_hook(_AfterStateDict(units, unit))

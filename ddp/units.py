@@ -37,6 +37,11 @@ from zero_optim.ddp.inbox import weakly, when_backward_ends
 from zero_optim.shard.gathers import start_gather
 from zero_optim.shard.units import UnitBucket
 
+_SECOND = (
+    "create_graph=True is not possible with FullyShardedDataParallel: the gradients of gradients would read "
+    "parameters that are freed by then. Use ShardedDataParallel"
+)
+
 
 @dataclass(slots=True, eq=False)
 class Unit:
@@ -58,6 +63,15 @@ class Unit:
     waits_for: frozenset[int]
     depth: int = 0
     arrived: set[int] = field(default_factory=set)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether state dicts are to show its parameters as they are."""
+        return any(bucket.is_left for bucket in self.buckets)
+
+    def shares_memory(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a view of what is freed with the unit."""
+        return any(bucket.shares_memory(tensor) for bucket in self.buckets)
 
     @property
     def is_whole(self) -> bool:
@@ -200,13 +214,14 @@ class UnitsInUse:
         Returns:
             Whether it stays whole until then.
         """
-        tensors = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+        found = list(tensors_in(output))
+        tensors = [tensor for tensor in found if tensor.grad_fn is not None]
         if not in_backward():
             reached = weakly(self._need_in_backward)
             for tensor in tensors:
                 untyped: Any = tensor
                 untyped.register_hook(lambda _: reached(unit.number))
-        return is_outermost or not tensors or self._is_kept(unit)
+        return is_outermost or not found or self._is_kept(unit)
 
     def _is_kept(self, unit: Unit) -> bool:
         """Whether a unit is one of the last in the order of the pass before."""
@@ -219,7 +234,13 @@ class UnitsInUse:
     # ------------------------------------------------------------------ backward
 
     def _need_in_backward(self, number: int) -> None:
-        """Make a unit whole, as the gradient of its output is there; called by the output's hook."""
+        """Make a unit whole, as the gradient of its output is there; called by the output's hook.
+
+        Raises:
+            RuntimeError: the pass is to be differentiated itself.
+        """
+        if torch.is_grad_enabled():
+            raise RuntimeError(_SECOND)
         self._begin_backward()
         self.need(self.units[number])
         self._fetch(self._backward.reached(number))
@@ -277,17 +298,23 @@ class UnitsInUse:
         for unit in units:
             self._start(unit)
         for unit in units:
-            unit.depth += 1
             self.need(unit)
+        for unit in units:
+            self._pin(unit, 1)
         try:
             yield
         finally:
             for unit in units:
-                unit.depth -= 1
+                self._pin(unit, -1)
                 if writes:
                     self.take_written(unit)
                 if not unit.depth:
                     self._free(unit)
+
+    def _pin(self, unit: Unit, more: int) -> None:
+        unit.depth += more
+        for bucket in unit.buckets:
+            bucket.num_pins += more
 
     def take_written(self, unit: Unit) -> None:
         """Have owners take over what was written to the whole parameters of a unit."""

@@ -204,6 +204,7 @@ def test_it_goes_on_after_a_forward_pass_that_raised(ranks2: Ranks) -> None:
 
 
 def compiles() -> None:
+    torch._dynamo.reset()
     model = Tower()
     whole = DistributedDataParallel(copy.deepcopy(model))
     one = adamw(whole)
@@ -214,6 +215,9 @@ def compiles() -> None:
     assert train(wrapped, optimizer) == train(whole, one)
 
 
+# torch.compile warns of its own innards here and there.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_compiled_units_train_alike(ranks2: Ranks) -> None:
     ranks2.run(compiles)
 

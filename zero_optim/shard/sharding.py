@@ -191,6 +191,11 @@ class Sharding:
         """List the buckets whose parameters can be freed."""
         return [bucket for bucket in self.buckets if isinstance(bucket, UnitBucket)]
 
+    def check_unpinned(self) -> None:
+        """See `UnitBucket.check_unpinned`."""
+        for bucket in self.unit_buckets():
+            bucket.check_unpinned()
+
     @eager
     def refresh(self, groups: Sequence[ParamGroup]) -> None:
         """Wait for gathers, then check every parameter before a step; see `ParamBucket.refresh`.

@@ -21,7 +21,8 @@ Note [Freed by emptying the storage]
 
 import math
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
@@ -36,6 +37,28 @@ _WRITE = (
     "a parameter of {name} was written to, or given other memory, while it was not whole, so no owner has seen "
     "it: write inside zero_optim.ddp.unsharded(module), which hands what was written to the owners"
 )
+_PINNED = (
+    "the parameters of {name} are whole for somebody to read or write: leave zero_optim.ddp.unsharded(module) "
+    "before they are stepped, averaged, saved or loaded"
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptRows:
+    """What a rank keeps of a parameter of a unit.
+
+    Attributes:
+        stride: of the parameter when it is whole, in elements.
+        rows: those that this rank owns, in memory that stays; None if it owns none.
+    """
+
+    stride: tuple[int, ...]
+    rows: Tensor | None
+
+
+def is_freed(tensor: Tensor) -> bool:
+    """Whether a tensor is what a freed parameter shows; not known of a single element."""
+    return tensor.layout is torch.strided and tensor.numel() > 1 and not any(tensor.stride())
 
 
 class UnitBucket:
@@ -54,6 +77,8 @@ class UnitBucket:
             flat tensor, which is never emptied then.
         is_whole: the parameters can be read.
         coming: the gather that makes them whole, if one is under way.
+        is_left: state dicts are to show the parameters as they are, whole or freed.
+        num_pins: how many users need them whole until they say that they are done; nothing may change them.
     """
 
     def __init__(self, params: list[Tensor], layout: Layout, rank: int, label: str = "") -> None:
@@ -74,9 +99,22 @@ class UnitBucket:
         self.row = self._flat if self._owns_all else self._own_row().clone()
         self.is_whole = True
         self.coming: Pending | None = None
+        self.is_left = False
+        self.num_pins = 0
         self._versions: list[int] = []  # of the parameters when they were freed
         self._has_changed = False
         self._show(self._views)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        """Refuse to copy."""
+        self.__reduce__()
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to copy or pickle what only this rank's part is of."""
+        raise RuntimeError(
+            "an optimizer of a fully sharded model cannot be copied or pickled: no rank holds its parameters. "
+            "Use zero_optim.checkpoint.save"
+        )
 
     def _own_row(self) -> Tensor:
         return self._flat[slice(*self._own)]
@@ -114,27 +152,52 @@ class UnitBucket:
                     size = torch.Size((numel // size[1:].numel(), *size[1:]))
                 yield self.params[extent.param], self.row.as_strided(size, form.stride, extent.offset - start)
 
+    def all_kept(self) -> Iterator[tuple[Tensor, KeptRows]]:
+        """List all parameters, each with what this rank keeps of it."""
+        own = dict(self.kept())
+        for param, form in zip(self.params, self._forms, strict=True):
+            yield param, KeptRows(form.stride, own.get(param))
+
+    def shares_memory(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a view of the flat tensor, so that it dies when this is freed."""
+        if self._owns_all or tensor.layout is not torch.strided:
+            return False
+        address = self._flat.untyped_storage().data_ptr()
+        return address != 0 and tensor.untyped_storage().data_ptr() == address
+
     # ------------------------------------------------------------------ steps and loads
 
+    def check_unpinned(self) -> None:
+        """Refuse to change what somebody needs whole.
+
+        Raises:
+            RuntimeError: somebody does.
+        """
+        if self.num_pins:
+            raise RuntimeError(_PINNED.format(name=self.label))
+
     def refresh(self) -> None:
-        """Check that nobody has given a parameter other memory.
+        """Check that nobody has given a parameter other memory, or needs it whole; before a step.
 
         Raises:
             RuntimeError: somebody has, or has written to it while it was freed.
         """
+        self.check_unpinned()
+        self._check_untouched()
+
+    def _check_untouched(self) -> None:
         shown = self._views if self.is_whole else self._nans
         for param, tensor in zip(self.params, shown, strict=True):
             if param.numel() and param.data_ptr() != tensor.data_ptr():
                 raise RuntimeError(_WRITE.format(name=self.label))
-        self._check_unwritten()
-
-    def _check_unwritten(self) -> None:
-        """See `refresh`; some writes in place do not notice that the elements have one place in memory."""
+        # Some writes in place do not notice that the elements have one place in memory.
         if not self.is_whole and self._versions != _versions(self.params):
             raise RuntimeError(_WRITE.format(name=self.label))
 
     def has_changed(self) -> None:
         """Take note that rows have other values than the parameters, and free these."""
+        if self.num_pins:  # refused by `check_unpinned`, so nothing has changed
+            return
         self._has_changed = True
         self.free()
         self._versions = _versions(self.params)  # a step counts as a change of parameters
@@ -154,7 +217,7 @@ class UnitBucket:
         Args:
             chosen: see `ParamBucket`; the whole row is filled all the same.
         """
-        self._check_unwritten()
+        self._check_untouched()
         if not self._owns_all:
             self._flat.untyped_storage().resize_(self.nbytes)
             with torch.no_grad():

@@ -11,7 +11,8 @@ Note [Rebinding is building anew]
     the optimizer is detached as it was.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -37,7 +38,7 @@ from zero_optim.plan.groups import (
 from zero_optim.plan.pieces import Pieces, num_rows
 from zero_optim.plan.plan import Plan, describe_params
 from zero_optim.shard.sharding import Sharding
-from zero_optim.shard.units import UnitBucket
+from zero_optim.shard.units import KeptRows, UnitBucket
 from zero_optim.state.moving import (
     Held,
     Holding,
@@ -98,6 +99,11 @@ class RebindableOptimizer(ShardedStateDicts):
         """
         if self._ranks.is_let_go:
             return
+        if self._units:
+            raise RuntimeError(
+                "the optimizer of a fully sharded model cannot be detached: each rank holds a part of the "
+                "parameters. Save a checkpoint, build model and optimizer anew, and load it"
+            )
         self._end_overlap(waits=wait)
         if staying is not None:
             self._hand_over(staying)
@@ -208,10 +214,17 @@ class RebindableOptimizer(ShardedStateDicts):
             The buckets of the units; they are whole.
 
         Raises:
-            Exception: on every rank, as `rebind`. Nothing has changed then.
+            RuntimeError: on every rank: there are units already.
+            Exception: likewise, as `rebind`. Nothing has changed after either.
         """
         group = self._group
         with group.doing("shard_parameters()"):
+            with failing_together(group):
+                if self._units:
+                    raise RuntimeError(
+                        "the optimizer has the parameters of a fully sharded model already: put all modules "
+                        "into one, or give each an optimizer"
+                    )
             self.wait_for_gathers()
             before, self._units = self._units, units
             try:
@@ -222,6 +235,22 @@ class RebindableOptimizer(ShardedStateDicts):
                 self._units = before
                 raise
         return self._sharding.unit_buckets()
+
+    @contextmanager
+    def leaving_freed(self) -> Iterator[dict[Tensor, KeptRows]]:
+        """Have state dicts of the model show parameters of units as they are; does not communicate.
+
+        Yields:
+            The parameters of units, each with what this rank keeps of it.
+        """
+        buckets = self._sharding.unit_buckets()
+        for bucket in buckets:
+            bucket.is_left = True
+        try:
+            yield {param: kept for bucket in buckets for param, kept in bucket.all_kept()}
+        finally:
+            for bucket in buckets:
+                bucket.is_left = False
 
     def _check_detached(self) -> None:
         if not self._ranks.is_let_go:
