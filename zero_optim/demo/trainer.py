@@ -242,10 +242,6 @@ class Trainer:
         self.step = checkpoint.load(
             path, model=self.gpt, optimizer=self._optimizer, scheduler=self._scheduler, random=False
         )["step"]
-        if self.config.shard == "parameters":
-            whole = GPT(self.config.shape).to(self.ranks.device)
-            checkpoint.load(path, model=whole, random=False)
-            self.gpt.load_state_dict(whole.state_dict())
 
     def shards(self) -> list[Shard]:
         """Return what each rank keeps, by rank; all ranks call."""
