@@ -3,8 +3,10 @@
 import dataclasses
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from copy import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +43,20 @@ def _parts(item: object) -> Iterable[object]:
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
         return (getattr(item, field.name, None) for field in dataclasses.fields(item))
     return ()
+
+
+def replaced(value: object, by: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401 - as the value
+    """Replace the tensors in an output: dicts, lists and tuples are built anew, other objects are left."""
+    if isinstance(value, Tensor):
+        return by(value)
+    if isinstance(value, dict):
+        like = copy(value)  # of its class
+        like.update({key: replaced(part, by) for key, part in value.items()})
+        return like
+    if isinstance(value, list | tuple):
+        parts = [replaced(part, by) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
 
 
 def nearest(output: Tensor, leaves: Mapping[int, int]) -> int | None:

@@ -116,6 +116,8 @@ def write(config: RunConfig, step: int) -> None:
         (["--shard", "gradients", "--hook", "fp16"], "leave out --hook fp16"),
         (["--shard", "gradients", "--overlap"], "--overlap during it: give --overlap off or --shard state"),
         (["--shard", "gradients", "--overlap", "owners", "--clip", "1"], "but cannot clip"),
+        (["--shard", "parameters", "--ddp", "torch"], "--shard parameters needs zero_optim's"),
+        (["--shard", "parameters", "--hook", "fp16"], "leave out --hook fp16"),
         (["--resume"], "give a run folder"),
         (["--resume", "nowhere"], "no checkpoint at nowhere"),
     ],
@@ -163,6 +165,7 @@ def test_every_field_has_an_option_and_every_option_reaches_its_field() -> None:
     assert config.text == (str(Path(__file__).resolve()),)
     sharded = started("--shard", "gradients", "--out", "sharded")
     assert (sharded.shard, sharded.clip) == ("gradients", RunConfig(out="").clip)
+    assert started("--shard", "parameters", "--out", "whole").shard == "parameters"
     others = {"options", "hook_options", "bf16", "trace", "overlap", "shard", "text", "resume"}
     assert {*given, *others} == config.to_dict().keys()
 

@@ -199,7 +199,9 @@ def test_a_run_shows_what_it_came_to_and_goes_on_with_another_number_of_ranks(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "reduction", [("--hook", "bf16", "--overlap"), ("--shard", "gradients")], ids=" ".join
+    "reduction",
+    [("--hook", "bf16", "--overlap"), ("--shard", "gradients"), ("--shard", "parameters")],
+    ids=" ".join,
 )
 def test_a_traced_run_leaves_a_picture_with_reductions_steps_and_gathers(
     run: Any, tmp_path: Path, reduction: tuple[str, ...]
@@ -208,9 +210,10 @@ def test_a_traced_run_leaves_a_picture_with_reductions_steps_and_gathers(
     traced = run(*TINY, *options, "--out", "run")
     assert traced.wait() == 0, traced.output
     assert "of reduce, step and gather overlapped with forward and backward" in traced.output
-    shows_gradients = "--shard" in reduction
-    assert ("AdamW and gradients sharded over 2 ranks (" in traced.output) == shows_gradients
-    assert ("gradients held" in traced.output) == shows_gradients
+    assert ("AdamW and gradients sharded over 2 ranks (" in traced.output) == ("gradients" in reduction)
+    assert ("AdamW, gradients and parameters sharded over 2" in traced.output) == ("parameters" in reduction)
+    assert ("gradients held" in traced.output) == ("--shard" in reduction)
+    assert ("a rank keeps at most" in traced.output) == ("parameters" in reduction)
     assert (tmp_path / "run" / "trace.png").read_bytes().startswith(b"\x89PNG")
     spans = spans_of(tmp_path / "run" / "trace.json")
     assert {span.row for span in spans} == {"compute", "reduce", "step", "gather"}

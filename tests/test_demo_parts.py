@@ -145,6 +145,16 @@ def test_the_summary_shows_the_gradients_of_each_rank_where_they_are_sharded(ter
     rows = [line.split() for line in shown.splitlines() if "80 B" in line]
     assert [row[-2:] for row in rows] == [["40", "B"], ["0", "B"]]
     assert "gradients held" not in printed(terminal=terminal)
+    assert "a rank keeps" not in shown
+
+
+def test_the_summary_shows_the_parameters_that_ranks_keep_and_the_most_that_is_whole_at_once() -> None:
+    console = Console(file=io.StringIO(), width=100, highlight=False)
+    shards = [Shard(10, 80, 40, 40, 100), Shard(30, 240, 120, 120, 60)]
+    display.print_summary(console, display.Summary(shards, 5.5, 1.25, 61.0, "folder", None))
+    assert isinstance(console.file, io.StringIO)
+    line = "parameters  a rank keeps at most 120 B of 160 B; blocks in use take at most 100 B"
+    assert line in console.file.getvalue().splitlines()
 
 
 def test_plain_lines_are_few_and_show_every_validation() -> None:

@@ -15,7 +15,7 @@ from zero_optim.demo import saved, text
 from zero_optim.demo.config import RunConfig, Sharded
 from zero_optim.demo.metrics import Metric
 from zero_optim.demo.ranks import Ranks
-from zero_optim.demo.trainer import Trainer
+from zero_optim.demo.trainer import Shard, Trainer
 
 # Sums over ranks are taken in another order on another number of ranks, and gradients with them.
 ROUNDING = 1e-5
@@ -96,15 +96,17 @@ def test_losses_are_the_same_bits_with_either_ddp_with_overlap_and_with_the_plai
         {"overlap": "everywhere", "ddp": "torch"},
         {"overlap": "owners", "ddp": "torch"},
         {"shard": "gradients"},
+        {"shard": "parameters"},
     ):
         assert plain(train(pool, 2, replace(config, **options))) == expected, options  # type: ignore[arg-type]
 
 
-def test_clipped_losses_and_norms_are_the_same_bits_with_gradients_sharded(
-    pool: Pool, config: RunConfig
+@pytest.mark.parametrize("shard", ["gradients", "parameters"])
+def test_clipped_losses_and_norms_are_the_same_bits_with_gradients_or_parameters_sharded(
+    pool: Pool, config: RunConfig, shard: Sharded
 ) -> None:
     config = replace(config, clip=0.05)
-    assert train(pool, 2, replace(config, shard="gradients")) == train(pool, 2, config)
+    assert train(pool, 2, replace(config, shard=shard)) == train(pool, 2, config)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +131,14 @@ def test_micro_batches_add_up_to_the_batch(pool: Pool, config: RunConfig) -> Non
 # Three ranks: the fewest on which the order of a sum can differ.
 @pytest.mark.parametrize(
     ("world_size", "accumulate", "shard"),
-    [(2, 1, "state"), (3, 1, "state"), (3, 2, "state"), (4, 1, "state"), (3, 2, "gradients")],
+    [
+        (2, 1, "state"),
+        (3, 1, "state"),
+        (3, 2, "state"),
+        (4, 1, "state"),
+        (3, 2, "gradients"),
+        (3, 2, "parameters"),
+    ],
 )
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(
     pool: Pool, config: RunConfig, world_size: int, accumulate: int, shard: Sharded
@@ -142,10 +151,15 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(
     assert parts == whole
 
 
-def test_a_run_goes_on_with_its_gradients_sharded(pool: Pool, config: RunConfig) -> None:
+@pytest.mark.parametrize(
+    ("first", "then"), [("state", "gradients"), ("state", "parameters"), ("parameters", "gradients")]
+)
+def test_a_run_goes_on_with_something_else_sharded(
+    pool: Pool, config: RunConfig, first: Sharded, then: Sharded
+) -> None:
     whole = train(pool, 2, config)
-    parts = train(pool, 2, config, until=3)
-    assert parts + train(pool, 2, replace(config, shard="gradients"), resume=True) == whole
+    parts = train(pool, 2, replace(config, shard=first), until=3)
+    assert parts + train(pool, 2, replace(config, shard=then), resume=True) == whole
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(pool: Pool, config: RunConfig) -> None:
@@ -201,9 +215,11 @@ def test_bf16_stays_near_and_keeps_its_weights_in_fp32(pool: Pool, config: RunCo
 def gradient_norms(config: RunConfig) -> tuple[float, float]:
     """Give the norm of one update's gradients as recorded, and the length of the SGD step it made."""
     trainer = make(config)
-    before = torch.nn.utils.parameters_to_vector(trainer.gpt.parameters()).detach().clone()
+    with trainer.whole():
+        before = torch.nn.utils.parameters_to_vector(trainer.gpt.parameters()).detach().clone()
     norm = trainer.update().grad_norm
-    after = torch.nn.utils.parameters_to_vector(trainer.gpt.parameters()).detach()
+    with trainer.whole():
+        after = torch.nn.utils.parameters_to_vector(trainer.gpt.parameters()).detach()
     assert norm is not None
     return norm, (after - before).norm().item()
 
@@ -250,6 +266,28 @@ def test_each_rank_keeps_the_gradients_of_what_it_owns_where_they_are_sharded(
     for shards in pool.run(2, gradients_held, replace(config, shard="gradients")):
         assert [held for _, held in shards] == [4 * owned for owned, _ in shards]
     assert [held for _, held in pool.run(2, gradients_held, config)[0]] == [None, None]
+
+
+def parameters_kept(config: RunConfig) -> tuple[list[Shard], int, int, str]:
+    """Give the shards, the bytes of the model and of its largest block, and text that it generates."""
+    trainer = make(config)
+    trainer.update()
+    shards = trainer.shards()
+    blocks = [sum(param.nbytes for param in block.parameters()) for block in trainer.gpt.blocks]
+    with trainer.whole():
+        _, added = trainer.sample()
+    return shards, sum(param.nbytes for param in trainer.gpt.parameters()), max(blocks), added
+
+
+def test_each_rank_keeps_the_parameters_it_owns_where_they_are_sharded(pool: Pool, config: RunConfig) -> None:
+    config = replace(config, layers=4, shard="parameters", sample_length=7)
+    whole = replace(config, shard="gradients")
+    for shards, nbytes, largest, added in pool.run(2, parameters_kept, config):
+        assert [shard.parameter_nbytes for shard in shards] == [4 * shard.num_parameters for shard in shards]
+        assert sum(shard.num_parameters for shard in shards) == nbytes // 4
+        rest = nbytes - 4 * largest  # in the outermost unit, which is whole all the time
+        assert {shard.peak_nbytes for shard in shards} == {rest + 2 * largest}
+        assert added == pool.run(2, parameters_kept, whole)[0][3]
 
 
 def diverge(config: RunConfig) -> None:

@@ -74,4 +74,4 @@ def test_a_notebook_tells_nothing_about_where_it_was_made(path: Path) -> None:
 
 
 def test_there_are_notebooks() -> None:
-    assert [path.stem[:2] for path in NOTEBOOKS] == ["01", "02", "03"]
+    assert [path.stem[:2] for path in NOTEBOOKS] == ["01", "02", "03", "04"]

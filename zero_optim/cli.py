@@ -284,7 +284,8 @@ def _add_gradients(command: argparse.ArgumentParser, default: dict[str, Any]) ->
         "--shard",
         choices=get_args(Sharded),
         help="what each rank keeps only a part of: the optimizer state, or the gradients too, which are then "
-        f"reduced to their owners; excludes --overlap, --hook and --ddp torch ({default['shard']})",
+        "reduced to their owners, or also the parameters, of which a block is gathered while it is used; the "
+        f"last two exclude --overlap, --hook and --ddp torch ({default['shard']})",
     )
     group.add_argument(
         "--trace",

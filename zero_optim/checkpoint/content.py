@@ -9,7 +9,7 @@ from zlib import crc32
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zero_optim.checkpoint.data import bytes_of
 from zero_optim.checkpoint.names import Names, Objects, names_of, unwrapped
@@ -96,7 +96,7 @@ def collect(group: RankGroup, objects: Objects, extra: object) -> tuple[RankCont
     part, shared = RankContent(), RankContent()
     about: list[str] = []
     if objects.model is not None:
-        about = _add_model(part, group, objects.model, objects.optimizer)
+        about = _add_model(part, group, objects)
     if objects.optimizer is not None:
         names = names_of(objects.optimizer, objects.model)
         _add_optimizer(part, shared, objects.optimizer, names, group.rank)
@@ -121,25 +121,35 @@ def _described(shared: RankContent) -> list[str]:
     return values + sums
 
 
-def _add_model(
-    part: RankContent, group: RankGroup, model: nn.Module, optimizer: ZeroRedundancyOptimizer | None
-) -> list[str]:
+def _add_model(part: RankContent, group: RankGroup, objects: Objects) -> list[str]:
     """Add what this rank writes of the model. Returns descriptions that must be equal on all ranks."""
     packed = RankContent()
-    packed.add(MODEL, unwrapped(model).state_dict())
-    writers = tensor_pieces(packed.tensors, optimizer, group.size)
+    packed.add(MODEL, objects.model_state())
+    writers = tensor_pieces(packed.tensors, objects.optimizer, group.size)
+    with objects.left_freed() as kept:
+        apart = {key: kept[t.data_ptr()] for key, t in packed.tensors.items() if t.data_ptr() in kept}
     if group.rank == 0:
         part.values.update(packed.values)
+        _set_strides(packed.values[MODEL], {key: rows.stride for key, rows in apart.items()})
     for key, tensor in packed.tensors.items():
-        piece = piece_of(writers[key], group.rank)
+        piece, rows = piece_of(writers[key], group.rank), apart[key].rows if key in apart else None
         if piece is not None and not is_whole(piece, tensor.shape):
-            part.add_rows(key, tensor.detach()[piece.start : piece.stop], tensor.shape, piece)
+            own = tensor.detach()[piece.start : piece.stop] if rows is None else rows
+            part.add_rows(key, own, tensor.shape, piece)
         elif piece == writers[key][0]:
-            part.tensors[key] = tensor
+            part.tensors[key] = tensor if rows is None else rows
+    model: Any = objects.model
     tensors = [
         f"{key}: {str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for key, t in packed.tensors.items()
     ]
     return [f"a model of class {type(unwrapped(model)).__qualname__}", *tensors]
+
+
+def _set_strides(packed: Json, strides: Mapping[str, tuple[int, ...]]) -> None:
+    """Give freed parameters the strides that they have when they are whole."""
+    for _, (kind, body) in packed[1]:
+        if kind == "tensor" and body[0] in strides:
+            body[1] = list(strides[body[0]])
 
 
 def tensor_pieces(

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Mapping
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from zero_optim.checkpoint.content import EXTRA, MODEL, OPTIMIZER, STATE
-from zero_optim.checkpoint.names import Names, Objects, names_of, positional, unwrapped
+from zero_optim.checkpoint.names import Names, Objects, names_of, positional
 from zero_optim.checkpoint.storage import CheckpointReader
 from zero_optim.checkpoint.values import Json, key_of
 from zero_optim.errors import StateMismatchError
@@ -31,7 +31,7 @@ class Content:
             raise StateMismatchError(
                 f"the checkpoint has no {' and no '.join(missing or [EXTRA])}; it has {held}"
             )
-        wrong = _wrong_model(reader, objects.model) if objects.model is not None else []
+        wrong = _wrong_model(reader, objects) if objects.model is not None else []
         if objects.optimizer is not None:
             wrong += _wrong_optimizer(reader, objects)
         if wrong:
@@ -50,8 +50,8 @@ def model_parts(values: Mapping[str, Json]) -> dict[str, Json]:
     return dict(pairs)
 
 
-def _wrong_model(reader: CheckpointReader, model: nn.Module) -> list[str]:
-    parts, present = model_parts(reader.manifest.values), unwrapped(model).state_dict()
+def _wrong_model(reader: CheckpointReader, objects: Objects) -> list[str]:
+    parts, present = model_parts(reader.manifest.values), objects.model_state()
     wrong = _wrong_names("model entry", parts, present)
     for name in parts.keys() & present.keys():
         kind, body = parts[name]

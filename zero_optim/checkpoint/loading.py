@@ -202,6 +202,7 @@ class _Target:
     key: str
     pieces: Pieces
     stepped: bool  # the optimizer steps it, and gathers it from its owners
+    apart: Tensor | None  # the rows of this rank, where they are not in the tensor
 
     @property
     def reader(self) -> int:
@@ -222,7 +223,7 @@ def _targets(group: RankGroup, objects: Objects, values: Mapping[str, Json]) -> 
     parts = model_parts(values)
     present: dict[str, Tensor] = {}
     places: set[tuple[object, ...]] = set()
-    for name, tensor in unwrapped(objects.model).state_dict().items():
+    for name, tensor in objects.model_state().items():
         if parts[name][0] == "tensor" and isinstance(tensor, Tensor):
             place = (
                 (tensor.data_ptr(), tensor.device, tensor.shape, tensor.stride())
@@ -234,10 +235,14 @@ def _targets(group: RankGroup, objects: Objects, values: Mapping[str, Json]) -> 
                 present[name] = tensor
     pieces = tensor_pieces(present, objects.optimizer, group.size)
     stepped = {p.data_ptr() for p in objects.optimizer.owners()} if objects.optimizer is not None else set()
-    return [
-        _Target(tensor, parts[name][1][0], pieces[name], tensor.numel() > 0 and tensor.data_ptr() in stepped)
-        for name, tensor in present.items()
-    ]
+    with objects.left_freed() as kept:
+        apart = {place: each.rows for place, each in kept.items()}
+    targets = []
+    for name, tensor in present.items():
+        place = tensor.data_ptr()
+        is_stepped = tensor.numel() > 0 and place in stepped
+        targets.append(_Target(tensor, parts[name][1][0], pieces[name], is_stepped, apart.get(place)))
+    return targets
 
 
 def _wanted(
@@ -347,8 +352,9 @@ def _place_own(group: RankGroup, targets: Sequence[_Target], read: Read) -> None
     """Copy what this rank has read to the parameters that it owns, or to its rows of them."""
     for target in targets:
         if target.stepped and piece_of(target.pieces, group.rank):
-            start, stop = target.rows(group.rank) or (None, None)
-            place = target.tensor if start is None else target.tensor[start:stop]
+            place, rows = target.apart, target.rows(group.rank)
+            if place is None:
+                place = target.tensor if rows is None else target.tensor[slice(*rows)]
             place.copy_(read[target.key])
 
 
@@ -391,7 +397,7 @@ def _hand_over(
 ) -> None:
     """Load the state of model, scheduler and scaler, and the random state."""
     if objects.model is not None and rest:
-        with _fits("the model's extra state"):
+        with _fits("the model's extra state"), objects.left_freed():
             unwrapped(objects.model).load_state_dict(rest, strict=False)
     for name, value in objects.others.items():
         with _fits(f"the {name}"):

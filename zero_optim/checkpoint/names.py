@@ -1,5 +1,7 @@
 """Parameter names, from which a checkpoint's keys are made. So order and grouping may change."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,6 +14,7 @@ from zero_optim.comm.backends import devices_of
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.watchdog import patient
 from zero_optim.optimizer import ZeroRedundancyOptimizer
+from zero_optim.shard.units import KeptRows, is_freed
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +48,28 @@ class Objects:
                 raise TypeError(
                     f"expected {name} to have state_dict() and load_state_dict(), got {type(value).__name__}"
                 )
+        if self.model is not None:
+            _check_owned(self.model, self.optimizer)
         if self.model is not None and self.optimizer is not None:
             self.optimizer.check_weights()  # the saved weights must be those that training continues with
+
+    @contextmanager
+    def left_freed(self) -> Iterator[dict[int, KeptRows]]:
+        """Take state dicts of the model without communication, with parameters of units as they are.
+
+        Yields:
+            By the address of each parameter of a unit, what this rank keeps of it.
+        """
+        if self.optimizer is None:
+            yield {}
+            return
+        with self.optimizer.leaving_freed() as kept:
+            yield {param.data_ptr(): rows for param, rows in kept.items() if param.numel()}
+
+    def model_state(self) -> dict[str, Any]:
+        """Take the state dict of the model without wrappers; see `left_freed`. Empty without a model."""
+        with self.left_freed():
+            return {} if self.model is None else unwrapped(self.model).state_dict()
 
     @property
     def others(self) -> dict[str, Any]:
@@ -59,6 +82,16 @@ class Objects:
         """The first device of the parameters that is not the CPU; None if there is none."""
         groups = self.optimizer.param_groups if self.optimizer is not None else ()
         return next((device for device in devices_of([groups, self.model]) if device.type != "cpu"), None)
+
+
+def _check_owned(model: nn.Module, optimizer: ZeroRedundancyOptimizer | None) -> None:
+    known = optimizer.pieces() if optimizer is not None else {}
+    for name, param in model.named_parameters():
+        if is_freed(param) and param not in known:
+            raise ValueError(
+                f"{name} is on its owners alone, as the model is fully sharded: give the optimizer too, which "
+                "knows them"
+            )
 
 
 def group_of(model: object, optimizer: object, process_group: object, timeout: object = None) -> RankGroup:

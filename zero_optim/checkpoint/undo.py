@@ -27,10 +27,15 @@ class Undo:
             self._steps.append(objects.optimizer.remember())
         if objects.model is not None:
             model = unwrapped(objects.model)
-            rest = {name: v for name, v in model.state_dict().items() if not isinstance(v, Tensor)}
+            rest = {name: v for name, v in objects.model_state().items() if not isinstance(v, Tensor)}
             if rest:
                 held = deepcopy(rest)
-                self._steps.append(lambda: _ignored(model.load_state_dict, held, strict=False))
+
+                def put_back() -> None:
+                    with objects.left_freed():
+                        _ignored(model.load_state_dict, held, strict=False)
+
+                self._steps.append(put_back)
         self._steps += [_put_back(value) for value in objects.others.values()]
         self._device = objects.device
         self._random = random_state(self._device)

@@ -10,7 +10,7 @@ Schedule = Literal["cosine", "linear", "constant"]
 Device = Literal["auto", "cpu", "cuda"]
 Wrapper = Literal["ours", "torch"]
 Overlap = Literal["off", "everywhere", "owners"]
-Sharded = Literal["state", "gradients"]
+Sharded = Literal["state", "gradients", "parameters"]
 
 _COUNTS = ("nproc", "steps", "batch_size", "accumulate", "context", "layers", "width", "heads")
 _COUNTS_OR_ZERO = ("warmup", "seed", "eval_every", "save_every", "sample_length")
@@ -72,8 +72,8 @@ class RunConfig:
         hook_options: options of the hook, as sorted pairs of strings.
         overlap: whether the optimizer steps during the backward pass, and whether gradients are then reduced
             everywhere or only to their owners.
-        shard: what each rank keeps only a part of: the optimizer state, or the gradients too. With
-            ``accumulate``, gradients are whole on each rank until the last micro-batch.
+        shard: what each rank keeps only a part of: the optimizer state, or the gradients too, or also the
+            parameters. With ``accumulate``, gradients are whole on each rank until the last micro-batch.
         trace: whether one update is profiled and drawn.
         context, layers, width, heads: see `ModelShape`.
     """
@@ -118,7 +118,7 @@ class RunConfig:
         for name, kind in _CHOICES.items():
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{flag(name)} must be one of {', '.join(get_args(kind))}")
-        if self.shard == "gradients":
+        if self.shard != "state":
             self._check_sharded_gradients()
         if self.overlap != "off" and self.clip:
             raise ValueError(
@@ -131,15 +131,16 @@ class RunConfig:
     def _check_sharded_gradients(self) -> None:
         if self.ddp != "ours":
             raise ValueError(
-                f"--shard gradients needs zero_optim's DistributedDataParallel, not --ddp {self.ddp}: "
+                f"--shard {self.shard} needs zero_optim's DistributedDataParallel, not --ddp {self.ddp}: "
                 "give --ddp ours"
             )
         if self.hook:
-            raise ValueError(f"--shard gradients has a reduction of its own: leave out --hook {self.hook}")
+            raise ValueError(f"--shard {self.shard} has a reduction of its own: leave out --hook {self.hook}")
         if self.overlap != "off":
             raise ValueError(
-                "--shard gradients steps after the backward pass, --overlap during it: give --overlap off or "
-                "--shard state (--overlap owners reduces gradients to their owners too, but cannot clip)"
+                f"--shard {self.shard} steps after the backward pass, --overlap during it: "
+                "give --overlap off or --shard state (--overlap owners reduces gradients to their owners "
+                "too, but cannot clip)"
             )
 
     @property

@@ -175,6 +175,7 @@ def print_summary(console: Console, summary: Summary) -> None:
     console.print()
     console.print(_table(summary.shards, plain=not console.is_terminal))
     console.print()
+    _print_parameters(console, summary.shards)
     losses = f"{summary.first_loss:.3f} -> {summary.last_loss:.3f} nats per byte"
     print_fact(console, "validation", losses)
     print_fact(console, "time", f"{summary.seconds:.0f} s")
@@ -188,6 +189,15 @@ def print_summary(console: Console, summary: Summary) -> None:
         given, added = map(printable, summary.sample)
         console.print(Text("\nsample, which continues the start of the held-out text:", style="dim"))
         console.print(Text.assemble((given, "dim"), ("|", "bold cyan"), added))
+
+
+def _print_parameters(console: Console, shards: Sequence["Shard"]) -> None:
+    """Write what ranks have of the parameters, if these are sharded."""
+    kept = [shard.parameter_nbytes for shard in shards if shard.parameter_nbytes is not None]
+    peaks = [shard.peak_nbytes for shard in shards if shard.peak_nbytes is not None]
+    if kept:
+        parts = f"a rank keeps at most {_bytes(max(kept))} of {_bytes(sum(kept))}"
+        print_fact(console, "parameters", f"{parts}; blocks in use take at most {_bytes(max(peaks))}")
 
 
 def _table(shards: Sequence["Shard"], *, plain: bool) -> Table:

@@ -90,8 +90,9 @@ def _header(trainer: Trainer) -> list[tuple[str, str]]:
 
 
 def _what_is_sharded(trainer: Trainer) -> str:
-    gradients = " and gradients" if trainer.config.shard == "gradients" else ""
-    return f"{trainer.config.optimizer}{gradients} sharded over {_ranks(trainer.ranks.world_size)}"
+    others = {"state": "", "gradients": " and gradients", "parameters": ", gradients and parameters"}
+    also = others[trainer.config.shard]
+    return f"{trainer.config.optimizer}{also} sharded over {_ranks(trainer.ranks.world_size)}"
 
 
 def _ranks(count: int) -> str:

@@ -130,6 +130,8 @@ def _one_pass(seed: int, number: int, num_windows: int, slack: int, context: int
 def held_out_windows(tokens: Tensor, context: int, rank: int, world_size: int) -> Iterator[Windows]:
     """Yield this rank's part of the validation samples, in chunks. Each sample is on one rank only.
 
+    There are as many chunks on every rank, since ranks may have to call the model together; some are empty.
+
     Args:
         tokens: (bytes,) uint8, the held-out text.
         context: bytes of a sample.
@@ -139,8 +141,9 @@ def held_out_windows(tokens: Tensor, context: int, rank: int, world_size: int) -
     available = (len(tokens) - 1) // context
     count = min(available, MAX_EVAL_WINDOWS)
     starts = torch.arange(count) * available // count * context  # spread evenly if there are too many
-    for part in torch.split(starts[rank::world_size], 32):
-        yield cut(tokens, part, context)
+    mine = starts[rank::world_size]
+    for first in range(0, max(1, len(starts[::world_size])), 32):
+        yield cut(tokens, mine[first : first + 32], context)
 
 
 def cut(tokens: Tensor, starts: Tensor, context: int) -> Windows:

@@ -1,6 +1,7 @@
 """The training loop of one rank: DDP averages the gradients, the sharded optimizer steps.
 
-With ``--shard gradients`` only the owner of a parameter gets its average.
+With ``--shard gradients`` only the owner of a parameter gets its average. With ``--shard parameters`` only
+the owner keeps the parameter too: a block of the model is gathered while it is used.
 
 Note [Bitwise resume]
     On the same number of ranks, a resumed run equals the uninterrupted one bit for bit. It sees the same
@@ -10,7 +11,7 @@ Note [Bitwise resume]
 """
 
 import math
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -23,13 +24,19 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.profiler import record_function
 
 from zero_optim import ZeroRedundancyOptimizer, checkpoint
-from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
+from zero_optim.ddp import (
+    DistributedDataParallel,
+    FullyShardedDataParallel,
+    ShardedDataParallel,
+    unsharded,
+)
 from zero_optim.demo import optimizers, saved, schedule
 from zero_optim.demo.config import RunConfig
 from zero_optim.demo.metrics import Metric
 from zero_optim.demo.model import GPT, generate
 from zero_optim.demo.text import Corpus, Samples, held_out_windows
 from zero_optim.demo.trace import BACKWARD, FORWARD
+from zero_optim.demo.unit_memory import UnitMeter
 from zero_optim.errors import DivergedError
 from zero_optim.hooks import make_hook, zero_step
 from zero_optim.plan.pieces import numel_of, piece_of
@@ -53,11 +60,15 @@ class Shard:
         num_parameters: elements of the parameters that it owns.
         state_nbytes: measured bytes of optimizer state.
         gradient_nbytes: measured bytes of gradients after a backward pass; None if it keeps all of them.
+        parameter_nbytes: bytes of parameters that it keeps for good; None if it keeps all of them.
+        peak_nbytes: measured bytes of whole units beside these, where a pass had most; None likewise.
     """
 
     num_parameters: int
     state_nbytes: int
     gradient_nbytes: int | None = None
+    parameter_nbytes: int | None = None
+    peak_nbytes: int | None = None
 
 
 class Trainer:
@@ -79,7 +90,7 @@ class Trainer:
         self._optimizer = ZeroRedundancyOptimizer(
             self.gpt.parameters(),
             optimizers.find(config.optimizer),
-            bucket_cap_mb=_SHARDED_CAP_MB if config.shard == "gradients" else _CAP_MB,
+            bucket_cap_mb=_CAP_MB if config.shard == "state" else _SHARDED_CAP_MB,
             **optimizers.keywords(config.options),
         )
         self._ddp = self._wrapped()
@@ -93,6 +104,9 @@ class Trainer:
         """Wrap the model in what reduces its gradients."""
         if self.config.shard == "gradients":
             return ShardedDataParallel(self.gpt, self._optimizer, accumulate="local")
+        if self.config.shard == "parameters":
+            blocks = [*self.gpt.blocks]
+            return FullyShardedDataParallel(self.gpt, self._optimizer, units=blocks, accumulate="local")
         kind = DistributedDataParallel if self.config.ddp == "ours" else TorchDistributedDataParallel
         return kind(self.gpt, gradient_as_bucket_view=True)
 
@@ -147,7 +161,7 @@ class Trainer:
         """Clip the gradients and return their norm before; None with ``--overlap owners``, which has none."""
         if self.config.overlap == "owners":
             return None
-        if self.config.shard == "gradients":
+        if self.config.shard != "state":
             return self._optimizer.clip_grad_norm_(self.config.clip or math.inf).item()
         if self.config.clip:
             return clip_grad_norm_(self.gpt.parameters(), self.config.clip).item()
@@ -237,12 +251,19 @@ class Trainer:
             if piece is not None:
                 owned += numel_of(piece, param.shape)
         numbers = [owned, self._optimizer.state_nbytes()]
-        if self.config.shard == "gradients":
+        if isinstance(self._ddp, FullyShardedDataParallel):
+            meter = UnitMeter(self._ddp)
+            numbers += [self._pass_without_update(), meter.kept_nbytes, meter.stop()]
+        elif self.config.shard == "gradients":
             numbers.append(self._pass_without_update())
         return [Shard(*kept) for kept in self.ranks.collect(*numbers)]
 
+    def whole(self) -> AbstractContextManager[None]:
+        """Have the whole parameters on each rank for the time of a ``with``; all ranks enter and leave it."""
+        return unsharded(self.gpt, writes=False) if self.config.shard == "parameters" else nullcontext()
+
     def sample(self) -> tuple[str, str]:
-        """Let the model continue the start of the held-out text; does not communicate.
+        """Let the model continue the start of the held-out text; inside of `whole`. Does not communicate.
 
         Returns:
             The prompt, and the text that the model generated.

@@ -80,10 +80,14 @@ def work(config: RunConfig, meeting: str | None = None) -> None:
         run_log.open(saved.look(Path(config.resume)) if config.resume is not None else None)
         with run_log.display:
             train(trainer, run_log)
-        run_log.close(trainer.shards())
+        shards = trainer.shards()
+        with trainer.whole():
+            run_log.close(shards)
     else:
         train(trainer, None)
         trainer.shards()
+        with trainer.whole():
+            pass
     dist.destroy_process_group()
 
 

@@ -15,6 +15,7 @@ Note [Order of gathers]
     weights of the last one, is then gathered first.
 """
 
+import sys
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
@@ -94,6 +95,7 @@ def make_plan(
     cap_nbytes: int,
     loads: Sequence[float] | None = None,
     bears_cuts: Sequence[bool] | None = None,
+    units: Sequence[int | None] | None = None,
 ) -> Plan:
     """Choose buckets, owners, and what is cut. Does not communicate.
 
@@ -105,12 +107,14 @@ def make_plan(
         loads: total cost of what each rank owns already; all zero if None.
         bears_cuts: for each parameter, over all groups, whether several ranks may own rows of it. None:
             owners are chosen for the whole model only, and buckets may be uneven.
+        units: for each parameter, over all groups, the number of the unit that it is gathered with, or None.
+            A bucket never holds parameters of two units, and those of a unit know no capacity.
     """
     params = list(chain.from_iterable(groups))
     bears = [False] * len(params) if bears_cuts is None else bears_cuts
     numels, item_nbytes = [p.numel() for p in params], [p.element_size() for p in params]
     nbytes = [numel * size for numel, size in zip(numels, item_nbytes, strict=True)]
-    buckets = assign_buckets(_travel_keys(params, bears), nbytes, cap_nbytes)
+    buckets = _buckets(_travel_keys(params, bears), nbytes, cap_nbytes, units or [None] * len(params))
     alignments = [alignment_of(params[bucket[0]]) for bucket in buckets]
     all_costs = tuple(chain.from_iterable(costs))
     if bears_cuts is None:
@@ -131,6 +135,18 @@ def make_plan(
     needed = [place / len(group) for group in groups for place in range(len(group))]
     plans.sort(key=lambda plan: min(needed[index] for index in plan.params))
     return Plan(all_costs, _pieces(params, plans), tuple(plans))
+
+
+def _buckets(
+    keys: Sequence[Hashable], nbytes: Sequence[int], cap_nbytes: int, units: Sequence[int | None]
+) -> list[list[int]]:
+    """Fill buckets, those of units first, in the order in which their gradients come."""
+    keys = list(zip(keys, units, strict=True))
+    last_first = range(len(keys) - 1, -1, -1)
+    inside = [index for index in last_first if units[index] is not None]
+    outside = [index for index in last_first if units[index] is None]
+    of_units = assign_buckets(keys, nbytes, sys.maxsize, inside)
+    return [*sorted(of_units, key=max, reverse=True), *assign_buckets(keys, nbytes, cap_nbytes, outside)]
 
 
 def alignment_of(param: Tensor) -> int:

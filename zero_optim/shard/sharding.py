@@ -5,7 +5,7 @@ The optimizer calls. `Sharding.plan`, `gather` and `gather_all` communicate; all
 
 import math
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ from zero_optim.plan.groups import (
     param_names,
     params_of,
 )
-from zero_optim.plan.layout import Span, spans, with_rooms
+from zero_optim.plan.layout import Layout, Span, spans, with_rooms
 from zero_optim.plan.memory import check_shardable
 from zero_optim.plan.pieces import Piece, Pieces, piece_of
 from zero_optim.plan.plan import (
@@ -38,6 +38,7 @@ from zero_optim.plan.plan import (
 from zero_optim.shard.gathers import Gathers, UnderWay
 from zero_optim.shard.stamps import STAMP_NBYTES, Call, Stamps
 from zero_optim.shard.storage import ParamBucket, is_active, make_bucket
+from zero_optim.shard.units import UnitBucket
 
 _DIFFERS_ON_PURPOSE = (
     "If that is meant to differ, do not pass it: give a function as optimizer_class that finds it out when "
@@ -57,6 +58,7 @@ class Sharding:
         num_owners: the first so many ranks to be; None for all of the group.
         gathers: of the sharding that this one follows, so that whoever waits for them goes on doing so.
         own_options: names of options that ranks need not have in common, see `zero_optim.shard.stamps`.
+        units: parameters that are whole only while their unit is in use, with the number of the unit.
 
     Attributes:
         pieces: of each parameter, the rows that each of its owners has.
@@ -75,6 +77,7 @@ class Sharding:
         num_owners: int | None = None,
         gathers: Gathers | None = None,
         own_options: Collection[str] = (),
+        units: Mapping[Tensor, int] | None = None,
     ) -> None:
         self.pieces: dict[Tensor, Pieces] = {}
         self.loads: list[float] = [0] * (group.size if num_owners is None else num_owners)
@@ -84,6 +87,7 @@ class Sharding:
         self._places: dict[Tensor, tuple[int, int]] = {}
         self._group = group
         self._as_views = as_views
+        self._units = {} if units is None else units
         self.cap_nbytes = _nbytes(cap_mb)
         self._active: list[bool] = []
         self._checked: list[list[int]] = []  # the groups' members when all had an owner at the last check
@@ -124,17 +128,19 @@ class Sharding:
             by_group = [group["params"] for group in new]
             spent = [[cost(p) for p in params] for params, cost in zip(by_group, costs, strict=True)]
             known = by_group, spent, len(self.loads), self.cap_nbytes, self.loads
-            plan = make_plan(*known, None if bear_cuts is None else [True] * sum(map(len, by_group)))
+            units = [self._units.get(param) for params in by_group for param in params]
+            plan = make_plan(*known, None if bear_cuts is None else [True] * len(units), units)
             answer = [] if bear_cuts is None or not plan.is_cut else bear_cuts()
             described = [*describe_params(new), *describe_options(new), *about]
             # Owners come last: they differ where anything else does, and the first difference is told.
-            items = [*described, f"buckets of {self.cap_nbytes} bytes", *describe_owners(new, plan)]
+            items = [*described, f"buckets of {self.cap_nbytes} bytes, units {units}"]
+            items += describe_owners(new, plan)
             if answer:
                 items += describe_costs(new, plan)
         agree(self._group, items, "the parameters and options of the optimizer", _HINTS)
         # Now all ranks know whether anything would be cut.
         answer = said_by_all(self._group, answer)
-        return plan if all(answer) else make_plan(*known, answer)
+        return plan if all(answer) else make_plan(*known, answer, units)
 
     def let_go(self, *, waits: bool) -> None:
         """Let the process group go, after the gathers, see `Gathers.let_go`; does not communicate."""
@@ -191,12 +197,25 @@ class Sharding:
             members = [params[index] for index in bucket.params]
             self._places.update({param: (len(self.buckets), index) for index, param in enumerate(members)})
             label = bucket_text(len(self.buckets), [names[index] for index in bucket.params])
-            rank, as_views, layout = self._group.rank, self._as_views, bucket.layout
-            if self._group.size > 1:
-                length = -(-STAMP_NBYTES // members[0].element_size())
-                layout = with_rooms(layout, length, alignment_of(members[0]))
-            self.buckets.append(make_bucket(members, layout, rank, as_views=as_views, label=label))
+            self.buckets.append(self._made(members, bucket.layout, label))
             self._active.append(is_active(self.buckets[-1]))
+
+    def _made(self, members: list[Tensor], layout: Layout, label: str) -> ParamBucket:
+        if members[0] in self._units:
+            return UnitBucket(members, layout, self._group.rank, label)
+        if self._group.size > 1:
+            length = -(-STAMP_NBYTES // members[0].element_size())
+            layout = with_rooms(layout, length, alignment_of(members[0]))
+        return make_bucket(members, layout, self._group.rank, label, as_views=self._as_views)
+
+    def unit_buckets(self) -> list[UnitBucket]:
+        """List the buckets whose parameters can be freed."""
+        return [bucket for bucket in self.buckets if isinstance(bucket, UnitBucket)]
+
+    def check_unpinned(self) -> None:
+        """See `UnitBucket.check_unpinned`."""
+        for bucket in self.unit_buckets():
+            bucket.check_unpinned()
 
     @eager
     def refresh(self, groups: Sequence[ParamGroup]) -> None:
@@ -255,7 +274,8 @@ class Sharding:
             items = [f"{name} {state}" for name, state in zip(param_names(groups), states, strict=True)]
             agree(self._group, items, "which parameters are frozen")
             self._active = active
-        gathered = [bucket for bucket, on in zip(self.buckets, active, strict=True) if on or frozen_too]
+        chosen = [bucket for bucket, on in zip(self.buckets, active, strict=True) if on or frozen_too]
+        gathered = _freed_or_gathered(chosen)
         group = self._group.during("gather")
         self.begin_call(groups, call)
         is_lazy = bool(self.gathers.readers)
@@ -334,8 +354,19 @@ class Sharding:
 
     @eager
     def gather_all(self) -> None:
-        """Gather all parameters, also frozen ones; all ranks call."""
-        self.gathers.run(self._group.during("gather"), self.buckets)
+        """Gather all parameters, also frozen ones, but for those of units; all ranks call."""
+        self.gathers.run(self._group.during("gather"), _freed_or_gathered(self.buckets))
+
+
+def _freed_or_gathered(buckets: Sequence[ParamBucket]) -> list[ParamBucket]:
+    """Free the parameters of units, whose new values come when they are used; list the other buckets."""
+    rest = []
+    for bucket in buckets:
+        if isinstance(bucket, UnitBucket):
+            bucket.has_changed()
+        else:
+            rest.append(bucket)
+    return rest
 
 
 def _nbytes(cap_mb: float) -> int:

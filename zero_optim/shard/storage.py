@@ -138,14 +138,14 @@ def _starts(layout: Layout) -> list[int]:
     return [first[param] for param in range(len(layout.numels))]
 
 
-def _views(flat: Tensor, forms: Sequence[Form], layout: Layout) -> list[Tensor]:
+def views_in(flat: Tensor, forms: Sequence[Form], layout: Layout) -> list[Tensor]:
     """View each parameter's place in ``flat`` with the parameter's shape and memory format."""
     starts = _starts(layout)
     return [flat.as_strided(form.size, form.stride, at) for form, at in zip(forms, starts, strict=True)]
 
 
 def _with_own_storages(flat: Tensor, forms: Sequence[Form], layout: Layout) -> list[Tensor]:
-    """Like `_views`, but each view has its own storage. See Note [A storage for each parameter]."""
+    """Like `views_in`, but each view has its own storage. See Note [A storage for each parameter]."""
     octets, size = flat.view(torch.uint8), flat.element_size()
     return [_over(octets[at * size :], form) for form, at in zip(forms, _starts(layout), strict=True)]
 
@@ -301,7 +301,7 @@ class ViewBucket:
     @torch.no_grad()
     def _copy_out(self, parts: list[_Part]) -> None:
         """Copy from the flat tensor to parameters that do not lie in it."""
-        places = _views(self._flat, self._forms, self.layout)
+        places = views_in(self._flat, self._forms, self.layout)
         for part in parts:
             param = self.params[part.param]
             if self._forms[part.param].fits(param):
@@ -318,7 +318,7 @@ class ViewBucket:
         param, view = self.params[index], self._views[index]
         if view.data_ptr() != self._addresses[index]:  # PyTorch has put other memory into its storage
             self._shared.add(index)
-            _views(self._flat, self._forms, self.layout)[index].copy_(param)
+            views_in(self._flat, self._forms, self.layout)[index].copy_(param)
             return
         view.copy_(param)
         param.data = view
@@ -376,7 +376,7 @@ class CopyBucket:
         """Copy between some parameters, or rows of them, and their places, all in one call."""
         if not parts:
             return
-        views = _views(flat, self._forms, self.layout)
+        views = views_in(flat, self._forms, self.layout)
         places = [part.of(views[part.param]) for part in parts]
         params = [part.of(self.params[part.param]) for part in parts]
         with torch.no_grad():

@@ -17,8 +17,10 @@ Note [Going back to a mirror]
     comes from its copies, also for itself, and so do options.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -43,6 +45,7 @@ from zero_optim.plan.groups import (
 from zero_optim.plan.pieces import Piece, Pieces, num_rows
 from zero_optim.plan.plan import Plan, describe_params
 from zero_optim.shard.sharding import Sharding
+from zero_optim.shard.units import KeptRows, UnitBucket
 from zero_optim.state.mirroring import MirroredOptimizer
 from zero_optim.state.moving import (
     Forms,
@@ -114,6 +117,11 @@ class RebindableOptimizer(MirroredOptimizer):
         """
         if self._ranks.is_let_go:
             return
+        if self._units:
+            raise RuntimeError(
+                "the optimizer of a fully sharded model cannot be detached: each rank holds a part of the "
+                "parameters. Save a checkpoint, build model and optimizer anew, and load it"
+            )
         self._end_overlap(waits=wait)
         if staying is not None:
             self._hand_over(staying)
@@ -221,6 +229,60 @@ class RebindableOptimizer(MirroredOptimizer):
         learn_addresses(group)
         return lost
 
+    # ------------------------------------------------------------------ units
+
+    _units: Mapping[Tensor, int] = MappingProxyType({})
+
+    def shard_parameters(self, units: Mapping[Tensor, int]) -> list[UnitBucket]:
+        """Keep the parameters of units on their owners alone, and plan who owns what anew; all ranks call.
+
+        Every parameter has its value on every rank when this is called, and when it returns.
+
+        Args:
+            units: the parameters concerned, each with the number of its unit; equal on every rank.
+
+        Returns:
+            The buckets of the units; they are whole.
+
+        Raises:
+            RuntimeError: on every rank: there are units already.
+            Exception: likewise, as `rebind`. Nothing has changed after either.
+        """
+        group = self._group
+        with group.doing("shard_parameters()"):
+            with failing_together(group):
+                if self._units:
+                    raise RuntimeError(
+                        "the optimizer has the parameters of a fully sharded model already: put all modules "
+                        "into one, or give each an optimizer"
+                    )
+            self.wait_for_gathers()
+            before, self._units = self._units, units
+            try:
+                with failing_together(group):
+                    self.check_weights()
+                self._go_over(group, range(group.size), keep_state=True)
+            except Exception:
+                self._units = before
+                raise
+        return self._sharding.unit_buckets()
+
+    @contextmanager
+    def leaving_freed(self) -> Iterator[dict[Tensor, KeptRows]]:
+        """Have state dicts of the model show parameters of units as they are; does not communicate.
+
+        Yields:
+            The parameters of units, each with what this rank keeps of it.
+        """
+        buckets = self._sharding.unit_buckets()
+        for bucket in buckets:
+            bucket.is_left = True
+        try:
+            yield {param: kept for bucket in buckets for param, kept in bucket.all_kept()}
+        finally:
+            for bucket in buckets:
+                bucket.is_left = False
+
     def _check_detached(self) -> None:
         if not self._ranks.is_let_go:
             raise RuntimeError("expected a detached optimizer: call detach() before the group ends")
@@ -286,6 +348,8 @@ class RebindableOptimizer(MirroredOptimizer):
             for index, value in moved.values.items():
                 owned.leaves.rows(params[index]).copy_(value)
         self._sharding.add(params, plan, short_names(self.param_groups))
+        for bucket in self._sharding.unit_buckets():
+            owned.leaves.kept.update(bucket.kept())
         self._show_state()
         if found is None:
             self._snapshot, self.num_steps = Snapshot(), 0
@@ -409,7 +473,8 @@ class RebindableOptimizer(MirroredOptimizer):
         """Plan for the new owners, as the constructor does; all ranks call."""
         options, gathers = self._options, self._sharding.gathers
         as_views, cap_mb = options.parameters_as_bucket_view, options.bucket_cap_mb
-        sharding = Sharding(group, as_views, cap_mb, num_owners, gathers, options.own_options)
+        own = options.own_options
+        sharding = Sharding(group, as_views, cap_mb, num_owners, gathers, own, self._units)
         costs = [self._costs.__getitem__ for _ in groups]
 
         def bear_cuts() -> list[bool]:
@@ -452,7 +517,7 @@ class RebindableOptimizer(MirroredOptimizer):
             return list(dict.fromkeys(leaves.tried_dtype(param) for param in of["params"] if param in cut))
 
         with failing_together(group):
-            leaves = Leaves(self._options.master_dtype)
+            leaves = Leaves(self._options.master_dtype, self._units)
             average = WeightAverage(self._options.ema_decay, leaves)
             leaf_of = {param: leaves.add(param, piece) for param, piece in owned.items()}
             local = self._owned.local.again(groups, leaf_of)

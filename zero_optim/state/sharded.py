@@ -495,9 +495,10 @@ class ShardedOptimizer(Optimizer):
             self._sharding.gather_all()
 
     def check_weights(self) -> None:
-        """Raise if the model holds averaged weights; does not communicate.
+        """Raise if the model holds averaged weights, or whole ones of units; does not communicate.
 
         Raises:
             RuntimeError: it does.
         """
         self._owned.average.check_out()
+        self._sharding.check_unpinned()

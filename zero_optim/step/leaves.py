@@ -25,7 +25,7 @@ Note [Leaves of cut parameters]
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -47,13 +47,15 @@ class Leaves:
     Args:
         master_dtype: parameters of a narrower floating-point dtype are stepped in this one; None
             steps every parameter itself.
+        apart: parameters whose rows will be in `kept`.
 
     Attributes:
         masters: parameter -> the master copy of what this rank owns of it.
         separate: parameter -> leaf, of all those whose leaf is not the parameter itself.
+        kept: parameter -> the rows that this rank owns, where they are not kept in the parameter.
     """
 
-    def __init__(self, master_dtype: torch.dtype | None) -> None:
+    def __init__(self, master_dtype: torch.dtype | None, apart: Collection[Tensor] = ()) -> None:
         if master_dtype is not None and not isinstance(master_dtype, torch.dtype):
             raise TypeError(f"expected master_dtype to be a torch.dtype or None, got {master_dtype!r}")
         if master_dtype is not None and not master_dtype.is_floating_point:
@@ -61,6 +63,8 @@ class Leaves:
         self._dtype = master_dtype
         self.masters: dict[Tensor, Tensor] = {}
         self.separate: dict[Tensor, Tensor] = {}
+        self.kept: dict[Tensor, Tensor] = {}
+        self._apart = apart
         self._pieces: dict[Tensor, Piece] = {}
         self._nothing: dict[tuple[torch.dtype, torch.device], Tensor] = {}  # what stand-ins are made of
 
@@ -75,7 +79,7 @@ class Leaves:
         if dtype != param.dtype:
             self.masters[param] = Parameter(rows.detach().to(dtype), requires_grad=trains)
             self.separate[param] = self.masters[param]
-        elif rows is not param:
+        elif rows is not param or param in self._apart:
             self.separate[param] = Parameter(rows.data, requires_grad=trains)
         return self.leaf(param)
 
@@ -99,10 +103,12 @@ class Leaves:
         return self.stepped_dtype(param) if param.device.type == "cpu" else torch.float32
 
     def rows(self, param: Tensor) -> Tensor:
-        """View what this rank owns of a parameter: the parameter itself unless it is cut.
+        """View what this rank owns of a parameter: the parameter itself unless it is cut, or kept apart.
 
         Autograd sees a write to it as one to the parameter.
         """
+        if param in self.kept:
+            return self.kept[param]
         piece = self._pieces[param]
         return param if is_whole(piece, param.shape) else rows_of(param.detach(), piece)
 

@@ -1,0 +1,117 @@
+"""Which modules of a model are units, and which parameter belongs to which. Does not communicate.
+
+A unit is a module whose parameters are gathered and freed together: its own, and those below it that are in
+no unit further down. The outermost module is always one; it has number 0.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+
+Units = Literal["auto"] | Iterable[nn.Module] | Callable[[nn.Module], bool]
+
+# With "auto" a unit has at least this part of the model's bytes, unless it is the outermost one.
+AUTO_PART = 1 / 32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnitChoice:
+    """The units of a model.
+
+    Attributes:
+        modules: by number, the outermost one first.
+        names: of the modules in the model; "" for the outermost.
+        unit_of: for each parameter the number of its unit.
+    """
+
+    modules: tuple[nn.Module, ...]
+    names: tuple[str, ...]
+    unit_of: dict[Tensor, int]
+
+
+def choose_units(model: nn.Module, units: Units) -> UnitChoice:
+    """Choose the units of a model.
+
+    Args:
+        model: the outermost module.
+        units: modules of the model; or a function that tells of a module whether it is one; or "auto": as
+            small as possible, but with at least a 32nd of the model's bytes, see `AUTO_PART`.
+
+    Raises:
+        TypeError: ``units`` is something else.
+        ValueError: a module is none of the model's, or has no ``forward()``, so that nobody sees its turn.
+    """
+    named = dict(_named(model))
+    if units == "auto":
+        chosen = _by_size(model)
+    elif callable(units) and not isinstance(units, nn.Module):
+        chosen = {module for module in named if units(module)}
+    elif isinstance(units, Iterable) and not isinstance(units, str | nn.Module):
+        chosen = set(units)
+    else:
+        raise TypeError(
+            'expected units to be "auto", modules of the model, or a function that tells of a module whether '
+            f"it is a unit, got {units!r}"
+        )
+    for module in chosen:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"expected units to be modules, got {type(module).__name__}")
+        if module not in named:
+            raise ValueError(f"a unit, {type(module).__name__}, is no module of the model")
+        if not _has_forward(module) and module is not model:
+            raise ValueError(
+                f"{named[module]} is a {type(module).__name__}, which is never called itself: give the "
+                "modules in it as units"
+            )
+    modules = tuple(module for module in named if module is model or module in chosen)
+    names = tuple(named[module] for module in modules)
+    return UnitChoice(modules, names, _assigned(model, modules))
+
+
+def _named(model: nn.Module) -> Iterable[tuple[nn.Module, str]]:
+    return ((module, name) for name, module in model.named_modules())
+
+
+def _has_forward(module: nn.Module) -> bool:
+    unimplemented = getattr(nn.modules.module, "_forward_unimplemented", None)
+    return type(module).forward is not unimplemented
+
+
+def _by_size(model: nn.Module) -> set[nn.Module]:
+    least = AUTO_PART * sum(param.nbytes for param in model.parameters())
+    chosen: set[nn.Module] = set()
+    seen: set[Tensor] = set()
+
+    def visit(module: nn.Module) -> int:
+        """Choose units in and below a module; return the bytes that are in none."""
+        own = [param for param in module.parameters(recurse=False) if param not in seen]
+        seen.update(own)
+        nbytes = sum(param.nbytes for param in own)
+        nbytes += sum(visit(child) for child in module.children())
+        if nbytes >= least and nbytes and module is not model and _has_forward(module):
+            chosen.add(module)
+            return 0
+        return nbytes
+
+    visit(model)
+    return chosen
+
+
+def _assigned(model: nn.Module, modules: tuple[nn.Module, ...]) -> dict[Tensor, int]:
+    """Give each parameter, in order of registration, the innermost unit around all modules that have it."""
+    number_of = {module: number for number, module in enumerate(modules)}
+    around: dict[Tensor, tuple[int, ...]] = {}
+
+    def visit(module: nn.Module, outer: tuple[int, ...]) -> None:
+        path = (*outer, number_of[module]) if module in number_of else outer
+        for param in module.parameters(recurse=False):
+            known = around.get(param, path)
+            common = [one for one, other in zip(known, path, strict=False) if one == other]
+            around[param] = tuple(common)
+        for child in module.children():
+            visit(child, path)
+
+    visit(model, ())
+    return {param: around[param][-1] for param in model.parameters()}

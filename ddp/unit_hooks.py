@@ -1,0 +1,179 @@
+"""Hooks on modules and parameters that make units whole when they are used."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from zero_optim.compat.engine import eager
+from zero_optim.ddp.graph import replaced, tensors_in
+from zero_optim.ddp.unit_choice import UnitChoice
+from zero_optim.ddp.units import Unit, UnitsInUse
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Before:
+    """The hook in front of a call.
+
+    Args:
+        units: all of the model.
+        unit: the one that is used.
+    """
+
+    units: UnitsInUse
+    unit: Unit
+
+    @eager
+    def __call__(self, *_: object) -> None:
+        """Make the unit whole."""
+        self.units.enter(self.unit)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _BeforeState:
+    """The hook in front of a module's part of a state dict, and of loading it."""
+
+    units: UnitsInUse
+    unit: Unit
+
+    def __call__(self, *_: object) -> None:
+        """Make the unit whole, unless the dict is to show it as it is."""
+        if not self.unit.is_left:
+            self.units.enter(self.unit)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _After:
+    """The hook behind a call, also behind one that raised.
+
+    A module may return a parameter, or a view of one. It would die with the unit, so a copy is handed on.
+    """
+
+    units: UnitsInUse
+    unit: Unit
+
+    @eager
+    def __call__(self, module: nn.Module, inputs: object, output: object) -> object:
+        """Free the unit, unless it is used on."""
+        unit = self.unit
+        if unit.depth == 1 and any(map(unit.shares_memory, tensors_in(output))):
+            output = replaced(output, lambda tensor: tensor.clone() if unit.shares_memory(tensor) else tensor)
+        self.units.leave(unit, output)
+        return output
+
+
+@dataclass(eq=False)  # PyTorch sets an attribute on it
+class _AfterStateDict:
+    """The hook behind a module's part of a state dict: the values outlive the whole parameters."""
+
+    units: UnitsInUse
+    unit: Unit
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+        """Copy the module's own parameters, and free the unit."""
+        if self.unit.is_left:
+            return
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            found = state.get(prefix + name)
+            if isinstance(found, Tensor) and found.data_ptr() == param.data_ptr():
+                state[prefix + name] = found.detach().clone()
+        self.units.leave(self.unit, None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _AfterLoad:
+    """The hook behind the loading of a module: owners take over what was loaded."""
+
+    units: UnitsInUse
+    unit: Unit
+
+    def __call__(self, module: nn.Module, _: object) -> None:
+        """Take over what this rank owns, and free the unit."""
+        if self.unit.is_left:
+            return
+        self.units.take_written(self.unit)
+        self.units.leave(self.unit, None)
+
+
+def hook_up(choice: UnitChoice, units: UnitsInUse, trained: Mapping[Tensor, int]) -> None:
+    """Register the hooks of all modules that are units, or have parameters in one.
+
+    Calls are hooked of units, and of modules with parameters of the outermost one, so that a model's other
+    methods may call them. Inside other units calls are not hooked: that would break up their compiled graphs.
+
+    Args:
+        choice: modules and parameters.
+        units: what the hooks call.
+        trained: the parameters whose gradients are waited for, each with its index.
+    """
+    in_units = {param for unit in units.units for bucket in unit.buckets for param in bucket.params}
+    number_of = {module: number for number, module in enumerate(choice.modules)}
+    for module in choice.modules[0].modules():
+        used = {choice.unit_of[param] for param in module.parameters(recurse=False) if param in in_units}
+        called = {number_of[module]} if module in number_of else used & {0}
+        for number in sorted(called):
+            _hook_calls(module, units, units.units[number])
+        for number in sorted(used | called):
+            _hook_state(module, units, units.units[number])
+    for param, index in trained.items():
+        _hook_param(param, units, choice.unit_of[param], index)
+
+
+def _hook_calls(module: nn.Module, units: UnitsInUse, unit: Unit) -> None:
+    module.register_forward_pre_hook(_Before(units, unit), prepend=True)
+    module.register_forward_hook(_After(units, unit), always_call=True)
+
+
+def _hook_state(module: nn.Module, units: UnitsInUse, unit: Unit) -> None:
+    before = _BeforeState(units, unit)
+    untyped: Any = module
+    untyped.register_state_dict_pre_hook(before)
+    untyped.register_state_dict_post_hook(_AfterStateDict(units, unit))
+    untyped.register_load_state_dict_pre_hook(before)
+    untyped.register_load_state_dict_post_hook(_AfterLoad(units, unit))
+
+
+def _hook_param(param: Tensor, units: UnitsInUse, number: int, index: int) -> None:
+    def came(_: Tensor) -> None:
+        units.gradient_came(number, index)
+
+    untyped: Any = param
+    untyped.register_post_accumulate_grad_hook(came)
+
+
+def units_of(model: nn.Module) -> UnitsInUse | None:
+    """Find the units that a model, or a module of one, was divided into; None if there are none."""
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, _Before):
+                return hook.units
+    return None
+
+
+@contextmanager
+def unsharded(module: nn.Module, *, writes: bool = True) -> Iterator[None]:
+    """Make the parameters of a module whole for the time of a ``with``; all ranks enter and leave it.
+
+    Communicates: one broadcast for each owner, unit and dtype. Inside, parameters can be read, and written
+    under ``torch.no_grad()``. When it ends, each owner takes over what was written on its own rank to
+    its rows; what other ranks wrote there is dropped.
+
+    Args:
+        module: of a fully sharded model, or the wrapper itself.
+        writes: False spares the owners the copy, where nothing was written.
+
+    Raises:
+        ValueError: no module in it is fully sharded.
+    """
+    units = units_of(module)
+    if units is None:
+        raise ValueError(
+            f"no parameter of this {type(module).__name__} is sharded: wrap the model in "
+            "FullyShardedDataParallel first"
+        )
+    found = (units.index_of(param) for param in module.parameters())
+    numbers: Sequence[int] = sorted({number for number in found if number is not None})
+    with units.whole(numbers, writes=writes):
+        yield

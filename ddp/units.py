@@ -1,0 +1,329 @@
+"""Units at run time: gathered before they are used, freed after it, the next one on its way meanwhile.
+
+Note [When a unit is whole]
+    A unit is gathered when one of its modules is called, and freed when the outermost call of them returns.
+    The outermost unit of a training step stays, as the backward pass begins with it. In the backward pass a
+    unit is gathered when the gradient of its output is there, and freed when all of its parameters have
+    theirs. At the end of the pass everything is freed. While activations are computed again
+    (checkpointing), nothing is freed when a call returns, as the backward pass needs it next.
+
+    Each module that has parameters looks after its own unit, so a model's other methods, which call modules
+    without going through the outermost one, find whole parameters too.
+
+    What autograd saved may be views of a unit's storage, so the backward pass must not begin with a unit
+    before it is whole. A hook on the outputs sees to that. If a module returns no tensor that can be
+    found (`tensors_in`), its unit is not freed after the forward pass.
+
+Note [The next unit]
+    The order in which units were needed in the pass before tells which one is needed next. Its gather is
+    started when the one before is whole. An order is noted for each outermost module that is called, and for
+    backward passes. It is the same on every rank if the ranks call the same modules. That they do is needed
+    anyway, as every gather is a collective.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.lanes import Lease
+from zero_optim.compat.engine import in_backward
+from zero_optim.ddp.graph import tensors_in
+from zero_optim.ddp.inbox import weakly, when_backward_ends
+from zero_optim.shard.gathers import start_gather
+from zero_optim.shard.units import UnitBucket
+
+_SECOND = (
+    "create_graph=True is not possible with FullyShardedDataParallel: the gradients of gradients would read "
+    "parameters that are freed by then. Use ShardedDataParallel"
+)
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """The parameters of a unit.
+
+    Attributes:
+        number: among all units; 0 is the outermost.
+        name: of its module.
+        buckets: one for each dtype, and for frozen parameters.
+        waits_for: indices of the parameters whose gradients must be there before it is freed in a backward
+            pass; none if some parameter is frozen, as nobody knows when that was used last.
+        depth: how many calls of its modules are under way.
+        arrived: indices of the parameters whose gradients have come in this backward pass.
+    """
+
+    number: int
+    name: str
+    buckets: list[UnitBucket]
+    waits_for: frozenset[int]
+    depth: int = 0
+    arrived: set[int] = field(default_factory=set)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether state dicts are to show its parameters as they are."""
+        return any(bucket.is_left for bucket in self.buckets)
+
+    def shares_memory(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a view of what is freed with the unit."""
+        return any(bucket.shares_memory(tensor) for bucket in self.buckets)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its parameters can be read."""
+        return all(bucket.is_whole for bucket in self.buckets)
+
+
+class _Order:
+    """The order in which units are needed in passes of one kind."""
+
+    def __init__(self) -> None:
+        self.before: list[int] = []
+        self.now: list[int] = []
+
+    def reached(self, number: int) -> int | None:
+        """Take note that a unit is needed; tell which one came next in the pass before."""
+        place = len(self.now)
+        self.now.append(number)
+        if self.before[place : place + 1] == [number] and place + 1 < len(self.before):
+            return self.before[place + 1]
+        return None
+
+    def end(self) -> None:
+        """End a pass."""
+        self.before, self.now = self.now, []
+
+
+class UnitsInUse:
+    """Gathers and frees the units of a model. All ranks make the same calls, in the same order; communicates.
+
+    Args:
+        group: the ranks.
+        lanes: for gathers alone.
+        units: by number.
+        keeps: how many of the units that a forward pass used last stay whole until the backward pass; None
+            for all.
+    """
+
+    def __init__(self, group: RankGroup, lanes: Lease, units: Sequence[Unit], keeps: int | None) -> None:
+        self.units = units
+        self._group = group
+        self._lanes = lanes
+        self._keeps = keeps
+        self._forward: dict[int, _Order] = {}  # by the unit whose call is the outermost
+        self._backward = _Order()
+        self._calls: list[int] = []  # units whose calls are under way, the outermost first
+        self._in_backward = False  # a callback at the end of a backward pass is queued
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        """Refuse to copy a model whose parameters are elsewhere."""
+        self._refuse()
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to pickle a model whose parameters are elsewhere."""
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise RuntimeError(
+            "a fully sharded model cannot be copied or pickled: no rank holds its parameters. "
+            "Save model.state_dict(), or use zero_optim.checkpoint.save"
+        )
+
+    # ------------------------------------------------------------------ whole and freed
+
+    def _start(self, unit: Unit) -> None:
+        for bucket in unit.buckets:
+            if not bucket.is_whole and bucket.coming is None:
+                lanes = self._lanes.groups or (self._group,)
+                bucket.coming = start_gather([lane.during("gather") for lane in lanes], bucket)
+
+    def need(self, unit: Unit) -> None:
+        """Make a unit whole; the current stream, on the CPU the caller, waits."""
+        self._start(unit)
+        for bucket in unit.buckets:
+            bucket.arrive()
+
+    def _free(self, unit: Unit) -> None:
+        for bucket in unit.buckets:
+            bucket.free()
+
+    def _fetch(self, number: int | None) -> None:
+        if number is not None:
+            self._start(self.units[number])
+
+    def nbytes_live(self) -> int:
+        """Bytes of the flat tensors that are there right now, beside what this rank keeps for good."""
+        return sum(bucket.nbytes_live for unit in self.units for bucket in unit.buckets)
+
+    # ------------------------------------------------------------------ forward
+
+    def enter(self, unit: Unit) -> None:
+        """Get ready for a call of a module with parameters of a unit, or of the unit's own."""
+        self._calls.append(unit.number)
+        unit.depth += 1
+        if unit.depth > 1 and unit.is_whole:
+            return
+        if in_backward():  # activations are computed again
+            if not unit.is_whole:
+                self._need_in_backward(unit.number)
+            return
+        self.need(unit)
+        order = self._forward.setdefault(self._calls[0], _Order())
+        if len(self._calls) == 1:
+            order.now.clear()
+        self._fetch(order.reached(unit.number))
+
+    def leave(self, unit: Unit, output: object) -> None:
+        """Take note that a call has returned.
+
+        Args:
+            unit: the unit.
+            output: of the call; None if it raised.
+        """
+        outermost = self._calls[0]
+        self._calls.pop()
+        unit.depth -= 1
+        if unit.depth:
+            return
+        keeps = False
+        if torch.is_grad_enabled() and output is not None:
+            keeps = self._watch(unit, output, is_outermost=not self._calls)
+        if in_backward():
+            return
+        order = self._forward.get(outermost, _Order())
+        if not keeps:
+            self._free(unit)
+        if not self._calls:
+            order.end()
+            self._free_fetched()
+
+    def _free_fetched(self) -> None:
+        """Free what was fetched, but not needed, in a forward pass that has ended."""
+        for unit in self.units:
+            if any(bucket.coming is not None for bucket in unit.buckets):
+                self._free(unit)
+
+    def _watch(self, unit: Unit, output: object, *, is_outermost: bool) -> bool:
+        """Have a unit made whole before the backward pass comes to it.
+
+        Returns:
+            Whether it stays whole until then.
+        """
+        found = list(tensors_in(output))
+        tensors = [tensor for tensor in found if tensor.grad_fn is not None]
+        if not in_backward():
+            reached = weakly(self._need_in_backward)
+            for tensor in tensors:
+                untyped: Any = tensor
+                untyped.register_hook(lambda _: reached(unit.number))
+        return is_outermost or not found or self._is_kept(unit)
+
+    def _is_kept(self, unit: Unit) -> bool:
+        """Whether a unit is one of the last in the order of the pass before."""
+        if self._keeps is None:
+            return True
+        order = self._forward[self._calls[0]].before if self._calls else []
+        last = list(dict.fromkeys(reversed(order)))[: self._keeps]
+        return unit.number in last
+
+    # ------------------------------------------------------------------ backward
+
+    def _need_in_backward(self, number: int) -> None:
+        """Make a unit whole, as the gradient of its output is there; called by the output's hook.
+
+        Raises:
+            RuntimeError: the pass is to be differentiated itself.
+        """
+        if torch.is_grad_enabled():
+            raise RuntimeError(_SECOND)
+        self._begin_backward()
+        self.need(self.units[number])
+        self._fetch(self._backward.reached(number))
+
+    def _begin_backward(self) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            self._backward.now.clear()
+            when_backward_ends(weakly(self._end_backward), weakly(self._break_off))
+
+    def gradient_came(self, number: int, index: int) -> None:
+        """Take note that a parameter has its gradient; called by its hook.
+
+        Args:
+            number: of the unit.
+            index: of the parameter.
+        """
+        unit = self.units[number]
+        unit.arrived.add(index)
+        if unit.waits_for and unit.arrived >= unit.waits_for:
+            unit.arrived.clear()
+            if not unit.depth:
+                self._free(unit)
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        self._backward.end()
+        self.free_all()
+
+    def _break_off(self) -> None:
+        """Take note that an exception has ended a backward pass; what is under way is waited for later."""
+        self._in_backward = False
+        self._backward.now.clear()
+        for unit in self.units:
+            unit.arrived.clear()
+
+    def free_all(self) -> None:
+        """Free every unit that no call is using."""
+        for unit in self.units:
+            unit.arrived.clear()
+            if not unit.depth:
+                self._free(unit)
+
+    # ------------------------------------------------------------------ on request
+
+    @contextmanager
+    def whole(self, numbers: Sequence[int], *, writes: bool) -> Iterator[None]:
+        """Make units whole for the time of a ``with``; all ranks enter and leave it.
+
+        Args:
+            numbers: of the units.
+            writes: when it ends, owners take over what was written to their rows.
+        """
+        units = [self.units[number] for number in numbers]
+        for unit in units:
+            self._start(unit)
+        for unit in units:
+            self.need(unit)
+        for unit in units:
+            self._pin(unit, 1)
+        try:
+            yield
+        finally:
+            for unit in units:
+                self._pin(unit, -1)
+                if writes:
+                    self.take_written(unit)
+                if not unit.depth:
+                    self._free(unit)
+
+    def _pin(self, unit: Unit, more: int) -> None:
+        unit.depth += more
+        for bucket in unit.buckets:
+            bucket.num_pins += more
+
+    def take_written(self, unit: Unit) -> None:
+        """Have owners take over what was written to the whole parameters of a unit."""
+        for bucket in unit.buckets:
+            bucket.take_written()
+
+    def index_of(self, param: Tensor) -> int | None:
+        """Find the unit of a parameter."""
+        for unit in self.units:
+            if any(param is member for bucket in unit.buckets for member in bucket.params):
+                return unit.number
+        return None

@@ -1,0 +1,135 @@
+"""Fully sharded models are saved by the owners of their rows, and load at any stage and number of ranks."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_optim.checkpoint
+from pool import Ranks
+from test_fully_sharded import Tower, adamw, batch
+from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.checkpoint.offline import consolidate
+from zero_optim.ddp import (
+    DistributedDataParallel,
+    FullyShardedDataParallel,
+    ShardedDataParallel,
+    unsharded,
+)
+
+Wrap = Callable[[nn.Module, ZeroRedundancyOptimizer], nn.Module]
+STAGES: dict[str, Wrap] = {
+    "plain": lambda model, _: DistributedDataParallel(model),
+    "gradients": ShardedDataParallel,
+    "fully": FullyShardedDataParallel,
+}
+
+
+class Convolved(Tower):
+    """With a parameter whose strides are not those of its shape, a tied one, a buffer and extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3, padding=1).to(memory_format=torch.channels_last)
+        self.register_buffer("count", torch.zeros(3))
+        self.last = nn.Linear(24, 3, bias=False)
+        self.again = nn.Linear(24, 3)
+        self.again.weight = self.last.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.conv(x.reshape(-1, 2, 2, 2)).reshape(-1, 16)[:, :8] + x
+        self.count.add_(1)
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x) + self.again(x)
+
+    def get_extra_state(self) -> str:
+        return "extra"
+
+    def set_extra_state(self, state: object) -> None:
+        assert state == "extra"
+
+
+def built(stage: str) -> tuple[Any, ZeroRedundancyOptimizer]:
+    model = Convolved()
+    optimizer = adamw(model)
+    return STAGES[stage](model, optimizer), optimizer
+
+
+def train(model: nn.Module, optimizer: ZeroRedundancyOptimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = model(batch(step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def saves(folder: str, stage: str) -> dict[str, torch.Tensor]:
+    model, optimizer = built(stage)
+    train(model, optimizer, range(2))
+    gathers = optimizer.metrics(reset=False)["collectives/gather"]
+    zero_optim.checkpoint.save(f"{folder}/{stage}", model=model, optimizer=optimizer)
+    assert optimizer.metrics(reset=False)["collectives/gather"] == gathers
+    if stage == "fully":
+        assert model.units.nbytes_live() == 0
+    return copy.deepcopy(dict(model.module.state_dict()))
+
+
+def goes_on(folder: str, saved: str, stage: str) -> tuple[dict[str, torch.Tensor], list[float]]:
+    model, optimizer = built(stage)
+    train(model, optimizer, range(5, 6))
+    zero_optim.checkpoint.load(f"{folder}/{saved}", model=model, optimizer=optimizer)
+    state = copy.deepcopy(dict(model.module.state_dict()))
+    return state, train(model, optimizer, range(2, 4))
+
+
+def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    pairs = [(one[name], other[name]) for name in other]
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("fully", "plain"), ("fully", "fully"), ("gradients", "fully")]
+)
+def test_a_checkpoint_loads_at_another_stage(ranks2: Ranks, tmp_path: Path, saved: str, loaded: str) -> None:
+    (whole, *_) = ranks2.run(saves, str(tmp_path), saved)
+    (state, losses), _ = ranks2.run(goes_on, str(tmp_path), saved, loaded)
+    assert equal(state, whole)
+    (_, wanted), _ = ranks2.run(goes_on, str(tmp_path), saved, "plain")
+    assert losses == wanted
+
+
+def test_files_are_those_of_whole_parameters(ranks2: Ranks, tmp_path: Path) -> None:
+    loaded = []
+    for stage in ("plain", "fully"):
+        ranks2.run(saves, str(tmp_path), stage)
+        consolidate(tmp_path / stage, tmp_path / f"{stage}.pt", weights=True)
+        loaded.append(torch.load(tmp_path / f"{stage}.pt", weights_only=False))
+    one, other = loaded
+    assert equal(one, other)
+    for name, tensor in one.items():
+        assert not isinstance(tensor, torch.Tensor) or tensor.stride() == other[name].stride(), name
+
+
+def refuses() -> None:
+    model, optimizer = built("fully")
+    with pytest.raises(ValueError, match="give the optimizer too"):
+        zero_optim.checkpoint.save("nowhere", model=model)
+    with unsharded(model):
+        with pytest.raises(RuntimeError, match="leave zero_optim.ddp.unsharded"):
+            zero_optim.checkpoint.save("nowhere", model=model, optimizer=optimizer)
+        with pytest.raises(RuntimeError, match="leave zero_optim.ddp.unsharded"):
+            optimizer.step()
+    train(model, optimizer, range(1))
+
+
+def test_what_would_miss_parameters_is_refused(ranks2: Ranks) -> None:
+    ranks2.run(refuses)

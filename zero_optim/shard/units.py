@@ -1,0 +1,265 @@
+"""A unit's bucket: parameters that are whole only while their unit is in use. Nothing here communicates.
+
+A rank keeps its own row of the bucket for good, in memory of its own. The flat tensor that holds all rows is
+there only while the parameters are *whole*; the rest of the time they are *freed*.
+
+Note [Freed by emptying the storage]
+    Autograd saves a parameter as the tensor object, but a view of it, such as ``weight.t()``, by its storage.
+    If the parameter were only given other data, the old storage would live until the backward pass is over,
+    and nothing would be freed. A new storage at the second gather would not be what the backward pass reads.
+    So there is one flat tensor for ever, with one storage. It is freed by emptying this storage, and filled
+    again by growing it. All parameters of the bucket are ordinary views of it.
+
+    A view of an empty storage must not be read: PyTorch does not check that. So a freed parameter shows other
+    data, of its shape: one element, NaN (zero for dtypes without NaN), expanded. A read outside the
+    unit's time gives NaN, and a write in place raises, as several elements have one place in memory. Each
+    parameter has such an element to itself, since some code knows parameters by their address.
+
+    Values that come back are the same as before, unless the parameters were stepped or loaded in between.
+    Only then `settle` tells autograd that they changed: a backward pass through an older graph raises.
+"""
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+from torch import Tensor
+
+from zero_optim.plan.layout import Layout
+from zero_optim.shard.storage import Form, views_in
+
+if TYPE_CHECKING:
+    from zero_optim.comm.collectives import Pending
+
+_WRITE = (
+    "a parameter of {name} was written to, or given other memory, while it was not whole, so no owner has seen "
+    "it: write inside zero_optim.ddp.unsharded(module), which hands what was written to the owners"
+)
+_PINNED = (
+    "the parameters of {name} are whole for somebody to read or write: leave zero_optim.ddp.unsharded(module) "
+    "before they are stepped, averaged, saved or loaded"
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptRows:
+    """What a rank keeps of a parameter of a unit.
+
+    Attributes:
+        stride: of the parameter when it is whole, in elements.
+        rows: those that this rank owns, in memory that stays; None if it owns none.
+    """
+
+    stride: tuple[int, ...]
+    rows: Tensor | None
+
+
+def is_freed(tensor: Tensor) -> bool:
+    """Whether a tensor is what a freed parameter shows; not known of a single element."""
+    return tensor.layout is torch.strided and tensor.numel() > 1 and not any(tensor.stride())
+
+
+class UnitBucket:
+    """A bucket whose parameters can be freed; see Note [Freed by emptying the storage].
+
+    It begins whole, with the parameters' values.
+
+    Args:
+        params: the parameters; their memory is released.
+        layout: where each lies in the flat tensor.
+        rank: this group rank.
+        label: see `ParamBucket`.
+
+    Attributes:
+        row: what this rank keeps for good: its row of the flat tensor, 1-D. If it owns everything, that is the
+            flat tensor, which is never emptied then.
+        is_whole: the parameters can be read.
+        coming: the gather that makes them whole, if one is under way.
+        is_left: state dicts are to show the parameters as they are, whole or freed.
+        num_pins: how many users need them whole until they say that they are done; nothing may change them.
+    """
+
+    def __init__(self, params: list[Tensor], layout: Layout, rank: int, label: str = "") -> None:
+        """Move the parameters in."""
+        self.params = params
+        self.layout = layout
+        self.label = label
+        self._forms = list(map(Form.of, params))
+        first = params[0]
+        self._flat = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
+        self._views = views_in(self._flat, self._forms, layout)
+        self._own = next(((row.start, row.stop) for row in layout.rows if row.owner == rank), (0, 0))
+        self._nans = [_nan_like(param) for param in params]
+        with torch.no_grad():
+            for param, view in zip(params, self._views, strict=True):
+                view.copy_(param)
+        self._owns_all = self._own == (0, layout.numel)
+        self.row = self._flat if self._owns_all else self._own_row().clone()
+        self.is_whole = True
+        self.coming: Pending | None = None
+        self.is_left = False
+        self.num_pins = 0
+        self._versions: list[int] = []  # of the parameters when they were freed
+        self._has_changed = False
+        self._show(self._views)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        """Refuse to copy."""
+        self.__reduce__()
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to copy or pickle what only this rank's part is of."""
+        raise RuntimeError(
+            "an optimizer of a fully sharded model cannot be copied or pickled: no rank holds its parameters. "
+            "Use zero_optim.checkpoint.save"
+        )
+
+    def _own_row(self) -> Tensor:
+        return self._flat[slice(*self._own)]
+
+    @property
+    def device(self) -> torch.device:
+        """See `ParamBucket`."""
+        return self._flat.device
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the flat tensor while the parameters are whole."""
+        return self.layout.numel * self._flat.element_size()
+
+    @property
+    def nbytes_to_gather(self) -> int:
+        """See `ParamBucket`."""
+        return self.nbytes
+
+    @property
+    def nbytes_live(self) -> int:
+        """Bytes of the flat tensor right now, beside the row: all, or none."""
+        return 0 if self._owns_all else self._flat.untyped_storage().nbytes()
+
+    def kept(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """List the parameters of which this rank owns rows, each with these rows, views of `row`."""
+        start = self._own[0]
+        for row in self.layout.rows:
+            if (row.start, row.stop) != self._own:
+                continue
+            for extent in row.extents:
+                form = self._forms[extent.param]
+                numel, size = extent.stop - extent.start, form.size
+                if numel < self.layout.numels[extent.param]:  # dimension 0 is outermost in memory
+                    size = torch.Size((numel // size[1:].numel(), *size[1:]))
+                yield self.params[extent.param], self.row.as_strided(size, form.stride, extent.offset - start)
+
+    def all_kept(self) -> Iterator[tuple[Tensor, KeptRows]]:
+        """List all parameters, each with what this rank keeps of it."""
+        own = dict(self.kept())
+        for param, form in zip(self.params, self._forms, strict=True):
+            yield param, KeptRows(form.stride, own.get(param))
+
+    def shares_memory(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a view of the flat tensor, so that it dies when this is freed."""
+        if self._owns_all or tensor.layout is not torch.strided:
+            return False
+        address = self._flat.untyped_storage().data_ptr()
+        return address != 0 and tensor.untyped_storage().data_ptr() == address
+
+    # ------------------------------------------------------------------ steps and loads
+
+    def check_unpinned(self) -> None:
+        """Refuse to change what somebody needs whole.
+
+        Raises:
+            RuntimeError: somebody does.
+        """
+        if self.num_pins:
+            raise RuntimeError(_PINNED.format(name=self.label))
+
+    def refresh(self) -> None:
+        """Check that nobody has given a parameter other memory, or needs it whole; before a step.
+
+        Raises:
+            RuntimeError: somebody has, or has written to it while it was freed.
+        """
+        self.check_unpinned()
+        self._check_untouched()
+
+    def _check_untouched(self) -> None:
+        shown = self._views if self.is_whole else self._nans
+        for param, tensor in zip(self.params, shown, strict=True):
+            if param.numel() and param.data_ptr() != tensor.data_ptr():
+                raise RuntimeError(_WRITE.format(name=self.label))
+        # Some writes in place do not notice that the elements have one place in memory.
+        if not self.is_whole and self._versions != _versions(self.params):
+            raise RuntimeError(_WRITE.format(name=self.label))
+
+    def has_changed(self) -> None:
+        """Take note that rows have other values than the parameters, and free these."""
+        if self.num_pins:  # refused by `check_unpinned`, so nothing has changed
+            return
+        self._has_changed = True
+        self.free()
+        self._versions = _versions(self.params)  # a step counts as a change of parameters
+
+    def take_written(self) -> None:
+        """Take this rank's row out of the whole parameters, which the user has written to."""
+        assert self.is_whole
+        if not self._owns_all:
+            with torch.no_grad():
+                self.row.copy_(self._own_row())
+
+    # ------------------------------------------------------------------ whole and freed
+
+    def fill(self, chosen: Collection[int] | None = None) -> Tensor:
+        """Make the flat tensor, with this rank's row in it; for a gather.
+
+        Args:
+            chosen: see `ParamBucket`; the whole row is filled all the same.
+        """
+        self._check_untouched()
+        if not self._owns_all:
+            self._flat.untyped_storage().resize_(self.nbytes)
+            with torch.no_grad():
+                self._own_row().copy_(self.row)
+        return self._flat
+
+    def settle(self, flat: Tensor, chosen: Collection[int] | None = None) -> None:
+        """Show the parameters whole, once the flat tensor has all rows."""
+        assert flat is self._flat
+        self._show(self._views)
+        self.is_whole = True
+        self.coming = None
+        if self._has_changed:
+            torch.autograd.graph.increment_version(self.params)
+            self._has_changed = False
+
+    def arrive(self) -> None:
+        """Wait for the gather under way, if there is one."""
+        if self.coming is not None:
+            self.coming.wait()
+
+    def free(self) -> None:
+        """Empty the flat tensor, after the gather under way; the parameters show NaN."""
+        self.arrive()
+        if not self.is_whole:
+            return
+        self._show(self._nans)
+        if not self._owns_all:
+            self._flat.untyped_storage().resize_(0)
+        self.is_whole = False
+        self._versions = _versions(self.params)
+
+    def _show(self, tensors: list[Tensor]) -> None:
+        for param, tensor in zip(self.params, tensors, strict=True):
+            param.data = tensor
+
+
+def _versions(params: list[Tensor]) -> list[int]:
+    return [param._version for param in params]
+
+
+def _nan_like(param: Tensor) -> Tensor:
+    """Make what a freed parameter shows."""
+    value = math.nan if param.is_floating_point() or param.is_complex() else 0
+    return torch.full((), value, dtype=param.dtype, device=param.device).expand(param.shape)
