@@ -78,6 +78,7 @@ def raises_on_one() -> str:
     return "trained"
 
 
+@pytest.mark.slow
 def test_other_ranks_hear_of_a_rank_that_stopped_in_its_forward_pass() -> None:
     waiting, failed = outcomes(2, raises_on_one)
     assert failed.said == "failed"
