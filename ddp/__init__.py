@@ -21,6 +21,7 @@ from zero_optim.ddp.fully_sharded import FullyShardedDataParallel
 from zero_optim.ddp.reducer import Reducer
 from zero_optim.ddp.sharded import ShardedDataParallel
 from zero_optim.ddp.unit_hooks import unsharded
+from zero_optim.ddp.unit_state import full_state_dict
 
 __all__ = [
     "DistributedDataParallel",
@@ -30,5 +31,6 @@ __all__ = [
     "Reducer",
     "ReducerOptions",
     "ShardedDataParallel",
+    "full_state_dict",
     "unsharded",
 ]

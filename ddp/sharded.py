@@ -13,6 +13,7 @@ from zero_optim.ddp.owner_reducer import Accumulate, OwnerReducer
 from zero_optim.ddp.reducer import Reducer
 from zero_optim.ddp.report import names_text
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
+from zero_optim.shard.units import is_freed
 
 _OPTIONS = (
     "broadcast_buffers",
@@ -213,6 +214,10 @@ def _check_module(module: object, optimizer: ZeroRedundancyOptimizer) -> None:
         raise ValueError(
             "the optimizer has overlap_with_ddp=True, and would wait for a comm hook that steps it: leave "
             "that out"
+        )
+    if any(map(is_freed, module.parameters())):
+        raise ValueError(
+            "the model is fully sharded already, or a part of it: its parameters are on their owners alone"
         )
     known = optimizer.pieces()
     ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())

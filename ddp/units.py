@@ -65,6 +65,11 @@ class Unit:
     arrived: set[int] = field(default_factory=set)
 
     @property
+    def params(self) -> list[Tensor]:
+        """Its parameters, bucket by bucket."""
+        return [param for bucket in self.buckets for param in bucket.params]
+
+    @property
     def is_left(self) -> bool:
         """Whether state dicts are to show its parameters as they are."""
         return any(bucket.is_left for bucket in self.buckets)
@@ -133,6 +138,11 @@ class UnitsInUse:
             "a fully sharded model cannot be copied or pickled: no rank holds its parameters. "
             "Save model.state_dict(), or use zero_optim.checkpoint.save"
         )
+
+    @property
+    def group(self) -> RankGroup:
+        """The ranks."""
+        return self._group
 
     # ------------------------------------------------------------------ whole and freed
 
@@ -316,6 +326,18 @@ class UnitsInUse:
         for bucket in unit.buckets:
             bucket.num_pins += more
 
+    @contextmanager
+    def left_freed(self) -> Iterator[None]:
+        """Have state dicts show the parameters as they are; does not communicate."""
+        buckets = [bucket for unit in self.units for bucket in unit.buckets]
+        for bucket in buckets:
+            bucket.is_left = True
+        try:
+            yield
+        finally:
+            for bucket in buckets:
+                bucket.is_left = False
+
     def take_written(self, unit: Unit) -> None:
         """Have owners take over what was written to the whole parameters of a unit."""
         for bucket in unit.buckets:
@@ -324,6 +346,6 @@ class UnitsInUse:
     def index_of(self, param: Tensor) -> int | None:
         """Find the unit of a parameter."""
         for unit in self.units:
-            if any(param is member for bucket in unit.buckets for member in bucket.params):
+            if any(param is member for member in unit.params):
                 return unit.number
         return None

@@ -18,6 +18,7 @@ from zero_optim.ddp import (
     DistributedDataParallel,
     FullyShardedDataParallel,
     ShardedDataParallel,
+    full_state_dict,
     unsharded,
 )
 
@@ -119,14 +120,46 @@ def test_files_are_those_of_whole_parameters(ranks2: Ranks, tmp_path: Path) -> N
         assert not isinstance(tensor, torch.Tensor) or tensor.stride() == other[name].stride(), name
 
 
+def collects_on_one() -> None:
+    model, optimizer = built("fully")
+    train(model, optimizer, range(2))
+    want = model.module.state_dict()
+    sizes = [sum(bucket.nbytes for bucket in unit.buckets) for unit in model.units.units]
+    live: list[int] = []
+    for unit in model.units.units:
+        take, bucket = unit.buckets[0].settle, unit.buckets[0]
+
+        def look(flat: torch.Tensor, chosen: Any = None, take: Any = take) -> None:
+            take(flat, chosen)
+            live.append(model.units.nbytes_live())
+
+        bucket.settle = look
+    state = full_state_dict(model, ranks=[1])
+    assert live
+    assert max(live) <= max(sizes)
+    if torch.distributed.get_rank() == 1:
+        assert state is not None
+        assert state.keys() == want.keys()
+        assert equal(state, want)
+        assert state["last.weight"] is state["again.weight"]
+    else:
+        assert state is None
+    with pytest.raises(ValueError, match="expected ranks from 0 to 1"):
+        full_state_dict(model, ranks=[2])
+
+
+def test_the_whole_state_dict_comes_to_one_rank_unit_by_unit(ranks2: Ranks) -> None:
+    ranks2.run(collects_on_one)
+
+
 def refuses() -> None:
     model, optimizer = built("fully")
     with pytest.raises(ValueError, match="give the optimizer too"):
         zero_optim.checkpoint.save("nowhere", model=model)
     with unsharded(model):
-        with pytest.raises(RuntimeError, match="leave zero_optim.ddp.unsharded"):
+        with pytest.raises(RuntimeError, match="are whole for somebody to read"):
             zero_optim.checkpoint.save("nowhere", model=model, optimizer=optimizer)
-        with pytest.raises(RuntimeError, match="leave zero_optim.ddp.unsharded"):
+        with pytest.raises(RuntimeError, match="are whole for somebody to read"):
             optimizer.step()
     train(model, optimizer, range(1))
 

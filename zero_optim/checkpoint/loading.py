@@ -236,12 +236,12 @@ def _targets(group: RankGroup, objects: Objects, values: Mapping[str, Json]) -> 
     pieces = tensor_pieces(present, objects.optimizer, group.size)
     stepped = {p.data_ptr() for p in objects.optimizer.owners()} if objects.optimizer is not None else set()
     with objects.left_freed() as kept:
-        apart = {place: each.rows for place, each in kept.items()}
+        apart = {address: each.rows for address, each in kept.items()}
     targets = []
     for name, tensor in present.items():
-        place = tensor.data_ptr()
-        is_stepped = tensor.numel() > 0 and place in stepped
-        targets.append(_Target(tensor, parts[name][1][0], pieces[name], is_stepped, apart.get(place)))
+        address = tensor.data_ptr()
+        is_stepped = tensor.numel() > 0 and address in stepped
+        targets.append(_Target(tensor, parts[name][1][0], pieces[name], is_stepped, apart.get(address)))
     return targets
 
 

@@ -89,8 +89,8 @@ def _check_owned(model: nn.Module, optimizer: ZeroRedundancyOptimizer | None) ->
     for name, param in model.named_parameters():
         if is_freed(param) and param not in known:
             raise ValueError(
-                f"{name} is on its owners alone, as the model is fully sharded: give the optimizer too, which "
-                "knows them"
+                f"{name} is on its owners alone, as the model is fully sharded: give the optimizer too, "
+                "which knows them"
             )
 
 

@@ -1,7 +1,7 @@
 """How parameters lie in memory, and which of them cannot be placed in a bucket. Does not communicate."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 import torch
@@ -48,11 +48,12 @@ def consecutive_views(flat: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
     return views
 
 
-def check_shardable(groups: Sequence[ParamGroup]) -> None:
+def check_shardable(groups: Sequence[ParamGroup], apart: Collection[Tensor] = ()) -> None:
     """Refuse parameters that cannot be placed in a bucket.
 
     Args:
         groups: every parameter group of the optimizer, including those planned before.
+        apart: parameters whose memory is of no concern, as they have a place in buckets already.
 
     Raises:
         TypeError: a parameter has no storage of its own (lazy, meta, DTensor).
@@ -77,26 +78,26 @@ def check_shardable(groups: Sequence[ParamGroup]) -> None:
             )
         if param.device.type == "meta":
             raise TypeError(f"expected a parameter with storage, got {name} on {param.device}")
-    _check_memory(params, names)
+    _check_memory([(param, name) for param, name in zip(params, names, strict=True) if param not in apart])
 
 
 def _is_wrapper(param: Tensor) -> bool:
     return wraps_tensors(param)
 
 
-def _check_memory(params: Sequence[Tensor], names: Sequence[str]) -> None:
+def _check_memory(named: Sequence[tuple[Tensor, str]]) -> None:
     """Refuse parameters that share memory: in buckets they would become separate."""
-    ranges: list[tuple[int, int, int]] = []  # (first byte, byte after the last, index)
-    for index, param in enumerate(params):
+    ranges: list[tuple[int, int, str]] = []  # (first byte, byte after the last, name)
+    for param, name in named:
         if param.numel() == 0:
             continue
         reach = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True)) + 1
         if reach < param.numel():
-            raise ValueError(f"{names[index]} uses one place in memory for several elements: clone it first")
-        ranges.append((param.data_ptr(), param.data_ptr() + reach * param.element_size(), index))
+            raise ValueError(f"{name} uses one place in memory for several elements: clone it first")
+        ranges.append((param.data_ptr(), param.data_ptr() + reach * param.element_size(), name))
     for (_, end, before), (start, _, after) in pairwise(sorted(ranges)):
         if start < end:
             raise ValueError(
-                f"{names[before]} and {names[after]} share memory. To tie weights, use one Parameter in both "
+                f"{before} and {after} share memory. To tie weights, use one Parameter in both "
                 "modules (model.parameters() then yields it once); else clone one of them"
             )

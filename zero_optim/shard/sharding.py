@@ -124,7 +124,7 @@ class Sharding:
         """
         new = groups[before:]
         with failing_together(self._group):
-            check_shardable(groups)
+            check_shardable(groups, self._units)
             by_group = [group["params"] for group in new]
             spent = [[cost(p) for p in params] for params, cost in zip(by_group, costs, strict=True)]
             known = by_group, spent, len(self.loads), self.cap_nbytes, self.loads
@@ -276,6 +276,8 @@ class Sharding:
             self._active = active
         chosen = [bucket for bucket, on in zip(self.buckets, active, strict=True) if on or frozen_too]
         gathered = _freed_or_gathered(chosen)
+        for bucket in self.unit_buckets():
+            bucket.pass_over()
         group = self._group.during("gather")
         self.begin_call(groups, call)
         is_lazy = bool(self.gathers.readers)

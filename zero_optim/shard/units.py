@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from zero_optim.comm.collectives import Pending
 
 _WRITE = (
-    "a parameter of {name} was written to, or given other memory, while it was not whole, so no owner has seen "
-    "it: write inside zero_optim.ddp.unsharded(module), which hands what was written to the owners"
+    "a parameter of {name} was written to, or given other memory, while it was not whole, so no owner has "
+    "seen it: write inside zero_optim.ddp.unsharded(module), which hands what was written to the owners"
 )
 _PINNED = (
-    "the parameters of {name} are whole for somebody to read or write: leave zero_optim.ddp.unsharded(module) "
-    "before they are stepped, averaged, saved or loaded"
+    "the parameters of {name} are whole for somebody to read or write: leave unsharded() before "
+    "they are stepped, averaged, saved or loaded"
 )
 
 
@@ -73,8 +73,8 @@ class UnitBucket:
         label: see `ParamBucket`.
 
     Attributes:
-        row: what this rank keeps for good: its row of the flat tensor, 1-D. If it owns everything, that is the
-            flat tensor, which is never emptied then.
+        row: what this rank keeps for good: its row of the flat tensor, 1-D. If it owns everything, that is
+            the flat tensor, which is never emptied then.
         is_whole: the parameters can be read.
         coming: the gather that makes them whole, if one is under way.
         is_left: state dicts are to show the parameters as they are, whole or freed.
@@ -112,8 +112,8 @@ class UnitBucket:
     def __reduce__(self) -> NoReturn:
         """Refuse to copy or pickle what only this rank's part is of."""
         raise RuntimeError(
-            "an optimizer of a fully sharded model cannot be copied or pickled: no rank holds its parameters. "
-            "Use zero_optim.checkpoint.save"
+            "an optimizer of a fully sharded model cannot be copied or pickled: no rank holds its "
+            "parameters. Use zero_optim.checkpoint.save"
         )
 
     def _own_row(self) -> Tensor:
@@ -200,7 +200,11 @@ class UnitBucket:
             return
         self._has_changed = True
         self.free()
-        self._versions = _versions(self.params)  # a step counts as a change of parameters
+        self.pass_over()
+
+    def pass_over(self) -> None:
+        """Take note that versions may have changed in a step, which counts as a write to parameters."""
+        self._versions = _versions(self.params)
 
     def take_written(self) -> None:
         """Take this rank's row out of the whole parameters, which the user has written to."""

@@ -83,6 +83,11 @@ class Leaves:
             self.separate[param] = Parameter(rows.data, requires_grad=trains)
         return self.leaf(param)
 
+    @property
+    def has_apart(self) -> bool:
+        """Whether some parameters have their rows elsewhere; the same on every rank."""
+        return len(self._apart) > 0
+
     def leaf(self, param: Tensor) -> Tensor:
         """Give what is stepped for an owned parameter."""
         return self.separate.get(param, param)

@@ -67,8 +67,8 @@ class OwnedState:
 
     @property
     def takes_closures(self) -> bool:
-        """Whether a closure may be left to the class's own step: masters need the gradients before it."""
-        return not self.leaves.masters
+        """Whether a closure may be left to the class's own step: leaves apart need gradients before it."""
+        return not self.leaves.masters and not self.leaves.has_apart
 
     def take_over_state(self, state: object) -> bool:
         """Go on with the state that the user put in the place of ours, as ``torch.optim`` does.

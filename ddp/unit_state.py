@@ -1,0 +1,58 @@
+"""The whole state dict of a fully sharded model, on some ranks, with one unit whole at a time."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_optim.comm.agreement import agree, failing_together
+from zero_optim.ddp.data_parallel import DistributedDataParallel
+from zero_optim.ddp.unit_hooks import units_of
+
+
+def full_state_dict(model: nn.Module, *, ranks: Sequence[int] = (0,)) -> dict[str, Any] | None:
+    """Collect the state dict of a fully sharded model on some ranks; all ranks call.
+
+    Communicates as a forward pass: each unit is gathered by itself, copied where it is asked for, and freed.
+    So other ranks need the memory of the largest unit alone.
+
+    Args:
+        model: the wrapper, or its module; names are those of the module.
+        ranks: the group ranks that get it; the same on every rank.
+
+    Returns:
+        The state dict, whose tensors are copies in CPU memory; None on other ranks.
+
+    Raises:
+        ValueError: on every rank: the model is not fully sharded, or ``ranks`` are none of the group.
+        RankMismatchError: likewise, ranks were given others.
+    """
+    module = model.module if isinstance(model, DistributedDataParallel) else model
+    units = units_of(module)
+    if units is None:
+        raise ValueError(f"this {type(module).__name__} is not fully sharded: take its state_dict()")
+    group = units.group
+    with failing_together(group):
+        if not ranks or not set(ranks) <= set(range(group.size)):
+            raise ValueError(f"expected ranks from 0 to {group.size - 1}, got {ranks!r}")
+    agree(group, [f"ranks={sorted(set(ranks))}"], "the arguments of full_state_dict()")
+    is_asked = group.rank in ranks
+    params = {param.data_ptr(): param for unit in units.units for param in unit.params if param.numel()}
+    with units.left_freed():
+        state = dict(module.state_dict())
+    sources = {name: params.get(t.data_ptr()) for name, t in state.items() if isinstance(t, Tensor)}
+    copies: dict[Tensor, Tensor] = {}
+    for unit in units.units:
+        with units.whole([unit.number], writes=False):
+            if is_asked:
+                copies.update((param, _copied(param)) for param in unit.params)
+    if not is_asked:
+        return None
+    for name, param in sources.items():
+        state[name] = _copied(state[name]) if param is None else copies[param]
+    return state
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(torch.device("cpu"), copy=True)

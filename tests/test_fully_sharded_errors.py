@@ -1,0 +1,165 @@
+"""What a fully sharded model refuses, and how it goes on after errors."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+
+from pool import Ranks
+from stalling import TIMEOUT, outcomes
+from test_fully_sharded import Tower, adamw, batch
+from test_fully_sharded_models import assert_alike, both, loss_of, train
+from zero_optim import ReductionError, ZeroRedundancyOptimizer
+from zero_optim.ddp import FullyShardedDataParallel, ShardedDataParallel, unsharded
+
+
+class Breaking(torch.autograd.Function):
+    """Raises in its backward pass where it is told to."""
+
+    fails = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if Breaking.fails:
+            raise ArithmeticError("on purpose")
+        return grad
+
+
+class Broken(Tower):
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third = self.blocks
+        x = second(first(self.first(x)))
+        return self.last(third(Breaking.apply(x)))
+
+
+def breaks_off() -> None:
+    (whole, one), (fully, other) = both(Broken())
+    for wrapped, optimizer in ((whole, one), (fully, other)):
+        Breaking.fails = True
+        with pytest.raises(ArithmeticError):
+            loss_of(wrapped, 5).backward()
+        with pytest.raises(ReductionError, match="every rank: a backward pass ended with an exception"):
+            loss_of(wrapped, 6)
+        Breaking.fails = False
+        optimizer.zero_grad()
+        train(wrapped, optimizer, loss_of)
+    assert_alike(fully.module, whole.module)
+    assert fully.units.nbytes_live() == 0
+
+
+def test_it_goes_on_after_a_backward_pass_that_broke_off(ranks2: Ranks) -> None:
+    ranks2.run(breaks_off)
+
+
+def raises_on_one() -> str:
+    model = Tower()
+    wrapped = FullyShardedDataParallel(
+        model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, timeout=TIMEOUT)
+    )
+    if dist.get_rank() == 1:
+
+        def fail(*_: object) -> None:
+            raise ArithmeticError("on purpose")
+
+        model.blocks[1].register_forward_hook(fail)
+    try:
+        loss_of(wrapped, 0).backward()
+    except ArithmeticError:
+        return "failed"
+    return "trained"
+
+
+@pytest.mark.slow
+def test_other_ranks_hear_of_a_rank_that_stopped_in_its_forward_pass() -> None:
+    waiting, failed = outcomes(2, raises_on_one)
+    assert failed.said == "failed"
+    assert str(waiting.said).startswith("StalledError"), waiting
+    assert "rank 0 waits in the gather" in str(waiting.said)
+
+
+def refuses_arguments() -> None:
+    model = Tower()
+    optimizer = adamw(model)
+    wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (TypeError, "takes no mixed_precision", {"mixed_precision": object()}),
+        (TypeError, "takes no bucket_cap_mb", {"bucket_cap_mb": 1}),
+        (TypeError, "expected units to be", {"units": 3}),
+        (TypeError, "expected units to be modules", {"units": ["blocks.0"]}),
+        (ValueError, "no module of the model", {"units": [nn.Linear(2, 2)]}),
+        (ValueError, "never called itself", {"units": [model.blocks]}),
+        (TypeError, "expected reshard_after_forward", {"reshard_after_forward": "yes"}),
+        (ValueError, "expected accumulate", {"accumulate": "both"}),
+    ]
+    before = [param.clone() for param in model.parameters()]
+    for kind, words, options in wrong:
+        with pytest.raises(kind, match=words):
+            FullyShardedDataParallel(model, optimizer, **options)
+    with pytest.raises(Exception, match="units") as told:
+        FullyShardedDataParallel(model, optimizer, units="auto" if dist.get_rank() else 3)  # type: ignore[arg-type]
+    del told
+    for param, want in zip(model.parameters(), before, strict=True):
+        assert torch.equal(param, want)
+    with pytest.raises(ValueError, match="no parameter of this Tower is sharded"), unsharded(model):
+        pass
+    train(FullyShardedDataParallel(model, optimizer), optimizer, loss_of)
+
+
+def test_wrong_arguments_change_nothing(ranks2: Ranks) -> None:
+    ranks2.run(refuses_arguments)
+
+
+def refuses_uses() -> None:
+    model = Tower()
+    optimizer = adamw(model)
+    wrapped = FullyShardedDataParallel(model, optimizer)
+    for build in (FullyShardedDataParallel, ShardedDataParallel):
+        with pytest.raises((ValueError, RuntimeError), match="fully sharded"):
+            build(model, optimizer)
+    other = nn.Linear(2, 2)
+    optimizer.add_param_group({"params": [*other.parameters()]})
+    with pytest.raises(RuntimeError, match="fully sharded model already"):
+        FullyShardedDataParallel(other, optimizer)
+    for call in (wrapped.detach, optimizer.detach):
+        with pytest.raises(RuntimeError, match="cannot be detached"):
+            call()
+    with pytest.raises(RuntimeError, match="no part in Join"), Join([wrapped]):
+        pass
+    with pytest.raises(RuntimeError, match="no comm hook"):
+        wrapped.register_comm_hook(None, lambda _, bucket: bucket)
+    with pytest.raises(RuntimeError, match="without no_sync"):
+        wrapped.no_sync()
+    for thing in (wrapped, model, optimizer):
+        with pytest.raises(RuntimeError, match="cannot be copied or pickled"):
+            copy.deepcopy(thing)
+    with pytest.raises(RuntimeError, match="cannot be copied or pickled"):
+        pickle.dumps(model)
+    with pytest.raises(RuntimeError, match="create_graph=True is not possible"):
+        torch.autograd.grad(loss_of(wrapped, 0), [model.first.weight], create_graph=True)
+
+
+def test_what_would_need_parameters_that_are_not_there_is_refused(ranks2: Ranks) -> None:
+    ranks2.run(refuses_uses)
+
+
+def notices_writes() -> None:
+    model = Tower()
+    optimizer = adamw(model)
+    wrapped = FullyShardedDataParallel(model, optimizer)
+    model.double()
+    with pytest.raises(RuntimeError, match="given other memory, while it was not whole"):
+        wrapped(batch(0).double())
+    with pytest.raises(RuntimeError, match="given other memory, while it was not whole"):
+        optimizer.step()
+
+
+def test_a_model_that_is_converted_while_it_is_freed_is_noticed(ranks2: Ranks) -> None:
+    ranks2.run(notices_writes)

@@ -1,0 +1,353 @@
+"""Models of many kinds train fully sharded as they do whole, bit for bit."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pool import Ranks
+from test_fully_sharded import Block, Tower, batch
+from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.ddp import (
+    DistributedDataParallel,
+    FullyShardedDataParallel,
+    ShardedDataParallel,
+    unsharded,
+)
+
+Loss = Callable[[nn.Module, int], Tensor]
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    return model(batch(step)).square().mean()
+
+
+def blocks_of(model: Any) -> list[nn.Module]:
+    return [*model.blocks]
+
+
+def assert_alike(model: nn.Module, other: nn.Module) -> None:
+    with unsharded(model):
+        for (name, param), want in zip(model.named_parameters(), other.parameters(), strict=True):
+            assert torch.equal(param, want), name
+
+
+def both(
+    model: nn.Module,
+    units: Callable[[Any], list[nn.Module]] = blocks_of,
+    optimizer_class: Any = torch.optim.AdamW,
+    owned: Callable[[nn.Module], Iterator[Tensor]] = nn.Module.parameters,
+    accumulate: str = "",
+    of_optimizer: dict[str, Any] | None = None,
+    **options: Any,
+) -> list[tuple[Any, ZeroRedundancyOptimizer]]:
+    """Two wrappers of copies of a model, whole and fully sharded, each with its optimizer."""
+    pair = []
+    for fully in (False, True):
+        own: Any = copy.deepcopy(model)
+        optimizer = ZeroRedundancyOptimizer(owned(own), optimizer_class, lr=1e-2, **(of_optimizer or {}))
+        wrapped: Any
+        if fully:
+            more: Any = {"accumulate": accumulate} if accumulate else {}
+            wrapped = FullyShardedDataParallel(own, optimizer, units=units(own), **more, **options)
+        elif accumulate == "owner" or torch.distributed.get_world_size() > 2:  # the order of sums
+            wrapped = ShardedDataParallel(own, optimizer, accumulate=accumulate or "owner", **options)
+        else:
+            wrapped = DistributedDataParallel(own, **options)
+        pair.append((wrapped, optimizer))
+    return pair
+
+
+def train(wrapped: Any, optimizer: ZeroRedundancyOptimizer, loss_of: Loss, steps: int = 3) -> list[float]:
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(wrapped, step)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def trains_alike(model: nn.Module, loss_of: Loss = loss_of, **options: Any) -> None:
+    (whole, one), (fully, other) = both(model, **options)
+    assert train(fully, other, loss_of) == train(whole, one, loss_of)
+    assert_alike(fully.module, whole.module)
+    assert fully.units.nbytes_live() == 0
+
+
+class Kinds(Tower):
+    """A tower that uses its blocks in some way."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        first, second, _ = self.blocks
+        if kind == "tied":
+            second.up.weight = first.up.weight
+        if kind == "dtypes":
+            first.norm = DoubleNorm(24, dtype=torch.float64)
+        if kind == "positions":
+            first.place = Positions()
+        self.num_passes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        first, second, third = self.blocks
+        if self.kind == "unused":
+            self.num_passes += 1
+            return self.last((second if self.num_passes % 2 else first)(x))
+        if self.kind == "twice":
+            return self.last(first(second(first(x))) + third(x))
+        if self.kind == "positions":
+            x = x + first.place(4)
+        return self.last(third(second(first(x))))
+
+
+class DoubleNorm(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.double()).float()
+
+
+class Positions(nn.Module):
+    """Returns a view of its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 24))
+
+    def forward(self, count: int) -> Tensor:
+        return self.weight[:count]
+
+
+def nested(model: Any) -> list[nn.Module]:
+    return [*model.blocks, *(block.up for block in model.blocks), model.first]
+
+
+def with_places(model: Any) -> list[nn.Module]:
+    return [*model.blocks, model.blocks[0].place]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "tied": {},
+    "tied nested": {"units": nested},
+    "twice": {},
+    "nested": {"units": nested},
+    "dtypes": {},
+    "unused": {"find_unused_parameters": True},
+    "positions": {"units": with_places},
+    "static": {"static_graph": True},
+}
+
+
+def trains_kind(kind: str) -> None:
+    trains_alike(Kinds(kind.removesuffix(" nested")), **CASES[kind])
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_blocks_are_used_in_any_way(ranks2: Ranks, kind: str) -> None:
+    ranks2.run(trains_kind, kind)
+
+
+def with_four() -> None:
+    trains_alike(Tower())
+    trains_alike(Kinds("tied"), units=nested)
+
+
+@pytest.mark.slow
+def test_four_ranks_give_the_bits_of_sharded_gradients(ranks4: Ranks) -> None:
+    ranks4.run(with_four)
+
+
+def trains_frozen(inside: bool) -> None:
+    model = Tower()
+    for param in [*model.blocks[0].parameters(), model.blocks[1].up.weight, model.first.bias]:
+        param.requires_grad_(False)
+
+    def trained(model: nn.Module) -> Iterator[Tensor]:
+        return (param for param in model.parameters() if param.requires_grad)
+
+    (whole, one), (fully, other) = both(model, owned=nn.Module.parameters if inside else trained)
+    assert train(fully, other, loss_of) == train(whole, one, loss_of)
+    assert fully.module.blocks[0].up.weight.isnan().all() == inside
+    assert_alike(fully.module, whole.module)
+    assert fully.units.nbytes_live() == 0
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_frozen_parameters_are_sharded_if_the_optimizer_has_them(ranks2: Ranks, inside: bool) -> None:
+    ranks2.run(trains_frozen, inside)
+
+
+class Hidden:
+    def __init__(self, inside: Tensor) -> None:
+        self.inside = inside
+
+
+class Wrapping(Block):
+    """Gives its output in another form."""
+
+    def __init__(self, form: Callable[[Tensor], Any]) -> None:
+        super().__init__(24)
+        self.form = form
+
+    def forward(self, x: Tensor) -> Any:
+        return self.form(super().forward(x))
+
+
+class Forms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first = nn.Linear(8, 24)
+        forms: list[Callable[[Tensor], Any]] = [lambda x: {"out": (x, None)}, lambda x: [3, (x,)], Hidden]
+        self.blocks = nn.ModuleList([Wrapping(form) for form in forms])
+
+    def __deepcopy__(self, memo: object) -> "Forms":
+        return Forms()
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two, three = self.blocks
+        x = one(self.first(x))["out"][0]
+        hidden: Tensor = three(two(x)[1][0]).inside
+        return hidden
+
+
+def test_modules_return_anything(ranks2: Ranks) -> None:
+    ranks2.run(returns_forms)
+
+
+def returns_forms() -> None:
+    trains_alike(Forms())
+
+
+def accumulates(how: str) -> None:
+    (whole, one), (fully, other) = both(Tower(), accumulate=how)
+    for wrapped, optimizer in ((whole, one), (fully, other)):
+        for step in range(2):
+            optimizer.zero_grad()
+            for number in range(3):
+                with wrapped.no_sync() if how == "local" and number < 2 else nullcontext():
+                    loss_of(wrapped, 10 * step + number).backward()
+            optimizer.step()
+    assert_alike(fully.module, whole.module)
+
+
+@pytest.mark.parametrize("how", ["local", "owner"])
+def test_passes_add_up_before_a_step(ranks2: Ranks, how: str) -> None:
+    ranks2.run(accumulates, how)
+
+
+def twice_and_between(model: nn.Module, step: int) -> Tensor:
+    """Two backward passes through one graph, and an evaluation in between."""
+    loss = loss_of(model, step)
+    loss.backward(retain_graph=True)
+    with torch.no_grad():
+        assert not model(batch(7)).isnan().any()
+    return loss
+
+
+def test_a_graph_is_gone_through_twice(ranks2: Ranks) -> None:
+    ranks2.run(goes_twice)
+
+
+def goes_twice() -> None:
+    trains_alike(Tower(), twice_and_between, accumulate="owner")
+
+
+def scales() -> None:
+    (whole, one), (fully, other) = both(Tower())
+    for wrapped, optimizer in ((whole, one), (fully, other)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = loss_of(wrapped, step)
+            if step == 1 and torch.distributed.get_rank() == 1:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            optimizer.clip_grad_norm_(0.3)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 128
+    assert_alike(fully.module, whole.module)
+
+
+def test_a_scaler_skips_a_step(ranks2: Ranks) -> None:
+    ranks2.run(scales)
+
+
+def bf16_loss(model: nn.Module, step: int) -> Tensor:
+    return model(batch(step).bfloat16()).float().square().mean()
+
+
+def with_masters() -> None:
+    options = {"of_optimizer": {"master_dtype": torch.float32, "ema_decay": 0.5}}
+    trains_alike(Tower().bfloat16(), bf16_loss, **options)
+
+
+def test_masters_stay_with_their_owners(ranks2: Ranks) -> None:
+    ranks2.run(with_masters)
+
+
+def with_muon() -> None:
+    model = nn.Sequential(*(nn.Linear(8 * (n + 1), 8 * (n + 2), bias=False) for n in range(4)))
+    trains_alike(model, units=lambda model: [*model][1:], optimizer_class=torch.optim.Muon)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this PyTorch has no Muon")
+def test_muon_steps_whole_matrices(ranks2: Ranks) -> None:
+    ranks2.run(with_muon)
+
+
+def with_closures() -> None:
+    (whole, one), (fully, other) = both(Tower())
+    for wrapped, optimizer in ((whole, one), (fully, other)):
+        for step in range(2):
+
+            def closure(wrapped: nn.Module = wrapped, optimizer: Any = optimizer, step: int = step) -> float:
+                optimizer.zero_grad()
+                loss = loss_of(wrapped, step)
+                loss.backward()
+                return loss.item()
+
+            optimizer.step(closure)
+    assert_alike(fully.module, whole.module)
+
+
+def test_closures_are_evaluated(ranks2: Ranks) -> None:
+    ranks2.run(with_closures)
+
+
+def gathers_lazily() -> None:
+    (whole, one), (fully, other) = both(Tower())
+    other.gather_lazily(fully)
+    assert train(fully, other, loss_of) == train(whole, one, loss_of)
+    assert_alike(fully.module, whole.module)
+
+
+def test_what_is_left_outside_units_may_be_gathered_lazily(ranks2: Ranks) -> None:
+    ranks2.run(gathers_lazily)
+
+
+def adds_a_group() -> None:
+    (whole, one), (fully, other) = both(Tower())
+    extra = [nn.Parameter(torch.ones(5)) for _ in range(2)]
+    for optimizer, param in ((one, extra[0]), (other, extra[1])):
+        optimizer.add_param_group({"params": [param]})
+    for (wrapped, optimizer), param in zip(((whole, one), (fully, other)), extra, strict=True):
+        for step in range(2):
+            optimizer.zero_grad()
+            (loss_of(wrapped, step)).backward()
+            param.grad = torch.full((5,), 2.0)
+            optimizer.step()
+    assert torch.equal(*extra)
+    assert_alike(fully.module, whole.module)
+
+
+def test_groups_are_added(ranks2: Ranks) -> None:
+    ranks2.run(adds_a_group)
