@@ -127,6 +127,8 @@ class RebindableOptimizer(MirroredOptimizer):
         self._mirror.let_go(waits=waits)
         self._sharding.let_go(waits=waits)
         self._owned.let_go()
+        works = self._ranks.works
+        works.log.cut_if_failed(works.ranks)  # see Note [Groups that end] in `zero_optim.comm.works`
         self._ranks = self._ranks.let_go()
         unwatch(self)
         params = self._params()
