@@ -15,6 +15,7 @@ from torch.futures import Future
 
 from pool import Ranks
 from stalling import linear
+from waiting import wait_until
 from worlds import enter, leave
 from zero_optim import StalledError, ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
@@ -149,7 +150,11 @@ def check_left_behind(folder: Path) -> None:
         with suppress(RuntimeError):
             work.wait()
             raise AssertionError("something was sent")
-        optimizer.detach()  # while the lanes are kept
+        optimizer.detach()
+        if rank == 0:
+            wait_until((folder / "raised").exists)  # while the lanes are kept
+        else:
+            (folder / "raised").touch()
         lanes = ()
         del work
         dist.destroy_process_group()
