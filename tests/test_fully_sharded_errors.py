@@ -163,3 +163,14 @@ def notices_writes() -> None:
 
 def test_a_model_that_is_converted_while_it_is_freed_is_noticed(ranks2: Ranks) -> None:
     ranks2.run(notices_writes)
+
+
+def refuses_mirrors() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, mirror=True)
+    with pytest.raises(ValueError, match="mirror=True would have no effect"):
+        FullyShardedDataParallel(model, optimizer)
+
+
+def test_mirrors_are_refused_as_they_would_have_no_effect(ranks2: Ranks) -> None:
+    ranks2.run(refuses_mirrors)

@@ -42,7 +42,6 @@ class Trainer:
             ema_decay=0.9,
             gather_lazily=model if kind == "lazy" else None,
             mirror=mirror,
-            timeout=10.0,  # gloo does not always see that a rank has left while others broadcast
         )
         self.model: DistributedDataParallel
         if kind == "sharded":

@@ -12,7 +12,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from stalling import LIMIT, TIMEOUT, Others, Outcome, linear, outcomes, sharded, stay_away, with_gradients
 from waiting import wait_until
-from zero_optim import RankMismatchError, ZeroRedundancyOptimizer, checkpoint
+from zero_optim import RankMismatchError, StalledError, ZeroRedundancyOptimizer, checkpoint
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.lanes import gloo_lanes_beside
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 from zero_optim.hooks import zero_step
 
@@ -213,6 +215,33 @@ def test_a_killed_rank_is_named_at_once() -> None:
     ended = outcomes(3, step_while_one_gets, signal.SIGKILL)
     check(ended, "rank 2 has ended: nothing listens at its address any more")
     assert ended[2].exitcode == -signal.SIGKILL
+
+
+def step_while_a_survivor_waits_for_another() -> str:
+    """Rank 0 is killed. Rank 1 waits for it, and sends nothing; rank 2 waits for rank 1, on another lane.
+
+    Nothing here has a timeout of its own.
+    """
+    optimizer, rank = sharded(with_gradients(linear()), timeout=None), dist.get_rank()
+    lanes = gloo_lanes_beside(RankGroup.of(None))
+    optimizer.step()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    awaited = rank - 1
+    try:
+        for work in lanes.groups[awaited].broadcast_rows([(awaited, torch.ones(4))]):
+            work.wait()
+    except StalledError:
+        if rank == 1:
+            stay_away()  # with its groups
+        raise
+    return "received"
+
+
+def test_a_rank_that_waits_for_a_survivor_hears_of_the_killed_rank() -> None:
+    ended = outcomes(3, step_while_a_survivor_waits_for_another)
+    for outcome in ended[1:]:
+        assert str(outcome.said).startswith("StalledError: stalled: rank 0 has ended"), ended
 
 
 def let_go_on(others: Others) -> None:

@@ -3,6 +3,8 @@
 import gc
 import time
 import weakref
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +15,12 @@ from torch.futures import Future
 
 from pool import Ranks
 from stalling import linear
+from waiting import wait_until
+from worlds import enter, leave
 from zero_optim import StalledError, ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.diagnosis import Status, judge
+from zero_optim.comm.lanes import gloo_lanes_beside
 from zero_optim.comm.peers import Presence
 from zero_optim.comm.works import KEPT, OVERLAPPED_STEP, Activity, Record, Verdict
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
@@ -106,7 +111,7 @@ def check_work() -> None:
     (work,) = group.broadcast_rows([(1, tensor)])
     assert isinstance(work.wait(timeout=100.0), bool)  # type: ignore[call-arg]
     assert work.done  # type: ignore[attr-defined]
-    assert work.exception is None  # type: ignore[attr-defined]
+    assert work.failure is None  # type: ignore[attr-defined]
     assert work.record.timeout == 100.0  # type: ignore[attr-defined]
     assert torch.equal(tensor, torch.ones(4))
 
@@ -128,6 +133,40 @@ def check_given_up() -> None:
 
 def test_no_work_begins_on_ranks_that_were_given_up(ranks2: Ranks) -> None:
     ranks2.run(check_given_up)
+
+
+def check_left_behind(folder: Path) -> None:
+    """Rank 0 leaves after a failure of which nobody has died; rank 1 waits for it on another lane."""
+    rank = leave()
+    enter(folder, "the group", rank, 2)
+    optimizer = ZeroRedundancyOptimizer(linear().parameters(), torch.optim.Adam)
+    lanes = gloo_lanes_beside(RankGroup.of(None)).groups
+    seen = [works.group for works in lanes[0].works.log.groups.values()]
+    if rank == 1:
+        lanes[0].works.cut()
+    gc.disable()
+    try:
+        (work,) = lanes[rank].broadcast_rows([(1 - rank, torch.ones(4))])
+        with suppress(RuntimeError):
+            work.wait()
+            raise AssertionError("something was sent")
+        optimizer.detach()
+        if rank == 0:
+            wait_until((folder / "raised").exists)  # while the lanes are kept
+        else:
+            (folder / "raised").touch()
+        lanes = ()
+        del work
+        dist.destroy_process_group()
+        assert [group() for group in seen] == [None] * len(seen)
+    finally:
+        gc.enable()
+
+
+def test_who_lets_go_after_a_failure_is_waited_for_by_nobody_and_keeps_no_group(
+    ranks2: Ranks, tmp_path: Path
+) -> None:
+    ranks2.run(check_left_behind, tmp_path, timeout=40.0)  # less than the timeout of the group
 
 
 def fail_in_a_future(future: Future[Any]) -> Tensor:

@@ -10,6 +10,15 @@ Note [Waits that end]
     the backend's own, without a limit, and is noted here while it lasts. The watchdog looks at the notes.
     When it gives up a group, it breaks the group's connections from its own thread (`GroupWorks.cut`). Every
     wait in that group then raises in its thread, whoever waits there, and what it raises is explained here.
+
+Note [Groups that end]
+    gloo closes the connections of a group when nothing refers to the group any more. What a wait raises does:
+    its traceback has the frames that waited. It goes when the caller has done with the error, unless one of
+    these frames refers to the error in turn. Then it stays until Python collects garbage, long after
+    ``destroy_process_group()``, and a rank that waits for this one waits on. So nothing here keeps an error.
+
+    A caller may keep it all the same. So whoever lets go of ranks, after a wait on one of their groups has
+    failed, breaks the connections of all of them (`WorkLog.cut_if_failed`).
 """
 
 import itertools
@@ -201,16 +210,20 @@ class _Watched:
     ) -> None:
         record = self._record
         log = record.group.log
+        explained: Exception | None = None
         if self._range is not None:
             self._range.__exit__(kind, error, traceback)
         try:
             if isinstance(error, RuntimeError) and not isinstance(error, ZeroOptimError):
                 record.failure = str(error)
-                is_known = not record.runs_hook or raised_by_backend(error)
-                explained = log.explain(record, error) if is_known else None
+                is_of_backend = raised_by_backend(error)
+                record.group.has_failed |= is_of_backend
+                if not record.runs_hook or is_of_backend:
+                    explained = log.explain(record, error)
                 if explained is not None:
                     raise explained from error
         finally:
+            explained = None  # see Note [Groups that end]
             if self._ends:
                 record.ended = time.monotonic()
             record.waiting_since = None
@@ -232,6 +245,7 @@ class GroupWorks:
         ranks: as given.
         limit: in seconds.
         verdict: why the group was given up, if it was: no work begins any more.
+        has_failed: a wait raised what came from the backend.
         group: a weak reference to it.
         outstanding: a work that an accelerator does while the CPU goes on, and its handle; at most one is
             looked at, since the works of a group end in order. So no more than one handle is kept, and what
@@ -251,6 +265,7 @@ class GroupWorks:
         self.ranks = ranks
         self.limit = float("inf") if limit is None else limit.total_seconds()
         self.verdict = log.verdicts.get(ranks)
+        self.has_failed = False
         self.outstanding: tuple[Record, Any] | None = None
         self.group = weakref.ref(process_group)
         self._numbers = itertools.count(1)
@@ -259,15 +274,18 @@ class GroupWorks:
     def cut(self) -> None:
         """Break the connections of the group to other ranks, on any thread: see Note [Waits that end].
 
-        gloo does so where a receive takes too long. So this begins one that nobody answers.
+        gloo does so where a receive takes too long. So this begins one that nobody answers. One from a rank
+        that is known to have ended fails at once, and then the other connections stay. So it asks them all.
         """
         group = self.group()
         if group is None or not self._can_cut:
             return
-        other = 1 if group.rank() == 0 else 0
-        with suppress(RuntimeError, ValueError):  # that it took too long, or that it was broken before
-            work = group.recv([torch.empty(1, dtype=torch.uint8)], other, _NO_TAG)
-            work.wait(timedelta(milliseconds=1))
+        for other in range(len(self.ranks)):
+            if other == group.rank():
+                continue
+            with suppress(RuntimeError, ValueError):  # that it took too long, or that it was broken before
+                work = group.recv([torch.empty(1, dtype=torch.uint8)], other, _NO_TAG)
+                work.wait(timedelta(milliseconds=1))
 
     def begin(self, phase: Phase, about: str = "") -> Record:
         """Begin a work: give it a number, and a place in the ring.
@@ -339,6 +357,16 @@ class WorkLog:
                 works.verdict = holds
         return holds
 
+    def cut_if_failed(self, ranks: tuple[int, ...]) -> None:
+        """Break the connections of all groups of some ranks, if a wait on one of them has failed.
+
+        For whoever lets go of them: no other rank is to wait for this one any more. Does not communicate.
+        """
+        of_ranks = [works for works in list(self.groups.values()) if works.ranks == ranks]
+        if any(works.has_failed or works.verdict is not None for works in of_ranks):
+            for works in of_ranks:
+                works.cut()
+
 
 # By the default group. PyTorch keeps that in a global, so this has to be one too. It is weak, so that it ends
 # with the default group.
@@ -371,12 +399,12 @@ class Work:
         record: the label, and what is known of it.
     """
 
-    __slots__ = ("_error", "_is_over", "_phase", "handle", "record")
+    __slots__ = ("_failure", "_is_over", "_phase", "handle", "record")
 
     def __init__(self, handle: Waitable, phase: Phase, record: Record, *, is_late: bool = False) -> None:
         self.handle = handle
         self._phase = phase
-        self._error: BaseException | None = None
+        self._failure: str | None = None  # as text, see Note [Groups that end]
         self._is_over = False
         self.record = record
         if is_late and record.group.outstanding is None:
@@ -398,7 +426,7 @@ class Work:
             with self._phase.held_up(), self.record.waiting():
                 return self.handle.wait()
         except Exception as error:
-            self._error = error
+            self._failure = str(error)
             raise
         finally:
             self._is_over = True
@@ -412,6 +440,6 @@ class Work:
         return ask is not None and bool(ask())
 
     @property
-    def exception(self) -> BaseException | None:
-        """What the last wait raised; None if it raised nothing."""
-        return self._error
+    def failure(self) -> str | None:
+        """What the last wait raised, as text; None if it raised nothing."""
+        return self._failure

@@ -9,19 +9,12 @@ Note [Rebinding is building anew]
     leaves, load what this rank is to own, as from a checkpoint. So it gives the bits of a run that was saved,
     and loaded by so many ranks. The old state stays until everything has been checked: if it raises before,
     the optimizer is detached as it was.
-
-Note [Going back to a mirror]
-    If the ranks do not hold one whole state, but keep mirrors, they go back to the newest version of these
-    that is whole among them, see Note [Versions] in `zero_optim.state.mirror`. Then the holders are the ranks
-    of the former group, by their numbers there. The host of a lost one is its buddy. All that a rank gives
-    comes from its copies, also for itself, and so do options.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,67 +24,20 @@ from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.arguments import check_flags, ranks_of
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.watchdog import learn_addresses, unwatch, watch
-from zero_optim.comm.wire import decode, encode, recv_encoded, send_value
-from zero_optim.errors import LostStateError, RankMismatchError
 from zero_optim.plan.description import describe
-from zero_optim.plan.groups import (
-    ParamGroup,
-    describe_options,
-    options_of,
-    param_names,
-    params_of,
-    short_names,
-)
-from zero_optim.plan.pieces import Piece, Pieces, num_rows
+from zero_optim.plan.groups import ParamGroup, param_names, params_of, short_names
 from zero_optim.plan.plan import Plan, describe_params
 from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.units import KeptRows, UnitBucket
-from zero_optim.state.mirroring import MirroredOptimizer
-from zero_optim.state.moving import (
-    Forms,
-    Held,
-    Holding,
-    Moved,
-    exchange_holdings,
-    held_pieces,
-    holders_of,
-    loses_state,
-    move_state,
-    refuse_lost,
-)
-from zero_optim.state.versions import common_version
-from zero_optim.state.whole import Snapshot, by_index, check_targets
+from zero_optim.state.holding import Found, HoldingOptimizer
+from zero_optim.state.moving import Forms, Moved, move_state, refuse_lost
+from zero_optim.state.whole import Snapshot, check_targets
 from zero_optim.step.leaves import EMA, MASTER, Leaves, WeightAverage
 from zero_optim.step.owned import OwnedState
 from zero_optim.step.partial import PartialGradient
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Found:
-    """What the ranks of a new group hold together.
-
-    Attributes:
-        first: a rank that gives what is the same for all.
-        age: of the state.
-        steps: how many were taken.
-        pieces: which holder has which rows of each parameter.
-        is_told: ranks are new, or there are global entries: the first one tells the others.
-        hosts: the rank of each holder.
-        held: what the holders have whose host this rank is.
-        copied: what all ranks have, if it comes from a mirror.
-    """
-
-    first: int
-    age: int
-    steps: int
-    pieces: list[Pieces]
-    is_told: bool
-    hosts: Sequence[int]
-    held: Mapping[int, Held]
-    copied: Mapping[str, Any] | None = None
-
-
-class RebindableOptimizer(MirroredOptimizer):
+class RebindableOptimizer(HoldingOptimizer):
     """An optimizer that can go from one process group to another. The subclass adds the step."""
 
     def detach(self, *, wait: bool = True, staying: Sequence[int] | None = None) -> None:
@@ -135,6 +81,8 @@ class RebindableOptimizer(MirroredOptimizer):
         self._mirror.let_go(waits=waits)
         self._sharding.let_go(waits=waits)
         self._owned.let_go()
+        works = self._ranks.works
+        works.log.cut_if_failed(works.ranks)  # see Note [Groups that end] in `zero_optim.comm.works`
         self._ranks = self._ranks.let_go()
         unwatch(self)
         params = self._params()
@@ -246,6 +194,7 @@ class RebindableOptimizer(MirroredOptimizer):
 
         Raises:
             RuntimeError: on every rank: there are units already.
+            ValueError: likewise: the optimizer has mirrors, which go with `rebind` alone.
             Exception: likewise, as `rebind`. Nothing has changed after either.
         """
         group = self._group
@@ -255,6 +204,11 @@ class RebindableOptimizer(MirroredOptimizer):
                     raise RuntimeError(
                         "the optimizer has the parameters of a fully sharded model already: put all modules "
                         "into one, or give each an optimizer"
+                    )
+                if self._options.mirror:
+                    raise ValueError(
+                        "the optimizer of a fully sharded model cannot be bound anew, so mirror=True would have "
+                        "no effect: leave it out, and save checkpoints"
                     )
             self.wait_for_gathers()
             before, self._units = self._units, units
@@ -340,7 +294,7 @@ class RebindableOptimizer(MirroredOptimizer):
         self._settle(plan, moved, found)
         return [params[index] for index in lost]
 
-    def _settle(self, plan: Plan, moved: Moved, found: _Found | None) -> None:
+    def _settle(self, plan: Plan, moved: Moved, found: Found | None) -> None:
         """Move into the new buckets, with the rows that came; ``found`` is the state, None if it is new."""
         params, owned = self._params(), self._owned
         self.defaults = owned.local.defaults
@@ -358,27 +312,6 @@ class RebindableOptimizer(MirroredOptimizer):
         if self._snapshot.age != found.age or found.copied is not None:
             self._snapshot = Snapshot(found.age)
 
-    # ------------------------------------------------------------------ what was saved
-
-    @property
-    def age(self) -> int:
-        """How often the state was changed by steps, loads and the like; 0 if never. Equal on every rank."""
-        return self._snapshot.age
-
-    def note_saved(self, token: str, age: int) -> None:
-        """Take note that the state of some age is in a checkpoint.
-
-        Args:
-            token: of the checkpoint.
-            age: of the state that was saved.
-        """
-        self._snapshot.saved = (token, age)
-
-    def was_saved_as(self, token: str) -> bool:
-        """Whether what this rank holds, unless it is new, is what a checkpoint has."""
-        snapshot = self._snapshot
-        return not snapshot.is_torn and (snapshot.age == 0 or snapshot.saved == (token, snapshot.age))
-
     def give_up_state(self) -> None:
         """Detach, and take what this rank holds for no state any more, since it is not whole."""
         self.detach()
@@ -389,83 +322,6 @@ class RebindableOptimizer(MirroredOptimizer):
     def _new_group(self, process_group: dist.ProcessGroup | None) -> RankGroup:
         group = ranks_of(process_group)
         return replace(RankGroup.of(group.process_group, self._params()), phase=self._ranks.phase)
-
-    def _find(self, group: RankGroup, *, may_lose: bool) -> _Found | None:
-        """Find out what the ranks hold; None if all are new. All ranks call."""
-        params = self._params()
-        pieces = [self._sharding.piece_here(param) for param in params]
-        former = [self._sharding.pieces[param] for param in params]
-        mine = Holding(
-            self._snapshot.age,
-            self._snapshot.is_torn,
-            describe_options(self.param_groups),
-            sum(not isinstance(key, Tensor) for key in self.owned_state()),
-            [[index, piece.start, piece.stop] for index, piece in enumerate(pieces) if piece is not None],
-            self.num_steps,
-            None if may_lose else self._mirror.kept(former),
-        )
-        holdings = exchange_holdings(group, mine)
-        if not any(holding.kept for holding in holdings):
-            return self._found_live(group, holdings)
-        try:
-            found = self._found_live(group, holdings)
-            if found is None or all(found.pieces) or not loses_state(holdings):
-                return found
-        except (LostStateError, RankMismatchError):  # the same on every rank
-            if not loses_state(holdings):
-                raise
-        return self._found_in_mirrors(group, holdings)
-
-    def _found_live(self, group: RankGroup, holdings: Sequence[Holding]) -> _Found | None:
-        """Go on with what the ranks hold; None if all are new. Does not communicate."""
-        holders = holders_of(holdings)
-        if not holders:
-            return None
-        params = self._params()
-        rows = [num_rows(param.shape) for param in params]
-        held = held_pieces(holdings, holders, rows, param_names(self.param_groups))
-        first = holders[0]
-        is_told = len(holders) < group.size or any(holdings[rank].num_everywhere for rank in holders)
-        steps = max(holdings[rank].steps for rank in holders)
-        own = {group.rank: self._held()}
-        return _Found(first, holdings[first].age, steps, held, is_told, range(group.size), own)
-
-    def _found_in_mirrors(self, group: RankGroup, holdings: Sequence[Holding]) -> _Found:
-        """Go back, see Note [Going back to a mirror]. Does not communicate."""
-        common = common_version([holding.kept for holding in holdings])
-        kept = holdings[common.first].kept
-        assert kept is not None  # that rank was in the former group
-        pieces: list[list[Piece]] = [[] for _ in self._params()]
-        for index, *piece in kept.pieces:
-            pieces[index].append(Piece(*piece))
-        held, copied = self._kept_by_former(common, group.rank)
-        every = [tuple(some) for some in pieces]
-        return _Found(common.first, common.age, common.steps, every, True, common.hosts, held, copied)
-
-    def _told(self, group: RankGroup, found: _Found | None) -> tuple[list[ParamGroup], dict[Any, Any]]:
-        """Give the groups with the options to go on with, and global entries; all ranks call."""
-        if found is None or not found.is_told:
-            return self.param_groups, {}
-        is_first = group.rank == found.first
-        with failing_together(group):
-            message = None
-            if is_first:
-                state = self.owned_state()
-                everywhere = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
-                options = [options_of(each) for each in self.param_groups]
-                beside = found.copied or {"options": options, "everywhere": everywhere}
-                message = encode(beside, "the options")
-        if message is not None:
-            others = [rank for rank in range(group.size) if rank != group.rank]
-            send_value(group, others, *message)
-            skeleton, tensors = message
-        else:
-            skeleton, tensors = recv_encoded(group, found.first)
-        with failing_together(group):
-            told = decode(skeleton, iter(tensors))
-            is_own = is_first and found.copied is None
-            groups = self.param_groups if is_own else self._with_options(told["options"])
-        return groups, told["everywhere"]
 
     def _planned(
         self, group: RankGroup, num_owners: int, groups: Sequence[ParamGroup], about: Sequence[str]
@@ -487,13 +343,6 @@ class RebindableOptimizer(MirroredOptimizer):
     def _may_cut(self) -> list[bool]:
         """Tell for each group whether its parameters may be cut, as the user wants it."""
         return [not self._kept_whole.issuperset(group["params"]) for group in self.param_groups]
-
-    def _held(self) -> Held:
-        params = self._params()
-        owned, leaves = self.owned_parameters(), self._owned.leaves
-        of_params = {key: value for key, value in self.owned_state().items() if isinstance(key, Tensor)}
-        values = by_index({param: leaves.rows(param).detach() for param in owned}, params)
-        return Held(by_index(of_params, params), values)
 
     def _forms(self) -> Forms:
         shaped = [
