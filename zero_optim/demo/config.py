@@ -75,6 +75,7 @@ class RunConfig:
         shard: what each rank keeps only a part of: the optimizer state, or the gradients too. With
             ``accumulate``, gradients are whole on each rank until the last micro-batch.
         trace: whether one update is profiled and drawn.
+        survive: whether the other ranks go on when one dies.
         context, layers, width, heads: see `ModelShape`.
     """
 
@@ -102,6 +103,7 @@ class RunConfig:
     overlap: Overlap = "off"
     shard: Sharded = "state"
     trace: bool = False
+    survive: bool = False
     context: int = 128
     layers: int = 4
     width: int = 128
@@ -153,12 +155,16 @@ class RunConfig:
         Raises:
             ValueError: they cannot.
         """
-        if self.batch_size % (world_size * self.accumulate):
+        if not self.fits(world_size):
             raise ValueError(
                 f"--batch-size {self.batch_size} cannot be shared equally by {world_size} ranks"
                 + (f" x {self.accumulate} accumulated micro-batches" if self.accumulate > 1 else "")
                 + f": give a multiple of {world_size * self.accumulate}"
             )
+
+    def fits(self, world_size: int) -> bool:
+        """Whether ``world_size`` ranks can share a batch equally."""
+        return self.batch_size % (world_size * self.accumulate) == 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields by name."""
