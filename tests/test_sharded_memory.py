@@ -103,11 +103,13 @@ def holds_little(num_passes: int, defers: bool = False) -> int:
     return peak
 
 
+@pytest.mark.not_late("it measures memory, and the late backend keeps copies of inputs")
 def test_a_rank_holds_its_own_gradients_and_less_than_two_buckets(ranks2: Ranks) -> None:
     for peak in ranks2.run(holds_little, 1):
         assert peak < NUM_LAYERS * LAYER_NBYTES / 2 + 2 * BUCKET_LAYERS * LAYER_NBYTES
 
 
+@pytest.mark.not_late("it measures memory, and the late backend keeps copies of inputs")
 def test_a_rank_of_four_holds_its_own_gradients_and_less_than_three_buckets(ranks4: Ranks) -> None:
     ranks4.run(holds_little, 1)
 
@@ -116,6 +118,7 @@ def test_adding_up_takes_a_second_set_of_own_gradients(ranks2: Ranks) -> None:
     ranks2.run(holds_little, 3)
 
 
+@pytest.mark.not_late("it measures memory, and the late backend keeps copies of inputs")
 def test_adding_up_takes_little_more_memory_where_reports_are_late(ranks2: Ranks) -> None:
     ranks2.run(holds_little, 3, True)
 

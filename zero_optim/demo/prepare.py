@@ -149,9 +149,7 @@ def _merge(
                 f"--nproc {given['nproc']}, but torchrun started {here} ranks on this host: leave --nproc out"
             )
         if given.get("survive"):
-            raise ValueError(
-                "--survive needs the launcher of zero-optim, which knows who lives: leave it out"
-            )
+            raise ValueError("--survive needs zero-optim's own launcher, not torchrun: leave it out")
         fields["nproc"], fields["survive"] = here, False
     named = optimizers.parse(given.get("options", ()))
     if fields["optimizer"] == base["optimizer"]:

@@ -82,7 +82,7 @@ def _watch_over(config: RunConfig, meeting: Meeting, processes: Processes) -> Ro
             return current
         died = [rank for rank, code in enumerate(codes) if code is not None and code < 0]
         if died and 0 not in codes:  # a rank ends with 0 when all is done: then nothing is left to go on with
-            current = _next_round(config, current, died, processes)
+            current = next_round(config, current, died, processes)
             if died[0] == 0 and sys.stdout.isatty():
                 sys.stdout.write("\x1b[?25h\n")  # its bar hid the cursor
                 sys.stdout.flush()
@@ -96,7 +96,7 @@ def _watch_over(config: RunConfig, meeting: Meeting, processes: Processes) -> Ro
         time.sleep(_POLL)
 
 
-def _next_round(config: RunConfig, last: Round, died: list[int], processes: Processes) -> Round:
+def next_round(config: RunConfig, last: Round, died: list[int], processes: Processes) -> Round:
     """Choose who goes on: as many of those that are left as can share a batch equally."""
     news = " and ".join(_death(rank, processes[last.members[rank]]) for rank in died)
     left = [rank for rank in range(len(last.members)) if rank not in died]

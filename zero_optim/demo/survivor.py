@@ -1,5 +1,6 @@
 """A rank that goes on when another one dies, with ``--survive``: in the same process, in a new group."""
 
+import logging
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -39,6 +40,8 @@ class Survivor:
 
     def work(self) -> None:
         """Train to the end, unless this process is left out of a round."""
+        # A rank that ended is news here, no error; and what ends the run is reported.
+        logging.getLogger("zero_optim").addFilter(lambda record: record.levelno < logging.ERROR)
         last = -1
         with ExitStack() as screen:
             shards: list[Shard] | None = None
@@ -76,7 +79,7 @@ class Survivor:
         try:
             return ranks.form(self._meeting.store(current), rank, size)
         except RuntimeError as error:
-            # PyTorch has counted a group that there is not. Ranks that count differently do not find each other.
+            # PyTorch has counted a group that there is not: ranks that count differently do not meet.
             raise RemoteRankError(
                 "the ranks could not connect, as another one may just have died: resume the run"
             ) from error
@@ -118,7 +121,7 @@ class Survivor:
         if not self._news:
             return ""
         who = "1 rank goes" if world_size == 1 else f"{world_size} ranks go"
-        where = (
-            f"from update {step}" if step is not None else "from the start: no checkpoint was complete yet"
-        )
+        where = f"from update {step}"
+        if step is None:
+            where = "from the start, as no checkpoint was complete yet"
         return f"{'; '.join(self._news)}; {who} on {where}"
