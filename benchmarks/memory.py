@@ -37,6 +37,7 @@ from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel
 
 SHARDED, UNSHARDED = "zero_optim", "unsharded"
+BUCKET_CAP_MB = 8.0  # of the optimizer, whose buckets sharded gradients have; there are several
 
 
 def measure(kind: str) -> dict[str, int]:
@@ -75,7 +76,10 @@ WRAPPERS: dict[str, Wrap] = {
     "torch DDP, view": lambda model, _: TorchDdp(model, gradient_as_bucket_view=True),
     "ours": lambda model, _: DistributedDataParallel(model),
     "ours, view": lambda model, _: DistributedDataParallel(model, gradient_as_bucket_view=True),
-    SHARDED_GRADIENTS: lambda *both: zero_optim.ddp.ShardedDataParallel(*both),  # noqa: PLW0108 - may be missing
+    # Models are equal already. Copying them from rank 0 would take more memory than the gradients.
+    SHARDED_GRADIENTS: lambda model, optimizer: zero_optim.ddp.ShardedDataParallel(
+        model, optimizer, init_sync=False
+    ),
 }
 
 
@@ -84,7 +88,9 @@ def gradient_peak(kind: str) -> int:
     # What is freed leaves resident memory at once. By itself glibc would keep more and more of it.
     ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD
     work = workload("gpt")
-    optimizer = ZeroRedundancyOptimizer(work.model.parameters(), torch.optim.AdamW, fused=True)
+    optimizer = ZeroRedundancyOptimizer(
+        work.model.parameters(), torch.optim.AdamW, fused=True, bucket_cap_mb=BUCKET_CAP_MB
+    )
     batch = torch.randint(4096, (1, 4), generator=torch.Generator().manual_seed(dist.get_rank()))
     work.loss(work.model(batch)).backward()  # loads the code
     optimizer.zero_grad()
@@ -115,17 +121,29 @@ def tell_gradients(runs: list[dict[str, Any]], whole: int) -> None:
     if not any(SHARDED_GRADIENTS in run["peak_nbytes"] for run in runs):
         print("left out: zero_optim.ddp has no ShardedDataParallel, which shards gradients")
     rows = [
-        [f"W={run['ranks']}, {kind}", f"{peak / MIB:.0f}", f"{peak / whole:.2f}", f"{1 / run['ranks']:.2f}"]
+        [
+            f"W={run['ranks']}, {kind}",
+            f"{peak / MIB:.0f}",
+            f"{peak / whole:.2f}",
+            f"{1 / run['ranks']:.2f}",
+            f"{(peak - whole / run['ranks']) / MIB / BUCKET_CAP_MB:.2f}" if kind == SHARDED_GRADIENTS else "",
+        ]
         for run in runs
         for kind, peak in run["peak_nbytes"].items()
     ]
-    columns = ("", "peak, MiB", "/ gradients", "1 / W")
+    columns = (
+        "",
+        "peak, MiB",
+        "/ gradients",
+        "1 / W",
+        f"(peak - gradients / W), buckets of {BUCKET_CAP_MB:g} MiB",
+    )
     show(f"gradient memory of the rank that needs most; gradients are {whole / MIB:.1f} MiB", columns, rows)
 
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
     options = parser.parse_args()
     gradients = [gradient_peaks(ranks) for ranks in options.ranks if ranks > 1]
     tell_gradients(gradients, sum(param.nbytes for param in workload("gpt").model.parameters()))

@@ -2,7 +2,8 @@
 
 AdamW(fused), one thread a rank; contenders take turns in one run. "compute alone" is forward, backward and
 the step of a rank's share, without communication. The time of an iteration beyond it is exposed
-communication, and whatever else the recipe does. Beside it stands how long callers waited by `metrics()`.
+communication, and whatever else the recipe does. Beside it stands how long communication held callers up by
+`metrics()`.
 
 The bound is compute alone, then all bytes at the rate of the link: 2 (W-1)/W times the parameters' bytes
 from each rank. Bytes on the wire are those that the interfaces have sent, with headers and acknowledgements.

@@ -6,11 +6,20 @@ Note [PyTorch's buckets]
     registration, and reduced from the last to the first. Where parameters may be unused they stay.
     Otherwise there is one for each dtype, without a limit, until the order in which gradients come is known:
     after the first pass, with a static graph after the second. Then buckets are filled in that order.
+
+Note [Buckets in rows]
+    A comm hook that reduces gradients to the owners of their parameters adds them up in the order of ranks,
+    so that no bits depend on the buckets. It sends a row to each rank. So it may name buckets, see
+    `Members`: those of the optimizer, which are even over the ranks, with the parameters in the order of
+    rows. Then a row is one contiguous part of the bucket: it is sent from there, and its sum is there.
+    PyTorch's DDP does not ask, and the hook copies what it sends. Rows are not padded, as hooks are given
+    buckets in which gradients follow each other without gaps.
 """
 
 import sys
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +30,9 @@ from zero_optim.ddp.bucket import ReducerBucket
 from zero_optim.plan.buckets import assign_buckets
 from zero_optim.plan.groups import bucket_text
 from zero_optim.plan.memory import dense_strides
+
+# The parameters of each bucket, in its order. A parameter is in one bucket at most.
+Members: TypeAlias = Sequence[Sequence[Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +153,10 @@ class BucketAssignment:
 
 
 def assign(
-    reduced: ReducedParams, options: ReducerOptions, order: Sequence[int] | None = None
+    reduced: ReducedParams,
+    options: ReducerOptions,
+    order: Sequence[int] | None = None,
+    members: Members | None = None,
 ) -> BucketAssignment:
     """Make the buckets. A sparse gradient travels alone.
 
@@ -149,16 +164,21 @@ def assign(
         reduced: the parameters.
         options: capacities and kinds.
         order: in which gradients come; None as long as that is not known.
+        members: of buckets that a comm hook names, see Note [Buckets in rows]; not used unless each parameter
+            is in one of them. None for PyTorch's buckets.
     """
     names, params, sparse = reduced.names, reduced.params, reduced.sparse
     keys = [
         (param.dtype, name if name in sparse else None) for name, param in zip(names, params, strict=True)
     ]
     nbytes = [param.numel() * param.element_size() for param in params]
-    if order is None:
-        members = _first_buckets(keys, nbytes, options)
+    named = [] if members is None else indices_of_members(reduced, members, order)
+    if sum(map(len, named)) == len(params):
+        listed = named
+    elif order is None:
+        listed = _first_buckets(keys, nbytes, options)
     else:
-        members = assign_buckets(keys, nbytes, options.bucket_caps_nbytes, order, overflow=True)
+        listed = assign_buckets(keys, nbytes, options.bucket_caps_nbytes, order, overflow=True)
     buckets = [
         ReducerBucket(
             indices,
@@ -168,9 +188,34 @@ def assign(
             batched=options.batched_grad_copy,
             dtype=options.reduce_dtype if params[indices[0]].is_floating_point() else None,
         )
-        for indices in members
+        for indices in listed
     ]
     return BucketAssignment.of(names, buckets)
+
+
+def indices_of_members(
+    reduced: ReducedParams, members: Members, order: Sequence[int] | None = None
+) -> list[list[int]]:
+    """Find the parameters of given buckets, in the order in which the buckets become full.
+
+    Parameters that are not reduced are left out. A sparse gradient has a bucket of its own.
+
+    Args:
+        reduced: the parameters.
+        members: of the buckets.
+        order: in which gradients come; None for the last parameter first, which is about right.
+    """
+    index_of, names = reduced.index_of, reduced.names
+    listed: list[list[int]] = []
+    for of_bucket in members:
+        here = [index_of[id(param)] for param in of_bucket if id(param) in index_of]
+        listed += [[index] for index in here if names[index] in reduced.sparse]
+        dense = [index for index in here if names[index] not in reduced.sparse]
+        listed += [dense] if dense else []
+    if order is None:
+        return sorted(listed, key=min, reverse=True)
+    places = {index: place for place, index in enumerate(order)}
+    return sorted(listed, key=lambda indices: max(map(places.__getitem__, indices)))
 
 
 def _first_buckets(
@@ -180,8 +225,8 @@ def _first_buckets(
     may_be_unused = options.find_unused_parameters and not options.static_graph
     is_limited = options.limits_first_buckets or may_be_unused
     caps = options.bucket_caps_nbytes if is_limited else (sys.maxsize,)
-    members = assign_buckets(keys, nbytes, caps, range(len(keys)), overflow=True)
-    return sorted(members, key=min, reverse=True)
+    listed = assign_buckets(keys, nbytes, caps, range(len(keys)), overflow=True)
+    return sorted(listed, key=min, reverse=True)
 
 
 def _name_params(params: Iterable[tuple[str, Tensor]] | Iterable[Tensor]) -> list[tuple[str, Tensor]]:

@@ -8,6 +8,7 @@ Note [Phases of a backward pass]
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -83,6 +84,7 @@ class BackwardPass:
         assignment: parameters and buckets.
         terms: how the pass is to go.
         launch: starts a bucket's reduction.
+        held_up: gives a context in which gradients are taken, whose time is counted.
 
     Attributes:
         phase: where it stands.
@@ -94,8 +96,15 @@ class BackwardPass:
 
     keeps_graph = False
 
-    def __init__(self, assignment: BucketAssignment, terms: PassTerms, launch: Launch) -> None:
+    def __init__(
+        self,
+        assignment: BucketAssignment,
+        terms: PassTerms,
+        launch: Launch,
+        held_up: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self.phase = Phase.RUNNING
+        self._held_up = held_up
         self.calls = [0] * len(assignment.names)
         self.order: list[int] = []
         self.reductions = BucketReductions(assignment.buckets, launch)
@@ -157,18 +166,21 @@ class BackwardPass:
         if streams is not None:
             streams.came(number)
         if slot in bucket.large_slots:
-            bucket.take_one(slot, self._terms.divisor)
+            with self._held_up():
+                bucket.take_one(slot, self._terms.divisor)
         else:
             pending = bucket.pending
             pending.append(slot)
             if len(pending) >= bucket.batch_length:
                 if streams is not None and streams.join(number):
                     bucket.record_use(pending)
-                bucket.take_pending(self._terms.divisor)
+                with self._held_up():
+                    bucket.take_pending(self._terms.divisor)
         waiting = self._waiting
         waiting[number] -= 1
         if not waiting[number]:
-            self._launch_full()
+            with self._held_up():
+                self._launch_full()
 
     def _unusual(self, index: int) -> None:
         """Sort out a gradient that is not the one that was waited for."""

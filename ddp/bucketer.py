@@ -1,6 +1,21 @@
 """`ReduceScatterBucketer`: collects small reduce-scatters, and sends them together.
 
 The interface is that of FairScale's class of the same name, which its FullyShardedDataParallel uses.
+
+Note [Not for gradients]
+    What reduces gradients to owners here, `ShardedDataParallel` and the hooks `reduce_to_owners` and
+    `zero_step`, makes the same sums with the same `RowSum`, but does not send through this class.
+
+    - There is nothing to collect. A bucket of gradients is a collection already; the small ones that are left
+      differ in dtype, and no two dtypes can be sent together.
+    - What this class is given stays the caller's, and the sum is the callback's to keep. So it cannot sum in
+      place: each bucket would take one more row of memory, and one more copy of a row, back into the bucket.
+    - Its sums are waited for by later calls, on the caller's thread. With `zero_step` a thread waits for a
+      bucket while the backward pass launches the next one. In `ShardedDataParallel` the bucket before is
+      waited for, as its memory is needed.
+    - With NCCL it sends on a process group of its own. Two groups in use at once may wait for each other for
+      ever, so reductions in the backward pass use the given one.
+    - Sparse gradients have no chunks of lengths that are known beforehand.
 """
 
 from collections import deque

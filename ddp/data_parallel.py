@@ -1,33 +1,35 @@
 """`DistributedDataParallel`: PyTorch's own class, with our `Reducer` where its C++ one was.
 
 Forward, buffers, ``no_sync``, ``Join`` and the state dict are PyTorch's maintained code, and
-``isinstance`` holds for the libraries that look for it. This file and `torch_adapters` are the only ones that
-touch private names of that class; they are checked against the installed PyTorch when it is imported.
+``isinstance`` holds for the libraries that look for it. This file, `rebindable` and `torch_adapters` are the
+only ones that touch private names of that class; they are checked against the installed PyTorch when it is
+imported.
 """
 
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.nn.parallel import distributed
 
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.traffic import Waitable
-from zero_optim.comm.watchdog import check_patience, unwatch, watch
+from zero_optim.comm.watchdog import check_patience
 from zero_optim.compat.engine import after_backward, eager, eager_itself, require
 from zero_optim.ddp.assignment import ReducerOptions
 from zero_optim.ddp.logging_data import LoggingSource, has_sync_batch_norm
 from zero_optim.ddp.mixed_precision import Casting, Precision, cast_buffers
 from zero_optim.ddp.model_agreement import agree_on_model
+from zero_optim.ddp.rebindable import RebindableWrapper
 from zero_optim.ddp.reducer import Reducer
 from zero_optim.ddp.reduction import Hook, hook_name
 from zero_optim.ddp.torch_adapters import TorchLoggerAdapter, TorchReducerAdapter
@@ -46,8 +48,6 @@ _OVERRIDDEN = (
     "register_comm_hook",
 )
 _USED = (
-    "_build_debug_param_to_name_mapping",
-    "_build_params_for_reducer",
     "_check_sync_bufs_post_fwd",
     "_clear_grad_buffer",
     "_comm_hooks",
@@ -56,7 +56,6 @@ _USED = (
     "_delay_grad_buffer",
     "_module_parameters",
     "_passing_sync_batchnorm_handle",
-    "_remove_autograd_hooks",
     "_set_static_graph",
     "_sync_buffers",
 )
@@ -64,7 +63,6 @@ NEEDED: tuple[tuple[object, str], ...] = (  # see Note [Private names] in zero_o
     *((TorchDistributedDataParallel, name) for name in (*_OVERRIDDEN, *_USED)),
     (dist, "_DEFAULT_FIRST_BUCKET_BYTES"),
     (distributed, "_MixedPrecision"),
-    (distributed, "_sync_module_states"),
     (nn.Module, "_parameters"),
     (torch._C, "Future"),
 )
@@ -73,16 +71,7 @@ require(NEEDED, __name__)
 _SIGNATURE = inspect.signature(TorchDistributedDataParallel.__init__)
 
 
-class _Detached:
-    """Stands for what a wrapper let go; whatever is asked of it raises."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # Python asks for these itself
-            raise AttributeError(name)
-        raise RuntimeError("the wrapper is detached: call its rebind(), on all ranks of the new group")
-
-
-class DistributedDataParallel(TorchDistributedDataParallel):
+class DistributedDataParallel(RebindableWrapper):
     """Average gradients over ranks during the backward pass: PyTorch's ``DistributedDataParallel``.
 
     Arguments, defaults, methods and attributes are those of the installed PyTorch, for one device a
@@ -121,8 +110,6 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     _lazy_init_ran = True
     _precision: Precision | None = None
     _casting: Casting | None = None
-    _timeout: float | None = None
-    _on_stall: str = "raise"
 
     @wraps(TorchDistributedDataParallel.__init__)  # type: ignore[misc]
     def __init__(
@@ -247,78 +234,6 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         # PyTorch's forward wraps the outputs of the first iteration unless it thinks that it has done so.
         self._static_graph_delay_allreduce_enqueued = True
 
-    # ------------------------------------------------------------------ from one group to another
-
-    def detach(self) -> None:
-        """Let go of the process group, of the reducer and of comm hooks; does not communicate.
-
-        To be called on every rank before ``destroy_process_group()``, also when another rank has failed;
-        beside the optimizer's `detach`. Until `rebind`, a forward pass whose gradients are to be reduced
-        raises; ``module`` runs without the wrapper. Gradients stay. A second call does nothing. It need not
-        be bound again: the module may get another wrapper.
-        """
-        if isinstance(self.reducer, _Detached):
-            return
-        self._remove_autograd_hooks()  # type: ignore[no-untyped-call]
-        for user in (self.reducer.own, self):
-            unwatch(user)
-        self._comm_hooks.clear()
-        self.require_forward_param_sync = False
-        Joinable.__init__(self)  # PyTorch leaves what the last Join set
-        nothing: Any = _Detached()
-        self.reducer = self.logger = self.process_group = nothing
-        self._delay_grad_buffer = None
-
-    def rebind(self, process_group: dist.ProcessGroup | None = None) -> None:
-        """Average over the ranks of another process group from now on; all of them call, detached.
-
-        If the optimizer is sharded, it is bound first: then the parameters are equal. As in the constructor,
-        the models are compared, then parameters and buffers are broadcast from the group's first rank. Comm
-        hooks are registered anew; buckets begin anew.
-
-        Args:
-            process_group: the new ranks; None for the default group.
-
-        Raises:
-            RuntimeError: on every rank, the wrapper is not detached on some.
-            RankMismatchError: on every rank, models differ; names the first difference.
-        """
-        group = RankGroup.of(process_group, self.module).within(self._timeout)
-        watch(self, group, self._on_stall)
-        try:
-            self._bind(group)
-        finally:
-            if isinstance(self.reducer, _Detached):  # as before
-                unwatch(self)
-
-    def _bind(self, group: RankGroup) -> None:
-        with failing_together(group):
-            is_detached = isinstance(self.reducer, _Detached)
-            if not is_detached:
-                raise RuntimeError("expected a detached wrapper: call detach() before the group ends")
-            if self._delay_all_reduce_all_params or self._delay_all_reduce_params:
-                raise RuntimeError(
-                    "delay_all_reduce_named_params belongs to one process group: wrap the module anew"
-                )
-        options = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
-        given = {name: getattr(self, name) for name in options}
-        given |= {"module": self.module, "process_group": group.process_group}
-        agree_on_model(given, self, self._timeout, self._on_stall)
-        self.process_group = group.process_group
-        distributed._sync_module_states(  # type: ignore[attr-defined]
-            module=self.module,
-            process_group=self.process_group,
-            broadcast_bucket_size=self.broadcast_bucket_size,
-            src=0,
-            params_and_buffers_to_ignore=self.parameters_to_ignore,
-        )
-        parameters, sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
-        names = self._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
-        self._ddp_init_helper(parameters, sparse, names, self.static_graph)
-        self.require_forward_param_sync = True
-        if self.static_graph:
-            self.reducer._set_static_graph()
-
     # ------------------------------------------------------------------ forward
 
     def _run_ddp_forward(self, *inputs: object, **kwargs: object) -> object:
@@ -339,6 +254,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def _post_forward(self, output: object) -> object:
         """Prepare for the backward pass; what PyTorch's does, without wrapping the outputs."""
         if self._delay_all_reduce_all_params:
+            if self._is_detached and torch.is_grad_enabled() and self.require_backward_grad_sync:
+                self.reducer.expect()  # raises
             self._clear_grad_buffer()  # type: ignore[no-untyped-call]
             return output
         if torch.is_grad_enabled():
@@ -356,7 +273,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def _delayed_all_reduce_hook(self, grad: Tensor) -> Tensor:
         """Average the gradients that were delayed; PyTorch's does not wait for the result."""
         buffer: Tensor | None = self._delay_grad_buffer
-        assert buffer is not None  # it was made before this hook was set
+        if buffer is None:  # the wrapper is detached, and PyTorch keeps no handle to remove this hook
+            return grad
         buffer.div_(dist.get_world_size(self.process_group))
         group = RankGroup.of(self.process_group, buffer).within(self._timeout)
         _, work = group.during("reduce").start_sum(buffer, "delayed gradients")
@@ -369,7 +287,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         """Let a hook reduce the buckets in the place of all-reduce; see `Reducer.register_comm_hook`.
 
         Any hook that runs on PyTorch's DDP runs here. All ranks register the same, before the first
-        backward pass, once. Communicates, so that they notice if they do not.
+        backward pass, once. Communicates, so that they notice if they do not. A hook that reduces to the
+        owners of a sharded optimizer brings buckets of its own: ``bucket_cap_mb`` has no effect then.
 
         Raises:
             RankMismatchError: on every rank, if hooks have other code, or states other options.
@@ -377,7 +296,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             TypeError: it is not ``hook(state, bucket)``.
             ValueError: it is annotated to take or return something else.
         """
-        group = RankGroup.of(self.process_group, self.module)
+        group = RankGroup.of(self.process_group, self.module).within(self._timeout)
         agree(group, describe_hook(hook, state), "the comm hook")
         with failing_together(group):
             self._set_comm_hook(state, hook)
@@ -456,8 +375,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         The keys are those of `ZeroRedundancyOptimizer.metrics`, which explains them, and the figures of both
         can be added up. The phases are ``reduce`` (gradients), ``agree`` (failures, unused parameters, the
         order of buckets) and ``total``. ``passes`` is how many backward passes were reduced. With a comm hook
-        ``exposed_seconds/reduce`` is the wait for the hook, and what the hook sends is not counted here. Nor
-        are buffers, which PyTorch's code broadcasts.
+        ``exposed_seconds/reduce`` is what the hook takes, and the wait for it. What it sends is not counted
+        here. Nor are buffers, which PyTorch's code broadcasts.
 
         Args:
             reset: count from zero again; False leaves the counts alone.

@@ -1,21 +1,32 @@
 """Buckets whose gradients go to owners: a row for each rank, there only while gradients are in it.
 
 Note [Memory of sharded gradients]
-    Let W be the number of ranks, G the bytes of all gradients, B those of the largest bucket. The rows of a
-    bucket are made when its first gradient comes. Each gradient is copied into them, and dropped. One
-    bucket is on its way while the next one fills: before a bucket is sent, the one before is summed, and
-    what was sent and received for it is dropped. What stays is the row that this rank owns. So beside rows
-    of its own, G / W where these are even, a rank holds at most
+    Let W be the number of ranks, G the bytes of all gradients, B those of the largest bucket, and T = B (W -
+    1) / W what goes to other ranks of it. One bucket is under way while the next one fills. Each gradient is
+    copied into the rows, and dropped. Rows are cut into c *portions*. A portion is made when the first
+    gradient comes into it, and let go when it was sent; two are under way at a time. When a part f of a
+    bucket is filled, the part f of the bucket before has been summed: the hook of the gradient that comes
+    next waits for that. So beside rows of its own, G / W where these are even, a rank holds at most
 
-    - what it is filling for the other ranks: B (W - 1) / W,
-    - what it is sending to them: the same,
-    - what it receives from them: the same, in rows of the length of its own.
+        what                                            c portions        one portion
+        ----------------------------------------------  ----------------  -----------
+        the bucket that fills, and a portion begun      f T + T / c       T
+        the one before: what has not been sent          (1 - f) T + T / c T
+        and what has come and was not added             2 T / c           T
+        together                                        (1 + 4 / c) T     3 T
 
-    With two ranks that is 1.5 B, with three 2 B, with any number less than 3 B. Buckets are those of the
-    optimizer: its ``bucket_cap_mb`` bounds B, but for a parameter that is larger alone; 16 keeps 3 B below
-    two of the 25 MiB that PyTorch's DDP takes for a bucket. Beside that there is the gradient that autograd
-    has just made, and up to `BATCH_NBYTES` of small ones. Where gradients of earlier passes are kept, which
-    are the rows of its own then, the sums of this pass come on top: those of the two buckets, 2 B / W, where
+    and the gradient that autograd has just made. On the CPU c is the smallest that makes it 2 B: 3 with 4
+    to 7 ranks, 4 with more. With three ranks one portion does that, and with two it takes 1.5 B. Smaller
+    buckets have fewer portions, none below `LEAST_PORTION_NBYTES`. So the peak is at most G / W + 2 B + one
+    gradient. Buckets are those of the optimizer: its ``bucket_cap_mb`` bounds B, but for a gradient that is
+    larger, which is a bucket of its own.
+
+    On an accelerator, and where lanes (`zero_optim.comm.lanes`) are not used, there is one portion, so that
+    all ranks start their collectives in one order: 2 B with three ranks, less than 3 B with any number.
+
+    Beside that there are up to `BATCH_NBYTES` of small gradients. If they come in another order than the
+    buckets have, more than one bucket fills at a time. Where gradients of earlier passes are kept, which are
+    the rows of its own then, the sums of this pass come on top: those of the two buckets, 2 B / W, where
     they are added as they come; all, G / W, where they are apart. On gloo with tensors on an accelerator,
     rows are packed once more to be sent.
 
@@ -28,7 +39,7 @@ Note [Sums apart]
     exception ends gives back what was put aside at once, on this rank, so that ``zero_grad()`` drops it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -39,6 +50,7 @@ from zero_optim.compat.engine import copy_each, scale_each
 from zero_optim.ddp.bucket import ReducerBucket
 from zero_optim.ddp.bucket_owners import BucketOwners, give_back
 from zero_optim.ddp.owner_layout import OwnerLayout
+from zero_optim.ddp.owner_rows import OwnerRows, Portions
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +62,9 @@ class _Filling:
         adds_at_once: see `OwnerBucket.begin`.
         kept: by slot, the gradient of earlier passes, to which this one is added.
         taken: slots of the gradients that have come.
-        rows: by rank; none before the first gradient, and none once they were sent.
+        numel: elements of them.
+        pace: see `OwnerBucket.pace_by`.
+        rows: by rank; None before the first gradient, and once they were handed on to be sent.
         made: says when ``rows`` may be written on another stream than ``stream``.
         failed: word of a failure is to be sent.
         reduced: by slot, rows of this rank, once they were summed.
@@ -60,7 +74,9 @@ class _Filling:
     adds_at_once: bool = False
     kept: dict[int, Tensor] = field(default_factory=dict)
     taken: set[int] = field(default_factory=set)
-    rows: list[Tensor] = field(default_factory=list)
+    numel: int = 0
+    pace: Callable[[float], None] | None = None
+    rows: OwnerRows | None = None
     stream: streams.Stream | None = None
     made: streams.Event | None = None
     failed: bool = False
@@ -79,6 +95,7 @@ class OwnerBucket(ReducerBucket):
         owners: of their gradients.
         dtype: in which the gradients travel; None for the parameters' own.
         carries_word: it is the last bucket.
+        num_portions: in which it is sent.
     """
 
     def __init__(
@@ -89,12 +106,12 @@ class OwnerBucket(ReducerBucket):
         *,
         dtype: torch.dtype | None = None,
         carries_word: bool = False,
+        num_portions: int = 1,
     ) -> None:
         super().__init__(indices, params, is_sparse=False, as_views=False, batched=False, dtype=dtype)
         self._owners = owners
-        self._layout = OwnerLayout.of(
-            params, owners.pieces, owners.size, self.dtype, carries_word=carries_word
-        )
+        layout = OwnerLayout.of(params, owners.pieces, owners.size, self.dtype, carries_word=carries_word)
+        self._portions = Portions.of(layout, num_portions)
         self._filling = _Filling()
 
     def _allocate(self, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
@@ -108,15 +125,21 @@ class OwnerBucket(ReducerBucket):
             self.params,
             self._owners,
             dtype=self.dtype,
-            carries_word=self._layout.carries_word,
+            carries_word=self.can_carry_failure_word,
+            num_portions=self.num_portions,
         )
         made.begin(self._filling.kept, adds_at_once=self._filling.adds_at_once)
         return made
 
     @property
+    def num_portions(self) -> int:
+        """In how many portions it is sent."""
+        return self._portions.count
+
+    @property
     def can_carry_failure_word(self) -> bool:
         """Whether there is an element for `write_failure_word`."""
-        return self._layout.carries_word
+        return self._portions.layout.carries_word
 
     def write_failure_word(self) -> None:
         """Have the rows that are sent say that something went wrong."""
@@ -131,6 +154,14 @@ class OwnerBucket(ReducerBucket):
                 good; see Note [Sums apart].
         """
         self._filling = _Filling(is_open=True, adds_at_once=adds_at_once, kept=dict(kept))
+
+    def pace_by(self, pace: Callable[[float], None]) -> None:
+        """Have somebody told in this pass, before gradients are copied.
+
+        Args:
+            pace: is given which part of the bucket is filled then, from 0 to 1.
+        """
+        self._filling.pace = pace
 
     def has_gradient(self, slot: int) -> bool:
         """Whether a parameter has got one in this pass."""
@@ -150,22 +181,30 @@ class OwnerBucket(ReducerBucket):
         """Copy gradients into the rows, divided, or zeros where there is none, and drop them."""
         if not slots:
             return
+        self._keep_pace(slots)
         rows, targets, sources = self._current_rows(), [], []
         for slot in slots:
             grad = self._pop_gradient(slot)
-            for part in self._layout.parts[slot]:
-                place = part.seen_in(rows[part.owner])
+            for number, part in self._portions.parts[slot]:
+                place = rows.place(number, part)
                 if grad is None:
                     place.zero_()
                 else:
                     targets.append(place)
                     sources.append(part.taken_from(grad))
-        if len(targets) == 1 and divisor != 1 and targets[0].dtype == sources[0].dtype:
-            torch.mul(sources[0], 1 / divisor, out=targets[0])
+        if len(slots) == 1 and targets and divisor != 1 and targets[0].dtype == sources[0].dtype:
+            for target, source in zip(targets, sources, strict=True):
+                torch.mul(source, 1 / divisor, out=target)
         elif targets:
             copy_each(targets, sources)
             if divisor != 1:
                 scale_each(targets, 1 / divisor)
+
+    def _keep_pace(self, slots: Sequence[int]) -> None:
+        filling = self._filling
+        filling.numel += sum(self.params[slot].numel() for slot in slots)
+        if filling.pace is not None:
+            filling.pace(min(1.0, filling.numel / max(1, self._portions.numel)))
 
     def _pop_gradient(self, slot: int) -> Tensor | None:
         param = self.params[slot]
@@ -179,27 +218,30 @@ class OwnerBucket(ReducerBucket):
             self._filling.taken.add(slot)
         return grad
 
-    def _current_rows(self) -> list[Tensor]:
+    def _current_rows(self) -> OwnerRows:
         """Give the rows, made now if need be, to be written on the current stream."""
         filling, device = self._filling, self.flat.device
-        if not filling.rows:
-            filling.rows = self._layout.new_rows(self.flat)
+        if filling.rows is None:
+            filling.rows = self._new_rows(zeros=False)
             filling.stream, filling.made = streams.current_stream(device), streams.recorded_event(device)
         elif filling.made is not None and streams.current_stream(device) != filling.stream:
             streams.wait_for_event(device, filling.made)
         return filling.rows
 
+    def _new_rows(self, *, zeros: bool) -> OwnerRows:
+        return OwnerRows(self._portions, self._owners.rank, self.flat, zeros=zeros)
+
     # ------------------------------------------------------------------ gradients go
 
-    def pop_rows(self) -> list[Tensor]:
-        """Give the rows to be sent, by rank, zeros if nothing was copied; this object lets go of them."""
-        rows = self._filling.rows or self._layout.new_rows(self.flat, zeros=True)
-        self._filling.rows = []
-        if self._layout.carries_word:
-            for row in rows:
-                row[-1:].fill_(float("nan") if self._filling.failed else 0.0)
-        streams.record_use(*rows)  # perhaps made on the stream of another hook
-        return rows
+    def pop_rows(self) -> OwnerRows:
+        """Give the rows to be sent, zeros if nothing was copied; this object lets go of them."""
+        rows, self._filling.rows = self._filling.rows, None
+        return self._new_rows(zeros=True) if rows is None else rows
+
+    @property
+    def word(self) -> float:
+        """What is sent behind the rows, if there is a place for it: NaN if something went wrong."""
+        return float("nan") if self._filling.failed else 0.0
 
     def settle(self, total: Tensor) -> Tensor:
         """Take over the sum of this rank's row.
@@ -208,7 +250,7 @@ class OwnerBucket(ReducerBucket):
             The word of a failure, one element, if it carries one; else none.
         """
         filling = self._filling
-        for slot, part in self._layout.owned_parts(self._owners.rank):
+        for slot, part in self._portions.layout.owned_parts(self._owners.rank):
             found, param = part.seen_in(total), self.params[slot]
             if slot not in filling.kept:
                 filling.reduced[slot] = found.to(param.dtype)
@@ -216,7 +258,7 @@ class OwnerBucket(ReducerBucket):
                 filling.kept[slot] = self._owners.added(slot, param, filling.kept[slot], found)
             else:
                 filling.reduced[slot] = found  # rounded once, when it is added
-        return total[-1:].clone() if self._layout.carries_word else self.flat  # no view: that would keep it
+        return total[-1:].clone() if self.can_carry_failure_word else self.flat  # no view: that would keep it
 
     def give(self, result: Tensor, skipped: Sequence[bool]) -> None:
         """Make the reduced gradients the parameters' own on their owners, and partial ones on other ranks.

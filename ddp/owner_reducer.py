@@ -7,18 +7,19 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.lanes import Lease, lanes_for_rows
-from zero_optim.comm.row_sum import RowSum
+from zero_optim.comm.lanes import lanes_for_rows
 from zero_optim.compat.engine import backward_number
-from zero_optim.ddp.assignment import BucketAssignment, ReducedParams, ReducerOptions
+from zero_optim.ddp.assignment import BucketAssignment, ReducedParams, ReducerOptions, indices_of_members
 from zero_optim.ddp.backward_pass import BackwardPass
 from zero_optim.ddp.bucket import ReducerBucket
 from zero_optim.ddp.bucket_owners import BucketOwners
 from zero_optim.ddp.graph import accumulates
 from zero_optim.ddp.inbox import weakly
 from zero_optim.ddp.owner_bucket import OwnerBucket
+from zero_optim.ddp.owner_line import OwnerLine
+from zero_optim.ddp.owner_rows import most_portions, num_portions
 from zero_optim.ddp.reducer import Reducer
-from zero_optim.ddp.reduction import Launch, Reduction, SumReduction
+from zero_optim.ddp.reduction import Launch
 from zero_optim.ddp.sparse_owner_bucket import SparseOwnerBucket
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.pieces import Pieces
@@ -73,12 +74,23 @@ class OwnerReducer(Reducer):
 
     def _assigned(self, order: Sequence[int] | None) -> BucketAssignment:
         optimizer = self._optimizer
+        # Without groups of its own, portions would mix with what else is sent on this one.
+        is_apart = self._lanes.groups[0] is not optimizer.ranks
         return assign_to_owners(
-            self._reduced, self.options, optimizer.bucket_members(), optimizer.pieces(), optimizer.ranks
+            self._reduced,
+            self.options,
+            optimizer.bucket_members(),
+            optimizer.pieces(),
+            optimizer.ranks,
+            most_portions(optimizer.ranks.size) if is_apart else 1,
         )
 
     def _launcher(self) -> Launch:
-        return reducing_to_owners(self._group, self._lanes, self._assignment.labels)
+        line = OwnerLine(self._group, self._lanes, self._assignment.labels)
+        for bucket in self._assignment.buckets:
+            if isinstance(bucket, OwnerBucket):
+                bucket.pace_by(line.keep_pace)
+        return line.launch
 
     def check_finished(self, *, waits: bool = True) -> None:
         """Raise, on every rank, what went wrong; see `Reducer.check_finished`.
@@ -184,6 +196,7 @@ def assign_to_owners(
     members: Sequence[Sequence[Tensor]],
     pieces: dict[Tensor, Pieces],
     group: RankGroup,
+    most: int = 1,
 ) -> BucketAssignment:
     """Make buckets with the members of the optimizer's, the last parameter first. Does not communicate.
 
@@ -195,21 +208,17 @@ def assign_to_owners(
         members: of the optimizer's buckets.
         pieces: who owns what.
         group: the ranks.
+        most: portions in which the largest bucket is sent.
     """
-    index_of, names, params = reduced.index_of, reduced.names, reduced.params
-    listed: list[list[int]] = []
-    for of_bucket in members:
-        here = sorted((index_of[id(param)] for param in of_bucket if id(param) in index_of), reverse=True)
-        listed += [[index] for index in here if names[index] in reduced.sparse]
-        dense = [index for index in here if names[index] not in reduced.sparse]
-        listed += [dense] if dense else []
-    listed.sort(key=min, reverse=True)
+    names, params = reduced.names, reduced.params
+    listed = [sorted(indices, reverse=True) for indices in indices_of_members(reduced, members)]
     is_sparse = [names[indices[0]] in reduced.sparse for indices in listed]
     if False in is_sparse:  # the last one carries the word of a failure, see `OwnerBucket`
         last = len(listed) - 1 - is_sparse[::-1].index(False)
         listed.append(listed.pop(last))
-    buckets: list[ReducerBucket] = []
-    for indices in listed:
+    buckets = list[ReducerBucket]()
+    counts = _portions(reduced, options, listed, most)
+    for indices, count in zip(listed, counts, strict=True):
         of_bucket = [params[index] for index in indices]
         owners = BucketOwners(
             tuple(names[index] for index in indices),
@@ -222,64 +231,22 @@ def assign_to_owners(
             buckets.append(SparseOwnerBucket(indices[0], of_bucket[0], owners, dtype=dtype))
         else:
             is_last = indices is listed[-1]
-            buckets.append(OwnerBucket(indices, of_bucket, owners, dtype=dtype, carries_word=is_last))
+            buckets.append(
+                OwnerBucket(indices, of_bucket, owners, dtype=dtype, carries_word=is_last, num_portions=count)
+            )
     return BucketAssignment.of(names, buckets)
 
 
-class OwnerSum:
-    """A bucket on its way to its owners.
-
-    Args:
-        group: the ranks.
-        lanes: see `RowSum`.
-        bucket: the gradients, divided.
-        label: names the bucket in messages.
-    """
-
-    def __init__(self, group: RankGroup, lanes: Lease, bucket: OwnerBucket, label: str) -> None:
-        self._bucket = bucket
-        self._lanes = lanes
-        self._word: Tensor | None = None
-        # Nobody else reads the own row. So of all that was sent and received one row stays, the sum.
-        rows = bucket.pop_rows()
-        self._total: RowSum | None = RowSum(group, lanes.groups, rows, in_place=True, about=label)
-
-    def wait(self) -> Tensor:
-        """Wait for the sum, and have the bucket take it over; a second call gives the same.
-
-        Returns:
-            The word of a failure, see `OwnerBucket.settle`.
-        """
-        if self._word is None:
-            assert self._total is not None  # until there is a word
-            total, self._total = self._total, None
-            try:
-                self._word = self._bucket.settle(total.wait())
-            except BaseException:
-                self._lanes.abandon()
-                raise
-        return self._word
-
-
-def reducing_to_owners(group: RankGroup, lanes: Lease, labels: Sequence[str]) -> Launch:
-    """Make what starts the buckets of one pass, each when the one before is summed.
-
-    See Note [Memory of sharded gradients] in `owner_bucket`.
-
-    Args:
-        group: the ranks.
-        lanes: for the exchange.
-        labels: name the buckets in messages, by number.
-    """
-    under_way: list[OwnerSum] = []
-
-    def launch(bucket: ReducerBucket, number: int, is_last: bool) -> Reduction:
-        if under_way:
-            under_way.pop().wait()
-        if not isinstance(bucket, OwnerBucket):
-            return SumReduction(group, bucket, labels[number])
-        started = OwnerSum(group, lanes, bucket, labels[number])
-        under_way.append(started)
-        return started
-
-    return launch
+def _portions(
+    reduced: ReducedParams, options: ReducerOptions, listed: Sequence[Sequence[int]], most: int
+) -> list[int]:
+    """Tell in how many portions each bucket is sent; a sparse one is not."""
+    sizes = []
+    for indices in listed:
+        params = [reduced.params[index] for index in indices]
+        dtype = options.reduce_dtype if params[0].is_floating_point() else None
+        is_sparse = reduced.names[indices[0]] in reduced.sparse
+        sizes.append(
+            0 if is_sparse else sum(param.numel() * (dtype or param.dtype).itemsize for param in params)
+        )
+    return [num_portions(nbytes, max(sizes), most) for nbytes in sizes]

@@ -15,6 +15,7 @@ ends, on every rank, and not in the forward pass after it. On a GPU the second f
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +28,7 @@ from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.backends import held
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.watchdog import learn_addresses, watch
-from zero_optim.comm.works import Activity
+from zero_optim.comm.works import Activity, Record
 from zero_optim.compat.streams import is_asynchronous, to_device
 from zero_optim.ddp.assignment import BucketAssignment, ReducedParams, ReducerOptions, assign
 from zero_optim.ddp.backward_pass import BackwardPass, PassTerms, PassWithGraph, Phase
@@ -147,6 +148,10 @@ class Reducer:
         """What this process does, which other ranks hear of if they miss it."""
         return self._group.works.log.activity
 
+    def begin_work(self, about: str) -> Record:
+        """Begin the record of a collective that PyTorch's class started, see `RankGroup.begin_work`."""
+        return self._group.begin_work(about)
+
     @property
     def assignment(self) -> BucketAssignment:
         """The parameters and buckets as they are now."""
@@ -158,10 +163,12 @@ class Reducer:
         self._assignment = self._assigned(order)
 
     def _assigned(self, order: Sequence[int] | None) -> BucketAssignment:
-        return assign(self._reduced, self.options, order)
+        return assign(self._reduced, self.options, order, self._slot.members())
 
     def rebuild(self) -> bool:
         """Make buckets anew in the order in which gradients came on rank 0, once that is known.
+
+        So it does where the comm hook names buckets, and others than before.
 
         All ranks call, at the same point; communicates when it is due.
 
@@ -169,7 +176,11 @@ class Reducer:
             Whether buckets were rebuilt.
         """
         history = self.history
-        if not history.rebuild_is_due or self._inbox.is_running:
+        if self._inbox.is_running:
+            return False
+        if self._slot.members_changed:
+            self._name_buckets()
+        if not history.rebuild_is_due:
             return False
         history.rebuild_is_due = False
         agreed = to_device(torch.tensor(history.order(), dtype=torch.int64), self._group.device)
@@ -179,10 +190,19 @@ class Reducer:
         history.has_rebuilt = True
         return True
 
+    def _name_buckets(self) -> None:
+        """Make the buckets that the hook names: at once, or at the next pass if gradients have an order."""
+        if self.history.has_rebuilt:
+            self.history.rebuild_is_due = True
+        else:
+            self._assign(None)
+
     # ------------------------------------------------------------------ what users set
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Let a hook reduce the buckets, and divide by the number of ranks, in the place of all-reduce.
+
+        If it names buckets, they are made; see Note [Buckets in rows] in `assignment`.
 
         Args:
             state: handed to the hook.
@@ -196,6 +216,8 @@ class Reducer:
         if self._inbox.is_running:
             raise RuntimeError("a comm hook must be registered before backward() begins")
         self._slot.register(state, hook)
+        if self._slot.members_changed:
+            self._name_buckets()
 
     def divide_by(self, divisor: Callable[[], float]) -> None:
         """Divide the gradients of the next pass by another number than that of the ranks."""
@@ -295,7 +317,7 @@ class Reducer:
         terms = self._terms(self._upcoming.divisor_among(self._group.size) if self._slot.is_empty else 1)
         kind = PassWithGraph if torch.is_grad_enabled() else BackwardPass
         self.activity.begin("backward pass")
-        current = kind(self._assignment, terms, self._launcher())
+        current = kind(self._assignment, terms, self._launcher(), self._held_up())
         self._inbox.current = current
         when_backward_ends(lambda: self._finish(current), current.break_off)
         with torch.no_grad():
@@ -318,9 +340,14 @@ class Reducer:
         """End a backward pass: launch the rest, wait, hand the results out."""
         self._inbox.current = None
         try:
-            self._conclude(current)
+            with self._held_up()():
+                self._conclude(current)
         finally:
             self.activity.end("backward pass")
+
+    def _held_up(self) -> Callable[[], AbstractContextManager[None]]:
+        """Give what counts the time that gradients take, see Note [Exposed seconds] in `comm.traffic`."""
+        return nullcontext if self.defers_reports else self._group.during("reduce").phase.held_up
 
     def _conclude(self, current: BackwardPass) -> None:
         broke_off = current.phase is Phase.BROKEN_OFF

@@ -4,7 +4,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -13,9 +13,24 @@ from torch.futures import Future
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.works import Work
+from zero_optim.ddp.assignment import Members
 from zero_optim.ddp.bucket import GradBucket, ReducerBucket, tensor_of
 
 Hook = Callable[[Any, Any], Future[Tensor]]  # (state, bucket), PyTorch's contract
+
+
+@runtime_checkable
+class NamesBuckets(Protocol):
+    """What stands in ``hook.buckets`` where a comm hook names its buckets; the same on every rank.
+
+    See Note [Buckets in rows] in `assignment`. The methods do not communicate.
+    """
+
+    def version(self) -> object:
+        """Tell what `members` depends on: where it is equal, `members` is."""
+
+    def members(self) -> Members | None:
+        """Give the parameters of each bucket, in its order; None for PyTorch's buckets."""
 
 
 class Reduction(Protocol):
@@ -127,6 +142,7 @@ class HookReduction:
         self._bucket = bucket
         self._name = hook_name(hook)
         record = group.begin_work(label)
+        record.runs_hook = True
         with record.starting():
             future = hook(state, GradBucket(bucket, index, is_last, all_used))
         if not isinstance(future, torch._C.Future):
@@ -192,6 +208,8 @@ class HookSlot:
 
     def __init__(self) -> None:
         self._hook: tuple[Hook, object] | None = None
+        self._named: NamesBuckets | None = None
+        self._version: object = None
         self.failure: str | None = None
 
     @property
@@ -215,6 +233,20 @@ class HookSlot:
                 f"register that instead of {hook_name(hook)}"
             )
         self._hook = (hook, state)
+        named = getattr(hook, "buckets", None)
+        self._named = named if isinstance(named, NamesBuckets) else None
+
+    @property
+    def members_changed(self) -> bool:
+        """Whether `members` has something else to give than the last time, or gives buckets at last."""
+        return self._named is not None and self._named.version() != self._version
+
+    def members(self) -> Members | None:
+        """Give the parameters of the buckets that the hook names; None if it names none."""
+        if self._named is None:
+            return None
+        self._version = self._named.version()
+        return self._named.members()
 
     def launch(
         self,

@@ -56,10 +56,11 @@ class ShardedDataParallel(DistributedDataParallel):
     A gradient is multiplied by one over the number of ranks, then the ranks' gradients are added up in the
     order of ranks. On two ranks that gives, bit for bit, what ``DistributedDataParallel`` gives.
 
-    Each bucket is sent while the next one fills, and takes half the bytes of an all-reduce. A rank holds its
-    own gradients and less than three buckets, with two ranks 1.5, with three 2: Note [Memory of sharded
-    gradients] in `zero_optim.ddp.owner_bucket` says exactly. The first pass with ``static_graph=True`` holds
-    all gradients, as it is there to learn.
+    Each bucket is sent while the next one fills, and takes half the bytes of an all-reduce. On the CPU a
+    rank holds its own gradients, two buckets (with two ranks 1.5) and one gradient. On an accelerator it
+    holds less than three buckets, with two ranks 1.5: Note [Memory of sharded gradients] in
+    `zero_optim.ddp.owner_bucket` says exactly. The first pass with ``static_graph=True`` holds all gradients,
+    as it is there to learn.
 
     All ranks of the optimizer's group must construct it, with the same arguments, and run forward and
     backward passes together. Errors of a backward pass, ``Join``, checkpointing, and parameters that are

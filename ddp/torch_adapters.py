@@ -46,9 +46,14 @@ class TorchReducerAdapter:
     def _set_forward_pass_work_handle(self, work: dist.Work, use_static_world_size: bool) -> None:
         """Take the count of ranks that have not joined, which is still under way."""
         size = dist.get_world_size(self.own.process_group)
+        record = self.own.begin_work("ranks that have not joined")
+
+        def wait() -> None:
+            with record.waiting():
+                work.wait()
 
         def count() -> HostCopy:
-            work.wait()
+            wait()
             return HostCopy(work.get_future().wait()[0])
 
         # On a GPU the copy is asked for before the forward pass is: so the CPU does not wait for that.
@@ -56,7 +61,7 @@ class TorchReducerAdapter:
 
         def divisor() -> float:
             if use_static_world_size:
-                work.wait()
+                wait()
                 return size
             return float((count() if copied is None else copied).read().item())
 

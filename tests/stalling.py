@@ -54,6 +54,7 @@ def outcomes(
     function: Callable[..., Any],
     *args: object,
     meanwhile: Callable[[Others], object] | None = None,
+    limit: float = LIMIT,
 ) -> list[Outcome]:
     """Call ``function(*args)`` on some ranks in a gloo group, and tell how each one ends.
 
@@ -62,6 +63,7 @@ def outcomes(
         function: at the top level of a module.
         *args: for it.
         meanwhile: called here as soon as the ranks run.
+        limit: seconds that the run may take.
     """
     context = fork_context()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -80,12 +82,12 @@ def outcomes(
         ended = []
         for process, (ours, _) in zip(processes, pipes, strict=True):
             said = None
-            if ours.poll(max(0.0, began + LIMIT - time.monotonic())):
+            if ours.poll(max(0.0, began + limit - time.monotonic())):
                 try:
                     said = ours.recv()
                 except EOFError:
                     said = None
-            process.join(max(0.1, began + LIMIT - time.monotonic()) if said is None else 10.0)
+            process.join(max(0.1, began + limit - time.monotonic()) if said is None else 10.0)
             ended.append(Outcome(said, time.monotonic() - began, process.exitcode))
         return ended
     finally:
@@ -106,10 +108,15 @@ def _rank(rank: int, size: int, port: int, result: Any, function: Callable[..., 
         said = function(*args)
     except RemoteRankError as error:
         said = f"{type(error).__name__}: {error}"
-    default_store().set(_OVER, "")
+    tell_end()
     result.send(said)
     result.close()
     os._exit(0)
+
+
+def tell_end() -> None:
+    """Tell the ranks that stay away that this one has ended."""
+    default_store().set(_OVER, "")
 
 
 def stay_away() -> None:

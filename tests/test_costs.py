@@ -119,6 +119,15 @@ def test_extents_are_aligned_as_new_tensors_of_the_device_are() -> None:
                 assert all(offset * dtype.itemsize % nbytes == 0 for offset in offsets)
 
 
+def test_gathers_go_in_the_order_of_the_forward_pass() -> None:
+    weights, biases = [torch.empty(100) for _ in range(4)], [torch.empty(4) for _ in range(4)]
+    plan = make_plan([weights], [[1.0] * 4], 2, 500)
+    assert [bucket.params for bucket in plan.buckets] == [(0,), (1,), (2,), (3,)]
+    # Two groups divide each layer. Every layer needs the bucket that has the biases, and the last weight.
+    plan = make_plan([weights, biases], [[1.0] * 4, [1.0] * 4], 2, 500)
+    assert [bucket.params for bucket in plan.buckets] == [(7, 6, 5, 4, 3), (0,), (1,), (2,)]
+
+
 def check_storage(view: bool) -> None:
     params = make_params(((30, 20), (10,), (40, 5)))
     addresses = [p.data_ptr() for p in params]

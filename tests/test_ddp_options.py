@@ -386,6 +386,24 @@ def check_delayed() -> None:
                 # The sum begins before the hooked gradient itself is there.
                 if not (delayed is None and name == "scale"):
                     assert_same(param.grad, expected[name], (delayed, number, name), 1e-6)
+        check_detached(model, clean)
+
+
+def check_detached(model: DistributedDataParallel, clean: nn.Module) -> None:
+    """The module goes on alone, and the wrapper is of no use any more."""
+    model.detach()
+    model.detach()
+    with pytest.raises(RuntimeError, match=r"the wrapper is detached: call its rebind\(\)"):
+        mlp_loss(model, 0)
+    with pytest.raises(RuntimeError, match="wrap the module anew"):
+        model.rebind()
+    model.module.zero_grad()
+    mlp_loss(model.module, 0).backward()
+    clean.zero_grad()
+    mlp_loss(clean, 0).backward()
+    trained = [param for param in model.parameters() if param.requires_grad]
+    for param, other in zip(trained, clean.parameters(), strict=True):
+        assert torch.equal(param.grad, other.grad)  # type: ignore[arg-type]
 
 
 def test_delayed_parameters_are_averaged_when_the_backward_pass_is_over(ranks2: Ranks) -> None:

@@ -264,8 +264,8 @@ def most_under_way(as_view: bool) -> tuple[int, int]:
     most = [0, 0]
     start = gathers.start_gather
 
-    def noted(lanes: Any, bucket: Any) -> Any:
-        pending, is_large = start(lanes, bucket), bucket.layout.numel >= 64 * 64
+    def noted(lanes: Any, bucket: Any, stamps: Any) -> Any:
+        pending, is_large = start(lanes, bucket, stamps), bucket.layout.numel >= 64 * 64
         under_way.append(is_large)
         most[:] = max(most[0], sum(under_way)), max(most[1], len(under_way))
         then = pending.then

@@ -134,7 +134,7 @@ def trained_without_waits(kind: str) -> bool:
     # Not found only if each of many gathers were late to be read by as much.
     delays = patch.object(late_backend, "DELAYS", (0.05,))
     # With a thread gathers have a group of their own. On that of the reductions, DDP's last wait is enough.
-    thread = patch.object(overlap, "_takes_thread", lambda *_: True)
+    thread = patch.object(overlap, "may_run_beside", lambda *_: True)
     with delays, thread, patch.object(collectives.Pending, "wait", without_waiting):
         return trained_right(kind)
 

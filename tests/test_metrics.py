@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from unittest import mock
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ from pool import Ranks
 from training import set_grads
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.traffic import Phase, Traffic, broadcast_nbytes
-from zero_optim.ddp import DistributedDataParallel
+from zero_optim.comm.works import Work
+from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 from zero_optim.hooks import zero_step
+from zero_optim.plan.layout import spans
 
 SHAPES = ((16, 8), (8,), (24, 4), (3,), (16, 16), (5, 5))
-PHASES = {"gather", "reduce", "clip", "agree", "state", "total"}
+PHASES = {"gather", "reduce", "clip", "agree", "state", "mirror", "total"}
 # By number of ranks: how often a rank sends a row that gloo broadcasts, by its place behind the source.
 TREES = {1: (0,), 2: (1, 0), 3: (2, 0, 0), 4: (2, 1, 0, 0), 5: (3, 1, 0, 0, 0), 8: (3, 2, 1, 1, 0, 0, 0, 0)}
 
@@ -44,12 +47,16 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
 
 
-def gathered(optimizer: ZeroRedundancyOptimizer) -> tuple[int, int]:
-    """Bytes that this rank sends in a gather of everything, and broadcasts, by the plan."""
+def gathered(optimizer: ZeroRedundancyOptimizer, *, in_part: bool = False) -> tuple[int, int]:
+    """Bytes that this rank sends in a gather of everything, and broadcasts, by the plan.
+
+    A gather of a part leaves out the padding at the end of a row.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     nbytes, rows = 0, 0
     for bucket in optimizer._sharding.buckets:
-        for row in bucket.layout.rows:
+        layout = bucket.layout
+        for row in spans(layout, range(len(layout.numels))) if in_part else layout.rows:
             nbytes += TREES[size][(rank - row.owner) % size] * (row.stop - row.start) * 4
             rows += 1
     return nbytes, rows
@@ -137,7 +144,7 @@ def check_owners(wrapper: type[nn.Module]) -> None:
         optimizer.step()
         others = [param for param, owner in optimizer.owners().items() if owner != rank]
         assert counted(optimizer, "reduce")[0] == sum(param.numel() * 4 for param in others)
-        assert counted(optimizer, "gather")[0] == gathered(optimizer)[0]
+        assert counted(optimizer, "gather")[0] == gathered(optimizer, in_part=True)[0]
         figures = optimizer.metrics()
         assert figures["steps"] == 1
         if ours:
@@ -200,13 +207,14 @@ def check_clock() -> None:
         set_grads(list(optimizer.owners()), number)
         optimizer.step()
         figures = optimizer.metrics()
-        # A wait takes one tick. Between waits the clock is not looked at.
-        assert figures["exposed_seconds/gather"] == figures["collectives/gather"] > 0
+        # A wait takes one tick, and two of the gather's, as the clock is looked at twice.
+        assert figures["exposed_seconds/total"] == 2 * figures["collectives/gather"] + 1 > 1
+    # Outside of that the clock is not looked at. To clip is counted where it waits alone.
     optimizer.clip_grad_norm_(1.0)
     assert optimizer.metrics()["exposed_seconds/total"] == 1
 
 
-def test_seconds_grow_by_waits_alone(ranks2: Ranks) -> None:
+def test_seconds_grow_while_a_step_gathers(ranks2: Ranks) -> None:
     ranks2.run(check_clock)
 
 
@@ -219,7 +227,8 @@ def check_lazy() -> None:
     model(torch.ones(4, 8)).sum().backward()
     optimizer.step()
     stepped = optimizer.metrics()
-    assert (stepped["exposed_seconds/total"], stepped["collectives/gather"]) == (0, gathered(optimizer)[1])
+    # To start them takes one tick.
+    assert (stepped["exposed_seconds/total"], stepped["collectives/gather"]) == (1, gathered(optimizer)[1])
     model(torch.ones(4, 8))
     waited = optimizer.metrics()
     assert (waited["exposed_seconds/gather"], waited["collectives/gather"]) == (gathered(optimizer)[1], 0)
@@ -231,12 +240,64 @@ def test_a_lazy_gather_is_waited_for_in_the_forward_pass(ranks2: Ranks) -> None:
 
 def test_a_thread_of_ours_does_not_expose_what_it_waits_for() -> None:
     traffic = Traffic(Ticks())
-    with Phase(traffic, "reduce", is_exposed=False).waiting():
+    with Phase(traffic, "reduce", is_exposed=False).held_up():
         pass
     assert traffic.figures(("reduce",), "steps", reset=False)["exposed_seconds/reduce"] == 0
-    with Phase(traffic, "reduce").waiting():
+    with Phase(traffic, "reduce").held_up():
         pass
     assert traffic.figures(("reduce",), "steps", reset=False)["exposed_seconds/reduce"] == 1
+
+
+def test_each_second_counts_once_in_the_innermost_span() -> None:
+    clock = Ticks()
+    reducer, optimizer = Traffic(clock), Traffic(clock)
+    with Phase(reducer, "reduce").held_up():  # ticks 1 and 8
+        with Phase(optimizer, "reduce").held_up(), Phase(optimizer, "agree").held_up():  # 2, 5 and 3, 4
+            pass
+        with Phase(reducer, "reduce", is_exposed=False).held_up():
+            pass
+        with Phase(reducer, "reduce").held_up():  # 6 and 7
+            pass
+    ours, theirs = (each.figures(("reduce", "agree"), "", reset=False) for each in (reducer, optimizer))
+    assert ours["exposed_seconds/reduce"] == 7 - 3
+    assert (theirs["exposed_seconds/reduce"], theirs["exposed_seconds/agree"]) == (3 - 1, 1)
+
+
+def check_owner_of_gradients(kind: str) -> None:
+    model = net()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, bucket_cap_mb=0.001)
+    wrapped = {"sharded": ShardedDataParallel, "plain": DistributedDataParallel}[kind]
+    ddp = wrapped(model, optimizer) if kind == "sharded" else wrapped(model)
+    loss = ddp(torch.ones(4, 8)).sum()
+    ddp.metrics()
+    with mock.patch.object(Work, "wait", lambda work: work.handle.wait()):  # waits are not counted
+        loss.backward()
+    # To copy gradients, to start, to add and to hand out is counted all the same.
+    assert ddp.metrics()["exposed_seconds/reduce"] > 0, kind
+
+
+@pytest.mark.parametrize("kind", ["sharded", "plain"])
+def test_what_a_backward_pass_does_for_communication_is_exposed(ranks2: Ranks, kind: str) -> None:
+    ranks2.run(check_owner_of_gradients, kind)
+
+
+def check_sharded() -> None:
+    model = net()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, bucket_cap_mb=0.001)
+    ddp = ShardedDataParallel(model, optimizer)
+    optimizer.metrics()
+    ddp.metrics()
+    for _ in range(2):
+        ddp(torch.ones(4, 8)).sum().backward()
+    figures = ddp.metrics()
+    others = [param for param, owner in optimizer.owners().items() if owner != dist.get_rank()]
+    assert figures["sent_bytes/reduce"] >= 2 * sum(param.numel() * 4 for param in others)
+    assert figures["exposed_seconds/reduce"] == figures["exposed_seconds/total"] > 0
+    assert not any(optimizer.metrics().values()), "its lanes are used, but it has reduced nothing itself"
+
+
+def test_sharded_gradients_are_counted_where_they_are_reduced(ranks2: Ranks) -> None:
+    ranks2.run(check_sharded)
 
 
 def check_state() -> None:

@@ -176,6 +176,44 @@ def check_uneven(wrapper: str, order: str, options: dict[str, Any], factor: floa
         assert all(torch.equal(state[index][key], value) for key, value in entries.items()), index
 
 
+def clip(optimizer: ZeroRedundancyOptimizer) -> None:
+    optimizer.clip_grad_norm_(0.1)
+
+
+def step_with_changed_gradients(optimizer: ZeroRedundancyOptimizer) -> None:
+    for param in optimizer.owned_parameters():
+        assert param.grad is not None
+        param.grad.mul_(2)
+    optimizer.step()
+
+
+def check_too_late(does_wrong: Callable[[ZeroRedundancyOptimizer], None], message: str) -> None:
+    """What comes too late is done when another rank has joined, which waits for a step."""
+    model, optimizer = Setting("ours").build(overlap=True)
+
+    def train() -> None:
+        with Join([model, optimizer]):
+            for number in range(1 + dist.get_rank()):
+                optimizer.zero_grad()
+                loss_of(model, number).backward()
+                if number == 1:
+                    does_wrong(optimizer)
+                optimizer.step()
+
+    with pytest.raises(RuntimeError, match=message):
+        train()
+
+
+@pytest.mark.parametrize(
+    ("does_wrong", "message"),
+    [(clip, "too early to clip"), (step_with_changed_gradients, "gradients were changed")],
+)
+def test_what_comes_too_late_inside_join_raises_on_joined_ranks_too(
+    ranks2: Ranks, does_wrong: Callable[[ZeroRedundancyOptimizer], None], message: str
+) -> None:
+    ranks2.run(check_too_late, does_wrong, message, timeout=30)
+
+
 def check_all_uneven(wrapper: str) -> None:
     for order in ("last longest", "first longest"):
         check_uneven(wrapper, order, {}, 1.0)

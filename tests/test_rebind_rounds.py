@@ -140,7 +140,7 @@ def run_rounds(folder: Path, kind: str, width: int) -> None:
         assert_same_state(trainer.optimizer.state_dict(), other.optimizer.state_dict())
 
 
-@pytest.mark.parametrize("kind", ["plain", "sharded", "overlap"])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("sharded", marks=pytest.mark.slow), "overlap"])
 def test_twenty_groups_in_one_process_leave_nothing_behind(ranks2: Ranks, tmp_path: Path, kind: str) -> None:
     ranks2.run(check_rounds, tmp_path, kind, 2048)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from stalling import LIMIT, TIMEOUT, Others, Outcome, linear, outcomes, sharded, stay_away, with_gradients
 from waiting import wait_until
@@ -51,6 +52,7 @@ def test_a_rank_that_does_not_call_step_is_named_with_what_it_did_last() -> None
     check(ended, "bucket 0 (1.bias, …)")
 
 
+@pytest.mark.slow
 def test_the_rank_that_comes_too_late_raises_what_the_others_raised() -> None:
     ended = outcomes(2, step_without_one)
     assert ended[0].said == ended[1].said
@@ -69,6 +71,8 @@ def wrapped(kind: str) -> tuple[torch.nn.Module, ZeroRedundancyOptimizer]:
     wrapper = DistributedDataParallel(model, timeout=TIMEOUT)
     if kind == "overlapped":
         wrapper.register_comm_hook(None, zero_step(optimizer, gradients="owners"))
+    elif kind == "hooked":
+        wrapper.register_comm_hook(None, default_hooks.allreduce_hook)
     return wrapper, optimizer
 
 
@@ -83,7 +87,7 @@ def backward_without_one(kind: str) -> str:
     return "trained"
 
 
-@pytest.mark.parametrize("kind", ["averaged", "sharded", "overlapped"])
+@pytest.mark.parametrize("kind", ["averaged", pytest.param("sharded", marks=pytest.mark.slow), "overlapped"])
 def test_a_rank_that_skips_its_backward_pass_is_named(kind: str) -> None:
     ended = outcomes(2, backward_without_one, kind)
     check(ended, "rank 1 has not begun its backward pass (last seen: forward pass 2 ended ")
@@ -128,6 +132,7 @@ def wrap_without_one() -> str:
     return "wrapped"
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_wrap_its_model_is_named() -> None:
     ended = outcomes(2, wrap_without_one)
     check(ended, "rank 1 has not called ShardedDataParallel() (last seen: ZeroRedundancyOptimizer() 1 ended")
@@ -143,6 +148,7 @@ def clip_without_one() -> str:
     return "clipped"
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_clip_is_named() -> None:
     ended = outcomes(2, clip_without_one)
     check(ended, "rank 1 has not called clip_grad_norm_()", "rank 0 waits in the norm for clip_grad_norm_()")
@@ -184,9 +190,8 @@ def load_without_one(path: Path, call: str) -> str:
     return "loaded"
 
 
-@pytest.mark.parametrize(
-    "call", ["checkpoint.load()", pytest.param("load_state_dict()", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["checkpoint.load()", "load_state_dict()"])
 def test_a_rank_that_does_not_load_is_named(tmp_path: Path, call: str) -> None:
     check(outcomes(2, load_without_one, tmp_path / "saved", call), f"rank 1 has not called {call}")
 
@@ -234,7 +239,14 @@ def backward_while_one_is_killed(kind: str) -> str:
     return "trained"
 
 
-@pytest.mark.parametrize("kind", ["averaged", "sharded", "overlapped"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "overlapped",
+        "hooked",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("averaged", "sharded")),
+    ],
+)
 def test_a_rank_that_is_killed_before_its_backward_pass_is_named(kind: str) -> None:
     check(
         outcomes(2, backward_while_one_is_killed, kind), "rank 1 has ended", "rank 0 waits in the reduction"

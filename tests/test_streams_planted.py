@@ -82,7 +82,7 @@ def drops_chunks() -> Patch:
 
 def two_threads() -> Patch:
     """A thread beside the backward pass steps and gathers, on process groups of its own."""
-    return mock.patch.object(overlap, "_takes_thread", return_value=True)
+    return mock.patch.object(overlap, "may_run_beside", return_value=True)
 
 
 PACKED = {"parameters_as_bucket_view": False}

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.futures import Future
 
 from pool import Ranks
 from stalling import linear
@@ -16,8 +17,9 @@ from zero_optim import StalledError, ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.diagnosis import Status, judge
 from zero_optim.comm.peers import Presence
-from zero_optim.comm.works import KEPT, Activity, Record, Verdict
+from zero_optim.comm.works import KEPT, OVERLAPPED_STEP, Activity, Record, Verdict
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
+from zero_optim.ddp.bucket import GradBucket
 
 
 def ring() -> list[Record]:
@@ -42,7 +44,7 @@ def check_labels() -> None:
     works = ring()
     assert {record.phase for record in works} >= {"agree", "reduce", "clip", "gather", "state"}
     texts = {record.text for record in works if record.phase in ("gather", "reduce")}
-    assert "the gather of bucket 0 (1.bias, …)" in texts or "the gather of bucket 0 (1.bias)" in texts, texts
+    assert "the gather of bucket 0 (0.weight)" in texts, texts
     assert any(text.startswith("the reduction of bucket 0 (") for text in texts), texts
     for record in works:
         assert record.ended is not None
@@ -126,6 +128,39 @@ def check_given_up() -> None:
 
 def test_no_work_begins_on_ranks_that_were_given_up(ranks2: Ranks) -> None:
     ranks2.run(check_given_up)
+
+
+def fail_in_a_future(future: Future[Any]) -> Tensor:
+    future.wait()
+    raise RuntimeError("the reset of my connection timed out")
+
+
+def check_hooks_errors() -> None:
+    """Whatever a hook raises by itself is left alone, though the group was given up meanwhile."""
+
+    def hook(when: str, bucket: GradBucket) -> Future[Tensor]:
+        works.log.give_up(works.ranks, Verdict("rank 1 is away", (1,)))
+        future: Future[Any] = Future()
+        future.set_result(bucket.buffer())
+        if when == "at once":
+            fail_in_a_future(future)
+        return future.then(fail_in_a_future)
+
+    works = RankGroup.of(None).works
+    for when in ("at once", "later"):
+        works.log.verdicts.clear()
+        works.verdict = None
+        wrapped = DistributedDataParallel(linear())
+        wrapped.register_comm_hook(when, hook)
+        works.log.explain = lambda _record, _error: Verdict("rank 1 is away").error()
+        loss = wrapped(torch.ones(2, 4)).sum()
+        with pytest.raises(RuntimeError, match="the reset of my connection timed out") as caught:
+            loss.backward()
+        assert not isinstance(caught.value, StalledError), when
+
+
+def test_what_a_comm_hook_raises_by_itself_is_not_taken_for_a_stall(ranks2: Ranks) -> None:
+    ranks2.run(check_hooks_errors)
 
 
 def check_profiler() -> list[str]:
@@ -217,6 +252,22 @@ def test_ranks_that_wait_for_different_things_are_told_apart() -> None:
         "not for the same; rank 0 waits in an agreement; rank 1 waits in the gather of bucket 0"
         in told.message
     )
+
+
+def test_of_ranks_that_wait_for_different_things_it_is_told_who_made_a_call_more_often() -> None:
+    stepping = status("the gather of bucket 0 (a)", **{"step()": 3, "backward pass": 3})
+    behind = status("the reduction of bucket 0 (a)", **{"step()": 2, "backward pass": 4})
+    told = judge({0: stepping, 1: stepping, 2: behind}, 0, 1.0)
+    passes, steps = "3 on ranks 0, 1 and 4 on rank 2", "3 on ranks 0, 1 and 2 on rank 2"
+    assert f"; times of backward pass: {passes}; times of step(): {steps}. " in told.message
+
+
+def test_a_rank_whose_thread_steps_is_missing_though_another_of_its_threads_waits() -> None:
+    inside = ("backward pass", 3), (OVERLAPPED_STEP, 9)
+    busy = Status(("the reduction of bucket 0 (a)",), inside, {"backward pass": 3, OVERLAPPED_STEP: 9})
+    told = judge({0: status("an agreement", inside=("backward pass", 3)), 1: busy}, 0, 1.0)
+    assert told.missing == (1,)
+    assert "rank 1 is in an overlapped step and waits for nothing" in told.message
 
 
 def test_what_a_process_says_of_itself_survives_the_way_through_json() -> None:

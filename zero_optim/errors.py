@@ -26,7 +26,10 @@ class ZeroOptimError(Exception):
 
 
 class RankMismatchError(ZeroOptimError, RuntimeError):
-    """The ranks of one process group were given different parameters, options or calls."""
+    """The ranks of one process group were given different parameters, options or calls.
+
+    In a step it means that parameters are equal on all ranks, and were stepped with different options.
+    """
 
 
 class RemoteRankError(ZeroOptimError, RuntimeError):

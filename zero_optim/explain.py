@@ -5,7 +5,7 @@ Only `holdings` communicates.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from torch import Tensor
 
@@ -34,6 +34,10 @@ class RankHolding:
         param_nbytes: the bytes of these.
         state_nbytes: bytes of optimizer state, measured on its storages.
         cost: what owning them costs, in the unit of the cost function.
+        mirror_sent_nbytes: what it sends to its buddy at each step, with ``mirror=True``: the bytes of the
+            tensors. Before the first step it is what is planned, where the class is known to make state.
+        mirror_held_nbytes: CPU memory that it takes for mirrors: two copies of what it owns, and two of what
+            the rank before it owns.
     """
 
     rank: int
@@ -42,6 +46,8 @@ class RankHolding:
     param_nbytes: int
     state_nbytes: int
     cost: float
+    mirror_sent_nbytes: int = 0
+    mirror_held_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +110,12 @@ class Explanation:
         lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
         broadcasts = f"{self.collectives_per_step} broadcasts a step"
         lines.append(f"balance: fullest rank / mean = {self.balance:.3f}; {broadcasts}")
+        lines += [
+            f"mirror: rank {r.rank} sends {r.mirror_sent_nbytes / _MIB:.2f} MiB a step to "
+            f"rank {(r.rank + 1) % len(self.ranks)}, and keeps {r.mirror_held_nbytes / _MIB:.2f} MiB"
+            for r in self.ranks
+            if r.mirror_held_nbytes
+        ]
         for b in self.buckets:
             where = f"{b.num_params} {b.dtype} on {b.device}, {b.nbytes / _MIB:.2f} MiB"
             lines.append(f"bucket: {where}, owners {list(b.owners)}{'' if b.active else ', frozen'}")
@@ -120,6 +132,7 @@ def explain(
     groups: Sequence[ParamGroup],
     whole_because: Mapping[Tensor, str],
     state_nbytes: int,
+    mirror_nbytes: int = 0,
 ) -> Explanation:
     """Find out what all ranks hold; all ranks call; two small collectives.
 
@@ -130,15 +143,18 @@ def explain(
         groups: the public groups.
         whole_because: why parameters cannot be cut, of those that cannot.
         state_nbytes: the state that this rank holds, in bytes.
+        mirror_nbytes: of what it owns, if that is mirrored.
     """
-    ranks = holdings(group, sharding, state_nbytes)
+    ranks = holdings(group, sharding, state_nbytes, mirror_nbytes)
     active = [moves or local.moves_frozen for moves in sharding.active()]
     buckets = bucket_holdings(sharding.buckets, active, group.size)
     cuts = [*describe_cuts(sharding, groups), *describe_uneven(sharding, whole_because, buckets)]
     return Explanation(ranks, buckets, tuple(map(describe_traits, local.traits())), tuple(cuts))
 
 
-def holdings(group: RankGroup, sharding: Sharding, state_nbytes: int) -> tuple[RankHolding, ...]:
+def holdings(
+    group: RankGroup, sharding: Sharding, state_nbytes: int, mirror_nbytes: int = 0
+) -> tuple[RankHolding, ...]:
     """Exchange what each rank holds. All ranks call; two small collectives."""
     owned: list[tuple[int, int]] = []  # elements and their size in bytes
     for param, pieces in sharding.pieces.items():
@@ -147,9 +163,13 @@ def holdings(group: RankGroup, sharding: Sharding, state_nbytes: int) -> tuple[R
             owned.append((numel_of(piece, param.shape), param.element_size()))
     numel, nbytes = sum(numel for numel, _ in owned), sum(numel * size for numel, size in owned)
     cost = sharding.loads[group.rank]
-    mine = RankHolding(group.rank, len(owned), numel, nbytes, state_nbytes, cost)
+    mine = RankHolding(group.rank, len(owned), numel, nbytes, state_nbytes, cost, mirror_nbytes)
     payloads = group.all_gather_bytes(json.dumps(asdict(mine)).encode())
-    return tuple(RankHolding(**json.loads(payload)) for payload in payloads)
+    told = [RankHolding(**json.loads(payload)) for payload in payloads]
+    sent = [each.mirror_sent_nbytes for each in told]  # [-1] is before the first
+    return tuple(
+        replace(each, mirror_held_nbytes=2 * (sent[rank] + sent[rank - 1])) for rank, each in enumerate(told)
+    )
 
 
 def bucket_holdings(

@@ -1,7 +1,7 @@
 """`ZeroRedundancyOptimizer`: any ``torch.optim`` optimizer, its state sharded over ranks."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -81,6 +81,14 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
         on_stall: "exit" logs the error, and ends the process with exit code 75, in the place of raising:
             for jobs that a launcher starts again, and on NCCL, where a CPU that waits for the device cannot
             be made to raise.
+        own_options: names of options of groups, such as ``("lr",)``, that each rank may set for itself after
+            construction. All others are compared in each step, as far as they are plain values:
+            if one differs, every rank raises `RankMismatchError`.
+        mirror: what a rank owns (its rows of the parameters, their state, masters, averages) is copied to the
+            next rank after every step, in CPU memory and over gloo, beside the next forward and backward
+            pass. If a rank is lost, `rebind` on the others goes back to the end of the last step or the one
+            before, without a file. Takes four times the memory of what a rank owns, and one small collective
+            more a step; `explain` shows the bytes. A group of one rank has no other: it warns.
         **defaults: keyword arguments of ``optimizer_class``.
 
     A group may name its own ``optimizer_class``; its other options are then that class's arguments,
@@ -119,6 +127,8 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
         cuts: bool = True,
         timeout: float | None = None,
         on_stall: OnStall = "raise",
+        own_options: Sequence[str] = (),
+        mirror: bool = False,
         **defaults: object,
     ) -> None:
         """Plan, agree on the plan with the other ranks, and build."""
@@ -135,6 +145,8 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
             ema_decay=ema_decay,
             timeout=timeout,
             on_stall=on_stall,
+            own_options=own_options,
+            mirror=mirror,
         )
         default, group = OptimizerSpec(optimizer_class, defaults), ranks_of(process_group)
         super().__init__(params, default, group, options, gather_lazily)
@@ -164,7 +176,7 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
         if not inspect.ismethod(found[0]):
             return found[0]
-        return partial(self._run, self._owned.local.call, self.param_groups, found)
+        return partial(self._run, f"{name}()", self._owned.local.call, self.param_groups, found)
 
     # ------------------------------------------------------------------ stepping
 
@@ -174,7 +186,7 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
         Communicates: one broadcast for each bucket and owner. Every rank has its new parameters when the call
         returns; on CUDA with NCCL the current stream waits for them, not the CPU. With `gather_lazily` the
         modules wait instead. A rank on which the class's own step raises takes part in that all the same, so
-        that the others do not wait for it.
+        that the others do not wait for it. They hear of it in what it sends, and raise too.
 
         Args:
             closure: evaluates the model and returns the loss, as in ``torch.optim``; given on all ranks or on
@@ -192,6 +204,8 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
             TypeError: ``closure`` cannot be called.
             ValueError: on every rank with such a gradient, before anything is stepped: the gradient of a cut
                 parameter is sparse, and the class does not bear that, see ``cuts``.
+            RankMismatchError: on every rank, options of groups differ between ranks, see ``own_options``, or
+                ranks are in different calls. The step was taken, and parameters are equal on all ranks.
         """
         if self.leaves_out_step():
             return None
@@ -220,11 +234,12 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
         self._group.phase.traffic.count_step()
         if shared is not None:
             return self._step_with(shared, kwargs)
-        stepped: float | None = self._run(self._owned.local.step, self.param_groups, None, **kwargs)
+        stepped: float | None = self._run("step()", self._owned.local.step, self.param_groups, None, **kwargs)
         return loss if stepped is None else stepped
 
     def _step_with(self, closure: SharedCall, kwargs: dict[str, Any]) -> float | None:
         """Leave a closure to the class's own step, then gather; the ranks hear of each other in between."""
+        call = self._call("step()")
         try:
             try:
                 self.begin_step()
@@ -233,8 +248,12 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
                 )
             finally:
                 closure.settle()
+        except BaseException as error:
+            call = call._replace(failure=error)
+            raise
         finally:
-            self._sharding.gather(self.param_groups)
+            with self.mirrored():
+                self._sharding.gather(self.param_groups, call)
         return loss
 
     @property
@@ -276,10 +295,13 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
                 after any of these.
         """
         if self._overlap is not None and self._overlap.current is not None:
-            raise RuntimeError(
+            failure = RuntimeError(
                 "the step was taken during the backward pass, too early to clip: leave out "
                 "clip_grad_norm_(), or zero_step (overlap_with_ddp)"
             )
+            self.announce_to_join(steps=False)
+            self.refuse_in_join(failure)
+            raise failure
         with self._group.doing("clip_grad_norm_()"):
             return self.clip_together(ClipArguments(max_norm, norm_type, error_if_nonfinite, foreach))
 

@@ -11,12 +11,13 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from zero_optim.comm.agreement import failing_together
 from zero_optim.plan.groups import ParamGroup
 from zero_optim.plan.pieces import Pieces
+from zero_optim.shard.stamps import Call, Origins
 from zero_optim.state.rebinding import RebindableOptimizer
 from zero_optim.step.amp import Scaling, drop_scale
 from zero_optim.step.clip import ClipArguments, clip_together
 from zero_optim.step.gradients import is_sparse
 from zero_optim.step.join import JoinNotes, lend_gradients, lend_to
-from zero_optim.step.overlap import Overlap
+from zero_optim.step.overlap import Overlap, OverlappedStep
 from zero_optim.step.sparse_rows import check_sparse_rows
 from zero_optim.step.words import Word, exchange, is_skipped_by_all, ranks_that
 
@@ -29,25 +30,40 @@ class SteppedOptimizer(RebindableOptimizer, Joinable):
 
     _overlap: Overlap | None  # made when a hook first asks for it
     _join_notes: JoinNotes
-    num_steps = 0  # calls of step() on this rank, of skipped steps too
 
     # ------------------------------------------------------------------ a step
 
-    def _run(self, work: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
-        """Let the local optimizer change this rank's parameters, then gather."""
+    def _run(self, name: str, work: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
+        """Let the local optimizer change this rank's parameters, then gather.
+
+        Args:
+            name: of the call, such as ``step()``.
+            work: changes them.
+            *args: for ``work``.
+            **kwargs: for ``work``.
+        """
         self.check_attached()
+        call = self._call(name)
         try:
             self.begin_step()
             if not self._join_config.enable:  # there the ranks have heard of it, see `is_skipped_together`
                 self.check_sparse(self._params_of_sparse())
             result = self._owned.run(work, *args, **kwargs)
-        finally:
-            self._sharding.gather(self.param_groups, frozen_too=self._owned.local.moves_frozen)
+        except BaseException as error:
+            call = call._replace(failure=error)
+            raise
+        finally:  # the others wait for this rank
+            with self.mirrored():
+                self._sharding.gather(self.param_groups, call, frozen_too=self._owned.local.moves_frozen)
         return result
+
+    def _call(self, name: str, failure: BaseException | None = None) -> Call:
+        return Call(name, lambda options: Origins(*self._owned.local.origins(options)), failure)
 
     def begin_step(self) -> None:
         """Get ready for a step: look at the parameters, and at what was changed from outside."""
         self.check_weights()
+        self.mirror_if_due()
         self._snapshot.changed()
         self._sharding.refresh(self.param_groups)
         self.check_cuts(self.param_groups)
@@ -73,8 +89,7 @@ class SteppedOptimizer(RebindableOptimizer, Joinable):
 
     def _params_of_sparse(self) -> list[Tensor]:
         """List the cut parameters whose gradients are sparse, also where other ranks hold them."""
-        every = self._sharding.pieces.items()
-        return [param for param, pieces in every if len(pieces) > 1 and is_sparse(param.grad)]
+        return [param for param in self._sharding.cut_params() if is_sparse(param.grad)]
 
     def _failure_of_sparse(self, params: Iterable[Tensor]) -> Exception | None:
         try:
@@ -112,6 +127,7 @@ class SteppedOptimizer(RebindableOptimizer, Joinable):
         words = exchange(self._group, word, found_inf=found_inf, failure=failure)
         if scaling is not None:
             if scaling.is_skipped(self, words, self._group.rank):
+                self._mirror.relabel(self.num_steps)
                 return True
             scaling.unscale(self._params())
         lend_to(self._group, ranks_that(words, Word.JOINED), *self._lendable(self._params()))
@@ -162,12 +178,21 @@ class SteppedOptimizer(RebindableOptimizer, Joinable):
         self._group.phase.traffic.count_step()
         self._opt_called = True  # for schedulers, which warn if it is step() that never was
         overlap, lends = self.overlap(), self._join_config.enable
+        call, lane, has_begun = self._call("backward()"), overlap.lanes.groups[0], False
         try:
             overlap.begin(joined=joined, lends=lends)
+            has_begun = True
             self.begin_step()
+        except BaseException as error:
+            call = call._replace(failure=error)
+            raise
         finally:
             if lends:
-                lend_gradients(overlap.lanes.groups[0], joined, [], [], self.param_groups)
+                lend_gradients(lane, joined, [], [], self.param_groups)
+            if has_begun:  # else gathers may be under way to parameters that this pass has read
+                self._sharding.begin_call(self.param_groups, call)
+                # Now that the gathers of the pass before are over.
+                self._sharding.settle(lane.during("agree"), call, with_last=False)
 
     def overlap(self) -> Overlap:
         """Give what steps some parameters during the backward pass; a hook of `zero_optim.hooks` calls it.
@@ -186,7 +211,7 @@ class SteppedOptimizer(RebindableOptimizer, Joinable):
     def _end_overlap(self, *, waits: bool) -> None:
         overlap, self._overlap = self._overlap, None
         if overlap is not None and overlap.let_go(self.param_groups, waits=waits):
-            self._snapshot.is_torn = True
+            self._snapshot.is_torn = self._snapshot.age > 0  # else it broke off before anything was stepped
 
     def _let_go(self, *, waits: bool) -> None:
         super()._let_go(waits=waits)
@@ -229,17 +254,40 @@ class SteppedOptimizer(RebindableOptimizer, Joinable):
 
     def _step_rest(self, overlap: Overlap, late: str, *, joined: bool) -> None:
         """Step what the backward pass did not reach, such as what DDP does not hold; all ranks call."""
+        with self.mirrored():
+            self._step_what_is_left(overlap, late, joined=joined)
+
+    def _step_what_is_left(self, overlap: Overlap, late: str, *, joined: bool) -> None:
         overlap.wait_for_steps()  # on a rank that joined no backward pass has ended and done so
-        with overlap.finishing(late, joined=joined) as current:
-            rest = current.rest(self.param_groups)
-            if rest:
-                failure = None if joined else self._failure_of_sparse(rest)
-                if self._join_config.enable:
-                    lend_gradients(self._group, joined, *self._lendable(rest), failure=failure)
-                known = [None if failure is not None else param.grad for param in rest]
-                overlap.step(self.param_groups, overlap.part(rest), known)
-                if failure is not None:
-                    raise failure
+        lane, call = overlap.lanes.groups[0].during("agree"), self._call("step()")
+        try:
+            with overlap.finishing() as current:
+                self._step_late(overlap, current, late, joined=joined)
+        except BaseException as error:
+            call = call._replace(failure=error)
+            raise
+        finally:
+            self._sharding.settle(lane, call, with_last=not self._sharding.gathers.readers)
+
+    def _step_late(self, overlap: Overlap, current: OverlappedStep, late: str, *, joined: bool) -> None:
+        rest = current.rest(self.param_groups)
+        failure: Exception | None = None
+        try:
+            if not joined:
+                current.check_asked(late)
+        except RuntimeError as error:
+            if not self._join_config.enable:
+                raise
+            failure = error
+        if failure is None and not joined:
+            failure = self._failure_of_sparse(rest)
+        if self._join_config.enable:  # ranks that joined wait for this; if one rank fails all raise
+            lend_gradients(self._group, joined, *self._lendable(rest), failure=failure)
+        if rest:
+            known = [None if failure is not None else param.grad for param in rest]
+            overlap.step(self.param_groups, overlap.part(rest), known, failure)
+        if failure is not None:
+            raise failure
 
     # ------------------------------------------------------------------ uneven inputs
 
@@ -306,7 +354,7 @@ class SteppedOptimizer(RebindableOptimizer, Joinable):
             return
         lend_to(self._group, ranks_that(words, Word.JOINED), *lendable)
         self._group.phase.traffic.count_step()
-        self._run(self._owned.local.step, self.param_groups, None)
+        self._run("step()", self._owned.local.step, self.param_groups, None)
 
 
 class _ShadowHook(JoinHook):

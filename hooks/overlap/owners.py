@@ -3,18 +3,34 @@
 ZeRO stage 2 (Rajbhandari et al., SC 2020): nobody but its owner needs a parameter's reduced gradient.
 Each rank sends every owner the gradients of what that owns, of a cut parameter the rows. An owner adds up
 what came, in the order of ranks, so that the sum is the same in every run.
+
+`BucketsToOwners` is the one way there: `reduce_to_owners` waits for what it launches and shows the gradients,
+`zero_step` steps with them.
+
+Note [Rows in place]
+    Our DDP makes its buckets as `NamedBuckets` says, if a hook has that. Then what goes to a rank is one part
+    of the bucket's memory. It is sent from there, its sum comes to lie there, and DDP's views of the bucket
+    show it. Of another DDP's bucket the parts that a rank owns are copied together to be sent, and the sum is
+    copied back.
+
+`zero_optim.ddp.ReduceScatterBucketer` makes the same sums and is not used here; Note [Not for gradients] in
+its module says why.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.lanes import Lease
 from zero_optim.comm.row_sum import RowExchange, RowSum
 from zero_optim.compat.streams import record_use, to_device
-from zero_optim.hooks.bucket import GradBucket, real_buffer
+from zero_optim.hooks.bucket import GradBucket, Hook, real_buffer
+from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.pieces import Pieces
 
 
@@ -109,7 +125,9 @@ class OwnerReduction:
         self._used = None if self._flags_sent is None else self._flags_sent.wait()
         start = 0
         for begin, end in self._ownership.spans[self._group.rank]:
-            self._flat[begin:end] = total[start : start + end - begin]
+            place, part = self._flat[begin:end], total[start : start + end - begin]
+            if place.data_ptr() != part.data_ptr():  # not summed in place
+                place.copy_(part)
             start += end - begin
         record_use(self._flat)  # made on the stream of the hook
         return self._buffer
@@ -124,3 +142,100 @@ class OwnerReduction:
             return set(slots)
         counts = torch.stack(self._used).sum(0).tolist()
         return {slot for slot, count in zip(slots, counts, strict=True) if count}
+
+
+class BucketsToOwners:
+    """Launches the reductions of buckets to owners, for one hook.
+
+    Args:
+        lanes: groups for the exchange, see `RowExchange`.
+        pieces_of: tells who owns which rows of the parameters of a bucket; raises if one has no owner.
+
+    Attributes:
+        lanes: as given.
+    """
+
+    def __init__(self, lanes: Lease, pieces_of: Callable[[Sequence[Tensor]], Sequence[Pieces]]) -> None:
+        self.lanes = lanes
+        self._pieces_of = pieces_of
+        self._plans: dict[int, BucketOwnership] = {}
+
+    @property
+    def params(self) -> list[Tensor]:
+        """The parameters of the buckets that have come so far."""
+        return [param for ownership in self._plans.values() for param in ownership.params]
+
+    def plan(self, bucket: GradBucket, size: int) -> BucketOwnership:
+        """Tell who owns what of a bucket; DDP makes its buckets anew now and then. Does not communicate.
+
+        Args:
+            bucket: the gradients.
+            size: number of ranks.
+
+        Raises:
+            Exception: what ``pieces_of`` raises.
+        """
+        number, params = bucket.index(), bucket.parameters()
+        known = self._plans.get(number)
+        if known is None or len(known.params) != len(params) or not all(map(is_, known.params, params)):
+            known = self._plans[number] = BucketOwnership.of(params, self._pieces_of(params), size)
+        return known
+
+    def launch(
+        self,
+        group: RankGroup,
+        bucket: GradBucket,
+        ownership: BucketOwnership,
+        *,
+        joined: bool,
+        all_used: bool,
+    ) -> OwnerReduction:
+        """Start a bucket's reduction; all ranks call, in the order of buckets. See `OwnerReduction`."""
+        return OwnerReduction(group, self.lanes.groups, bucket, ownership, joined, all_used)
+
+
+class NamedBuckets:
+    """The buckets that a hook would like to have, for a DDP that asks, see Note [Rows in place].
+
+    They are those of the optimizer, which divides each of them evenly, with the parameters of an owner side
+    by side. Does not communicate.
+
+    Args:
+        optimizer: owns the parameters.
+    """
+
+    def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def version(self) -> int:
+        """Tell what `members` depends on: more parameters may be added to the optimizer."""
+        return self._optimizer.num_buckets
+
+    def members(self) -> list[list[Tensor]] | None:
+        """Give the parameters of each bucket, in the order of their owners; a cut one is between these.
+
+        None where one rank owns all: there is nothing to divide then.
+        """
+        pieces = self._optimizer.pieces()
+        if has_one_owner(pieces.values()):
+            return None
+
+        def owners(param: Tensor) -> tuple[int, int]:
+            return pieces[param][0].owner, pieces[param][-1].owner
+
+        return [
+            sorted(filter(pieces.__contains__, members), key=owners)
+            for members in self._optimizer.bucket_members()
+        ]
+
+
+def has_one_owner(pieces: Iterable[Pieces]) -> bool:
+    """Whether one rank owns all of some parameters."""
+    return len({piece.owner for of_param in pieces for piece in of_param}) == 1
+
+
+def naming_buckets(hook: Hook, optimizer: ZeroRedundancyOptimizer) -> Hook:
+    """Have a hook name the optimizer's buckets; gives the hook itself."""
+    named: Any = hook
+    named.buckets = NamedBuckets(optimizer)
+    return hook

@@ -23,17 +23,16 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from zero_optim.comm.lanes import Lease
 from zero_optim.compat.engine import after_backward, backward_number, in_backward, in_outer_backward
 from zero_optim.compat.streams import future_on
 from zero_optim.hooks.allreduce import mean_hook
 from zero_optim.hooks.bucket import GradBucket, Hook, TensorFuture
 from zero_optim.hooks.overlap.line import line_of
-from zero_optim.hooks.overlap.owners import BucketOwnership, OwnerReduction
+from zero_optim.hooks.overlap.owners import BucketsToOwners, OwnerReduction
 from zero_optim.hooks.overlap.steps import BucketSteps
 from zero_optim.hooks.overlap.task import SteppedPass, Task
 from zero_optim.optimizer import ZeroRedundancyOptimizer
-from zero_optim.step.overlap import StepPart
+from zero_optim.step.overlap import Overlap, StepPart
 
 
 class Stepper:
@@ -60,11 +59,13 @@ class Stepper:
     ) -> None:
         self._optimizer = optimizer
         self._overlap = optimizer.overlap()
-        self._owner_lanes = self._overlap.new_lanes() if to_owners else None
+        self._to_owners: BucketsToOwners | None = None
+        if to_owners:
+            self._to_owners = BucketsToOwners(self._overlap.new_lanes(), self._overlap.pieces)
         self._hook = hook
         self._interleave = interleave
         self._all_used = all_used
-        self._plans: dict[int, tuple[StepPart, BucketOwnership | None]] = {}
+        self._plans: dict[int, StepPart] = {}
         self._pass: SteppedPass | None = None
         self._line = line_of(BucketSteps(optimizer, self._overlap), self._overlap)
 
@@ -74,21 +75,14 @@ class Stepper:
         of = self._pass
         if of is None or number <= of.number:  # the pass before may have broken off
             self._overlap.check_attached()
-            of = self._pass = SteppedPass(joined, _abandoning(self._overlap.lanes, self._owner_lanes))
+            of = self._pass = SteppedPass(joined, _abandoning(self._overlap, self._to_owners))
         of.number, of.is_complete = number, bucket.is_last()
         if not joined and backward_number() not in of.asked:
             of.asked.add(backward_number())
             after_backward(self._before_end)
-        part, ownership = self._plan(number, bucket.parameters())
-        buffer, all_used = bucket.buffer(), getattr(bucket, "all_used", False) or self._all_used()
-        reduced: TensorFuture | OwnerReduction
-        if ownership is None or self._owner_lanes is None:
-            reduced = self._hook(state, bucket)
-            if self._hook is mean_hook:  # what other hooks send is not known
-                self._overlap.reducing().count_sum(buffer)
-        else:
-            lanes, ranks = self._owner_lanes.groups, self._overlap.reducing()
-            reduced = OwnerReduction(ranks, lanes, bucket, ownership, joined, all_used)
+        part, buffer = self._plan(number, bucket.parameters()), bucket.buffer()
+        all_used = getattr(bucket, "all_used", False) or self._all_used()
+        reduced = self._launched(state, bucket, joined, all_used)
         if buffer.is_sparse:
             # On this thread: to try a class is no work for a thread beside the backward pass, which may draw
             # random numbers. Every rank sees the same buckets, so all fail.
@@ -102,15 +96,23 @@ class Stepper:
             self._end_joined(of)
         return done
 
-    def _plan(self, number: int, params: Sequence[Tensor]) -> tuple[StepPart, BucketOwnership | None]:
+    def _launched(
+        self, state: object, bucket: GradBucket, joined: bool, all_used: bool
+    ) -> TensorFuture | OwnerReduction:
+        ranks = self._overlap.reducing()
+        if self._to_owners is not None:
+            ownership = self._to_owners.plan(bucket, ranks.size)
+            return self._to_owners.launch(ranks, bucket, ownership, joined=joined, all_used=all_used)
+        reduced = self._hook(state, bucket)
+        if self._hook is mean_hook:  # what other hooks send is not known
+            ranks.count_sum(bucket.buffer())
+        return reduced
+
+    def _plan(self, number: int, params: Sequence[Tensor]) -> StepPart:
         """Plan a bucket, unless it is the one that was planned: buckets change when DDP makes them anew."""
         known = self._plans.get(number)
-        overlap = self._overlap
-        if known is None or not overlap.is_current(known[0], params):
-            ownership = None
-            if self._owner_lanes is not None:
-                ownership = BucketOwnership.of(params, overlap.pieces(params), overlap.group.size)
-            known = self._plans[number] = overlap.part(params), ownership
+        if known is None or not self._overlap.is_current(known, params):
+            known = self._plans[number] = self._overlap.part(params)
         return known
 
     def _release(self, of: SteppedPass) -> None:
@@ -167,7 +169,7 @@ class Stepper:
         try:
             if not is_inner:
                 self._step_late(of, [param.grad for param in of.late])
-            if self._owner_lanes is not None:
+            if self._to_owners is not None:
                 self._overlap.drop_gradients()
         finally:
             self._overlap.end_backward(is_final=not is_inner, failed=of.error is not None)
@@ -185,15 +187,18 @@ class Stepper:
         late, current = of.pop_late(), self._overlap.current
         if late and current is not None and not current.lends:
             known = gradients if of.error is None else [None] * len(late)
-            self._overlap.step(self._optimizer.param_groups, self._overlap.part(late), known)
+            self._overlap.step(self._optimizer.param_groups, self._overlap.part(late), known, of.error)
 
 
-def _abandoning(*leases: Lease | None) -> Callable[[], None]:
-    """Make what sees to it that no later user gets process groups on which something failed."""
+def _abandoning(overlap: Overlap, to_owners: BucketsToOwners | None) -> Callable[[], None]:
+    """Make what sees to it that no later user gets process groups on which something failed.
+
+    It holds nothing else, as a thread may hold it longest.
+    """
+    leases = [overlap.lanes] if to_owners is None else [overlap.lanes, to_owners.lanes]
 
     def abandon() -> None:
         for lease in leases:
-            if lease is not None:
-                lease.abandon()
+            lease.abandon()
 
     return abandon

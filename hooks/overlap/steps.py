@@ -65,7 +65,7 @@ class BucketSteps:
         with task.of.minding():
             if task.of.error is not None:
                 known = [None] * len(part.given)
-            self._overlap.step(self._optimizer.param_groups, part, known)
+            self._overlap.step(self._optimizer.param_groups, part, known, task.of.error)
 
     def _chosen(self, task: Task, gradients: Sequence[Tensor]) -> tuple[StepPart, list[Tensor | None]]:
         """Tell what is to be stepped now, and what each parameter is stepped with; None leaves it alone."""

@@ -3,8 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
-from operator import is_
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from zero_optim.compat.engine import after_backward, backward_number, in_backwar
 from zero_optim.compat.streams import StreamBeside, future_on, record_use, recorded_event, wait_for_event
 from zero_optim.hooks.allreduce import mean_hook
 from zero_optim.hooks.bucket import GradBucket, Hook, TensorFuture, gradients_in
-from zero_optim.hooks.overlap.owners import BucketOwnership, OwnerReduction
+from zero_optim.hooks.overlap.owners import BucketsToOwners, OwnerReduction, has_one_owner, naming_buckets
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 from zero_optim.plan.groups import param_names, params_of
 from zero_optim.plan.pieces import Pieces, piece_of
@@ -34,7 +33,9 @@ def reduce_to_owners(optimizer: ZeroRedundancyOptimizer) -> Hook:
     the owner of a parameter has the mean in ``param.grad``, and on other ranks a `PartialGradient` stands
     there, which has no memory and raises if it is read.
 
-    This saves bytes on the wire. DDP's buckets stay as large as all gradients: for the memory use
+    This saves bytes on the wire. On our DDP the buckets become those of the optimizer, whose
+    ``bucket_cap_mb`` counts then, with what a rank owns side by side: it is sent from there, and not copied
+    first. DDP's buckets stay as large as all gradients: for the memory use
     `zero_optim.ddp.ShardedDataParallel`. ``zero_step(optimizer, gradients="owners")`` is the same with the
     step in the backward pass.
 
@@ -67,7 +68,7 @@ def reduce_to_owners(optimizer: ZeroRedundancyOptimizer) -> Hook:
         return reductions.take(bucket)
 
     reduce_to_owners_hook.__qualname__ = reduce_to_owners_hook.__name__ = "reduce_to_owners"
-    return reduce_to_owners_hook
+    return naming_buckets(reduce_to_owners_hook, optimizer)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,14 +96,15 @@ class _OwnerReductions:
     def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self._optimizer = optimizer
         self._ranks = optimizer.ranks
-        self._lanes = lanes_for_rows(optimizer.ranks, optimizer.owners())
-        self._plans: dict[int, BucketOwnership] = {}
+        lanes = lanes_for_rows(optimizer.ranks, optimizer.owners())
+        self._to_owners = BucketsToOwners(lanes, partial(_pieces_of, optimizer))
         self._streams = StreamBeside()
         self._under_way: deque[_Started] = deque()
         self._asked: set[int] = set()  # the engine's numbers of the passes that will call `_end`
         self._came: list[tuple[Sequence[Tensor], Tensor]] = []  # parameters and buffer of each bucket
         self._names: dict[Tensor, str] = {}
         self._has_one_owner = False
+        self._num_known = 0  # of the optimizer's buckets
 
     def take(self, bucket: GradBucket) -> TensorFuture:
         """Launch a bucket's reduction, and wait for that of an earlier one."""
@@ -114,17 +116,16 @@ class _OwnerReductions:
             after_backward(lambda: after_backward(self._end))  # behind the callback of DDP
         if len(self._under_way) == _NUM_UNDER_WAY:
             self._finish_first()
-        params, buffer = bucket.parameters(), bucket.buffer()
-        ownership = self._ownership(number, params)
-        group, lanes = self._optimizer.ranks, self._lanes.groups
+        group, buffer = self._ranks, bucket.buffer()
+        ownership = self._to_owners.plan(bucket, group.size)
         if self._has_one_owner:
             group.during("reduce").count_sum(buffer)
             return mean_hook(group.process_group, bucket)
         # DDP itself finds out which parameters no rank used.
-        reduction = OwnerReduction(group, lanes, bucket, ownership, joined, all_used=True)
+        reduction = self._to_owners.launch(group, bucket, ownership, joined=joined, all_used=True)
         started = _Started(reduction, future_on(buffer.device), buffer.device)
         self._under_way.append(started)
-        self._came.append((params, buffer))
+        self._came.append((ownership.params, buffer))
         if bucket.is_last():  # no later hook comes, and DDP waits
             while self._under_way:
                 self._finish_first()
@@ -146,8 +147,11 @@ class _OwnerReductions:
         while self._under_way:
             self._finish_first()
         self._asked, self._came = set(), []
-        known = chain.from_iterable(ownership.params for ownership in self._plans.values())
-        left = [] if joined else [param for param in known if isinstance(param.grad, PartialGradient)]
+        if self._num_known != self._optimizer.num_buckets:
+            self._num_known = self._optimizer.num_buckets
+            self._look()
+        known = [] if joined else self._to_owners.params
+        left = [param for param in known if isinstance(param.grad, PartialGradient)]
         if left:
             raise RuntimeError(
                 f"the gradient of {self._names[left[0]]} has been reduced to its owners: a second backward "
@@ -155,19 +159,11 @@ class _OwnerReductions:
                 "pass of a step under no_sync()"
             )
 
-    def _ownership(self, number: int, params: Sequence[Tensor]) -> BucketOwnership:
-        """Tell who owns what of a bucket; DDP makes its buckets anew now and then."""
-        known = self._plans.get(number)
-        if known is None or len(known.params) != len(params) or not all(map(is_, known.params, params)):
-            pieces = self._optimizer.pieces()
-            found = [_pieces_of(param, pieces) for param in params]
-            known = BucketOwnership.of(params, found, self._optimizer.ranks.size)
-            self._plans[number] = known
-            owners = {piece.owner for of_param in pieces.values() for piece in of_param}
-            self._has_one_owner = self._optimizer.ranks.size > 1 and len(owners) == 1
-            groups = self._optimizer.param_groups
-            self._names = dict(zip(params_of(groups), param_names(groups), strict=True))
-        return known
+    def _look(self) -> None:
+        """Look at what the optimizer has by now."""
+        groups = self._optimizer.param_groups
+        self._names = dict(zip(params_of(groups), param_names(groups), strict=True))
+        self._has_one_owner = self._ranks.size > 1 and has_one_owner(self._optimizer.pieces().values())
 
     @torch.no_grad()
     def _finish_first(self) -> None:
@@ -179,7 +175,7 @@ class _OwnerReductions:
             try:
                 result = started.reduction.wait()
             except BaseException:
-                self._lanes.abandon()
+                self._to_owners.lanes.abandon()
                 raise
             record_use(result)
             started.done.set_result(result)
@@ -203,7 +199,7 @@ class _OwnerReductions:
             return
         came, self._came = self._came, []
         pieces, rank = self._optimizer.pieces(), self._optimizer.ranks.rank
-        for param in chain.from_iterable(params for params, _ in came):
+        for param, buffer in ((param, buffer) for params, buffer in came for param in params):
             grad, of_param = param.grad, pieces[param]
             piece = piece_of(of_param, rank)
             if (
@@ -212,14 +208,23 @@ class _OwnerReductions:
                 or (piece is not None and len(of_param) == 1)
             ):
                 continue
-            rows = None if piece is None else rows_of(grad, piece).clone()
+            rows = None if piece is None else rows_of(grad, piece)
+            if rows is not None and not _is_in(rows, buffer):
+                rows = rows.clone()  # a view would keep the whole gradient; DDP keeps its bucket in any case
             param.grad = PartialGradient(param, of_param, rows, self._names[param])
 
 
-def _pieces_of(param: Tensor, pieces: dict[Tensor, Pieces]) -> Pieces:
-    if param not in pieces:
-        raise ValueError(
-            f"a parameter of shape {tuple(param.shape)} of the wrapper is not in the optimizer, so it has no "
-            "owner to reduce its gradient to: add it to the optimizer, or freeze it before wrapping"
-        )
-    return pieces[param]
+def _is_in(view: Tensor, buffer: Tensor) -> bool:
+    return view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+
+
+def _pieces_of(optimizer: ZeroRedundancyOptimizer, params: Sequence[Tensor]) -> list[Pieces]:
+    pieces = optimizer.pieces()
+    for param in params:
+        if param not in pieces:
+            raise ValueError(
+                f"a parameter of shape {tuple(param.shape)} of the wrapper is not in the optimizer, "
+                "so it has no owner to reduce its gradient to: add it to the optimizer, or freeze it before "
+                "wrapping"
+            )
+    return [pieces[param] for param in params]

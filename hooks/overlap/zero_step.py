@@ -14,6 +14,7 @@ from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.arguments import check_flags, raise_together
 from zero_optim.hooks.allreduce import mean_hook
 from zero_optim.hooks.bucket import GradBucket, Hook, name_of
+from zero_optim.hooks.overlap.owners import naming_buckets
 from zero_optim.hooks.overlap.stepper import Stepper
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 from zero_optim.plan.description import describe
@@ -61,7 +62,8 @@ def zero_step(
         gradients: "owners" reduces each gradient to its owner alone (ZeRO stage 2): half the bytes of an
             all-reduce. When backward has ended ``param.grad`` is None on the other ranks, and for a cut
             parameter on every rank: none has the whole gradient. Gradients are summed in the order of ranks,
-            so on more than two ranks the last bits differ from an all-reduce's.
+            so on more than two ranks the last bits differ from an all-reduce's. `reduce_to_owners` reduces
+            in the same way, and says which buckets our DDP has then.
         ddp: the wrapper that the hook will be registered with; not needed for `zero_optim.ddp`. It tells
             whether parameters may be unused (``find_unused_parameters``, ``static_graph``). If they may, or
             for None, gradients that are all zeros are looked for in each bucket. That takes time, and on an
@@ -92,7 +94,7 @@ def zero_step(
         return stepper.take(state, bucket)
 
     zero_step_hook.__qualname__ = zero_step_hook.__name__ = f"zero_step({name_of(hook)})"
-    return zero_step_hook
+    return naming_buckets(zero_step_hook, optimizer) if to_owners else zero_step_hook
 
 
 def hook_with_zero_step(

@@ -100,7 +100,7 @@ def failing_together(group: RankGroup) -> Iterator[None]:
         raise mine from unanswered  # it tells more, and may be why nobody answered: a device of no use
     if not any(flag != b"\0" for flag in flags):
         return
-    _raise_any(mine, group.all_gather_bytes(b"" if mine is None else _encoded(mine)))
+    _raise_any(mine, group.all_gather_bytes(b"" if mine is None else encoded(mine)))
 
 
 class SharedCall:
@@ -132,7 +132,27 @@ class SharedCall:
                 pass
 
 
-def _encoded(error: Exception) -> bytes:
+def failure_of_others(group: RankGroup, mine: bytes) -> Exception | None:
+    """Make the exception to be raised where ranks know that one of them failed; all ranks call.
+
+    Communicates.
+
+    Args:
+        group: the ranks.
+        mine: what failed here, as `encoded` gives it; empty if nothing did.
+
+    Returns:
+        What a rank raises that did not fail itself, as by `failing_together`; None on one that did.
+    """
+    failed = [(rank, payload) for rank, payload in enumerate(group.all_gather_bytes(mine)) if payload]
+    if mine or not failed:
+        return None
+    rank, payload = failed[0]
+    return _rebuild(rank, *json.loads(payload))
+
+
+def encoded(error: BaseException) -> bytes:
+    """Give what other ranks are told of an exception; nothing in it keeps the exception."""
     return json.dumps([type(error).__name__, str(error)]).encode()
 
 

@@ -16,6 +16,7 @@ Note [Devices of a group]
     too, but not everywhere (Note [gloo and CUDA] in `zero_optim.comm.collectives`).
 """
 
+import re
 from collections.abc import Iterator, KeysView, Mapping, Sequence, ValuesView
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ from zero_optim.compat.streams import current_device
 T = TypeVar("T")
 
 _PLACELESS = "meta"  # tensors on it have no memory, so nothing of theirs is sent
+_OF_GLOO = re.compile(r"\[[^\]]*\bgloo/[^\]]*:\d+\]")  # such as "[…/gloo/transport/tcp/pair.cc:534]"
 
 
 def devices_of(given: object) -> tuple[torch.device, ...]:
@@ -150,3 +152,12 @@ def unserved(backends: Mapping[str, str], data: Sequence[torch.device]) -> str |
         f"{' or '.join(backends)} before, or make the group with one, such as "
         f'init_process_group("{has},{kind}:{default}")'
     )
+
+
+def raised_by_backend(error: BaseException) -> bool:
+    """Whether a backend raised something, or a future of it; False where other code may have.
+
+    gloo raises plain `RuntimeError`, which names its source file in brackets. What passed through a callback
+    of a future still has this text. Others raise classes of `torch.distributed`.
+    """
+    return isinstance(error, dist.DistError) or _OF_GLOO.search(str(error)) is not None

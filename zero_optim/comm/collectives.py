@@ -153,8 +153,8 @@ class RankGroup:
 
     def __reduce__(
         self,
-    ) -> tuple[Callable[..., "RankGroup"], tuple[None, list[Tensor]]]:
-        """Pickle the default group as "the default group"; no other group can be found again.
+    ) -> tuple[Callable[..., "RankGroup"], tuple[list[Tensor], float | None]]:
+        """Pickle the default group as "the default group", with the timeout; no other can be found again.
 
         Raises:
             TypeError: the group is not the default one, or was let go.
@@ -165,7 +165,8 @@ class RankGroup:
             raise TypeError("an optimizer over a sub-group cannot be pickled: save its state_dict() instead")
         # A tensor of each device, to come to where the parameters come: torch.load(map_location=...) moves
         # tensors, not devices.
-        return RankGroup.of, (None, [torch.zeros(1, device=device) for device in self.data_devices])
+        placed = [torch.zeros(1, device=device) for device in self.data_devices]
+        return _default_group, (placed, self.phase.timeout)
 
     def let_go(self) -> "RankGroup":
         """Give the same without the process group: rank and size are known, what communicates raises."""
@@ -242,7 +243,7 @@ class RankGroup:
 
     def uncounted(self) -> "RankGroup":
         """Give the same ranks, with traffic that nobody reads."""
-        return replace(self, phase=Phase())
+        return replace(self, phase=Phase(timeout=self.phase.timeout))
 
     def check_serves(self, data: object) -> None:
         """Refuse tensors on a device that the group cannot send. Does not communicate.
@@ -383,7 +384,7 @@ class RankGroup:
         gathered = mine.new_empty(self.size, mine.numel())
         self.phase.sent((self.size - 1) * mine.nbytes)
         try:
-            with self.phase.waiting(), self.begin_work().waiting():
+            with self.phase.held_up(), self.begin_work().waiting():
                 dist.all_gather(list(gathered.unbind()), mine, group=self.process_group)
         except StalledError:
             raise
@@ -422,12 +423,13 @@ class RankGroup:
         received = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
         if self.size == 1:
             return [], received
-        record = replace(lanes[0], phase=self.phase).begin_work(about)
+        lane = replace(lanes[0], phase=self.phase)  # it counts for whoever exchanges
+        record = lane.begin_work(about)
         with record.starting():
             works, received = self._start_exchange(pieces, received, lanes)
         nbytes = sum(piece.nbytes for rank, piece in enumerate(pieces) if rank != self.rank)
         self.phase.sent(nbytes)
-        return lanes[0].works_of(works, record, mine.device), received
+        return lane.works_of(works, record, mine.device), received
 
     def _start_exchange(
         self, pieces: Sequence[Tensor], received: list[Tensor], lanes: "Sequence[RankGroup]"
@@ -480,7 +482,7 @@ class RankGroup:
         with record.starting():
             works = [dist.isend(staged, self._global(rank), group=self.process_group) for rank in to]
         self.phase.sent(staged.nbytes * len(works), len(works))
-        with self.phase.waiting(), record.waiting():
+        with self.phase.held_up(), record.waiting():
             for work in works:
                 assert work is not None  # this process is a member
                 work.wait()
@@ -491,13 +493,37 @@ class RankGroup:
         Returns when it has arrived; for a tensor on an asynchronous device, only the current stream waits.
         """
         staged = tensor if tensor.device == self.device else torch.empty_like(tensor, device=self.device)
-        with self.phase.waiting(), self.begin_work().waiting():
+        with self.phase.held_up(), self.begin_work().waiting():
             dist.recv(staged, self._global(source), group=self.process_group)
         if staged is not tensor:
             tensor.copy_(staged)
 
+    def start_send(self, tensor: Tensor, to: int) -> Waitable:
+        """Start to send a contiguous tensor of the CPU on gloo; ``to`` calls `start_recv`.
+
+        The handle has to be kept until the tensor was received, or the group has ended.
+        """
+        record = self.begin_work()
+        with record.starting():
+            work = dist.isend(tensor, self._global(to), group=self.process_group)
+        assert work is not None  # this process is a member
+        self.phase.sent(tensor.nbytes)
+        return Work(work, self.phase, record)
+
+    def start_recv(self, tensor: Tensor, source: int) -> Waitable:
+        """Start to fill a contiguous tensor of the CPU, on gloo, with what ``source`` sends."""
+        record = self.begin_work()
+        with record.starting():
+            work = dist.irecv(tensor, self._global(source), group=self.process_group)
+        assert work is not None  # likewise
+        return Work(work, self.phase, record)
+
     def _global(self, rank: int) -> int:
         return dist.get_global_rank(self.process_group, rank)
+
+
+def _default_group(data: Sequence[Tensor], timeout: float | None) -> RankGroup:
+    return RankGroup.of(None, data).within(timeout)
 
 
 def bytes_to_tensor(payload: bytes) -> Tensor:

@@ -1,12 +1,12 @@
 """What hangs, and because of whom: made of what each rank says of itself. Does not communicate."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from zero_optim.comm.peers import Message, Presence
-from zero_optim.comm.works import Activity, Mark, Record, Verdict
+from zero_optim.comm.works import OVERLAPPED_STEP, Activity, Mark, Record, Verdict
 
 _ADVICE = (
     "The process group cannot be used any more: end the processes, or destroy all groups and begin again"
@@ -105,7 +105,7 @@ def judge(seen: Seen, own: int, seconds: float | None) -> Verdict:
     missing, told = [], []
     waiting: dict[str, list[int]] = {}
     for rank, what in sorted(seen.items()):
-        if isinstance(what, Status) and what.waits:
+        if isinstance(what, Status) and what.waits and not _steps_beside(what):
             waiting.setdefault(what.waits[0], []).append(rank)
         elif not ended or rank in ended:
             missing.append(rank)
@@ -113,10 +113,34 @@ def judge(seen: Seen, own: int, seconds: float | None) -> Verdict:
     if not missing:
         told.append("every rank waits, but not for the same")
     for work, ranks in waiting.items():
-        listed = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-        told.append(f"{listed} wait{'s' * (len(ranks) == 1)} in {work}")
+        told.append(f"{_listed(ranks)} wait{'s' * (len(ranks) == 1)} in {work}")
+    if not ended and (len(waiting) > 1 or not missing):
+        told += _differences(seen)
     why = "stalled" if seconds is None else f"stalled for {seconds:.3g} s"
     return Verdict(f"{why}: {'; '.join(told)}. {_ADVICE}", tuple(missing))
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _differences(seen: Seen) -> list[str]:
+    """Say what some ranks have begun more often than others: who left out a call, or made one too many."""
+    counts = {rank: what.counts for rank, what in sorted(seen.items()) if isinstance(what, Status)}
+    told = []
+    for name in sorted(set().union(*counts.values())):
+        ranks_of: dict[int, list[int]] = {}
+        for rank, of_rank in counts.items():
+            ranks_of.setdefault(of_rank.get(name, 0), []).append(rank)
+        if len(ranks_of) > 1:
+            each = " and ".join(f"{count} on {_listed(ranks)}" for count, ranks in ranks_of.items())
+            told.append(f"times of {name}: {each}")
+    return told
+
+
+def _steps_beside(status: Status) -> bool:
+    """Whether a thread steps; then those that wait for what it has yet to do wait for this rank itself."""
+    return any(name == OVERLAPPED_STEP for name, _ in status.open)
 
 
 def _doing(status: Status, call: tuple[str, int] | None) -> str:
@@ -129,6 +153,8 @@ def _doing(status: Status, call: tuple[str, int] | None) -> str:
     seen = f" (last seen: {status.last})" if status.last else ""
     if call is None:
         return f"waits for nothing{seen}"
+    if _steps_beside(status):
+        call = next(each for each in status.open if each[0] == OVERLAPPED_STEP)
     name, count = call
     if status.counts.get(name, 0) < count:
         return f"has not {'called' if name.endswith('()') else 'begun its'} {name}{seen}"

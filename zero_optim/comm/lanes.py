@@ -35,6 +35,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -128,8 +129,21 @@ def lanes_for_rows(group: RankGroup, params: Iterable[Tensor]) -> Lease:
         group: the ranks.
         params: whose gradients they are.
     """
-    on_cpu = not any(is_asynchronous(device) for device in {param.device for param in params})
-    return lanes_beside(group) if on_cpu and group.data_backend == "gloo" else Lease.of(group)
+    return lanes_beside(group) if may_run_beside(group, params) else Lease.of(group)
+
+
+def may_run_beside(group: RankGroup, params: Iterable[Tensor]) -> bool:
+    """Whether lanes may be in use beside a group, and by another thread: on gloo, for tensors on the CPU.
+
+    The same on every rank. Does not communicate.
+
+    Args:
+        group: the ranks.
+        params: what is sent is of them, or where they are.
+    """
+    if any(is_asynchronous(device) for device in {param.device for param in params}):
+        return False
+    return group.backend_of(torch.device("cpu")) == "gloo"
 
 
 def lease(group: RankGroup, number: int, backend: str) -> Lease:

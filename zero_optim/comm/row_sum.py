@@ -56,7 +56,7 @@ class RowSum:
         group: the ranks.
         lanes: as of `RowExchange`.
         rows: as of `RowExchange`.
-        in_place: the sum may be made in this rank's own row, which saves memory.
+        in_place: the sum is made in this rank's own row, which saves memory.
         about: as of `RowExchange`.
     """
 
@@ -71,6 +71,7 @@ class RowSum:
     ) -> None:
         self._exchange = RowExchange(group, lanes, rows, about)
         self._in_place = in_place
+        self._rank = group.rank
 
     def wait(self) -> Tensor:
         """Wait, with the current stream, for what the others send, and add it up in the order of ranks.
@@ -78,11 +79,20 @@ class RowSum:
         Called once.
 
         Returns:
-            The sum of this rank's row: a tensor of its own, unless ``in_place``.
+            The sum of this rank's row: a tensor of its own; with ``in_place`` that row itself.
         """
-        total, *others = self._exchange.wait()
-        if not self._in_place:  # and it may be this rank's own row
-            total = torch.add(total, others.pop(0)) if others else total.clone()
-        for came in others:
-            total += came
-        return total
+        came = self._exchange.wait()
+        if self._in_place:
+            lower, (own, *upper) = came[: self._rank], came[self._rank :]
+            if lower:  # a + b has the bits of b + a
+                own += _added(lower[0], lower[1:])
+            return _added(own, upper)
+        total, *others = came  # the first one may be this rank's own row
+        return _added(torch.add(total, others[0]), others[1:]) if others else total.clone()
+
+
+def _added(total: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """Add up in order, in place of the first."""
+    for came in others:
+        total += came
+    return total

@@ -1,4 +1,4 @@
-"""What a rank sends, and how long its callers wait for communication: counters, by phase.
+"""What a rank sends, and how long its callers are held up by communication: counters, by phase.
 
 Note [Bytes sent]
     What is counted is what this rank's network interface sends of the tensors, without the headers of
@@ -16,21 +16,31 @@ Note [Bytes sent]
     on. What they really do is theirs to choose.
 
 Note [Exposed seconds]
-    A wait is exposed if a caller waits: training stands still meanwhile. What a thread of this library waits
-    for during the backward pass is not exposed, but the wait for that thread is. Only waits of the CPU are
-    counted. With NCCL the CPU does not wait, a stream does. How long that was takes events to see, or a
-    profiler. The clock is read around waits alone, so the figures cost next to nothing.
+    Time is exposed if a caller is held up: training stands still meanwhile. That is a wait, and where tensors
+    are on the CPU also what the calling thread does for communication itself: pack gradients into a bucket,
+    start collectives, add up what came, hand results out. The local optimizer's own step is not counted, nor
+    the norm for clipping, which take time without communication too.
+
+    Not counted is what a thread of this library does during the backward pass; the wait for that thread is.
+    Nor is it seen that forward and backward are slower while the backend's threads and the system use the
+    same cores. On an accelerator waits of the CPU alone are counted: it packs ahead of the device, and holds
+    nobody up. With NCCL the CPU does not wait either, a stream does. How long that was takes events to see,
+    or a profiler.
+
+    The clock is read some times for each bucket, not for each parameter, so the figures cost next to nothing.
+    Spans lie in each other (packing leads to a launch, which waits), and an inner one may count elsewhere: a
+    comm hook of the optimizer waits in the reducer's backward pass. A second counts once, in the innermost.
 """
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
 # Of an optimizer, see `ZeroRedundancyOptimizer.metrics`. What is given no other name is counted as "agree".
-PHASES = ("gather", "reduce", "clip", "agree", "state")
+PHASES = ("gather", "reduce", "clip", "agree", "state", "mirror")
 
 
 class Waitable(Protocol):
@@ -127,17 +137,46 @@ class Phase:
         """Count what is sent."""
         self.traffic.add(self.name, nbytes=nbytes, collectives=collectives)
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the time that the body takes; it waits and does nothing else."""
-        if not self.is_exposed:
-            yield
-            return
-        start = self.traffic.clock()
-        try:
-            yield
-        finally:
-            self.traffic.add(self.name, seconds=self.traffic.clock() - start)
+    def held_up(self) -> AbstractContextManager[None]:
+        """Give a context in which this thread waits, or works for communication, and does nothing else.
+
+        See Note [Exposed seconds]. Contexts may lie in each other.
+        """
+        return _Span(self.traffic, self.name) if self.is_exposed else nullcontext()
+
+
+class _OpenSpans(threading.local):
+    """The spans that a thread is in, the innermost last: seconds that were counted by spans inside of it."""
+
+    def __init__(self) -> None:
+        self.inner: list[float] = []
+
+
+# What a thread does now is one thing, whatever counts it. So this is the thread's, and no object's.
+_OPEN = _OpenSpans()
+
+
+class _Span:
+    """Counts the time that a body takes, but for what spans inside of it count."""
+
+    __slots__ = ("_name", "_start", "_traffic")
+
+    def __init__(self, traffic: Traffic, name: str) -> None:
+        self._traffic = traffic
+        self._name = name
+        self._start = 0.0
+
+    def __enter__(self) -> None:
+        _OPEN.inner.append(0.0)
+        self._start = self._traffic.clock()
+
+    def __exit__(self, *_: object) -> None:
+        seconds = self._traffic.clock() - self._start
+        spans = _OPEN.inner
+        inner = spans.pop()
+        if spans:
+            spans[-1] += seconds
+        self._traffic.add(self._name, seconds=seconds - inner)
 
 
 def broadcast_nbytes(nbytes: int, behind: int, size: int, *, is_gloo: bool) -> int:

@@ -85,6 +85,8 @@ def watch(user: object, group: RankGroup, on_stall: object = "raise") -> None:
         return
     found = _WATCHDOGS.get(world)
     if found is None or not found.add(user, group, on_stall):
+        if found is not None:
+            found.wait_until_left()
         found = _WATCHDOGS[world] = Watchdog(log_of(world), world)
         found.add(user, group, on_stall)
         found.start()
@@ -138,6 +140,7 @@ class Watchdog:
         self._interval = _LONGEST_LOOK
         self._lock = threading.Lock()
         self._is_over = False
+        self._has_left = threading.Event()
         self._listener = Listener(self._directory.own_host(), os.getpid())
         self._thread = threading.Thread(target=self._run, name="zero_optim watchdog", daemon=True)
 
@@ -174,6 +177,10 @@ class Watchdog:
             woken.detach()
             self._listener.wake()
 
+    def wait_until_left(self) -> None:
+        """Wait until one that is over has said so in the store; not for long, as the store may be stuck."""
+        self._has_left.wait(ANSWER_LIMIT)
+
     def learn(self, group: RankGroup) -> None:
         """Learn where the other ranks listen."""
         self._directory.learn(group.works.ranks)
@@ -192,25 +199,25 @@ class Watchdog:
                 if self._listener.wait(self._interval):
                     self._listener.answer(self._answer)
                 self._look()
-        except BaseException:
+        finally:
             with self._lock:
                 self._is_over = True
-                self._leave()
-            raise
-        finally:
+            self._leave()
             self._listener.close()
             atexit.unregister(self.end)
 
     def _is_done(self) -> bool:
         with self._lock:
             self._is_over |= not self._users or not self._directory.is_current()
-            if self._is_over:  # with the lock: another one may begin only when this one has left
-                self._leave()
             return self._is_over
 
     def _leave(self) -> None:
+        # Without the lock, which detach() takes too: the store may not answer, if its process is stopped.
         self._log.explain = explain_nothing
-        self._directory.leave()
+        try:
+            self._directory.leave()
+        finally:
+            self._has_left.set()
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -219,7 +226,7 @@ class Watchdog:
         for works in list(self._log.groups.values()):
             if works.outstanding is not None:  # see Note [Watching NCCL]
                 record, handle = works.outstanding
-                if handle.is_completed():
+                if works.group() is None or handle.is_completed():
                     record.ended, works.outstanding = now, None
                 else:
                     self._judge_wait(record, now - record.started)
@@ -289,10 +296,21 @@ class Watchdog:
         finally:
             self._deciding.discard(works.ranks)
         if found is None:
-            tells = {"verdict": [verdict.message, verdict.missing]}
-            self._ask_all(works, self._status(works.ranks), tells)
+            self._tell(works.ranks, verdict, seen)
         self._act(works.ranks, verdict)
         return verdict
+
+    def _tell(self, ranks: tuple[int, ...], verdict: Verdict, seen: Seen) -> None:
+        """Tell all ranks; those that did not answer before are told beside, as waiting for them takes long.
+
+        A process that is to end waits for all of them.
+        """
+        question = {"ranks": ranks, "verdict": [verdict.message, verdict.missing]}
+        mute = [rank for place, rank in enumerate(ranks) if isinstance(seen[place], Presence)]
+        if mute and not self._exits:
+            _beside(lambda: self._directory.ask_all(mute, question))
+            ranks = tuple(rank for rank in ranks if rank not in mute)
+        self._directory.ask_all(ranks, question)
 
     def _verdict_within(self, works: GroupWorks, limit: float) -> Verdict | None:
         deadline = time.monotonic() + limit

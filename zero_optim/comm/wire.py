@@ -319,6 +319,32 @@ def _pieces(sizes: list[int]) -> Iterator[list[tuple[int, int, int]]]:
         yield piece
 
 
+def pack(tensors: Sequence[Tensor], into: Tensor) -> None:
+    """Copy the memory of tensors, on any devices, into 1-D bytes on the CPU, one after the other.
+
+    The CPU waits for tensors on an accelerator. These come by way of pinned memory, piece by piece.
+    """
+    memories = [memory_of(tensor) for tensor in tensors]
+    if not into.numel():
+        return
+    if all(memory.device.type == "cpu" for memory in memories):
+        torch.cat(memories, out=into)
+        return
+    start = 0
+    for piece in _pieces([memory.numel() for memory in memories]):
+        came = HostCopy(*(memories[index][first:last] for index, first, last in piece)).read()
+        into[start : start + came.numel()].copy_(came)
+        start += came.numel()
+
+
+def unpack(skeleton: Skeleton, packed: Tensor) -> list[Tensor]:
+    """Allocate the tensors that a skeleton describes, with the memory that `pack` has copied."""
+    tensors = blank_tensors(skeleton)
+    memories = [memory_of(tensor) for tensor in tensors]
+    torch._foreach_copy_(memories, list(torch.split(packed, [memory.numel() for memory in memories])))
+    return tensors
+
+
 def map_tensors(value: Nested, change: Callable[[Tensor], Tensor]) -> Nested:
     """Rebuild a nested value with every tensor changed; containers are new, plain values shared."""
     if isinstance(value, Tensor):

@@ -27,11 +27,13 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from zero_optim.comm.backends import raised_by_backend
 from zero_optim.comm.traffic import Phase, Waitable
 from zero_optim.compat.engine import is_profiling
 from zero_optim.errors import StalledError, ZeroOptimError
 
 KEPT = 512  # records in the ring
+OVERLAPPED_STEP = "an overlapped step"  # the mark of one bucket's local step, on whichever thread
 _NO_TAG = 2**31 - 1  # of messages that nobody sends
 
 # How a work is named in messages, by its phase.
@@ -135,6 +137,7 @@ class Record:
         ended: when it was known to be over, None if it is not.
         failure: what its wait raised, as text.
         is_warned: somebody was warned of this wait.
+        runs_hook: a comm hook runs in it, so what it raises need not come from the backend.
     """
 
     group: "GroupWorks"
@@ -147,6 +150,7 @@ class Record:
     ended: float | None = None
     failure: str | None = None
     is_warned: bool = False
+    runs_hook: bool = False
 
     @property
     def text(self) -> str:
@@ -202,7 +206,8 @@ class _Watched:
         try:
             if isinstance(error, RuntimeError) and not isinstance(error, ZeroOptimError):
                 record.failure = str(error)
-                explained = log.explain(record, error)
+                is_known = not record.runs_hook or raised_by_backend(error)
+                explained = log.explain(record, error) if is_known else None
                 if explained is not None:
                     raise explained from error
         finally:
@@ -227,6 +232,7 @@ class GroupWorks:
         ranks: as given.
         limit: in seconds.
         verdict: why the group was given up, if it was: no work begins any more.
+        group: a weak reference to it.
         outstanding: a work that an accelerator does while the CPU goes on, and its handle; at most one is
             looked at, since the works of a group end in order. So no more than one handle is kept, and what
             that holds, until the watchdog looks again.
@@ -246,7 +252,7 @@ class GroupWorks:
         self.limit = float("inf") if limit is None else limit.total_seconds()
         self.verdict = log.verdicts.get(ranks)
         self.outstanding: tuple[Record, Any] | None = None
-        self._group = weakref.ref(process_group)
+        self.group = weakref.ref(process_group)
         self._numbers = itertools.count(1)
         self._can_cut = can_cut
 
@@ -255,7 +261,7 @@ class GroupWorks:
 
         gloo does so where a receive takes too long. So this begins one that nobody answers.
         """
-        group = self._group()
+        group = self.group()
         if group is None or not self._can_cut:
             return
         other = 1 if group.rank() == 0 else 0
@@ -289,7 +295,8 @@ class WorkLog:
         ring: the last works, the newest last.
         waits: works that a thread waits for now.
         activity: what the process does beside works.
-        groups: the works of each process group.
+        groups: the works of each process group, by the id of the group. A plain dict, since the watchdog goes
+            through it while other threads add to it. Those of a group that is gone go when one is added.
         verdicts: groups that were given up, by their ranks.
         explain: makes what a wait raises of what the backend raised; gives None if that says it best. May
             ask other processes.
@@ -298,7 +305,7 @@ class WorkLog:
     ring: deque[Record] = field(default_factory=lambda: deque(maxlen=KEPT))
     waits: dict[int, Record] = field(default_factory=dict)
     activity: Activity = field(default_factory=Activity)
-    groups: WeakKeyDictionary[dist.ProcessGroup, GroupWorks] = field(default_factory=WeakKeyDictionary)
+    groups: dict[int, GroupWorks] = field(default_factory=dict)
     verdicts: dict[tuple[int, ...], Verdict] = field(default_factory=dict)
     explain: Callable[[Record, RuntimeError], Exception | None] = explain_nothing
 
@@ -311,10 +318,13 @@ class WorkLog:
         can_cut: bool,
     ) -> GroupWorks:
         """Give the works of a group; arguments as of `GroupWorks`."""
-        found = self.groups.get(process_group)
-        if found is None:
+        found = self.groups.get(id(process_group))
+        if found is None or found.group() is not process_group:
+            for key, works in list(self.groups.items()):
+                if works.group() is None:
+                    self.groups.pop(key, None)
             found = GroupWorks(self, process_group, ranks, limit, can_cut=can_cut)
-            self.groups[process_group] = found
+            self.groups[id(process_group)] = found
         return found
 
     def give_up(self, ranks: tuple[int, ...], verdict: Verdict) -> Verdict:
@@ -385,7 +395,7 @@ class Work:
         if timeout is not None:
             self.record.timeout = timeout
         try:
-            with self._phase.waiting(), self.record.waiting():
+            with self._phase.held_up(), self.record.waiting():
                 return self.handle.wait()
         except Exception as error:
             self._error = error

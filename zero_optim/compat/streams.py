@@ -142,6 +142,15 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return accelerator.host_tensor(tensor).copy_(tensor).to(device, non_blocking=True)
 
 
+def copy_to(place: Tensor, tensor: Tensor) -> None:
+    """Copy a small tensor of the CPU to a place on a device. The CPU does not wait for the copy."""
+    accelerator = accelerator_of(place.device)
+    if accelerator is None:
+        place.copy_(tensor)
+    else:
+        place.copy_(accelerator.host_tensor(tensor).copy_(tensor), non_blocking=True)
+
+
 def future_on(device: torch.device) -> torch.futures.Future[Tensor]:
     """Make a future for a tensor on a device."""
     accelerator = accelerator_of(device)
@@ -180,6 +189,11 @@ class HostCopy:
         for place, tensor in zip(places, tensors, strict=True):
             place.copy_(tensor.detach(), non_blocking=True)
         self._events = [event for device in devices if (event := recorded_event(device)) is not None]
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the value is known to have come, so that nobody waits for it."""
+        return not self._events
 
     def read(self) -> Tensor:
         """Wait on the CPU until the value has come, and give it, on the CPU."""

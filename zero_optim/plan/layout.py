@@ -5,13 +5,14 @@ A bucket of three parameters on two ranks, parameter 1 owned by rank 0, the othe
     flat    | 1 1 1 1 . | 0 0 2 2 2 2 |      "." is padding that aligns the next extent
     rows    '---rank 0--'----rank 1---'
 
-Rows are in rank order. A rank that owns nothing in the bucket has no row, so the size of a layout does not
+Rows are in rank order. A row may have a *room*: elements between parameters for what travels with the row,
+see `with_rooms`. A rank that owns nothing in the bucket has no row, so the size of a layout does not
 grow with the number of ranks. A parameter may cross rows, as `rows_in_order` lays it out: its extents follow
 each other without a gap, so that it is one contiguous tensor, of which several ranks own a part.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -42,6 +43,18 @@ class Row(NamedTuple):
     extents: tuple[Extent, ...]
 
 
+class Room(NamedTuple):
+    """Elements ``[start, stop)`` of the flat tensor, beside an extent of ``param`` in the row of ``owner``.
+
+    Whatever is sent of that extent is sent with the room.
+    """
+
+    owner: int
+    param: int
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The rows of one bucket, checked when the object is made.
@@ -53,6 +66,10 @@ class Layout:
     Args:
         numels: elements of each parameter of the bucket.
         rows: one row for each rank that owns anything, by rising rank.
+        rooms: by rising rank, at most one in each row; see `with_rooms`.
+
+    Attributes:
+        is_cut: some parameter crosses rows.
 
     Raises:
         ValueError: any of the above does not hold; the message says where.
@@ -60,11 +77,16 @@ class Layout:
 
     numels: tuple[int, ...]
     rows: tuple[Row, ...]
+    rooms: tuple[Room, ...] = ()
+    is_cut: bool = field(init=False)
 
     def __post_init__(self) -> None:
         """Check what the class promises."""
+        num_extents = sum(len(row.extents) for row in self.rows)
+        object.__setattr__(self, "is_cut", num_extents > len(self.numels))
         self._prove_rows()
         self._prove_tiling()
+        self._prove_rooms()
 
     @property
     def numel(self) -> int:
@@ -102,6 +124,14 @@ class Layout:
                 raise ValueError(
                     f"parameter {param} of the bucket: {got} of its {numel} elements have a place"
                 )
+
+    def _prove_rooms(self) -> None:
+        rows = {row.owner: row for row in self.rows}
+        for room in self.rooms:
+            row = rows[room.owner]
+            inside = row.start <= room.start < room.stop <= row.stop
+            if not inside or any(e.offset < room.stop and room.start < e.end for e in row.extents):
+                raise ValueError(f"{room} is not in the padding of the row of rank {row.owner}")
 
     def _prove_contiguous(self, extents: Sequence[Extent]) -> None:
         """Check the places of cut parameters.
@@ -156,6 +186,55 @@ def whole(numels: Sequence[int], owners: Sequence[int], alignment: int = 1) -> L
         rows.append(Row(owner, start, offset, tuple(extents)))
         start = offset
     return Layout(tuple(numels), tuple(rows))
+
+
+def with_rooms(layout: Layout, length: int, alignment: int = 1) -> Layout:
+    """Make room in the rows of a layout; see `Room`.
+
+    Padding is used where there is enough of it. Otherwise the row grows by whole units of the alignment, so
+    that extents start at multiples of it as before. The extents of a parameter follow each other without a
+    gap, so a row that lies within one parameter gets no room; nor does an empty one.
+
+    Args:
+        layout: without rooms.
+        length: of each room, in elements, above 0.
+        alignment: extents and rows start at multiples of this many elements.
+    """
+    rows: list[Row] = []
+    rooms: list[Room] = []
+    shift = 0
+    for row in layout.rows:
+        place = _place_for_room(row, layout.numels, length)
+        start, extents = row.start + shift, []
+        for number, extent in enumerate(row.extents):
+            is_here = place is not None and place[0] == number
+            if is_here and place == (number, "before"):
+                begin = extent.offset + shift
+                rooms.append(Room(row.owner, extent.param, begin, begin + length))
+                shift += -(-length // alignment) * alignment
+            moved = extent._replace(offset=extent.offset + shift)
+            extents.append(moved)
+            if is_here and place == (number, "behind"):
+                rooms.append(Room(row.owner, extent.param, moved.end, moved.end + length))
+                shift += -(-max(0, length - _gap_behind(row, number)) // alignment) * alignment
+        rows.append(Row(row.owner, start, row.stop + shift, tuple(extents)))
+    return Layout(layout.numels, tuple(rows), tuple(rooms))
+
+
+def _place_for_room(row: Row, numels: Sequence[int], length: int) -> tuple[int, str] | None:
+    """Choose beside which extent of a row its room is: behind the end of a parameter, or before its start."""
+    filled = [(number, extent) for number, extent in enumerate(row.extents) if extent.stop > extent.start]
+    behind = [number for number, extent in filled if extent.stop == numels[extent.param]]
+    if behind:
+        padded = [number for number in behind if _gap_behind(row, number) >= length]
+        return (padded or behind)[-1], "behind"
+    return next(((number, "before") for number, extent in filled if extent.start == 0), None)
+
+
+def _gap_behind(row: Row, number: int) -> int:
+    """Tell how many elements of padding follow an extent of a row."""
+    behind = row.extents[number + 1].offset if number + 1 < len(row.extents) else row.stop
+    return behind - row.extents[number].end
 
 
 def aligned_offsets(numels: Sequence[int], alignment: int = 1) -> list[int]:
@@ -220,17 +299,22 @@ def spans(layout: Layout, chosen: Collection[int]) -> list[Span]:
         chosen: indices of the parameters within the bucket.
 
     Returns:
-        The spans, by rank and place. Padding between two extents of a span is part of it.
+        The spans, by rank and place. Padding between two extents of a span is part of it. So is the room
+        beside the extent of a parameter that was chosen.
     """
     found: list[Span] = []
+    rooms = {(room.owner, room.param): room for room in layout.rooms}
     for row in layout.rows:
         is_open = False
         for extent in row.extents:
+            room = rooms.get((row.owner, extent.param))
+            start = extent.offset if room is None else min(extent.offset, room.start)
+            stop = extent.end if room is None else max(extent.end, room.stop)
             if extent.param not in chosen:
                 is_open = False
             elif is_open:
-                found[-1] = found[-1]._replace(stop=extent.end)
+                found[-1] = found[-1]._replace(stop=stop)
             elif extent.stop > extent.start:
-                found.append(Span(row.owner, extent.offset, extent.end))
+                found.append(Span(row.owner, start, stop))
                 is_open = True
     return found

@@ -2,6 +2,17 @@
 
 A plan is a pure function of what is equal on every rank (shapes, dtypes, strides, groups). So each rank
 computes it alone, without communication. `shard.sharding` does that, and compares `describe_params`.
+
+Note [Order of gathers]
+    Buckets are filled in the order in which the backward pass reaches parameters. They are gathered the other
+    way round, as the next forward pass needs them: where that runs while gathers are under way, it can begin
+    when the first bucket has come, and the backward pass can when the last one has. So a slow link is idle
+    only while the last modules compute. In the order of the backward pass, the first module would wait for
+    all gathers. Where `step` waits for them, the order makes no difference.
+
+    A parameter's place in its group, as a share of the group's length, says when it is needed. Groups often
+    divide each layer (some parameters decay, others do not). A bucket that has biases of all layers, and
+    weights of the last one, is then gathered first.
 """
 
 from collections.abc import Hashable, Sequence
@@ -44,6 +55,8 @@ class BucketPlan:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Who owns what of every parameter, and the buckets in the order in which they are gathered.
+
+    See Note [Order of gathers].
 
     Args:
         costs: what owning each parameter costs.
@@ -98,7 +111,7 @@ def make_plan(
     numels, item_nbytes = [p.numel() for p in params], [p.element_size() for p in params]
     nbytes = [numel * size for numel, size in zip(numels, item_nbytes, strict=True)]
     buckets = assign_buckets(_travel_keys(params, bears), nbytes, cap_nbytes)
-    alignments = [_alignment(params[bucket[0]]) for bucket in buckets]
+    alignments = [alignment_of(params[bucket[0]]) for bucket in buckets]
     all_costs = tuple(chain.from_iterable(costs))
     if bears_cuts is None:
         owners = list(chain.from_iterable(assign_owners(costs, num_ranks, loads)))
@@ -114,11 +127,13 @@ def make_plan(
         members = [range(*ends) for ends in pairwise(accumulate(map(len, groups), initial=0))]
         planned = Planned(numels, item_nbytes, all_costs, steps, members, buckets, alignments)
         layouts = choose_rows(planned, [0] * num_ranks if loads is None else loads)
-    plans = tuple(BucketPlan(tuple(bucket), layout) for bucket, layout in zip(buckets, layouts, strict=True))
-    return Plan(all_costs, _pieces(params, plans), plans)
+    plans = [BucketPlan(tuple(bucket), layout) for bucket, layout in zip(buckets, layouts, strict=True)]
+    needed = [place / len(group) for group in groups for place in range(len(group))]
+    plans.sort(key=lambda plan: min(needed[index] for index in plan.params))
+    return Plan(all_costs, _pieces(params, plans), tuple(plans))
 
 
-def _alignment(param: Tensor) -> int:
+def alignment_of(param: Tensor) -> int:
     """Return at which multiples of elements extents start."""
     nbytes = ALIGNMENT_NBYTES if param.device.type == "cpu" else ACCELERATOR_ALIGNMENT_NBYTES
     return max(1, nbytes // param.element_size())

@@ -40,8 +40,9 @@ Note [Step, then gather]
 
 import threading
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from torch import Tensor
 
@@ -50,6 +51,7 @@ from zero_optim.comm.lanes import Lease, gloo_lanes_beside
 from zero_optim.comm.traffic import Waitable
 from zero_optim.compat.streams import is_asynchronous
 from zero_optim.plan.layout import Span
+from zero_optim.shard.stamps import Stamps
 from zero_optim.shard.storage import ParamBucket, rows_of
 
 # Flat tensors of gathers under way take no more memory than so many of the largest bucket.
@@ -131,7 +133,7 @@ class UnderWay:
         self._awaited = {param: some for param, some in of_params if some}
 
 
-def start_gather(lanes: Sequence[RankGroup], bucket: ParamBucket) -> Pending:
+def start_gather(lanes: Sequence[RankGroup], bucket: ParamBucket, stamps: Stamps | None = None) -> Pending:
     """Start the gather of one bucket; all ranks call, in the same order of buckets.
 
     One broadcast for each owner that has a row in the bucket; one launch for all of them where the backend
@@ -140,18 +142,24 @@ def start_gather(lanes: Sequence[RankGroup], bucket: ParamBucket) -> Pending:
     Args:
         lanes: groups of the same ranks, see `start_gather_of_part`.
         bucket: the bucket.
+        stamps: sent with it, None for none.
 
     Returns:
         The gather. Parameters of other owners have their new values after ``wait()``, on an accelerator for
         work of the stream that waited. Until then nothing may write to any parameter of the bucket.
     """
     flat = bucket.fill()
+    take = None if stamps is None else stamps.send(flat, bucket.layout, lanes[0].rank)
     works = _broadcast(lanes, rows_of(flat, bucket.layout), bucket.label)
-    return Pending(works, [flat], lambda: bucket.settle(flat))
+    return Pending(works, [flat], partial(_end, bucket, flat, None, take))
 
 
 def start_gather_of_part(
-    lanes: Sequence[RankGroup], bucket: ParamBucket, chosen: Collection[int], spans: Sequence[Span]
+    lanes: Sequence[RankGroup],
+    bucket: ParamBucket,
+    chosen: Collection[int],
+    spans: Sequence[Span],
+    stamps: Stamps | None = None,
 ) -> Pending:
     """Start the gather of some parameters of a bucket; all ranks call, in the same order.
 
@@ -161,11 +169,21 @@ def start_gather_of_part(
         bucket: the bucket.
         chosen: indices of the parameters within the bucket.
         spans: where they lie.
+        stamps: sent with them, None for none.
     """
     flat = bucket.fill(chosen)
+    take = None if stamps is None else stamps.send(flat, bucket.layout, lanes[0].rank, chosen)
     rows = [(span.owner, flat[span.start : span.stop]) for span in spans]
     works = _broadcast(lanes, rows, bucket.label)
-    return Pending(works, [flat], lambda: bucket.settle(flat, chosen))
+    return Pending(works, [flat], partial(_end, bucket, flat, chosen, take))
+
+
+def _end(
+    bucket: ParamBucket, flat: Tensor, chosen: Collection[int] | None, take: Callable[[], None] | None
+) -> None:
+    bucket.settle(flat, chosen)
+    if take is not None:
+        take()
 
 
 def _broadcast(lanes: Sequence[RankGroup], rows: Sequence[tuple[int, Tensor]], label: str) -> list[Waitable]:
@@ -182,16 +200,18 @@ class Gathers:
         under_way: gathers that were started and may not have ended, those of overlapped steps too.
         readers: sets of parameters. A step leaves their gathers under way, because the code that reads them
             waits.
+        stamps: what ranks tell each other in the gathers of a step; None in a group of one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stamps: Stamps | None = None) -> None:
         self.under_way = UnderWay()
+        self.stamps = stamps
         self.readers: list[frozenset[Tensor]] = []
         self._lanes: Lease | None = None  # for owners, see Note [A lane an owner]; the same on every rank
 
-    def __reduce__(self) -> "tuple[type[Gathers], tuple[()]]":
+    def __reduce__(self) -> "tuple[type[Gathers], tuple[Stamps | None]]":
         """Copy and pickle as new: readers wait for this object's gathers; a copy takes lanes of its own."""
-        return Gathers, ()
+        return Gathers, (self.stamps,)
 
     def let_go(self, *, waits: bool) -> None:
         """Wait for the gathers under way, and let the lanes go; does not communicate.
@@ -211,18 +231,30 @@ class Gathers:
         finally:
             self.under_way.abandon()
 
+    def check_failures(self) -> None:
+        """Raise if a rank is known to have failed in the last call; see `Stamps.check_failures`."""
+        if self.stamps is not None:
+            self.stamps.check_failures()
+
     def start(self, group: RankGroup, buckets: Sequence[ParamBucket]) -> None:
-        """Start the gathers of buckets, and wait for none; all ranks call."""
+        """Start the gathers of buckets in a step, and wait for none; all ranks call."""
         with self._lent(group, buckets) as lanes:
             for bucket in buckets:
-                self.under_way.add(bucket.params, start_gather(_lanes_for(bucket, group, lanes), bucket))
+                lanes_of = _lanes_for(bucket, group, lanes)
+                self.under_way.add(bucket.params, start_gather(lanes_of, bucket, self.stamps))
 
-    def run(self, group: RankGroup, buckets: Sequence[ParamBucket]) -> None:
+    def run(self, group: RankGroup, buckets: Sequence[ParamBucket], *, in_step: bool = False) -> None:
         """Gather buckets, and wait for all; all ranks call. In a group of one it does not communicate.
 
         As many as memory allows are under way at once. Otherwise an owner with little in the first buckets
         would wait for those with much, as each owner sends for itself.
+
+        Args:
+            group: the ranks.
+            buckets: the buckets.
+            in_step: send the stamps too.
         """
+        stamps = self.stamps if in_step else None
         under_way: deque[tuple[int, Pending]] = deque()
         room = NUM_FLAT_TENSORS * max((bucket.nbytes_to_gather for bucket in buckets), default=0)
         with self._lent(group, buckets) as lanes:
@@ -232,7 +264,7 @@ class Gathers:
                     nbytes, pending = under_way.popleft()
                     pending.wait()
                     room += nbytes
-                pending = start_gather(_lanes_for(bucket, group, lanes), bucket)
+                pending = start_gather(_lanes_for(bucket, group, lanes), bucket, stamps)
                 under_way.append((bucket.nbytes_to_gather, pending))
             for _, pending in under_way:
                 pending.wait()

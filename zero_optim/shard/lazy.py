@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from zero_optim.compat.engine import eager
+from zero_optim.compat.engine import eager, in_backward
 from zero_optim.shard.sharding import Sharding
 
 if TYPE_CHECKING:
@@ -70,6 +70,8 @@ class LazyGather:
             # A module that was not called in the first forward pass may read anything below it.
             needs = self._needs[module] if module in self._needs else module.parameters()
             self._under_way.wait_for(needs)
+        if not self._under_way and not in_backward():  # a pass that recomputes has to end in good order
+            self._gathers.check_failures()
 
     @eager
     def _after_forward(self, *_: object) -> None:

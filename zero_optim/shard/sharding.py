@@ -5,8 +5,8 @@ The optimizer calls. `Sharding.plan`, `gather` and `gather_all` communicate; all
 
 import math
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from zero_optim.comm.agreement import agree, failing_together, said_by_all
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.engine import eager
+from zero_optim.compat.streams import is_asynchronous
 from zero_optim.plan.costs import Cost
 from zero_optim.plan.groups import (
     ParamGroup,
@@ -23,11 +24,19 @@ from zero_optim.plan.groups import (
     param_names,
     params_of,
 )
-from zero_optim.plan.layout import Span, spans
+from zero_optim.plan.layout import Span, spans, with_rooms
 from zero_optim.plan.memory import check_shardable
 from zero_optim.plan.pieces import Piece, Pieces, piece_of
-from zero_optim.plan.plan import Plan, describe_costs, describe_owners, describe_params, make_plan
+from zero_optim.plan.plan import (
+    Plan,
+    alignment_of,
+    describe_costs,
+    describe_owners,
+    describe_params,
+    make_plan,
+)
 from zero_optim.shard.gathers import Gathers, UnderWay
+from zero_optim.shard.stamps import STAMP_NBYTES, Call, Stamps
 from zero_optim.shard.storage import ParamBucket, is_active, make_bucket
 
 _DIFFERS_ON_PURPOSE = (
@@ -47,12 +56,14 @@ class Sharding:
         cap_mb: capacity of a bucket in MiB, infinity for no limit.
         num_owners: the first so many ranks to be; None for all of the group.
         gathers: of the sharding that this one follows, so that whoever waits for them goes on doing so.
+        own_options: names of options that ranks need not have in common, see `zero_optim.shard.stamps`.
 
     Attributes:
         pieces: of each parameter, the rows that each of its owners has.
         loads: the cost of what each rank owns.
         cap_nbytes: capacity of a bucket in bytes.
-        buckets: in the order in which they are gathered, the same on every rank.
+        buckets: in the order in which they are gathered, the same on every rank; see Note [Order of gathers]
+            in `zero_optim.plan.plan`.
         gathers: those that were started and may not have ended, and who waits for them.
     """
 
@@ -63,11 +74,13 @@ class Sharding:
         cap_mb: float,
         num_owners: int | None = None,
         gathers: Gathers | None = None,
+        own_options: Collection[str] = (),
     ) -> None:
         self.pieces: dict[Tensor, Pieces] = {}
         self.loads: list[float] = [0] * (group.size if num_owners is None else num_owners)
         self.buckets: list[ParamBucket] = []
         self.gathers = Gathers() if gathers is None else gathers
+        self.gathers.stamps = None if group.size == 1 else Stamps(own_options)
         self._places: dict[Tensor, tuple[int, int]] = {}
         self._group = group
         self._as_views = as_views
@@ -152,7 +165,12 @@ class Sharding:
     @property
     def has_cuts(self) -> bool:
         """Whether any parameter is cut; the same on every rank."""
-        return any(len(pieces) > 1 for pieces in self.pieces.values())
+        return any(bucket.layout.is_cut for bucket in self.buckets)
+
+    def cut_params(self) -> list[Tensor]:
+        """List the parameters that are cut. Free where there are none: steps ask this."""
+        known = [bucket.params for bucket in self.buckets if bucket.layout.is_cut]
+        return [param for params in known for param in params if self.is_cut(param)]
 
     def first_owner(self, param: Tensor) -> int:
         """Tell the rank that owns a parameter, or its first rows."""
@@ -173,8 +191,11 @@ class Sharding:
             members = [params[index] for index in bucket.params]
             self._places.update({param: (len(self.buckets), index) for index, param in enumerate(members)})
             label = bucket_text(len(self.buckets), [names[index] for index in bucket.params])
-            rank, as_views = self._group.rank, self._as_views
-            self.buckets.append(make_bucket(members, bucket.layout, rank, as_views=as_views, label=label))
+            rank, as_views, layout = self._group.rank, self._as_views, bucket.layout
+            if self._group.size > 1:
+                length = -(-STAMP_NBYTES // members[0].element_size())
+                layout = with_rooms(layout, length, alignment_of(members[0]))
+            self.buckets.append(make_bucket(members, layout, rank, as_views=as_views, label=label))
             self._active.append(is_active(self.buckets[-1]))
 
     @eager
@@ -211,7 +232,7 @@ class Sharding:
                 raise ValueError(f"{name} has no owner: add parameters with add_param_group(), on all ranks")
 
     @eager
-    def gather(self, groups: Sequence[ParamGroup], *, frozen_too: bool = False) -> None:
+    def gather(self, groups: Sequence[ParamGroup], call: Call, *, frozen_too: bool = False) -> None:
         """Gather the parameters, so that all ranks have the new values; all ranks call.
 
         Buckets in which no parameter has ever trained are left out. When one of them begins to train, the
@@ -219,7 +240,13 @@ class Sharding:
 
         Args:
             groups: all public groups.
+            call: what has changed the parameters.
             frozen_too: leave out no bucket, as the step may have changed frozen parameters.
+
+        Raises:
+            RankMismatchError: on every rank, ranks differ in their call or their options, see
+                `zero_optim.shard.stamps`.
+            Exception: where the call has not failed, what it raised on another rank.
         """
         active = self.active()
         if active != self._active:
@@ -230,19 +257,62 @@ class Sharding:
             self._active = active
         gathered = [bucket for bucket, on in zip(self.buckets, active, strict=True) if on or frozen_too]
         group = self._group.during("gather")
-        if self.gathers.readers:
-            self.gathers.start(group, gathered)
-            self.end_step()
-        else:
-            self.gathers.run(group, gathered)
+        self.begin_call(groups, call)
+        is_lazy = bool(self.gathers.readers)
+        on_cpu = not any(is_asynchronous(bucket.device) for bucket in gathered)
+        with group.phase.held_up() if on_cpu else nullcontext():
+            if is_lazy:
+                self.gathers.start(group, gathered)
+                self._wait_for_unread()
+            else:
+                self.gathers.run(group, gathered, in_step=True)
+        if self.gathers.stamps is not None:
+            with_last = not is_lazy and not self._is_asynchronous
+            self.gathers.stamps.settle(self._group.during("agree"), call, with_last=with_last)
+
+    def begin_call(self, groups: Sequence[ParamGroup], call: Call) -> None:
+        """Have the gathers that come next carry the stamps of a call; all ranks call.
+
+        Waits for the gathers of the call before, where those are still under way.
+        """
+        if self.gathers.stamps is not None:
+            self.under_way.wait()
+            self.gathers.stamps.begin(groups, call)
+
+    @eager
+    def settle(self, group: RankGroup, call: Call, *, with_last: bool) -> None:
+        """Look at the stamps of calls, see `Stamps.settle`; all ranks call, at one point of their programs.
+
+        Args:
+            group: the ranks, on the lane for that.
+            call: see `Stamps.settle`.
+            with_last: look at those of the last call too, where the CPU need not wait for them.
+        """
+        if self.gathers.stamps is not None:
+            if with_last:
+                self.under_way.wait()
+            self.gathers.stamps.settle(group, call, with_last=with_last and not self._is_asynchronous)
 
     def end_step(self) -> None:
-        """Wait for the gathers under way, except those that a reader waits for."""
+        """Wait for the gathers under way, except those that a reader waits for.
+
+        Raises:
+            RemoteRankError: on the CPU, the call failed on another rank and not on this one.
+        """
+        self._wait_for_unread()
+        self.gathers.check_failures()
+
+    def _wait_for_unread(self) -> None:
         if self.gathers.readers:
             read = frozenset[Tensor]().union(*self.gathers.readers)
             self.under_way.wait_for(param for param in self.pieces if param not in read)
         else:
             self.under_way.wait()
+
+    @property
+    def _is_asynchronous(self) -> bool:
+        """Whether the CPU would wait for a device to read what came with a gather."""
+        return any(is_asynchronous(bucket.device) for bucket in self.buckets)
 
     def active(self) -> list[bool]:
         """Return for each bucket whether a parameter in it trains, or did at an earlier gather."""

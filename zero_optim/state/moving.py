@@ -29,10 +29,10 @@ from zero_optim.comm.wire import Nested, decode, encode, recv_encoded, send_valu
 from zero_optim.errors import LostStateError, RankMismatchError
 from zero_optim.plan.pieces import Piece, Pieces
 from zero_optim.state.cut_state import CutState, Joined
+from zero_optim.state.versions import GO_BACK, Kept
 
 _VALUES = "values"
 _MOST_NAMED = 5  # parameters in a message
-_GO_BACK = "Go back to a checkpoint, with zero_optim.checkpoint.rebind() on all ranks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,8 @@ class Holding:
         options: a description of each parameter group's options.
         num_everywhere: how many global entries its state has.
         pieces: rows held, as (index of the parameter, start, stop).
+        steps: how many steps were taken.
+        kept: what it keeps of mirrors; None if nothing.
     """
 
     age: int
@@ -52,12 +54,17 @@ class Holding:
     options: list[str]
     num_everywhere: int
     pieces: list[list[int]]
+    steps: int
+    kept: Kept | None
 
 
 def exchange_holdings(group: RankGroup, mine: Holding) -> list[Holding]:
     """Give every rank's holding, by rank; all ranks call."""
     payloads = group.all_gather_bytes(json.dumps(asdict(mine)).encode())
-    return [Holding(**json.loads(payload)) for payload in payloads]
+    told = [json.loads(payload) for payload in payloads]
+    return [
+        Holding(**{**each, "kept": None if each["kept"] is None else Kept(**each["kept"])}) for each in told
+    ]
 
 
 def holders_of(holdings: Sequence[Holding]) -> list[int]:
@@ -71,7 +78,7 @@ def holders_of(holdings: Sequence[Holding]) -> list[int]:
     if torn:
         raise LostStateError(
             f"a step broke off on {ranks_text(torn)}: some parameters there have taken it, others have not. "
-            f"{_GO_BACK}"
+            f"{GO_BACK}"
         )
     holders = [rank for rank, each in enumerate(holdings) if each.age > 0]
     ages: dict[int, list[int]] = {}
@@ -79,7 +86,7 @@ def holders_of(holdings: Sequence[Holding]) -> list[int]:
         ages.setdefault(holdings[rank].age, []).append(rank)
     if len(ages) > 1:
         told = "; ".join(f"{ranks_text(ranks)} after {age} steps or loads" for age, ranks in ages.items())
-        raise RankMismatchError(f"ranks hold state of different moments: {told}. {_GO_BACK}")
+        raise RankMismatchError(f"ranks hold state of different moments: {told}. {GO_BACK}")
     for rank in holders:
         first, options = holdings[holders[0]].options, holdings[rank].options
         if options != first:
@@ -89,6 +96,19 @@ def holders_of(holdings: Sequence[Holding]) -> list[int]:
                 f"rank {rank} has {other}"
             )
     return holders
+
+
+def loses_state(holdings: Sequence[Holding]) -> bool:
+    """Whether something failed, after which ranks may go back: a step broke off, or a rank is lost.
+
+    A rank that has changed its state but keeps no mirror of it, as after a load, cannot go back.
+    """
+    if any(each.age > 0 and each.kept is None for each in holdings):
+        return False
+    known = [each.kept for each in holdings if each.kept is not None]
+    is_torn = any(each.is_torn for each in holdings)
+    is_missing = any(len(known) < each.size for each in known)
+    return is_torn or is_missing or len({each.age for each in holdings if each.age > 0}) > 1
 
 
 def held_pieces(
@@ -136,7 +156,7 @@ def refuse_lost(names: Sequence[str]) -> None:
         more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
         raise LostStateError(
             f"nobody in the new group holds the state of {', '.join(names[:_MOST_NAMED])}{more}: the rank "
-            f"that owned it is not a member. {_GO_BACK}"
+            f"that owned it is not a member. {GO_BACK}"
         )
 
 
@@ -171,17 +191,28 @@ def moves_between(old: Sequence[Pieces], new: Sequence[Pieces]) -> dict[tuple[in
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
-    """What a rank holds, by index of the parameter, and what is known of all parameters.
+    """What a holder has, by index of the parameter.
 
     Attributes:
         state: entries.
         values: the rows of the parameter itself.
-        shapes: of all parameters.
-        shaped: for each parameter, names of entries that surely have its shape.
+        is_live: these are the very rows, and no copies.
     """
 
     state: Mapping[Any, Any]
     values: Mapping[int, Tensor]
+    is_live: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Forms:
+    """What is known of all parameters, in order.
+
+    Attributes:
+        shapes: of each.
+        shaped: for each, names of entries that surely have its shape.
+    """
+
     shapes: Sequence[tuple[int, ...]]
     shaped: Sequence[frozenset[str]]
 
@@ -194,16 +225,26 @@ class Moved:
     values: dict[int, Tensor]
 
 
-def move_state(group: RankGroup, old: Sequence[Pieces], new: Sequence[Pieces], held: Held) -> Moved:
+def move_state(
+    group: RankGroup,
+    old: Sequence[Pieces],
+    new: Sequence[Pieces],
+    forms: Forms,
+    hosts: Sequence[int],
+    held: Mapping[int, Held],
+) -> Moved:
     """Send the state from its holders to its new owners; all ranks call.
 
-    What stays on its rank whole is neither sent nor copied. What is received is in CPU memory.
+    What a rank holds itself and keeps whole is neither sent nor copied. What is received is in CPU memory.
 
     Args:
         group: the new ranks.
-        old: who holds which rows of each parameter.
-        new: who is to own them.
-        held: what this rank holds.
+        old: which holder has which rows of each parameter.
+        new: which rank is to own them.
+        forms: of the parameters.
+        hosts: for each holder the rank that sends for it. A rank may be host to several, each of which may
+            have rows of one parameter.
+        held: what the holders have whose host this rank is.
 
     Raises:
         TypeError: on every rank, if some state cannot be sent without pickle, or holds a tensor subclass that
@@ -215,23 +256,31 @@ def move_state(group: RankGroup, old: Sequence[Pieces], new: Sequence[Pieces], h
     split = {index for index, pair in enumerate(zip(old, new, strict=True)) if max(map(len, pair)) > 1}
     with failing_together(group):
         mine = {
-            owner: _message(rank, some, old, split, held) for (r, owner), some in moves.items() if r == rank
+            (holder, owner): _message(holder, some, old, split, forms, held[holder])
+            for (holder, owner), some in moves.items()
+            if hosts[holder] == rank
         }
-        stays = mine.pop(rank, {})
-        encoded = {owner: encode(message, "optimizer state") for owner, message in mine.items()}
-    joined = Joined(_parts_here(rank, moves, new, split, held))
+        stays = {holder: message for (holder, owner), message in mine.items() if owner == rank}
+        encoded = {
+            pair: encode(message, "optimizer state") for pair, message in mine.items() if pair[1] != rank
+        }
+    joined = Joined(_parts_here(rank, moves, new, split, forms))
     received = {}
-    for holder in range(group.size):
-        if holder == rank:
-            for owner, message in sorted(encoded.items(), key=lambda item: item[0]):
-                send_value(group, [owner], *message)
+    for holder, host in enumerate(hosts):
+        if host == rank:
+            for owner in sorted(owner for sender, owner in encoded if sender == holder):
+                send_value(group, [owner], *encoded[holder, owner])
         elif (holder, rank) in moves:
-            received[holder] = recv_encoded(group, holder, place=joined.places_of(holder))
+            received[holder] = recv_encoded(group, host, place=joined.places_of(holder))
     with failing_together(group):  # only now, as a rank that raises receives nothing more
         parts = {holder: decode(skeleton, iter(tensors)) for holder, (skeleton, tensors) in received.items()}
-        whole = {key: value for key, value in stays.items() if key >= 0 and key not in split}
-        cut = {key: value for key, value in stays.items() if _index(key) in split}
-        parts[rank] = {**whole, **joined.copied(cut, rank)}
+        for holder, message in stays.items():
+            is_live = held[holder].is_live
+            cut = {key: value for key, value in message.items() if _index(key) in split}
+            whole = {
+                key: value for key, value in message.items() if key not in cut and (key >= 0 or not is_live)
+            }
+            parts[holder] = {**whole, **joined.copied(cut, holder)}
         merged = joined.merge([parts[holder] for holder in sorted(parts)])
     values = {~key: merged.pop(key)[_VALUES] for key in list(merged) if key < 0}
     return Moved(merged, values)
@@ -243,7 +292,7 @@ def _index(key: int) -> int:
 
 
 def _message(
-    rank: int, moves: Sequence[Move], old: Sequence[Pieces], split: set[int], held: Held
+    holder: int, moves: Sequence[Move], old: Sequence[Pieces], split: set[int], forms: Forms, held: Held
 ) -> dict[int, Nested]:
     """Collect what goes to one owner: entries under the parameter's index, its own rows under ``~index``."""
     message: dict[int, Nested] = {}
@@ -252,8 +301,8 @@ def _message(
         entries: Nested = held.state.get(index)
         values = held.values[index]
         if index in split:
-            cut = CutState(held.shapes[index], old[index], held.shaped[index])
-            piece = cut.piece_of(rank)
+            cut = CutState(forms.shapes[index], old[index], forms.shaped[index])
+            piece = cut.piece_of(holder)
             rows = slice(move.start - piece.start, move.stop - piece.start)
             picked = cut.cut_entries(entries, piece)
             if picked:
@@ -271,7 +320,7 @@ def _parts_here(
     moves: Mapping[tuple[int, int], Sequence[Move]],
     new: Sequence[Pieces],
     split: set[int],
-    held: Held,
+    forms: Forms,
 ) -> dict[int, CutState]:
     """Tell how what this rank will own of split parameters is put together from what the holders send."""
     own = {index: piece for index, pieces in enumerate(new) for piece in pieces if piece.owner == rank}
@@ -283,7 +332,7 @@ def _parts_here(
                 found.setdefault(move.index, []).append(Piece(holder, move.start - at, move.stop - at))
     parts = {}
     for index, pieces in found.items():
-        shape = (own[index].stop - own[index].start, *held.shapes[index][1:])
-        parts[index] = CutState(shape, tuple(pieces), held.shaped[index])
+        shape = (own[index].stop - own[index].start, *forms.shapes[index][1:])
+        parts[index] = CutState(shape, tuple(pieces), forms.shaped[index])
         parts[~index] = CutState(shape, tuple(pieces), frozenset({_VALUES}))
     return parts

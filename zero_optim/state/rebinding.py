@@ -9,9 +9,15 @@ Note [Rebinding is building anew]
     leaves, load what this rank is to own, as from a checkpoint. So it gives the bits of a run that was saved,
     and loaded by so many ranks. The old state stays until everything has been checked: if it raises before,
     the optimizer is detached as it was.
+
+Note [Going back to a mirror]
+    If the ranks do not hold one whole state, but keep mirrors, they go back to the newest version of these
+    that is whole among them, see Note [Versions] in `zero_optim.state.mirror`. Then the holders are the ranks
+    of the former group, by their numbers there. The host of a lost one is its buddy. All that a rank gives
+    comes from its copies, also for itself, and so do options.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +30,7 @@ from zero_optim.comm.arguments import check_flags, ranks_of
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.watchdog import learn_addresses, unwatch, watch
 from zero_optim.comm.wire import decode, encode, recv_encoded, send_value
+from zero_optim.errors import LostStateError, RankMismatchError
 from zero_optim.plan.description import describe
 from zero_optim.plan.groups import (
     ParamGroup,
@@ -33,20 +40,23 @@ from zero_optim.plan.groups import (
     params_of,
     short_names,
 )
-from zero_optim.plan.pieces import Pieces, num_rows
+from zero_optim.plan.pieces import Piece, Pieces, num_rows
 from zero_optim.plan.plan import Plan, describe_params
 from zero_optim.shard.sharding import Sharding
+from zero_optim.state.mirroring import MirroredOptimizer
 from zero_optim.state.moving import (
+    Forms,
     Held,
     Holding,
     Moved,
     exchange_holdings,
     held_pieces,
     holders_of,
+    loses_state,
     move_state,
     refuse_lost,
 )
-from zero_optim.state.state_dicts import ShardedStateDicts
+from zero_optim.state.versions import common_version
 from zero_optim.state.whole import Snapshot, by_index, check_targets
 from zero_optim.step.leaves import EMA, MASTER, Leaves, WeightAverage
 from zero_optim.step.owned import OwnedState
@@ -60,17 +70,25 @@ class _Found:
     Attributes:
         first: a rank that gives what is the same for all.
         age: of the state.
-        pieces: who holds which rows of each parameter.
+        steps: how many were taken.
+        pieces: which holder has which rows of each parameter.
         is_told: ranks are new, or there are global entries: the first one tells the others.
+        hosts: the rank of each holder.
+        held: what the holders have whose host this rank is.
+        copied: what all ranks have, if it comes from a mirror.
     """
 
     first: int
     age: int
+    steps: int
     pieces: list[Pieces]
     is_told: bool
+    hosts: Sequence[int]
+    held: Mapping[int, Held]
+    copied: Mapping[str, Any] | None = None
 
 
-class RebindableOptimizer(ShardedStateDicts):
+class RebindableOptimizer(MirroredOptimizer):
     """An optimizer that can go from one process group to another. The subclass adds the step."""
 
     def detach(self, *, wait: bool = True, staying: Sequence[int] | None = None) -> None:
@@ -106,6 +124,7 @@ class RebindableOptimizer(ShardedStateDicts):
         """Let go of what steps in the backward pass, if anything does; says so if that was half way."""
 
     def _let_go(self, *, waits: bool) -> None:
+        self._mirror.let_go(waits=waits)
         self._sharding.let_go(waits=waits)
         self._owned.let_go()
         self._ranks = self._ranks.let_go()
@@ -124,6 +143,7 @@ class RebindableOptimizer(ShardedStateDicts):
             with failing_together(group):
                 targets = check_targets(staying, group.size)
                 self.check_weights()
+            self._mirror.drop()  # what they tell of is with other ranks now
             self._go_over(group, targets, keep_state=True)
         self._let_go(waits=True)
         rank = targets.index(group.rank) if group.rank in targets else -1
@@ -132,7 +152,7 @@ class RebindableOptimizer(ShardedStateDicts):
             self._snapshot = Snapshot()
             self._snapshot.drop()
 
-    def rebind(self, process_group: dist.ProcessGroup | None = None, *, keep_state: bool = True) -> None:
+    def rebind(self, process_group: dist.ProcessGroup | None = None, *, keep_state: bool = True) -> int:
         """Go on in another process group, with as many ranks as it has; all its ranks call, detached.
 
         Owners are planned anew, and state goes from the ranks that hold it to those that own it now, in
@@ -141,14 +161,24 @@ class RebindableOptimizer(ShardedStateDicts):
         they are given the others' options. A lazily gathered model stays lazily gathered. Comm hooks have to
         be registered anew.
 
+        With ``mirror=True`` ranks may have been lost, and ranks may hold state of different moments: then all
+        go back to the end of the last step of which mirrors are whole among them. Parameters, state, averages
+        and options are those of that moment; options that a scheduler changes have to be set again.
+
         Args:
             process_group: the new ranks; None for the default group.
             keep_state: False begins with new state, and with the parameters as they are. When state was lost,
                 `zero_optim.checkpoint.rebind` does that and loads.
 
+        Returns:
+            How many calls of `step` the state has taken, on every rank: `num_steps`. After going back this is
+            less than before, by one as a rule: from there the caller's data and schedulers go on. Calls are
+            counted from the construction, also where a state was loaded.
+
         Raises:
             LostStateError: on every rank: nobody in the group holds the state of some parameters, which are
-                named, or a step broke off half way.
+                named, or a step broke off half way. With mirrors: a rank and its buddy are lost, or no step
+                was taken yet.
             RankMismatchError: likewise: ranks hold state of different moments, or have other parameters or
                 arguments.
             RuntimeError: likewise: an optimizer is not detached on some rank.
@@ -157,6 +187,7 @@ class RebindableOptimizer(ShardedStateDicts):
                 is detached as it was before.
         """
         self._rebind(process_group, keep_state=keep_state, may_lose=False)
+        return self.num_steps
 
     def rebind_held(self, process_group: dist.ProcessGroup | None = None) -> list[Tensor]:
         """Go on in another process group as by `rebind`, with the state that its ranks hold; all call.
@@ -197,6 +228,11 @@ class RebindableOptimizer(ShardedStateDicts):
     def _bound(self) -> None:
         """Make what goes with a new group; all ranks call."""
         self._sharding.gather_all()
+        self._mirror.drop()
+        if self._is_mirrored:
+            self._mirror.take_lanes(self._group)
+        if self._snapshot.age > 0:
+            self.mirror_state()
 
     def _go_over(
         self, group: RankGroup, owners: Sequence[int], *, keep_state: bool, may_lose: bool = False
@@ -221,7 +257,7 @@ class RebindableOptimizer(ShardedStateDicts):
             about = [*self._options.describe(), *local.describe_specs(), f"cuts of groups {self._may_cut()}"]
             items = [f"keep_state={keep_state}", *describe_params(self.param_groups), *about]
         agree(group, items, "the optimizers to be bound to one group")
-        found = self._find(group) if keep_state else None
+        found = self._find(group, may_lose=may_lose) if keep_state else None
         lost = [] if found is None else [index for index, held in enumerate(found.pieces) if not held]
         names = param_names(self.param_groups)
         refuse_lost([] if may_lose else [names[index] for index in lost])
@@ -230,7 +266,7 @@ class RebindableOptimizer(ShardedStateDicts):
         moved = Moved({}, {})
         if found is not None:
             to = [tuple(piece._replace(owner=owners[piece.owner]) for piece in each) for each in plan.pieces]
-            moved = move_state(group, found.pieces, to, self._held())
+            moved = move_state(group, found.pieces, to, self._forms(), found.hosts, found.held)
         if len(owners) < group.size:
             sharding.become(owners.index(group.rank) if group.rank in owners else -1)
         owned = self._built(group, sharding, plan, groups)
@@ -239,11 +275,11 @@ class RebindableOptimizer(ShardedStateDicts):
             owned.load({**state, **everywhere}, groups, exact=True)
         # Everything is checked now. Only a rank that dies can stop it from here on.
         self._ranks, self._sharding, self._owned, self.param_groups = group, sharding, owned, groups
-        self._settle(plan, moved, None if found is None else found.age)
+        self._settle(plan, moved, found)
         return [params[index] for index in lost]
 
-    def _settle(self, plan: Plan, moved: Moved, age: int | None) -> None:
-        """Move into the new buckets, with the rows that came; ``age`` is that of the state, None if new."""
+    def _settle(self, plan: Plan, moved: Moved, found: _Found | None) -> None:
+        """Move into the new buckets, with the rows that came; ``found`` is the state, None if it is new."""
         params, owned = self._params(), self._owned
         self.defaults = owned.local.defaults
         with torch.no_grad():
@@ -251,10 +287,12 @@ class RebindableOptimizer(ShardedStateDicts):
                 owned.leaves.rows(params[index]).copy_(value)
         self._sharding.add(params, plan, short_names(self.param_groups))
         self._show_state()
-        if age is None:
-            self._snapshot = Snapshot()
-        elif self._snapshot.age != age:
-            self._snapshot = Snapshot(age)
+        if found is None:
+            self._snapshot, self.num_steps = Snapshot(), 0
+            return
+        self.num_steps = found.steps
+        if self._snapshot.age != found.age or found.copied is not None:
+            self._snapshot = Snapshot(found.age)
 
     # ------------------------------------------------------------------ what was saved
 
@@ -288,26 +326,57 @@ class RebindableOptimizer(ShardedStateDicts):
         group = ranks_of(process_group)
         return replace(RankGroup.of(group.process_group, self._params()), phase=self._ranks.phase)
 
-    def _find(self, group: RankGroup) -> _Found | None:
+    def _find(self, group: RankGroup, *, may_lose: bool) -> _Found | None:
         """Find out what the ranks hold; None if all are new. All ranks call."""
         params = self._params()
         pieces = [self._sharding.piece_here(param) for param in params]
+        former = [self._sharding.pieces[param] for param in params]
         mine = Holding(
             self._snapshot.age,
             self._snapshot.is_torn,
             describe_options(self.param_groups),
             sum(not isinstance(key, Tensor) for key in self.owned_state()),
             [[index, piece.start, piece.stop] for index, piece in enumerate(pieces) if piece is not None],
+            self.num_steps,
+            None if may_lose else self._mirror.kept(former),
         )
         holdings = exchange_holdings(group, mine)
+        if not any(holding.kept for holding in holdings):
+            return self._found_live(group, holdings)
+        try:
+            found = self._found_live(group, holdings)
+            if found is None or all(found.pieces) or not loses_state(holdings):
+                return found
+        except (LostStateError, RankMismatchError):  # the same on every rank
+            if not loses_state(holdings):
+                raise
+        return self._found_in_mirrors(group, holdings)
+
+    def _found_live(self, group: RankGroup, holdings: Sequence[Holding]) -> _Found | None:
+        """Go on with what the ranks hold; None if all are new. Does not communicate."""
         holders = holders_of(holdings)
         if not holders:
             return None
+        params = self._params()
         rows = [num_rows(param.shape) for param in params]
         held = held_pieces(holdings, holders, rows, param_names(self.param_groups))
         first = holders[0]
         is_told = len(holders) < group.size or any(holdings[rank].num_everywhere for rank in holders)
-        return _Found(first, holdings[first].age, held, is_told)
+        steps = max(holdings[rank].steps for rank in holders)
+        own = {group.rank: self._held()}
+        return _Found(first, holdings[first].age, steps, held, is_told, range(group.size), own)
+
+    def _found_in_mirrors(self, group: RankGroup, holdings: Sequence[Holding]) -> _Found:
+        """Go back, see Note [Going back to a mirror]. Does not communicate."""
+        common = common_version([holding.kept for holding in holdings])
+        kept = holdings[common.first].kept
+        assert kept is not None  # that rank was in the former group
+        pieces: list[list[Piece]] = [[] for _ in self._params()]
+        for index, *piece in kept.pieces:
+            pieces[index].append(Piece(*piece))
+        held, copied = self._kept_by_former(common, group.rank)
+        every = [tuple(some) for some in pieces]
+        return _Found(common.first, common.age, common.steps, every, True, common.hosts, held, copied)
 
     def _told(self, group: RankGroup, found: _Found | None) -> tuple[list[ParamGroup], dict[Any, Any]]:
         """Give the groups with the options to go on with, and global entries; all ranks call."""
@@ -320,7 +389,8 @@ class RebindableOptimizer(ShardedStateDicts):
                 state = self.owned_state()
                 everywhere = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
                 options = [options_of(each) for each in self.param_groups]
-                message = encode({"options": options, "everywhere": everywhere}, "the options")
+                beside = found.copied or {"options": options, "everywhere": everywhere}
+                message = encode(beside, "the options")
         if message is not None:
             others = [rank for rank in range(group.size) if rank != group.rank]
             send_value(group, others, *message)
@@ -329,7 +399,8 @@ class RebindableOptimizer(ShardedStateDicts):
             skeleton, tensors = recv_encoded(group, found.first)
         with failing_together(group):
             told = decode(skeleton, iter(tensors))
-            groups = self.param_groups if is_first else self._with_options(told["options"])
+            is_own = is_first and found.copied is None
+            groups = self.param_groups if is_own else self._with_options(told["options"])
         return groups, told["everywhere"]
 
     def _planned(
@@ -338,7 +409,7 @@ class RebindableOptimizer(ShardedStateDicts):
         """Plan for the new owners, as the constructor does; all ranks call."""
         options, gathers = self._options, self._sharding.gathers
         as_views, cap_mb = options.parameters_as_bucket_view, options.bucket_cap_mb
-        sharding = Sharding(group, as_views, cap_mb, num_owners, gathers)
+        sharding = Sharding(group, as_views, cap_mb, num_owners, gathers, options.own_options)
         costs = [self._costs.__getitem__ for _ in groups]
 
         def bear_cuts() -> list[bool]:
@@ -356,13 +427,16 @@ class RebindableOptimizer(ShardedStateDicts):
         params = self._params()
         owned, leaves = self.owned_parameters(), self._owned.leaves
         of_params = {key: value for key, value in self.owned_state().items() if isinstance(key, Tensor)}
+        values = by_index({param: leaves.rows(param).detach() for param in owned}, params)
+        return Held(by_index(of_params, params), values)
+
+    def _forms(self) -> Forms:
         shaped = [
             self.shaped_entries(param, number) | {MASTER, EMA}
             for number, group in enumerate(self.param_groups)
             for param in group["params"]
         ]
-        values = by_index({param: leaves.rows(param).detach() for param in owned}, params)
-        return Held(by_index(of_params, params), values, [tuple(param.shape) for param in params], shaped)
+        return Forms([tuple(param.shape) for param in self._params()], shaped)
 
     # ------------------------------------------------------------------ after
 

@@ -3,6 +3,7 @@
 All its parts exist when its constructor returns. Subclasses add the state dicts and the step.
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,11 +26,14 @@ from zero_optim.plan.groups import ParamGroup, params_of, short_names
 from zero_optim.plan.pieces import Pieces
 from zero_optim.shard.lazy import LazyGather, check_reader
 from zero_optim.shard.sharding import Sharding
+from zero_optim.state.mirror import Mirror
 from zero_optim.state.whole import Snapshot, nbytes_held
 from zero_optim.step.leaves import Leaves, WeightAverage
 from zero_optim.step.local import LocalOptimizer, OptimizerView, why_not_cut
 from zero_optim.step.owned import OwnedState
 from zero_optim.step.spec import OptimizerSpec
+
+logger = logging.getLogger("zero_optim")
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -51,6 +55,8 @@ class ShardingOptions:
     ema_decay: float | None
     timeout: float | None = None
     on_stall: str = "raise"
+    own_options: Sequence[str] = ()
+    mirror: bool = False
 
     @property
     def _flags(self) -> dict[str, bool]:
@@ -59,6 +65,7 @@ class ShardingOptions:
             "overlap_with_ddp": self.overlap_with_ddp,
             "assume_separable": self.assume_separable,
             "cuts": self.cuts,
+            "mirror": self.mirror,
         }
 
     def check_flags(self) -> None:
@@ -70,6 +77,9 @@ class ShardingOptions:
         """
         check_flags(**self._flags)
         check_patience(self.timeout, self.on_stall)
+        names = self.own_options
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"expected own_options to be names of options, such as ('lr',), got {names!r}")
 
     def describe(self) -> list[str]:
         """Describe the options, so that ranks can compare them; `Sharding` compares the capacity."""
@@ -78,6 +88,7 @@ class ShardingOptions:
             f"master_dtype={self.master_dtype}, ema_decay={self.ema_decay}, cost={cost}",
             ", ".join(f"{name}={value}" for name, value in self._flags.items()),
             f"timeout={self.timeout}, on_stall={self.on_stall}",
+            f"own_options={sorted(self.own_options)}",
         ]
 
 
@@ -162,7 +173,8 @@ class ShardedOptimizer(Optimizer):
         with failing_together(group):
             group.check_serves(params)
             options.check_flags()
-            sharding = Sharding(group, options.parameters_as_bucket_view, options.bucket_cap_mb)
+            as_views, cap_mb = options.parameters_as_bucket_view, options.bucket_cap_mb
+            sharding = Sharding(group, as_views, cap_mb, own_options=options.own_options)
             leaves = Leaves(options.master_dtype)
             average = WeightAverage(options.ema_decay, leaves)
             reader = _GroupReader(params)
@@ -188,6 +200,8 @@ class ShardedOptimizer(Optimizer):
         with failing_together(group):
             leaf_of = {param: leaves.add(param, piece) for param, piece in owned.items()}
             local = LocalOptimizer(default, groups, specs, leaf_of, options.assume_separable)
+            if options.mirror:
+                local.check_dicts()
         state = OwnedState(group, leaves, average, local, owned)
         # Now that no leaf holds the memory that parameters leave.
         sharding.add(every, plan, short_names(groups))
@@ -198,16 +212,21 @@ class ShardedOptimizer(Optimizer):
         self._sharding = sharding
         self._owned = state
         self._snapshot = Snapshot()
+        self._mirror = Mirror()
         self._kept_whole = _kept_whole(groups, may_cut)
         self.defaults = local.defaults
         self._show_state()
         if read_by is not None:
             LazyGather(read_by, sharding)
+        if options.mirror and group.size > 1:
+            self._mirror.take_lanes(group)
+        elif options.mirror:
+            logger.warning("mirror=True mirrors nothing in a group of one rank, which has no other")
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle everything but the hooks, as ``torch.optim`` does; does not communicate."""
         self.wait_for_gathers()
-        names = ("_ranks", "_options", "_costs", "_sharding", "_owned", "_snapshot", "_kept_whole")
+        names = ("_ranks", "_options", "_costs", "_sharding", "_owned", "_snapshot", "_mirror", "_kept_whole")
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -331,6 +350,11 @@ class ShardedOptimizer(Optimizer):
         return [list(bucket.params) for bucket in self._sharding.buckets]
 
     @property
+    def num_buckets(self) -> int:
+        """How many buckets there are; parameters that are added have buckets of their own."""
+        return len(self._sharding.buckets)
+
+    @property
     def bucket_cap_nbytes(self) -> int:
         """Capacity of a bucket in bytes; ``sys.maxsize`` for no limit."""
         return self._sharding.cap_nbytes
@@ -363,14 +387,19 @@ class ShardedOptimizer(Optimizer):
         """Return the bytes of the optimizer state that this rank holds now, each storage counted once."""
         return nbytes_held(self.state)
 
+    def mirror_nbytes(self) -> int:
+        """Return the bytes of the tensors that go to the buddy after a step; 0 without mirrors."""
+        return 0
+
     def metrics(self, *, reset: bool = True) -> dict[str, float]:
         """Tell what this rank communicated since the last call, for any logger. Does not communicate.
 
         The first call counts from the construction. A copy of the optimizer counts from zero.
 
-        - ``exposed_seconds/PHASE``: how long callers waited for communication, and for ranks that came late.
-          What a thread waits for beside them is left out. On an accelerator these are waits of the CPU: with
-          NCCL it does not wait, and the figure says nothing of the device.
+        - ``exposed_seconds/PHASE``: how long communication held callers up: they waited, also for ranks that
+          came late, or on the CPU packed, added up and handed out what is sent. What a thread does beside
+          them is left out. On an accelerator these are waits of the CPU alone: with NCCL it does not wait,
+          and the figure says nothing of the device. See Note [Exposed seconds] in `zero_optim.comm.traffic`.
         - ``sent_bytes/PHASE``: what this rank's network interface sends, see Note [Bytes sent] in
           `zero_optim.comm.traffic`.
         - ``collectives/PHASE``: how many were started.
@@ -384,6 +413,7 @@ class ShardedOptimizer(Optimizer):
         - ``clip``: `clip_grad_norm_`.
         - ``agree``: what ranks tell each other at construction, for a ``GradScaler``, a closure or ``Join``.
         - ``state``: consolidated states, and state dicts that one rank deals out. Not checkpoints.
+        - ``mirror``: what goes to the buddy, with ``mirror=True``.
         - ``total``: all of them.
 
         Args:
@@ -409,7 +439,8 @@ class ShardedOptimizer(Optimizer):
             for param, is_borne in zip(params, everywhere, strict=True):
                 if not is_borne:
                     reasons.setdefault(param, "another rank, with another processor, found a difference")
-        explanation = explain(self._group, self._sharding, local, groups, reasons, nbytes)
+        mirrored = self.mirror_nbytes()
+        explanation = explain(self._group, self._sharding, local, groups, reasons, nbytes, mirrored)
         if self._group.rank == 0 and not quiet:
             print(explanation)  # noqa: T201 - what it is for
         return explanation

@@ -215,7 +215,8 @@ class ShardedStateDicts(ShardedOptimizer):
             ValueError: there are such options. If options and processors are the same on every rank, so is
             this.
         """
-        self._owned.local.check_cuts(groups, self._dtypes_of_cut)
+        if self._sharding.has_cuts:
+            self._owned.local.check_cuts(groups, self._dtypes_of_cut)
 
     def _dtypes_of_cut(self, group: ParamGroup) -> list[torch.dtype]:
         cut = filter(self._sharding.is_cut, group["params"])

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_optim.plan.groups import ParamGroup, changed_in_kind, kind_of, options_of, params_of
+from zero_optim.plan.options import Plain, are_close, plain
 from zero_optim.probe.probe import probe
 from zero_optim.probe.shaped import ShapedKeys
 from zero_optim.probe.traits import Traits, refusal
@@ -55,6 +56,7 @@ class BuiltOptimizer:
         self.given = [options_of(group) for group in groups]  # as given: the class will fill in its own
         leaves = _leaf_ids(groups)  # taken now: the class may change the dicts it is given
         self.optimizer = spec.build(groups)  # before anything is tried, so that wrong options are told first
+        self._defaults = {key: plain(value) for key, value in self.optimizer.defaults.items()}
         self._check_followed(leaves)
         self.traits = self._found(steps_parts=steps_parts)
 
@@ -90,6 +92,10 @@ class BuiltOptimizer:
                 "would train another way. Use a class that keeps no copies, with master_dtype=torch.float32 "
                 "for masters, or use it without sharding"
             )
+
+    def is_default(self, key: str, value: Plain) -> bool:
+        """Whether an option has the default that the class was built with, or had none."""
+        return key not in self._defaults or are_close(self._defaults[key], value)
 
     def check_parts(self) -> None:
         """Refuse a class whose step cannot be taken some parameters at a time; see `OptimizerSpec`."""

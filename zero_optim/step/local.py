@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_optim.plan.groups import PARAM_KEYS, ParamGroup, member_ids, options_of, params_of
+from zero_optim.plan.options import OptionKey, Plain
 from zero_optim.probe.shaped import ShapedKeys
 from zero_optim.probe.traits import Traits
 from zero_optim.step.built import BuiltOptimizer
@@ -73,6 +74,7 @@ class LocalOptimizer:
         self._steps_parts = False
         self._members: list[list[int]] = []  # the public groups' members that the local ones follow
         self._built: list[BuiltOptimizer] = []
+        self._written: set[OptionKey] = set()
         for number, (group, spec) in enumerate(zip(groups, specs, strict=True)):
             if spec is not None:
                 self._build(spec, [number], [_owned_group(group, owned)])
@@ -232,12 +234,41 @@ class LocalOptimizer:
     @contextmanager
     def _under_options_of(self, groups: list[ParamGroup]) -> Iterator[None]:
         """Give the local groups options and members of the public ones, and these what the class changed."""
+        if len(groups) != self.num_groups:
+            raise ValueError(
+                f"the optimizer has {self.num_groups} parameter groups, but param_groups lists {len(groups)}"
+                ": leave the list as it is, and add groups with add_param_group(), on all ranks"
+            )
         for public, local in zip(groups, self._groups(), strict=True):
             _set_options(local, public)
         self._follow_members(groups)
         yield
-        for public, local in zip(groups, self._groups(), strict=True):
+        for number, (public, local) in enumerate(zip(groups, self._groups(), strict=True)):
+            known = public.get
+            for key, value in local.items():
+                if known(key) is not value and key not in PARAM_KEYS:
+                    self._written.add((number, key))
             _set_options(public, local)
+
+    def origins(self, options: Sequence[Mapping[str, Plain]]) -> tuple[list[OptionKey], set[OptionKey]]:
+        """Tell which options the classes made, and which they changed in steps.
+
+        Args:
+            options: of each public group.
+
+        Returns:
+            Options that nobody gave and that have the class's own default, or of which it has none; and those
+            that a class has changed.
+        """
+        made = [
+            (number, key)
+            for built in self._built
+            for number, given in zip(built.numbers, built.given, strict=True)
+            if number < len(options)  # the user may have deleted a group
+            for key, value in options[number].items()
+            if key not in given and built.is_default(key, value)
+        ]
+        return made, self._written
 
     def _follow_members(self, groups: list[ParamGroup]) -> None:
         """Give the local groups the leaves of what the public ones hold by now."""

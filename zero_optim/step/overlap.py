@@ -11,17 +11,17 @@ Note [Phases of an overlapped step]
     in its next backward pass. If that pass finds it in ``Phase.BACKWARD``, the pass before broke off.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 
-import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import LET_GO, RankGroup
-from zero_optim.comm.lanes import Lease, lanes_beside
-from zero_optim.compat.streams import is_asynchronous
+from zero_optim.comm.lanes import Lease, lanes_beside, may_run_beside
+from zero_optim.comm.works import OVERLAPPED_STEP
+from zero_optim.errors import RemoteRankError
 from zero_optim.plan.groups import ParamGroup, params_of
 from zero_optim.plan.layout import Span
 from zero_optim.plan.pieces import Pieces
@@ -91,6 +91,29 @@ class OverlappedStep:
         if is_final:
             self.seen = [(p, id(p.grad), p.grad._version) for p in self.stepped if p.grad is not None]
 
+    def check_asked(self, late: str) -> None:
+        """Refuse to be taken for another step than was asked for.
+
+        Args:
+            late: what else ``step()`` was asked for, which cannot have an effect any more; empty for nothing.
+
+        Raises:
+            RuntimeError: something came late, or there were several backward passes, or gradients were
+                changed since.
+        """
+        if late:
+            raise RuntimeError(
+                f"the step was taken during the backward pass, too early for {late}: leave it out, or "
+                "leave out zero_step (overlap_with_ddp). bfloat16 needs no GradScaler"
+            )
+        self.check_passes()
+        self.check_gradients()
+
+    def fail(self) -> None:
+        """Take note that the backward pass raises after all, since another rank failed in it."""
+        self.num_passes -= not self.has_failed
+        self.has_failed = True
+
     def check_passes(self) -> None:
         """Refuse a second backward pass before ``step()``.
 
@@ -145,7 +168,7 @@ class Overlap:
 
     def __init__(self, group: RankGroup, sharding: Sharding, owned: OwnedState) -> None:
         self.group = group
-        self.takes_thread = _takes_thread(group, sharding.pieces)
+        self.takes_thread = may_run_beside(group, sharding.pieces)
         self.lanes = self.new_lanes()
         self.current: OverlappedStep | None = None
         self._sharding = sharding
@@ -227,7 +250,7 @@ class Overlap:
         announced, self._announced = self._announced, {}
         # Without a thread these calls do the work themselves, and the waits in it are counted there.
         exposed = bool(announced) and self.takes_thread
-        with self.group.during("reduce", is_exposed=exposed).phase.waiting():
+        with self.group.during("reduce", is_exposed=exposed).phase.held_up():
             for wait in announced:
                 wait()
 
@@ -277,13 +300,20 @@ class Overlap:
             and all(a is b for a, b in zip(part.given, params, strict=True))
         )
 
-    def step(self, groups: list[ParamGroup], part: StepPart, gradients: Sequence[Tensor | None]) -> None:
+    def step(
+        self,
+        groups: list[ParamGroup],
+        part: StepPart,
+        gradients: Sequence[Tensor | None],
+        failure: BaseException | None = None,
+    ) -> None:
         """Step a part, and start its gather; all ranks call.
 
         Args:
             groups: the public groups, for their options.
             part: of the parameters.
             gradients: for each parameter that `part` was given, reduced; None leaves it alone.
+            failure: why the step has failed here already, if it has; the other ranks are told.
         """
         owned = {}
         for place, param in part.owned:
@@ -292,12 +322,19 @@ class Overlap:
                 owned[param] = gradient
         try:
             if owned:
-                self._owned.step_some(groups, owned)
+                with self.group.doing(OVERLAPPED_STEP):
+                    self._owned.step_some(groups, owned)
+        except BaseException as error:
+            failure = failure or error
+            raise
         finally:  # the others wait for it, even if the class's own step fails
             if self.current is not None:
                 self.current.stepped.update(dict.fromkeys(part.params))
+            stamps = self._sharding.gathers.stamps
+            if stamps is not None and failure is not None:
+                stamps.fail(failure)
             for bucket, chosen, spans in part.gathers:
-                pending = start_gather_of_part(self.lanes.groups, bucket, chosen, spans)
+                pending = start_gather_of_part(self.lanes.groups, bucket, chosen, spans, stamps)
                 self._sharding.under_way.add([bucket.params[index] for index in chosen], pending)
 
     def end_backward(self, *, is_final: bool, failed: bool) -> None:
@@ -309,40 +346,20 @@ class Overlap:
         """
         assert self.current is not None  # begun by the first bucket of the pass
         self.current.end_backward(is_final=is_final, failed=failed)
-        self._sharding.end_step()
+        try:
+            self._sharding.end_step()
+        except RemoteRankError:
+            self.current.fail()  # as on the rank that failed
+            raise
 
     @contextmanager
-    def finishing(self, late: str, *, joined: bool) -> Iterator[OverlappedStep]:
-        """Finish the current step, in ``step()``: the body steps the rest; all ranks enter.
-
-        Args:
-            late: what else ``step()`` was asked for, which cannot have an effect any more; empty for nothing.
-            joined: this rank ran out of inputs.
-
-        Raises:
-            RuntimeError: the step taken is not the one that was asked for: there were several backward
-                passes, or gradients were changed since, or something came late.
-        """
+    def finishing(self) -> Iterator[OverlappedStep]:
+        """Finish the current step, in ``step()``: the body steps the rest; all ranks enter."""
         current = self.current
         assert current is not None  # asked for by the caller
         try:
-            if late:
-                raise RuntimeError(
-                    f"the step was taken during the backward pass, too early for {late}: leave it out, or "
-                    "leave out zero_step (overlap_with_ddp). bfloat16 needs no GradScaler"
-                )
-            if not joined:
-                current.check_passes()
-                current.check_gradients()
             yield current
         finally:
             self._loop_calls_step = True
             self.current = None
         self._sharding.end_step()
-
-
-def _takes_thread(group: RankGroup, params: Iterable[Tensor]) -> bool:
-    """Whether a thread beside the caller's may step, and gather on process groups of its own."""
-    if any(is_asynchronous(device) for device in {param.device for param in params}):
-        return False
-    return group.backend_of(torch.device("cpu")) == "gloo"

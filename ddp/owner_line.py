@@ -1,0 +1,124 @@
+"""Buckets on their way to the owners of their gradients, one after the other."""
+
+from collections import deque
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.lanes import Lease
+from zero_optim.comm.row_sum import RowSum
+from zero_optim.ddp.bucket import ReducerBucket
+from zero_optim.ddp.owner_bucket import OwnerBucket
+from zero_optim.ddp.owner_rows import OwnerRows
+from zero_optim.ddp.reduction import Reduction, SumReduction
+
+_NUM_UNDER_WAY = 2  # portions: while one is added, the next one is on its way
+
+
+class OwnerSum:
+    """A bucket on its way to its owners, in portions, of which two are under way at a time.
+
+    Args:
+        group: the ranks.
+        lanes: see `RowSum`.
+        bucket: the gradients, divided.
+        rows: popped from it.
+        label: names the bucket in messages.
+    """
+
+    def __init__(
+        self, group: RankGroup, lanes: Lease, bucket: OwnerBucket, rows: OwnerRows | None, label: str
+    ) -> None:
+        self._group = group
+        self._lanes = lanes
+        self._bucket = bucket
+        self._label = label
+        self._rows = rows
+        self._failure_word = bucket.word
+        self._sums: deque[RowSum] = deque()
+        self._num_done = 0
+        self._word: Tensor | None = None
+        for _ in range(min(_NUM_UNDER_WAY, bucket.num_portions)):
+            self._start_next()
+
+    def _start_next(self) -> None:
+        number, count = self._num_done + len(self._sums), self._bucket.num_portions
+        assert self._rows is not None  # until all were waited for
+        rows = self._rows.pop(number, word=self._failure_word)
+        label = self._label if count == 1 else f"{self._label}, portion {number + 1} of {count}"
+        # Nobody else reads the own row. So of all that was sent and received it alone stays, with the sum.
+        self._sums.append(RowSum(self._group, self._lanes.groups, rows, in_place=True, about=label))
+
+    def advance_to(self, fraction: float) -> None:
+        """Wait until some part of the portions is summed, but never for the last one.
+
+        Args:
+            fraction: from 0 to 1.
+        """
+        count = self._bucket.num_portions
+        while self._num_done < min(int(fraction * count), count - 1):
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        """Wait for the portion that was sent first, which makes room for another one, and send that."""
+        try:
+            self._sums.popleft().wait()
+            self._num_done += 1
+            if self._num_done + len(self._sums) < self._bucket.num_portions:
+                self._start_next()
+        except BaseException:
+            self._rows = None
+            self._lanes.abandon()
+            raise
+
+    def wait(self) -> Tensor:
+        """Wait for the sum, and have the bucket take it over; a second call gives the same.
+
+        Returns:
+            The word of a failure, see `OwnerBucket.settle`.
+        """
+        if self._word is None:
+            while self._sums:
+                self._finish_first()
+            assert self._rows is not None  # nothing has failed
+            rows, self._rows = self._rows, None
+            self._word = self._bucket.settle(rows.own)
+        return self._word
+
+
+class OwnerLine:
+    """The buckets of one pass: each is launched when the one before is summed.
+
+    See Note [Memory of sharded gradients] in `owner_bucket`.
+
+    Args:
+        group: the ranks.
+        lanes: for the exchange.
+        labels: name the buckets in messages, by number.
+    """
+
+    def __init__(self, group: RankGroup, lanes: Lease, labels: Sequence[str]) -> None:
+        self._group = group
+        self._lanes = lanes
+        self._labels = labels
+        self._under_way: OwnerSum | None = None
+
+    def keep_pace(self, fraction: float) -> None:
+        """Bring what is under way as far as the bucket that fills is.
+
+        Args:
+            fraction: of that bucket, which is filled; from 0 to 1.
+        """
+        if self._under_way is not None:
+            self._under_way.advance_to(fraction)
+
+    def launch(self, bucket: ReducerBucket, number: int, is_last: bool) -> Reduction:
+        """Start a bucket; see `Launch`."""
+        before, self._under_way = self._under_way, None
+        if before is not None:
+            before.wait()
+        if not isinstance(bucket, OwnerBucket):
+            return SumReduction(self._group, bucket, self._labels[number])
+        self._under_way = OwnerSum(self._group, self._lanes, bucket, bucket.pop_rows(), self._labels[number])
+        return self._under_way

@@ -1,0 +1,126 @@
+"""A wrapper that outlives its process group: it lets go of one, and is bound to another.
+
+Private names of PyTorch's class that are needed here are checked when this is imported, see `data_parallel`.
+"""
+
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Joinable
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+from torch.nn.parallel import distributed
+
+from zero_optim.comm.agreement import failing_together
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.watchdog import unwatch, watch
+from zero_optim.compat.engine import require
+from zero_optim.ddp.model_agreement import agree_on_model
+
+_USED = (
+    "_build_debug_param_to_name_mapping",
+    "_build_params_for_reducer",
+    "_comm_hooks",
+    "_ddp_init_helper",
+    "_delay_all_reduce_all_params",
+    "_delay_all_reduce_params",
+    "_delay_grad_buffer",
+    "_remove_autograd_hooks",
+    "_set_static_graph",
+)
+NEEDED: tuple[tuple[object, str], ...] = (  # see Note [Private names] in zero_optim.compat.engine
+    *((TorchDistributedDataParallel, name) for name in _USED),
+    (distributed, "_sync_module_states"),
+)
+require(NEEDED, __name__)
+
+
+class _Detached:
+    """Stands for what a wrapper let go; whatever is asked of it raises."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # Python asks for these itself
+            raise AttributeError(name)
+        raise RuntimeError("the wrapper is detached: call its rebind(), on all ranks of the new group")
+
+
+class RebindableWrapper(TorchDistributedDataParallel):
+    """PyTorch's class, which can go from one process group to another. The subclass gives it our reducer."""
+
+    reducer: Any
+    logger: Any
+    _timeout: float | None = None
+    _on_stall: str = "raise"
+
+    def detach(self) -> None:
+        """Let go of the process group, of the reducer and of comm hooks; does not communicate.
+
+        To be called on every rank before ``destroy_process_group()``, also when another rank has failed;
+        beside the optimizer's `detach`. Until `rebind`, a forward pass whose gradients are to be reduced
+        raises; ``module`` runs without the wrapper. Gradients stay. A second call does nothing. It need not
+        be bound again: the module may get another wrapper.
+        """
+        if self._is_detached:
+            return
+        if not self._delay_all_reduce_all_params:  # else there is no reducer
+            self._remove_autograd_hooks()  # type: ignore[no-untyped-call]
+            unwatch(self.reducer.own)
+        unwatch(self)
+        self._comm_hooks = []  # PyTorch makes none where every parameter is delayed
+        self.require_forward_param_sync = False
+        Joinable.__init__(self)  # PyTorch leaves what the last Join set
+        nothing: Any = _Detached()
+        self.reducer = self.logger = self.process_group = nothing
+        self._delay_grad_buffer = None
+
+    def rebind(self, process_group: dist.ProcessGroup | None = None) -> None:
+        """Average over the ranks of another process group from now on; all of them call, detached.
+
+        If the optimizer is sharded, it is bound first: then the parameters are equal. As in the constructor,
+        the models are compared, then parameters and buffers are broadcast from the group's first rank. Comm
+        hooks are registered anew; buckets begin anew.
+
+        Args:
+            process_group: the new ranks; None for the default group.
+
+        Raises:
+            RuntimeError: on every rank, the wrapper is not detached on some.
+            RankMismatchError: on every rank, models differ; names the first difference.
+        """
+        group = RankGroup.of(process_group, self.module).within(self._timeout)
+        watch(self, group, self._on_stall)
+        try:
+            self._bind(group)
+        finally:
+            if self._is_detached:  # as before
+                unwatch(self)
+
+    @property
+    def _is_detached(self) -> bool:
+        return isinstance(getattr(self, "reducer", None), _Detached)
+
+    def _bind(self, group: RankGroup) -> None:
+        with failing_together(group):
+            if not self._is_detached:
+                raise RuntimeError("expected a detached wrapper: call detach() before the group ends")
+            if self._delay_all_reduce_all_params or self._delay_all_reduce_params:
+                raise RuntimeError(
+                    "delay_all_reduce_named_params belongs to one process group: wrap the module anew"
+                )
+        options = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+        given = {name: getattr(self, name) for name in options}
+        given |= {"module": self.module, "process_group": group.process_group}
+        agree_on_model(given, self, self._timeout, self._on_stall)
+        self.process_group = group.process_group
+        distributed._sync_module_states(  # type: ignore[attr-defined]
+            module=self.module,
+            process_group=self.process_group,
+            broadcast_bucket_size=self.broadcast_bucket_size,
+            src=0,
+            params_and_buffers_to_ignore=self.parameters_to_ignore,
+        )
+        parameters, sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        names = self._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
+        self._ddp_init_helper(parameters, sparse, names, self.static_graph)  # type: ignore[no-untyped-call]
+        self.require_forward_param_sync = True
+        if self.static_graph:
+            self.reducer._set_static_graph()

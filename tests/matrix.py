@@ -1,0 +1,358 @@
+"""The matrix of failures: each kind of failure in each phase of a run, and what all other ranks say of it.
+
+`CELLS` is the table. `run_cells` runs some of it in processes of their own, and `complaint` judges one.
+docs/make_failure_table.py measures how long each takes. No test does, as a busy machine takes any time: it
+asserts that a message tells of a passed timeout where one has to pass, and of none where none has.
+"""
+
+import re
+import signal
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from os import kill
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from forked import fork_context
+from stalling import tell_end
+from troubled import PHASES, PLANNED, load_newest, play, seconds_since_trouble
+from zero_optim.run.host import use_loopback
+
+LIMIT = 120.0  # seconds that only a hang reaches
+SIDE_BY_SIDE = 8  # cells, most of whose time is a wait
+
+# Where docs/failures.md has the table.
+BEGIN, END = "<!-- the matrix begins -->\n", "<!-- the matrix ends -->\n"
+
+FAILURES = {
+    "killed": "SIGKILL",
+    "stopped": "SIGSTOP",
+    "error": "exception",
+    "skipped": "skipped call",
+    "extra": "extra call",
+    "slow": "slow rank",
+    "shape": "wrong shape",
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What survivors say.
+
+    Attributes:
+        meaning: for the table's legend.
+        pattern: of "Class: message", with ``{bad}`` for the number of the rank that had the trouble.
+        passes_timeout: they say it after the timeout, not at once; None for either.
+    """
+
+    meaning: str
+    pattern: str
+    passes_timeout: bool | None
+
+
+OUTCOMES = {
+    "ended": Outcome(
+        "`StalledError`: the rank has ended", r"StalledError: .*rank {bad} has (ended|let go)", False
+    ),
+    "its error": Outcome(
+        "the error that the rank raised itself, with its number",
+        rf"\w+: .*rank {{bad}}.*{PLANNED}|StalledError: .*rank {{bad}} has (ended|let go)",
+        False,
+    ),
+    "raised, ended": Outcome(
+        "the rank raises the reason, and the script ends; the others raise `StalledError`: it has ended",
+        r"\w+: .*rank {bad}\b",
+        False,
+    ),
+    "silent": Outcome(
+        "`StalledError`: the rank does not answer", r"StalledError: .*rank {bad} does not answer", True
+    ),
+    "late": Outcome(
+        "`StalledError`: the rank has not come to a call, or is in it and waits for nothing",
+        r"StalledError: .*rank {bad} (has not (called|begun)|is in) ",
+        True,
+    ),
+    "apart": Outcome(
+        "`StalledError`: who waits for what, and which rank made a call more often or less often than others",
+        r"StalledError: .*times of .* on rank {bad}\b|(?!StalledError)\w+: .*rank {bad}\b",
+        None,
+    ),
+    "shape": Outcome(
+        "`RankMismatchError` or `StateMismatchError`, which names the tensor and its shapes",
+        r"(Rank|State)MismatchError: .*(0\.weight|parameter 0)",
+        False,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One failure in one phase.
+
+    Attributes:
+        phase: of `troubled.PHASES`.
+        failure: of `FAILURES`.
+        outcome: of `OUTCOMES`; empty if the cell has no meaning.
+        size: number of ranks; the last one has the trouble.
+        reason: why it has no meaning.
+    """
+
+    phase: str
+    failure: str
+    outcome: str
+    size: int = 2
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.phase} x {self.failure}"
+
+
+# What gloo raises where the rank that has joined waits in PyTorch's own code.
+_IN_JOIN = r"RuntimeError: .*(Connection closed by peer|caused pair closure|Connection reset)"
+
+_USUAL = {
+    "killed": "ended",
+    "stopped": "silent",
+    "error": "its error",
+    "skipped": "apart",
+    "extra": "apart",
+    "slow": "late",
+    "shape": "shape",
+}
+_OTHER = {
+    **{(phase, "error"): "raised, ended" for phase in PHASES if PHASES[phase].raises_alone},
+    ("overlap", "extra"): "raised, ended",
+    ("plain step", "shape"): "raised, ended",
+}
+_NO_MEANING = {
+    ("forward", "shape"): "inputs may differ in shape between ranks; what a module refuses is an exception",
+    ("backward reduction", "shape"): "autograd refuses a gradient of another shape: that is an exception",
+    ("backward to owners", "shape"): "autograd refuses a gradient of another shape: that is an exception",
+    ("overlap", "shape"): "autograd refuses a gradient of another shape: that is an exception",
+    ("clip", "shape"): "PyTorch refuses a gradient of another shape than its parameter",
+    ("background", "shape"): "ranks compare what to save before the thread begins, see save_async",
+    ("Join", "shape"): "a parameter of another shape is an exception of the module on this rank",
+}
+_SIZES = {
+    **{("Join", failure): 3 for failure in FAILURES},
+    **{(phase, failure): 3 for phase in ("forward", "consolidate", "save") for failure in FAILURES},
+    **{("plain step", failure): 4 for failure in ("killed", "stopped", "slow")},
+    ("construction", "shape"): 4,
+    ("overlap", "killed"): 4,
+}
+CELLS = tuple(
+    Cell(
+        phase,
+        failure,
+        "" if (phase, failure) in _NO_MEANING else _OTHER.get((phase, failure), _USUAL[failure]),
+        _SIZES.get((phase, failure), 2),
+        _NO_MEANING.get((phase, failure), ""),
+    )
+    for phase in PHASES
+    for failure in FAILURES
+)
+RUN = tuple(cell for cell in CELLS if cell.outcome)
+
+
+def _diagonal() -> tuple[Cell, ...]:
+    """One cell of each phase: the failures in turns, of those that have a meaning there."""
+    chosen = []
+    for number, phase in enumerate(PHASES):
+        of_phase = [cell for cell in RUN if cell.phase == phase]
+        chosen.append(of_phase[5 * number % len(of_phase)])
+    return tuple(chosen)
+
+
+QUICK = _diagonal()
+
+
+# ---------------------------------------------------------------------- running cells
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a rank ended.
+
+    Attributes:
+        error: what it raised, as "Class: message"; None if nothing.
+        seconds: from the trouble until then; None if it ended before.
+        exitcode: of its process; None if that did not end by itself.
+    """
+
+    error: str | None
+    seconds: float | None
+    exitcode: int | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a cell ended.
+
+    Attributes:
+        cell: which.
+        endings: by rank.
+        loaded: what loading the newest checkpoint raised; None if nothing.
+    """
+
+    cell: Cell
+    endings: list[Ending]
+    loaded: str | None = field(default="was not tried")
+
+    @property
+    def seconds(self) -> float:
+        """Until the last survivor had raised."""
+        return max(ending.seconds or 0.0 for ending in self.endings[:-1])
+
+    def complaint(self) -> str | None:
+        """Say what is wrong with it; None if all is well."""
+        outcome, bad = OUTCOMES[self.cell.outcome], self.cell.size - 1
+        if self.loaded is not None:
+            return f"{self.cell}: the newest checkpoint: {self.loaded}"
+        left = [ending.exitcode for ending in self.endings]
+        wanted = [0] * bad + [-signal.SIGKILL if self.cell.failure == "killed" else 0]
+        if left != wanted:
+            return f"{self.cell}: expected exit codes {wanted}, got {left}: {self.endings}"
+        for ending in self.endings[:bad]:
+            said = str(ending.error)
+            if self.cell.phase == "Join" and ending is self.endings[0] and re.match(_IN_JOIN, said):
+                continue
+            if re.match(outcome.pattern.format(bad=bad), said, re.DOTALL) is None:
+                return f"{self.cell}: expected {self.cell.outcome!r}, got {self.endings}"
+            if outcome.passes_timeout is not None and ("stalled for" in said) != outcome.passes_timeout:
+                when = "after the timeout" if outcome.passes_timeout else "at once"
+                return f"{self.cell}: expected it {when}: {said}"
+        if self.cell.failure != "killed" and self.endings[bad].error is None:
+            return f"{self.cell}: the rank that had the trouble raised nothing"
+        return None
+
+
+def run_cells(cells: Sequence[Cell], folder: Path) -> list[Result]:
+    """Run some cells side by side, then load the newest checkpoint of each."""
+    folders = [folder / str(number) for number in range(len(cells))]
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as threads:
+        ended = list(threads.map(_run_until_trouble, cells, folders))
+    loaded = in_process(load_newest, folders)
+    return [Result(cell, *each) for cell, *each in zip(cells, ended, loaded, strict=True)]
+
+
+def _run_until_trouble(cell: Cell, folder: Path) -> list[Ending]:
+    """Run a cell; again if the machine was so busy that some wait took too long before the trouble began."""
+    for number in range(3):
+        endings = _run(cell, folder / str(number))
+        if any(ending.seconds is not None for ending in endings):
+            break
+    return endings
+
+
+def _run(cell: Cell, folder: Path) -> list[Ending]:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    processes = [_Process(_rank, rank, cell, store.port, folder) for rank in range(cell.size)]
+    deadline = time.monotonic() + LIMIT
+    try:
+        endings = [process.ending(deadline) for process in processes[:-1]]
+        if cell.failure == "stopped":
+            kill(processes[-1].pid, signal.SIGCONT)
+        return [*endings, processes[-1].ending(deadline)]
+    finally:
+        for process in processes:
+            process.end()
+
+
+def in_process(function: Any, *args: object) -> Any:
+    """Call a function in a process of its own, and give what it returns."""
+    process = _Process(_call, function, args)
+    try:
+        return process.told(time.monotonic() + LIMIT)
+    finally:
+        process.end()
+
+
+class _Process:
+    """A forked process that tells something; its function gets the pipe first."""
+
+    def __init__(self, function: Any, *args: object) -> None:
+        context = fork_context()
+        self._pipe, theirs = context.Pipe(duplex=False)
+        self._process = context.Process(target=function, args=(theirs, *args))
+        self._process.start()
+        theirs.close()
+        self.pid = self._process.pid or 0
+
+    def told(self, deadline: float) -> Any:
+        """Give what it told; None for nothing."""
+        with suppress(EOFError):
+            if self._pipe.poll(max(0.0, deadline - time.monotonic())):
+                return self._pipe.recv()
+        return None
+
+    def ending(self, deadline: float) -> Ending:
+        """Wait until it has ended by itself, threads and all, or the deadline has passed."""
+        error, seconds = self.told(deadline) or (None, None)
+        self._process.join(max(0.1, deadline - time.monotonic()))
+        return Ending(error, seconds, self._process.exitcode)
+
+    def end(self) -> None:
+        """Leave nothing of it behind."""
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+
+def _call(pipe: Connection, function: Any, args: Any) -> None:
+    torch.set_num_threads(1)
+    pipe.send(function(*args))
+
+
+def _rank(pipe: Connection, rank: int, cell: Cell, port: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    use_loopback()
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=cell.size, timeout=timedelta(seconds=4 * LIMIT)
+    )
+    error = None
+    try:
+        play(cell.failure, cell.phase, folder)
+    except Exception as raised:  # noqa: BLE001 - it is what this is about
+        error = f"{type(raised).__name__}: {raised}"
+    pipe.send((error, seconds_since_trouble()))
+    pipe.close()
+    tell_end()
+    # The process ends as a script does: what is no daemon thread keeps it.
+
+
+# ---------------------------------------------------------------------- the table in the docs
+
+
+def table(results: Sequence[Result] = ()) -> str:
+    """Write the matrix as Markdown, with the seconds that were measured; "?" where none were."""
+    seconds = {result.cell: f"{result.seconds:.1f}" for result in results}
+    lines = [f"| phase | {' | '.join(FAILURES.values())} |", f"|---|{'---|' * len(FAILURES)}"]
+    for phase in PHASES:
+        texts = [_text(cell, seconds.get(cell, "?")) for cell in CELLS if cell.phase == phase]
+        lines.append(f"| {phase} | {' | '.join(texts)} |")
+    meanings = [f"- *{name}*: {outcome.meaning}" for name, outcome in OUTCOMES.items()]
+    reasons: dict[str, list[str]] = {}
+    for cell in CELLS:
+        if cell.reason:
+            reasons.setdefault(cell.reason, []).append(cell.phase)
+    without = [f"- no *{FAILURES['shape']}* in {', '.join(names)}: {why}" for why, names in reasons.items()]
+    return "\n".join([*lines, "", *meanings, *without])
+
+
+def _text(cell: Cell, seconds: str) -> str:
+    ranks = f", {cell.size} ranks" if cell.size > 2 else ""
+    return f"{cell.outcome}, {seconds} s{ranks}" if cell.outcome else "-"
+
+
+def without_seconds(text: str) -> str:
+    """The same without what was measured."""
+    return re.sub(r"\d+\.\d s\b", "? s", text)

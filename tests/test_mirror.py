@@ -1,0 +1,443 @@
+"""Mirrors: what a rank owns is with its buddy too, so that the loss of a rank loses nothing."""
+
+import copy
+import pickle
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.join import Join
+
+from cuts import finely_cut
+from pool import Ranks
+from training import assert_same_bits, assert_same_state, make_params, params_of, set_grads
+from worlds import leave, world
+from zero_optim import LostStateError, RankMismatchError, RemoteRankError, ZeroRedundancyOptimizer
+
+SHAPES = ((64, 16), (7,), (32, 8), (), (0, 3), (96,))
+
+
+def adamw(params: Sequence[Tensor], **options: Any) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.01, **{"mirror": True, **options})
+
+
+def several(params: Sequence[Tensor], **options: Any) -> ZeroRedundancyOptimizer:
+    """Several classes, one of them with options of its own; masters and averages."""
+    narrow = {"params": params[:2]}
+    other = {"params": params[2:], "optimizer_class": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
+    options = {"mirror": True, "master_dtype": torch.float32, "ema_decay": 0.9, **options}
+    return ZeroRedundancyOptimizer([narrow, other], torch.optim.AdamW, lr=0.01, **options)
+
+
+class Odd(torch.optim.Optimizer):
+    """State of odd kinds: plain numbers that change, a list, tensors of other dtypes and changing shape."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "calls": 0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["calls"] += 1
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                state["count"] = state.get("count", 0) + 1
+                state["scale"] = 1.0 / state["count"]
+                state["past"] = [*state.get("past", []), state["count"]][-3:]
+                state["half"] = param.detach().to(torch.bfloat16)
+                state["order"] = torch.arange(state["count"])
+                state["seen"] = torch.tensor(state["count"])
+                param.sub_(group["lr"] * state["scale"] * param.grad)
+
+
+def odd(params: Sequence[Tensor], **options: Any) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(params, Odd, lr=0.1, **{"mirror": True, **options})
+
+
+MAKERS = (adamw, several, odd)
+
+
+def fresh(make: Callable[..., ZeroRedundancyOptimizer], **options: Any) -> ZeroRedundancyOptimizer:
+    return make(make_params(SHAPES, torch.bfloat16 if make is several else torch.float32), **options)
+
+
+def train(optimizer: ZeroRedundancyOptimizer, first: int, last: int) -> None:
+    for step in range(first, last):
+        set_grads(params_of(optimizer), step)
+        optimizer.param_groups[0]["lr"] = 0.01 / (1 + step)
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
+    optimizer.consolidate_state_dict(to=None)
+    return optimizer.state_dict()
+
+
+def compare(optimizer: ZeroRedundancyOptimizer, other: ZeroRedundancyOptimizer) -> None:
+    assert_same_bits(params_of(optimizer), params_of(other))
+    assert_same_state(whole(optimizer), whole(other))
+    assert list(optimizer.pieces().values()) == list(other.pieces().values())
+
+
+# ---------------------------------------------------------------------- going back
+
+
+def check_lost(folder: Path, make: Callable[..., ZeroRedundancyOptimizer]) -> None:
+    """The last of three ranks stays behind; the first has changed its state since, as in a broken step."""
+    rank = leave()
+    with finely_cut():
+        with world(folder, "three", rank, range(3)):
+            optimizer = fresh(make)
+            train(optimizer, 0, 3)
+            optimizer.detach()
+        if rank == 1:
+            optimizer._snapshot.age += 1
+            with torch.no_grad():
+                for param in params_of(optimizer):
+                    param.fill_(3.0)
+            for entries in optimizer.state.values():
+                for entry in entries.values():
+                    if isinstance(entry, Tensor):
+                        entry.zero_()
+        if rank == 0:
+            return
+        with world(folder, "two", rank, [1, 2]):
+            assert optimizer.rebind() == 3
+            other = fresh(make)
+            train(other, 0, 3)
+            compare(optimizer, other)
+            train(optimizer, 3, 5)
+            train(other, 3, 5)
+            compare(optimizer, other)
+            optimizer.detach()
+        if rank == 1:
+            return
+        with world(folder, "one", rank, [2]):
+            assert optimizer.rebind() == 5
+            other = fresh(make)
+            train(other, 0, 5)
+            compare(optimizer, other)
+            train(optimizer, 5, 6)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_what_a_lost_rank_owned_is_rebuilt_from_its_buddy(
+    ranks3: Ranks, tmp_path: Path, make: Callable[..., ZeroRedundancyOptimizer]
+) -> None:
+    ranks3.run(check_lost, tmp_path, make)
+
+
+def check_neighbours(folder: Path) -> None:
+    rank = leave()
+    with world(folder, "three", rank, range(3)):
+        optimizer = fresh(adamw)
+        train(optimizer, 0, 2)
+        kept = copy.deepcopy(whole(optimizer))
+        optimizer.detach()
+    if rank == 2:
+        with world(folder, "one", rank, [2]):
+            with pytest.raises(
+                LostStateError,
+                match=r"ranks 0, 1 of the former group are lost.*that of rank 0 was on rank 1.*"
+                r"zero_optim.checkpoint.rebind\(\)",
+            ):
+                optimizer.rebind()
+            optimizer.rebind(keep_state=False)
+            optimizer.load_state_dict(kept)
+            train(optimizer, 2, 3)
+
+
+def test_the_loss_of_a_rank_and_its_buddy_is_told_by_name(ranks3: Ranks, tmp_path: Path) -> None:
+    ranks3.run(check_neighbours, tmp_path)
+
+
+def check_every_other(folder: Path) -> None:
+    rank = leave()
+    with finely_cut():
+        with world(folder, "four", rank, range(4)):
+            optimizer = fresh(several)
+            train(optimizer, 0, 2)
+            optimizer.detach()
+        if rank % 2:
+            with world(folder, "two", rank, [3, 1]):
+                assert optimizer.rebind() == 2
+                other = fresh(several)
+                train(other, 0, 2)
+                compare(optimizer, other)
+
+
+@pytest.mark.slow
+def test_several_ranks_may_be_lost_if_their_buddies_are_left(ranks4: Ranks, tmp_path: Path) -> None:
+    ranks4.run(check_every_other, tmp_path)
+
+
+def check_changes(folder: Path) -> None:
+    """What tells of another state is not gone back to."""
+    rank = leave()
+    with finely_cut():
+        with world(folder, "two", rank, range(2)):
+            optimizer = fresh(adamw)
+            assert optimizer.age == optimizer.num_steps == 0
+            train(optimizer, 0, 2)
+            saved = copy.deepcopy(whole(optimizer))
+            optimizer.load_state_dict(saved)
+            optimizer.detach()
+        alone = world(folder, f"alone {rank}", rank, [rank])
+        with alone, pytest.raises(LostStateError, match="nobody in the new group holds the state of"):
+            optimizer.rebind()  # the load may have been of something else
+        with world(folder, "two again", rank, range(2)):
+            with torch.no_grad():
+                params_of(optimizer)[1].fill_(2.0)  # from outside, in a group in which nobody is lost
+            assert optimizer.rebind() == 2
+            assert params_of(optimizer)[1].eq(2.0).all()
+            more = make_params(((50, 4),), seed=3)
+            optimizer.add_param_group({"params": more, "lr": 0.3})
+            train(optimizer, 2, 4)
+            expected, values = whole(optimizer), [param.detach().clone() for param in params_of(optimizer)]
+            optimizer.detach()
+        optimizer._snapshot.is_torn = rank == 1  # as if it was half way through a step
+        with world(folder, "torn", rank, range(2)):
+            assert optimizer.rebind() == 4
+            assert_same_bits(params_of(optimizer), values)
+            assert_same_state(whole(optimizer), expected)
+
+
+def test_loads_groups_and_values_from_outside_are_not_undone(ranks2: Ranks, tmp_path: Path) -> None:
+    ranks2.run(check_changes, tmp_path)
+
+
+def check_newcomer(folder: Path) -> None:
+    """Rank 0 is lost before its first version is whole, then after it; a rank comes new in its place."""
+    rank = leave()
+    with world(folder, "two", rank, range(2)):
+        optimizer = fresh(several)
+        optimizer.mirror_if_due()  # as the first step begins
+        optimizer.num_steps += 1
+        optimizer._snapshot.changed()
+        optimizer.detach()
+    if rank == 0:
+        with world(folder, "new", rank, [0]):
+            optimizer = fresh(several)
+            with torch.no_grad():
+                for param in params_of(optimizer):
+                    param.fill_(0.5)
+            optimizer.detach()
+    with world(folder, "other", rank, [1, 0]):
+        assert optimizer.rebind() == 0
+        train(optimizer, 0, 2)
+        optimizer.detach()
+    if rank == 0:
+        with world(folder, "new again", rank, [0]):
+            optimizer = fresh(several)
+            optimizer.detach()
+    with world(folder, "last", rank, range(2)):
+        assert optimizer.rebind() == optimizer.num_steps == 2
+        other = fresh(several)
+        train(other, 0, 2)
+        compare(optimizer, other)
+        train(optimizer, 2, 3)
+        train(other, 2, 3)
+        compare(optimizer, other)
+        optimizer.detach()
+    if rank == 0:  # has only what it was given
+        with world(folder, "first", rank, [0]):
+            assert optimizer.rebind() == 3
+            other = fresh(several)
+            train(other, 0, 3)
+            compare(optimizer, other)
+
+
+def test_a_rank_that_comes_new_is_given_what_the_lost_one_owned(ranks2: Ranks, tmp_path: Path) -> None:
+    ranks2.run(check_newcomer, tmp_path)
+
+
+# ---------------------------------------------------------------------- ways of stepping
+
+
+def check_skipped(folder: Path) -> None:
+    rank = leave()
+    with world(folder, "two", rank, range(2)):
+        optimizer = fresh(adamw)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=1000)
+        for step in range(3):
+            set_grads(params_of(optimizer), step, scale=2.0)
+            scaler.scale(torch.ones(()))
+            if step == 2:
+                params_of(optimizer)[0].grad.fill_(torch.inf)  # type: ignore[union-attr]
+            scaler.step(optimizer)
+            scaler.update()
+        assert (optimizer.num_steps, optimizer.age) == (3, 2)
+        expected = whole(optimizer)
+        values = [param.detach().clone() for param in params_of(optimizer)]
+        optimizer.detach()
+    if rank == 1:
+        with world(folder, "one", rank, [1]):
+            assert optimizer.rebind() == 3
+            assert_same_bits(params_of(optimizer), values)
+            assert_same_state(whole(optimizer), expected)
+
+
+def test_a_step_that_a_scaler_skips_changes_no_mirror(ranks2: Ranks, tmp_path: Path) -> None:
+    ranks2.run(check_skipped, tmp_path)
+
+
+def check_joined(folder: Path) -> None:
+    rank = leave()
+    with world(folder, "two", rank, range(2)):
+        optimizer = fresh(adamw)
+        with Join([optimizer]):
+            for step in range(1 + 2 * rank):
+                set_grads(params_of(optimizer), step)
+                optimizer.step()
+        expected = whole(optimizer)
+        values = [param.detach().clone() for param in params_of(optimizer)]
+        optimizer.detach()
+    if rank == 0:  # which joined early
+        with world(folder, "one", rank, [0]):
+            assert optimizer.rebind() == 3
+            assert_same_bits(params_of(optimizer), values)
+            assert_same_state(whole(optimizer), expected)
+
+
+def test_ranks_that_have_joined_mirror_too(ranks2: Ranks, tmp_path: Path) -> None:
+    ranks2.run(check_joined, tmp_path)
+
+
+class Picky(torch.optim.SGD):
+    """Keeps what cannot be sent, on the rank that owns the first parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step()
+        for param in self.param_groups[0]["params"]:
+            if param.shape == (7,):
+                self.state[param]["kept"] = object()
+
+
+class Wrapping(torch.optim.SGD):
+    """Says more in its dict than its state holds."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "more": 1}
+
+
+def check_refused() -> None:
+    params = make_params(SHAPES)
+    with pytest.raises(TypeError, match="mirror"):
+        adamw(params, mirror="yes")
+    with pytest.raises(RankMismatchError, match="mirror=True"):
+        adamw(params, mirror=dist.get_rank() == 0)
+    with pytest.raises(TypeError, match="state_dict"):
+        ZeroRedundancyOptimizer(params, Wrapping, lr=0.1, mirror=True)
+    optimizer = ZeroRedundancyOptimizer(params, Picky, lr=0.1, mirror=True, assume_separable=True)
+    set_grads(params, 0)
+    with pytest.raises(TypeError, match="holds a object, which cannot be sent"):
+        optimizer.step()
+
+
+def test_what_cannot_be_mirrored_is_refused_on_every_rank(ranks2: Ranks) -> None:
+    ranks2.run(check_refused)
+
+
+class FailsOnce(torch.optim.SGD):
+    """Its step fails where it owns the first parameter."""
+
+    fails = False
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        if self.fails and any(param.shape == (7,) for param in self.param_groups[0]["params"]):
+            raise KeyError("planted")
+        super().step()
+
+
+def check_failing_step() -> None:
+    params = make_params(SHAPES)
+    optimizer = ZeroRedundancyOptimizer(params, FailsOnce, lr=0.1, mirror=True)
+    train(optimizer, 0, 1)
+    set_grads(params, 1)
+    FailsOnce.fails = True
+    mine = any(param.shape == (7,) for param in optimizer.owned_parameters())
+    with pytest.raises(KeyError if mine else RemoteRankError, match="planted"):
+        optimizer.step()
+    FailsOnce.fails = False
+    train(optimizer, 2, 4)
+    optimizer.detach()
+    assert optimizer.rebind() == 4
+
+
+def test_a_rank_whose_own_step_raises_takes_part_in_the_mirror(ranks2: Ranks) -> None:
+    ranks2.run(check_failing_step)
+
+
+# ---------------------------------------------------------------------- beside
+
+
+def check_copies() -> None:
+    optimizer = fresh(several)
+    train(optimizer, 0, 2)
+    other = copy.deepcopy(optimizer)
+    loaded = pickle.loads(pickle.dumps(optimizer))
+    plain = fresh(several, mirror=False)
+    train(plain, 0, 4)
+    for each in (optimizer, other, loaded):
+        if each is not optimizer:
+            assert each._mirror.tells_of == -1
+        train(each, 2, 4)
+        assert each._mirror.tells_of == each.age
+        assert_same_bits(params_of(each), params_of(plain))
+
+
+def test_copies_are_mirrored_anew(ranks2: Ranks) -> None:
+    ranks2.run(check_copies)
+
+
+def check_bytes() -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    optimizer = fresh(adamw)
+    before = optimizer.explain(quiet=True)
+    train(optimizer, 0, 1)
+    optimizer.metrics()
+    train(optimizer, 1, 2)
+    told = optimizer.explain(quiet=True)
+    sent = [each.mirror_sent_nbytes for each in told.ranks]
+    for each, planned in zip(told.ranks, before.ranks, strict=True):
+        exact = each.param_nbytes + each.state_nbytes
+        assert each.mirror_sent_nbytes == exact
+        assert 0 <= exact - planned.mirror_sent_nbytes <= 12 * each.num_params  # step counts, 0-d parameters
+        assert each.mirror_held_nbytes == 2 * (sent[each.rank] + sent[each.rank - 1])
+    assert f"mirror: rank 0 sends {sent[0] / 2**20:.2f} MiB a step to rank 1" in str(told)
+    word = optimizer.metrics()["sent_bytes/mirror"] - sent[rank]
+    assert word == (size - 1) * 33  # of the small collective, and no form
+    off = fresh(adamw, mirror=False)
+    train(off, 0, 1)
+    assert all(each.mirror_held_nbytes == 0 for each in off.explain(quiet=True).ranks)
+    assert off.metrics()["collectives/mirror"] == 0
+
+
+def test_bytes_of_mirrors_are_planned_and_counted(ranks3: Ranks) -> None:
+    ranks3.run(check_bytes)
+
+
+def check_alone() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        said: list[str] = []
+        patch.setattr("zero_optim.state.sharded.logger.warning", said.append)
+        optimizer = fresh(adamw)
+        assert len(said) == 1
+        assert "mirrors nothing" in said[0]
+    train(optimizer, 0, 2)
+    assert optimizer.explain(quiet=True).ranks[0].mirror_held_nbytes == 0
+    optimizer.detach()
+    assert optimizer.rebind() == 2
+
+
+def test_one_rank_alone_is_told_that_nothing_is_mirrored(ranks1: Ranks) -> None:
+    ranks1.run(check_alone)

@@ -1,0 +1,197 @@
+"""Buckets of sharded gradients are sent in portions: where these lie, and that they change nothing else."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from pool import Ranks
+from sharded import Setting
+from test_sharded_errors import goes_on_after_a_failure, keeps_sums
+from test_sharded_join import epochs_alike
+from test_sharded_training import summed_in_rank_order, trains_alike
+from zero_optim.ddp import owner_line, owner_reducer, owner_rows
+from zero_optim.ddp.bucket_owners import BucketOwners
+from zero_optim.ddp.owner_bucket import OwnerBucket
+from zero_optim.ddp.owner_layout import OwnerLayout
+from zero_optim.ddp.owner_rows import OwnerRows, Portions, most_portions, num_portions
+from zero_optim.plan.pieces import Piece
+
+
+def test_two_buckets_are_enough_for_portions() -> None:
+    for size in range(4, 100):
+        count = most_portions(size)
+        shares = [Fraction(size - 1, size) * (1 + Fraction(4, number)) for number in (count, count - 1)]
+        assert shares[0] <= 2 < shares[1]
+        assert count <= 4
+
+
+def test_up_to_three_ranks_send_a_bucket_whole() -> None:
+    assert most_portions(1) == most_portions(2) == most_portions(3) == 1
+
+
+def test_no_portion_is_larger_than_those_of_the_largest_bucket_or_very_small() -> None:
+    mib = 2**20
+    assert num_portions(8 * mib, 8 * mib, 4) == 4
+    assert num_portions(5 * mib, 8 * mib, 4) == 3
+    assert (
+        num_portions(mib, 8 * mib, 4) == num_portions(mib // 16, mib // 16, 4) == num_portions(0, 0, 4) == 1
+    )
+
+
+def some_layout(*, carries_word: bool) -> tuple[list[Tensor], OwnerLayout]:
+    image = torch.rand(20, 3, 5, 5).contiguous(memory_format=torch.channels_last)
+    params = [
+        torch.rand(50, 3),
+        torch.rand(4),
+        torch.tensor(7.0),
+        torch.rand(2, 0),
+        image,
+        torch.rand(3, 64).t(),
+    ]
+    pieces = [
+        (Piece(0, 0, 20), Piece(2, 20, 50)),
+        (Piece(1, 0, 4),),
+        (Piece(0, 0, 1),),
+        (Piece(1, 0, 2),),
+        (Piece(0, 0, 6), Piece(1, 6, 20)),
+        (Piece(2, 0, 64),),
+    ]
+    return params, OwnerLayout.of(params, pieces, 4, torch.float32, carries_word=carries_word)
+
+
+@pytest.mark.parametrize("carries_word", [False, True])
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_portions_together_are_the_rows(count: int, carries_word: bool) -> None:
+    params, layout = some_layout(carries_word=carries_word)
+    whole = layout.new_rows(params[0])
+    portions = Portions.of(layout, count)
+    rows = [OwnerRows(portions, rank, params[0]) for rank in range(2)]
+    for slot, param in enumerate(params):
+        for part in layout.parts[slot]:
+            part.seen_in(whole[part.owner]).copy_(part.taken_from(param))
+        for number, part in portions.parts[slot]:
+            for of_rank in rows:
+                of_rank.place(number, part).copy_(part.taken_from(param))
+    if carries_word:
+        for row in whole:
+            row[-1] = 5.0
+    for rank, of_rank in enumerate(rows):
+        popped = [of_rank.pop(number, word=5.0) for number in range(count)]
+        for row, pieces in zip(whole, zip(*popped, strict=True), strict=True):
+            assert torch.equal(torch.cat(pieces), row)
+        assert torch.equal(of_rank.own, whole[rank])
+
+
+def test_portions_of_a_row_are_about_equally_long() -> None:
+    params = [torch.rand(100, 16), torch.rand(100)]
+    layout = OwnerLayout.of(
+        params, [(Piece(0, 0, 100),), (Piece(0, 0, 100),)], 2, torch.float32, carries_word=False
+    )
+    (bounds, empty) = Portions.of(layout, 4).bounds
+    assert empty == (0,) * 5
+    lengths = [stop - start for start, stop in pairwise(bounds)]
+    assert sum(lengths) == 1700
+    assert all(abs(length - 425) <= 16 for length in lengths)
+
+
+def test_a_gradient_whose_rows_do_not_follow_each_other_in_memory_is_not_split() -> None:
+    param = torch.rand(64, 4).t()  # dimension 0 is innermost
+    layout = OwnerLayout.of([param], [(Piece(0, 0, 4),)], 1, torch.float32, carries_word=False)
+    ((_, part),) = Portions.of(layout, 3).parts[0]
+    assert part.is_whole
+
+
+def test_other_ranks_portions_are_made_when_gradients_come() -> None:
+    params, layout = some_layout(carries_word=False)
+    portions = Portions.of(layout, 4)
+    rows = OwnerRows(portions, 1, params[0])
+    with mock.patch.object(OwnerRows, "_made", wraps=rows._made) as made:
+        for _ in range(2):
+            rows.place(*portions.parts[1][0])  # of rank 1 itself
+            assert not made.called
+        rows.place(*portions.parts[2][0])
+        assert made.call_count == 1
+
+
+@contextlib.contextmanager
+def three_portions() -> Iterator[list[int]]:
+    """Have buckets sent in up to three portions, however small, and give how many each had."""
+    counts: list[int] = []
+    start = owner_line.OwnerSum.__init__
+
+    def counted(total: owner_line.OwnerSum, *args: object) -> None:
+        start(total, *args)  # type: ignore[arg-type]
+        counts.append(total._bucket.num_portions)
+
+    with (
+        mock.patch.object(owner_rows, "LEAST_PORTION_NBYTES", 1),
+        mock.patch.object(owner_reducer, "most_portions", return_value=3),
+        mock.patch.object(owner_line.OwnerSum, "__init__", counted),
+    ):
+        yield counts
+
+
+def runs_in_portions(check: Callable[..., object], *args: object) -> None:
+    with three_portions() as counts:
+        check(*args)
+    assert 3 in counts
+
+
+def test_portions_are_summed_in_the_order_of_ranks(ranks4: Ranks) -> None:
+    ranks4.run(runs_in_portions, summed_in_rank_order)
+
+
+@pytest.mark.parametrize(
+    ("check", "args"),
+    [
+        (trains_alike, (Setting(),)),
+        (goes_on_after_a_failure, ()),
+        (keeps_sums, (Setting(),)),
+        (epochs_alike, (Setting(),)),
+    ],
+    ids=["training", "failure", "adding up", "join"],
+)
+def test_portions_change_nothing_else(
+    ranks2: Ranks, check: Callable[..., object], args: tuple[object]
+) -> None:
+    ranks2.run(runs_in_portions, check, *args)
+
+
+def test_a_bucket_that_fills_brings_the_one_before_along() -> None:
+    told: list[str] = []
+
+    class Recorded:
+        def __init__(
+            self, _group: object, _lanes: object, _rows: object, *, in_place: bool, about: str
+        ) -> None:
+            assert in_place
+            self.about = about
+            told.append(f"start {about}")
+
+        def wait(self) -> None:
+            told.append(f"end {self.about}")
+
+    owners = BucketOwners(("weight",), ((Piece(0, 0, 4),),), 0, 1)
+    bucket = OwnerBucket([0], [torch.rand(4, 2)], owners, num_portions=4)
+    nobody: Any = SimpleNamespace(groups=())
+    line = owner_line.OwnerLine(nobody, nobody, ["bucket 0"])
+    line.keep_pace(1.0)  # nothing is under way
+    first, second, third, last = (f"bucket 0, portion {number} of 4" for number in range(1, 5))
+    with mock.patch.object(owner_line, "RowSum", Recorded):
+        launched = line.launch(bucket, 0, False)
+        line.keep_pace(0.2)
+        assert told == [f"start {first}", f"start {second}"]
+        line.keep_pace(0.5)
+        assert told[2:] == [f"end {first}", f"start {third}", f"end {second}", f"start {last}"]
+        line.keep_pace(1.0)
+        assert told[6:] == [f"end {third}"]
+        launched.wait()
+        assert told[7:] == [f"end {last}"]

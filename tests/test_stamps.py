@@ -1,0 +1,445 @@
+"""Ranks tell each other in the gathers of a step what they do differently: all raise, and say who it was."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+
+from fake_streams import without_thread
+from pool import Ranks
+from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.ddp import DistributedDataParallel
+from zero_optim.errors import RankMismatchError, RemoteRankError
+from zero_optim.hooks import zero_step
+
+
+def make(cls: Any = torch.optim.SGD, **options: Any) -> ZeroRedundancyOptimizer:
+    params = [nn.Parameter(torch.full(shape, 1.0)) for shape in [(8, 3), (5,), (16, 2), (7,)]]
+    return ZeroRedundancyOptimizer(params, cls, **{"lr": 0.125, **options})
+
+
+def params_of(optimizer: ZeroRedundancyOptimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def give_gradients(optimizer: ZeroRedundancyOptimizer) -> None:
+    for param in params_of(optimizer):
+        param.grad = torch.ones_like(param)
+
+
+def step(optimizer: ZeroRedundancyOptimizer) -> None:
+    give_gradients(optimizer)
+    optimizer.step()
+
+
+def check_equal(optimizer: ZeroRedundancyOptimizer) -> None:
+    """The weights are equal on all ranks."""
+    for param in params_of(optimizer):
+        every = [torch.empty_like(param) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, param.detach())
+        assert all(torch.equal(every[0], other) for other in every)
+
+
+class Breaks(torch.optim.SGD):
+    """SGD whose step raises on rank 1 when told so."""
+
+    breaks = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.breaks and dist.get_rank() == 1:
+            raise ArithmeticError("no such root")
+        return super().step(closure)
+
+
+def check_failure(options: dict[str, Any]) -> None:
+    optimizer = make(Breaks, **options)
+    step(optimizer)
+    before = optimizer.metrics()["collectives/total"]
+    assert before > 0
+    optimizer.optim.breaks = True
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - the test looks at it
+        step(optimizer)
+    optimizer.optim.breaks = False
+    if dist.get_rank() == 1:
+        assert isinstance(caught.value, ArithmeticError)
+    else:
+        assert isinstance(caught.value, RemoteRankError)
+        assert str(caught.value) == "rank 1 failed with ArithmeticError: no such root"
+    check_equal(optimizer)
+    step(optimizer)
+    check_equal(optimizer)
+
+
+@pytest.mark.parametrize("as_view", [True, False])
+def test_a_step_that_raises_on_one_rank_raises_on_all(ranks2: Ranks, as_view: bool) -> None:
+    ranks2.run(check_failure, {"parameters_as_bucket_view": as_view})
+
+
+def check_rate(options: dict[str, Any]) -> None:
+    optimizer = make(**options)
+    for _ in range(2):
+        step(optimizer)
+    if dist.get_rank() == 1:
+        optimizer.param_groups[0]["lr"] = 0.25
+    for _ in range(2):
+        with pytest.raises(RankMismatchError, match=r"lr of group 0: rank 0 has 0.125; rank 1 has 0.25"):
+            step(optimizer)
+        check_equal(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.25
+    step(optimizer)
+
+
+@pytest.mark.parametrize("as_view", [True, False])
+def test_a_rate_that_differs_on_one_rank_raises_on_all(ranks2: Ranks, as_view: bool) -> None:
+    ranks2.run(check_rate, {"parameters_as_bucket_view": as_view})
+
+
+def check_own_rate() -> None:
+    optimizer = make(own_options=["lr"])
+    optimizer.param_groups[0]["lr"] = 0.5 + dist.get_rank()
+    step(optimizer)
+    optimizer.param_groups[0]["momentum"] = 0.5 * dist.get_rank()
+    with pytest.raises(RankMismatchError, match=r"momentum of group 0: rank 0 has 0; rank 1 has 0.5\."):
+        step(optimizer)
+
+
+def test_options_that_are_a_rank_s_own_may_differ(ranks2: Ranks) -> None:
+    ranks2.run(check_own_rate)
+
+
+def test_names_of_own_options_are_checked(ranks1: Ranks) -> None:
+    ranks1.run(check_wrong_names)
+
+
+def check_wrong_names() -> None:
+    with pytest.raises(TypeError, match=r"own_options to be names of options, such as \('lr',\), got 'lr'"):
+        make(own_options="lr")
+
+
+class Counts(torch.optim.SGD):
+    """Notes in its groups how often it stepped a parameter, and which rank it is."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        for group in self.param_groups:
+            group["at"] = dist.get_rank()
+            group["count"] = 0
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] += len(group["params"])
+        return super().step(closure)
+
+
+def check_counts() -> tuple[float, float]:
+    optimizer = make(Counts, assume_separable=True, cuts=False)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "count": 0})
+    found = []
+    for _ in range(3):
+        optimizer.metrics()
+        step(optimizer)
+        found.append(optimizer.metrics()["collectives/agree"])
+    counts = [group["count"] for group in optimizer.param_groups]
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, counts)
+    assert told[0] != told[1]
+    return found[0], found[-1]
+
+
+def test_what_a_class_writes_into_its_groups_may_differ(ranks2: Ranks) -> None:
+    for first, last in ranks2.run(check_counts):
+        assert first > 0
+        assert last == 0, "asked once"
+
+
+def check_equal_values() -> float:
+    optimizer = make(torch.optim.Adam, betas=(0.9, 0.99))
+    optimizer.metrics()
+    one = dist.get_rank() == 1
+    group = optimizer.param_groups[0]
+    for values in (
+        {"lr": 1 if one else 1.0, "amsgrad": 0 if one else False},
+        {"lr": torch.tensor(0.5) if one else 0.5, "betas": [0.5, 0.25] if one else (0.5, 0.25)},
+        {"lr": 0.1 + (1e-16 if one else 0.0)},
+    ):
+        group.update(values)
+        step(optimizer)
+    group["lr"] = 0.3 * (1 + 1e-9 * one)
+    step(optimizer)
+    return optimizer.metrics()["collectives/agree"]
+
+
+def test_options_are_compared_by_value(ranks2: Ranks) -> None:
+    assert ranks2.run(check_equal_values) == [0, 0]
+
+
+def check_straddling() -> None:
+    """The two numbers round to different ones of six digits."""
+    optimizer = make()
+    optimizer.metrics()
+    optimizer.param_groups[0]["lr"] = 0.1000005 - 1e-12 + 2e-12 * dist.get_rank()
+    step(optimizer)
+    assert optimizer.metrics()["collectives/agree"] > 0
+    step(optimizer)
+
+
+def test_numbers_that_are_close_count_as_equal(ranks2: Ranks) -> None:
+    ranks2.run(check_straddling)
+
+
+def check_in_place() -> None:
+    optimizer = make(lr=torch.tensor(0.25))
+    step(optimizer)
+    if dist.get_rank() == 0:
+        optimizer.param_groups[0]["lr"].mul_(2)
+    with pytest.raises(RankMismatchError, match=r"rank 0 has 0.5; rank 1 has 0.25"):
+        step(optimizer)
+
+
+def test_a_tensor_that_is_changed_in_place_on_one_rank_is_noticed(ranks2: Ranks) -> None:
+    ranks2.run(check_in_place)
+
+
+class Moves(torch.optim.SGD):
+    """Has a method that changes nothing, and gathers like a step."""
+
+    def settle(self) -> None:
+        pass
+
+
+def check_other_call() -> None:
+    optimizer = make(Moves)
+    step(optimizer)
+    match = (
+        r"different calls of the optimizer: rank 0 in step\(\), call 2 there; rank 1 in settle\(\), call 2"
+    )
+    with pytest.raises(RankMismatchError, match=match):
+        step(optimizer) if dist.get_rank() == 0 else optimizer.settle()
+    step(optimizer)
+
+
+def test_another_call_in_the_place_of_a_step_is_named(ranks2: Ranks) -> None:
+    ranks2.run(check_other_call)
+
+
+def check_missing_group() -> None:
+    optimizer = make()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "lr": 0.5})
+    step(optimizer)
+    if dist.get_rank() == 1:
+        del optimizer.param_groups[1]
+    with pytest.raises(ValueError, match="has 2 parameter groups, but param_groups lists 1"):
+        step(optimizer)
+
+
+def test_a_group_that_is_missing_on_one_rank_is_named(ranks2: Ranks) -> None:
+    ranks2.run(check_missing_group)
+
+
+def lazy() -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    return model, ZeroRedundancyOptimizer(model.parameters(), Breaks, lr=0.125, gather_lazily=model)
+
+
+def check_lazy_failure() -> None:
+    model, optimizer = lazy()
+    for _ in range(2):
+        model(torch.ones(1, 4))
+        step(optimizer)
+    optimizer.optim.breaks = True
+    model(torch.ones(1, 4))
+    if dist.get_rank() == 1:
+        with pytest.raises(ArithmeticError):
+            step(optimizer)
+        model(torch.ones(1, 4))
+    else:
+        step(optimizer)
+        with pytest.raises(RemoteRankError, match=r"rank 1 failed with ArithmeticError in step\(\)"):
+            model(torch.ones(1, 4))
+    optimizer.optim.breaks = False
+    model(torch.ones(1, 4))
+    step(optimizer)
+    optimizer.wait_for_gathers()
+    check_equal(optimizer)
+
+
+def test_a_failure_in_a_step_that_gathers_lazily_is_told_in_the_next_forward_pass(ranks2: Ranks) -> None:
+    ranks2.run(check_lazy_failure)
+
+
+def check_lazy_rate() -> None:
+    model, optimizer = lazy()
+    step(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.5 + dist.get_rank()
+    step(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(RankMismatchError, match=r"rank 0 has 0.5; rank 1 has 1.5"):
+        step(optimizer)
+    step(optimizer)
+    model(torch.ones(1, 4))
+    check_equal(optimizer)
+
+
+def test_a_rate_that_differed_in_a_step_that_gathers_lazily_raises_in_the_next(ranks2: Ranks) -> None:
+    ranks2.run(check_lazy_rate)
+
+
+def check_no_collective() -> list[float]:
+    optimizer = make()
+    found = []
+    for rate in (0.5, 0.25):
+        optimizer.metrics()
+        optimizer.param_groups[0]["lr"] = rate
+        step(optimizer)
+        found.append(optimizer.metrics()["collectives/total"])
+    return found
+
+
+def test_a_step_has_no_collective_but_its_gathers(ranks2: Ranks) -> None:
+    assert ranks2.run(check_no_collective) == [[2.0, 2.0]] * 2
+
+
+def check_alone() -> None:
+    optimizer = make()
+    assert optimizer._sharding.gathers.stamps is None
+    assert not any(bucket.layout.rooms for bucket in optimizer._sharding.buckets)
+    step(optimizer)
+
+
+def test_one_rank_alone_has_no_stamps(ranks1: Ranks) -> None:
+    ranks1.run(check_alone)
+
+
+def check_cut() -> None:
+    """Both rows of the one bucket lie in one parameter."""
+    optimizer = ZeroRedundancyOptimizer([nn.Parameter(torch.ones(64, 1024))], Breaks, lr=0.125)
+    assert [len(pieces) for pieces in optimizer.pieces().values()] == [2]
+    step(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.5 + dist.get_rank()
+    with pytest.raises(RankMismatchError, match=r"rank 0 has 0.5; rank 1 has 1.5"):
+        step(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.5
+    optimizer.optim.breaks = True
+    with pytest.raises((ArithmeticError, RemoteRankError), match="no such root"):
+        step(optimizer)
+    check_equal(optimizer)
+
+
+def test_owners_of_one_cut_parameter_are_heard(ranks2: Ranks) -> None:
+    ranks2.run(check_cut)
+
+
+def check_masters() -> None:
+    params = [nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)) for shape in [(8, 4), (8, 4)]]
+    optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.5, master_dtype=torch.float32)
+    step(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.5 + dist.get_rank()
+    with pytest.raises(RankMismatchError, match=r"rank 0 has 0.5; rank 1 has 1.5"):
+        step(optimizer)
+
+
+def test_narrow_parameters_carry_stamps_too(ranks2: Ranks) -> None:
+    ranks2.run(check_masters)
+
+
+def overlapped() -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), Breaks, lr=0.125)
+    model.register_comm_hook(None, zero_step(optimizer, ddp=model))
+    return model, optimizer
+
+
+def iterate(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+
+
+def check_overlapped_failure() -> None:
+    model, optimizer = overlapped()
+    iterate(model, optimizer)
+    optimizer.optim.breaks = True
+    error = ArithmeticError if dist.get_rank() == 1 else RemoteRankError
+    with pytest.raises(error, match=r"no such root|rank 1 failed with ArithmeticError in backward\(\)"):
+        model(torch.ones(1, 4)).sum().backward()
+    optimizer.optim.breaks = False
+    check_equal(optimizer)
+    iterate(model, optimizer)
+    check_equal(optimizer)
+
+
+def test_a_failure_in_an_overlapped_step_raises_out_of_backward_on_all(ranks2: Ranks) -> None:
+    ranks2.run(check_overlapped_failure)
+
+
+def check_overlapped_rate() -> None:
+    model, optimizer = overlapped()
+    iterate(model, optimizer)
+    optimizer.param_groups[0]["lr"] = 0.5 + dist.get_rank()
+    model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(
+        RankMismatchError, match=r"in backward\(\): lr of group 0: rank 0 has 0.5; rank 1 has"
+    ):
+        optimizer.step()
+    check_equal(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.5
+    iterate(model, optimizer)
+
+
+def test_a_rate_that_differs_in_an_overlapped_step_is_named_by_step(ranks2: Ranks) -> None:
+    ranks2.run(check_overlapped_rate)
+
+
+def check_late() -> None:
+    """The CPU passes for an accelerator."""
+    optimizer = make(Breaks)
+    step(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.5 + dist.get_rank()
+    step(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(RankMismatchError, match=r"rank 0 has 0.5; rank 1 has 1.5"):
+        step(optimizer)
+    optimizer.optim.breaks = True
+    if dist.get_rank() == 1:
+        with pytest.raises(ArithmeticError):
+            step(optimizer)
+    else:
+        step(optimizer)
+    optimizer.optim.breaks = False
+    if dist.get_rank() == 1:
+        step(optimizer)
+    else:
+        with pytest.raises(RemoteRankError, match=r"rank 1 failed with ArithmeticError in step\(\)"):
+            step(optimizer)
+    check_equal(optimizer)
+
+
+def test_on_an_accelerator_stamps_are_looked_at_one_step_later(ranks2: Ranks) -> None:
+    ranks2.run(without_thread, check_late)
+
+
+def check_join() -> None:
+    """Rank 1 runs out of inputs first; a scheduler runs where there are inputs."""
+    optimizer = make()
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    optimizer.metrics()
+    with Join([optimizer]):
+        for _ in range(4 - 2 * dist.get_rank()):
+            step(optimizer)
+            scheduler.step()
+    with pytest.raises(RankMismatchError, match="lr of group 0"):
+        step(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.5
+    with Join([optimizer]):
+        for _ in range(2 + dist.get_rank()):
+            step(optimizer)
+    step(optimizer)
+    check_equal(optimizer)
+
+
+def test_ranks_that_ran_out_of_inputs_are_lent_the_options(ranks2: Ranks) -> None:
+    ranks2.run(check_join)

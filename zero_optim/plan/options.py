@@ -1,0 +1,193 @@
+"""Options of groups as plain values, which ranks compare at each step. Nothing here communicates.
+
+Numbers count by value, whatever their type: 1, 1.0 and ``numpy.float64(1)`` are equal. Two numbers are also
+taken for equal if they differ by less than one part in a million: different machines may compute a rate so.
+
+Of what cannot be compared for nothing only the type counts. That is a tensor on an accelerator, which the CPU
+would have to wait for; a tensor that is large or trained; and any object that is no plain value.
+"""
+
+import hashlib
+import json
+import math
+import numbers
+from collections.abc import Collection, Mapping, Sequence
+from operator import is_
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from zero_optim.compat.streams import is_asynchronous
+from zero_optim.plan.groups import PARAM_KEYS, ParamGroup
+
+Plain: TypeAlias = Any  # None, a float, a text, or a list or dict of such
+OptionKey: TypeAlias = tuple[int, str]  # number of the group, name of the option
+
+CLOSE = 1e-6  # numbers count as equal if they differ by no more than that, relative to the larger one
+_READ_NUMEL = 16  # of larger tensors and containers only the size counts
+_DEPTH = 4
+_DIGITS = 6  # of a number in a digest: what differs less seldom has another digest
+_STABLE = (bool, int, float, complex, str, type(None))
+DIGEST_NBYTES = 8
+
+
+def plain(value: object, depth: int = 0) -> Plain:  # noqa: PLR0911 - one line a kind
+    """Turn an option into a plain value; the CPU waits for nothing.
+
+    Args:
+        value: the option.
+        depth: how many containers it is in; few are looked into, as one may be inside itself.
+    """
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, numbers.Real):
+        try:
+            return float(value) + 0.0  # there is one zero
+        except OverflowError:
+            return str(value)
+    if isinstance(value, Tensor):
+        return _plain_tensor(value)
+    if isinstance(value, list | tuple) and len(value) <= _READ_NUMEL and depth < _DEPTH:
+        return [plain(item, depth + 1) for item in value]
+    if isinstance(value, Mapping) and len(value) <= _READ_NUMEL and depth < _DEPTH:
+        return {str(key): plain(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, complex | bytes | torch.dtype):
+        return str(value)
+    size = f" of {len(value)}" if isinstance(value, list | tuple | Mapping) else ""
+    return f"a {type(value).__qualname__}{size}"
+
+
+def _plain_tensor(value: Tensor) -> Plain:
+    is_read = type(value) is Tensor and value.layout is torch.strided and not value.requires_grad
+    is_here = value.device.type == "cpu" and not is_asynchronous(value.device)
+    if is_read and is_here and value.numel() <= _READ_NUMEL:
+        return plain(value.tolist())
+    return f"a {type(value).__qualname__} of {tuple(value.shape)}"
+
+
+def are_close(one: Plain, other: Plain) -> bool:
+    """Whether two plain values count as equal."""
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=CLOSE) or (math.isnan(one) and math.isnan(other))
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(are_close, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(are_close(one[key], other[key]) for key in one)
+    return bool(one == other)
+
+
+def text_of(value: Plain) -> str:
+    """Show a plain value in a message."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return str(int(value))
+    if isinstance(value, list):
+        return f"[{', '.join(map(text_of, value))}]"
+    return repr(value)
+
+
+class OptionValues:
+    """The options of all groups at the last step, and their digest. The same options again cost little.
+
+    Attributes:
+        by_group: for each group its options as plain values. A change makes a new list.
+        digest: `DIGEST_NBYTES` bytes.
+    """
+
+    def __init__(self) -> None:
+        self.by_group: list[dict[str, Plain]] = []
+        self.digest = bytes(DIGEST_NBYTES)
+        self._keys: list[list[str]] = []
+        self._values: list[list[object]] = []
+        self._stable: list[list[bool]] = []
+        self._left_out: frozenset[OptionKey] = frozenset()
+
+    def follow(self, groups: Sequence[ParamGroup], left_out: Collection[OptionKey]) -> None:
+        """Take over the options of groups.
+
+        Args:
+            groups: all public groups.
+            left_out: options that do not count for the digest.
+        """
+        keys = [list(group) for group in groups]
+        values: list[list[object]] = [list(group.values()) for group in groups]
+        is_known = keys == self._keys and self._left_out == left_out
+        if is_known and all(map(self._are_same, range(len(groups)), values)):
+            return
+        before = self.by_group if keys == self._keys else [{} for _ in keys]
+        by_group = []
+        for number, (names, given) in enumerate(zip(keys, values, strict=True)):
+            known, told = before[number], {}
+            for place, (name, value) in enumerate(zip(names, given, strict=True)):
+                if name in PARAM_KEYS:
+                    continue
+                is_same = known and self._stable[number][place] and self._values[number][place] is value
+                told[name] = known[name] if is_same else plain(value)
+            by_group.append(told)
+        self.by_group, self._keys, self._values = by_group, keys, values
+        self._stable = [[_is_stable(*pair) for pair in group.items()] for group in groups]
+        self._left_out = frozenset(left_out)
+        counted = [
+            [
+                (name, _rounded(value))
+                for name, value in sorted(told.items())
+                if (number, name) not in left_out
+            ]
+            for number, told in enumerate(by_group)
+        ]
+        self.digest = hashlib.blake2b(json.dumps(counted).encode(), digest_size=DIGEST_NBYTES).digest()
+
+    def _are_same(self, number: int, values: list[object]) -> bool:
+        """Whether the options of a group are the very ones of the last step, which cannot have changed."""
+        return all(self._stable[number]) and all(map(is_, values, self._values[number]))
+
+
+def _is_stable(name: str, value: object) -> bool:
+    """Whether a value cannot change as long as it is the same object; members of a group do not matter."""
+    if name in PARAM_KEYS or type(value) in _STABLE:
+        return True
+    return type(value) is tuple and all(type(item) in _STABLE for item in value)
+
+
+def _rounded(value: Plain) -> Plain:
+    if isinstance(value, float):
+        return format(value, f".{_DIGITS}g")
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in sorted(value.items())}
+    return [value]  # a text is no number
+
+
+_ABSENT = "nothing"
+
+
+def differing(everyone: Sequence[Sequence[Mapping[str, Plain]]]) -> list[OptionKey]:
+    """List the options that differ between ranks.
+
+    Args:
+        everyone: by rank, for each group its options.
+    """
+    keys = [(number, name) for groups in everyone for number, group in enumerate(groups) for name in group]
+    return [key for key in dict.fromkeys(keys) if len(held_by(everyone, key)) > 1]
+
+
+def held_by(
+    everyone: Sequence[Sequence[Mapping[str, Plain]]], key: OptionKey
+) -> list[tuple[Plain, list[int]]]:
+    """List the values that ranks have for an option, those of most ranks first, each with the ranks.
+
+    Args:
+        everyone: see `differing`.
+        key: of the option.
+    """
+    number, name = key
+    held: list[tuple[Plain, list[int]]] = []
+    for rank, groups in enumerate(everyone):
+        value = groups[number].get(name, _ABSENT) if number < len(groups) else _ABSENT
+        ranks = next((ranks for known, ranks in held if are_close(known, value)), None)
+        if ranks is None:
+            held.append((value, [rank]))
+        else:
+            ranks.append(rank)
+    return sorted(held, key=lambda pair: -len(pair[1]))

@@ -1,0 +1,355 @@
+"""Stamps: what ranks tell each other in the gathers of a step, so that they fail together and by name.
+
+Each owner writes a stamp into the room of its row (`plan.layout.with_rooms`) before it sends the row. All
+ranks read the stamps of all rows. So every rank has the same stamps of a step, and draws the same conclusion
+from them: that is why they may communicate about it. Where nobody differs, a step has no further collective.
+
+Note [When stamps are read]
+    On the CPU, where a step waits for its gathers, they are read when the step ends. Otherwise a step is
+    looked at when the next one has gathered: on an accelerator, since the CPU would wait for the device, and
+    where modules wait for gathers, since these end at other times on other ranks. What needs no exchange,
+    that a rank failed, is told on the CPU as soon as the gathers are over. A step taken in the backward pass
+    is looked at by `step()`, or by the next backward pass.
+
+Note [What may differ]
+    The stamp has a digest of the options, no more. If digests differ, the ranks exchange all options and who
+    wrote them. An option in which they differ is an error, unless a class has written it in a step on some
+    rank, or it is on every rank as the class made it. Classes count in their groups, and some do it only
+    where they step a parameter. Such an option is left out of the digest from then on. So a digest that says
+    too much costs an exchange, once, and never stops a run that is right.
+
+Note [What a count cannot tell]
+    Calls are counted as they gather, so ranks whose gathers meet have counted alike: name and number tell of
+    another method, or another optimizer, in the place of a step. That a rank has left out a step, or taken
+    two, shows where its next collective meets another one; then the watchdog tells. Backward passes are not
+    compared. Ranks may accumulate gradients over different numbers of them, and joined ranks have none.
+
+    A rank that owns nothing has no row and is not heard; nor is one none of whose rows has
+    the begin or the end of a parameter. What a rank that owns nothing does with its options has no effect.
+"""
+
+import json
+import struct
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zero_optim.comm.agreement import encoded, failure_of_others
+from zero_optim.comm.collectives import RankGroup, bytes_to_tensor, ranks_text, tensor_to_bytes
+from zero_optim.compat.streams import HostCopy, copy_to
+from zero_optim.errors import RankMismatchError, RemoteRankError
+from zero_optim.plan.groups import ParamGroup
+from zero_optim.plan.layout import Layout, Room
+from zero_optim.plan.options import (
+    DIGEST_NBYTES,
+    OptionKey,
+    OptionValues,
+    Plain,
+    differing,
+    held_by,
+    text_of,
+)
+
+STAMP_NBYTES = 32
+_FORM = struct.Struct(f"<BBxxI{DIGEST_NBYTES}s16s")
+_STEP, _FAILED = 1, 1
+_SHOWN = 4  # options in a message
+
+
+class Stamp(NamedTuple):
+    """What one rank tells in a gather.
+
+    Attributes:
+        kind: 1 for a call that gathers parameters it has changed; 0 where there is no stamp.
+        flags: 1 if the call raised on that rank.
+        number: of the call, counted on that rank.
+        digest: of the options.
+        text: the call, such as ``step()``; or the class of the exception. Cut to 16 bytes.
+    """
+
+    kind: int
+    flags: int
+    number: int
+    digest: bytes
+    text: bytes
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the call raised on that rank."""
+        return bool(self.flags & _FAILED)
+
+    @property
+    def name(self) -> str:
+        """The text."""
+        return self.text.rstrip(b"\0").decode(errors="replace")
+
+
+assert _FORM.size == STAMP_NBYTES
+
+
+class Origins(NamedTuple):
+    """Who wrote options on this rank.
+
+    Attributes:
+        made: options that are as the class made them when it was built.
+        written: options that the class has changed in a step.
+    """
+
+    made: Collection[OptionKey]
+    written: Collection[OptionKey]
+
+
+class Call(NamedTuple):
+    """A call that changes parameters and gathers them, as this rank makes it.
+
+    Attributes:
+        name: such as ``step()``.
+        origins: tells who wrote options here, which it is given as they were at a call; asked only if ranks
+            differ.
+        failure: what the call has raised here.
+    """
+
+    name: str
+    origins: Callable[[Sequence[Mapping[str, Plain]]], Origins]
+    failure: BaseException | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """One call, and the stamps of it that have come. It keeps no exception, nor the optimizer.
+
+    Attributes:
+        number: of the call.
+        name: of the call.
+        digest: of the options.
+        options: of all groups.
+        came: the rooms of a gather, and what was in them.
+        is_told: this rank has raised, or will, since another one failed.
+        failed: the class of what the call raised on this rank; None if it did not.
+        failure: the same for an exchange; empty if it did not.
+    """
+
+    number: int
+    name: str
+    digest: bytes
+    options: Sequence[Mapping[str, Plain]]
+    came: list[tuple[Sequence[Room], HostCopy]] = field(default_factory=list)
+    is_told: bool = False
+    failed: str | None = None
+    failure: bytes = b""
+    _mine: Tensor | None = None
+
+    def stamp(self) -> Tensor:
+        """Give this rank's stamp, 1-D, uint8, on the CPU."""
+        if self._mine is None:
+            text, flags = (self.name, 0) if self.failed is None else (self.failed, _FAILED)
+            packed = _FORM.pack(_STEP, flags, self.number % 2**32, self.digest, text.encode()[:16])
+            self._mine = bytes_to_tensor(packed)
+        return self._mine
+
+    def fail(self, failure: BaseException) -> None:
+        """Tell of a failure from now on, unless there is one."""
+        if self.failed is None:
+            self.failed, self.failure, self._mine = type(failure).__name__, encoded(failure), None
+
+    def stamps(self) -> dict[int, Stamp]:
+        """Give the stamps that have come, by rank: the last one of each, or one that tells of a failure."""
+        found: dict[int, Stamp] = {}
+        for rooms, copy in self.came:
+            octets = tensor_to_bytes(copy.read())
+            for room, unpacked in zip(rooms, _FORM.iter_unpack(octets), strict=True):
+                stamp = Stamp(*unpacked)
+                if room.owner not in found or not found[room.owner].has_failed:
+                    found[room.owner] = stamp
+        return found
+
+
+class Stamps:
+    """Writes and reads the stamps of one optimizer's steps, in a group of several ranks.
+
+    Args:
+        own_options: names of options that each rank may set for itself.
+    """
+
+    def __init__(self, own_options: Collection[str] = ()) -> None:
+        self._own_options = frozenset(own_options)
+        self._values = OptionValues()
+        self._left_out: set[OptionKey] = set()  # the same on every rank
+        self._number = 0
+        self._step: _Step | None = None
+        self._unread: list[_Step] = []  # calls that were not looked at; the last one is `_step`
+
+    def __reduce__(self) -> "tuple[type[Stamps], tuple[Collection[str]]]":
+        """Copy and pickle as new."""
+        return Stamps, (self._own_options,)
+
+    # ------------------------------------------------------------------ before and in the gathers
+
+    def begin(self, groups: Sequence[ParamGroup], call: Call) -> None:
+        """Begin a call, whose gathers come next; all ranks call.
+
+        Args:
+            groups: all public groups.
+            call: the call.
+        """
+        own = {
+            (number, name)
+            for number, group in enumerate(groups if self._own_options else ())
+            for name in self._own_options.intersection(group)
+        }
+        self._values.follow(groups, self._left_out | own if own else self._left_out)
+        self._number += 1
+        self._step = _Step(self._number, call.name, self._values.digest, self._values.by_group)
+        if call.failure is not None:
+            self._step.fail(call.failure)
+        self._unread.append(self._step)
+
+    def fail(self, failure: BaseException) -> None:
+        """Tell of a failure in the gathers that are yet to start."""
+        if self._step is not None:
+            self._step.fail(failure)
+
+    def send(
+        self, flat: Tensor, layout: Layout, rank: int, chosen: Collection[int] | None = None
+    ) -> Callable[[], None]:
+        """Write this rank's stamp into its row, if there is room; the CPU waits for nothing.
+
+        Args:
+            flat: a flat tensor that is to be gathered.
+            layout: of it.
+            rank: this group rank.
+            chosen: see `ParamBucket.fill`.
+
+        Returns:
+            What takes the stamps of all ranks out of ``flat``, to be called when it has been gathered.
+        """
+        step, rooms = self._step, layout.rooms
+        if chosen is not None:
+            rooms = tuple(room for room in rooms if room.param in chosen)
+        if step is None or not rooms:
+            return _nothing
+        octets, size = flat.view(torch.uint8), flat.element_size()
+        places = [octets[room.start * size :][:STAMP_NBYTES] for room in rooms]
+        for room, place in zip(rooms, places, strict=True):
+            if room.owner == rank:
+                copy_to(place, step.stamp())
+
+        def take() -> None:
+            step.came.append((rooms, HostCopy(torch.cat(places))))
+
+        return take
+
+    # ------------------------------------------------------------------ when they have come
+
+    def check_failures(self) -> None:
+        """Raise if a rank is known to have failed in the last call, unless this one has.
+
+        Does not communicate. Does nothing where the CPU would have to wait for the stamps.
+
+        Raises:
+            RemoteRankError: names the ranks.
+        """
+        for step in self._unread:
+            if not step.is_told and step.failed is None and all(copy.is_here for _, copy in step.came):
+                stamps = step.stamps()
+                if _failed_ranks(stamps):
+                    step.is_told = True
+                    raise _failure_elsewhere(step, stamps)
+
+    def settle(self, group: RankGroup, call: Call, *, with_last: bool) -> None:
+        """Look at the calls not looked at yet; all ranks call, at the same point of their programs.
+
+        Communicates if the options of ranks differ, or if a rank failed in the last call.
+
+        Args:
+            group: the ranks.
+            call: the one that this rank is in. If that has failed here, nothing is raised.
+            with_last: look at the last call too: its gathers are over, and all ranks are still in it.
+
+        Raises:
+            RankMismatchError: on every rank, they are in different calls, or their options differ.
+            Exception: on each rank that did not fail, what was raised on one that did.
+        """
+        error: Exception | None = None
+        while len(self._unread) > (not with_last):
+            step = self._unread.pop(0)
+            stamps = step.stamps()
+            if _failed_ranks(stamps):
+                if step is self._step and with_last and len({stamp.number for stamp in stamps.values()}) == 1:
+                    told = failure_of_others(group, step.failure)
+                    error = None if step.is_told else told
+                elif step.failed is None and not step.is_told:
+                    error = _failure_elsewhere(step, stamps)
+                step.is_told = True
+                break  # as on every rank
+            error = _different_calls(stamps)
+            if error is None and len({stamp.digest for stamp in stamps.values()}) > 1:
+                error = self._compared(group, step, call.origins(step.options))
+            if error is not None:
+                break
+        if error is not None and call.failure is None:
+            raise error
+
+    def _compared(self, group: RankGroup, step: _Step, mine: Origins) -> Exception | None:
+        """Exchange the options of a call, and say in which the ranks differ that should not; all ranks call.
+
+        What they may differ in is left out of later digests. See Note [What may differ].
+        """
+        told = json.dumps([step.options, sorted(mine.written), sorted(mine.made)])
+        everyone = [json.loads(payload) for payload in group.all_gather_bytes(told.encode())]
+        options = [of_rank[0] for of_rank in everyone]
+        written = {tuple(key) for of_rank in everyone for key in of_rank[1]}
+        made = set.intersection(*({tuple(key) for key in of_rank[2]} for of_rank in everyone))
+        differ = [key for key in differing(options) if key[1] not in self._own_options]
+        self._left_out.update(key for key in differ if key in written or key in made)
+        wrong = [key for key in differ if key not in self._left_out]
+        if not wrong:
+            return None
+        more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        shown = "; ".join(_difference(options, key) for key in wrong[:_SHOWN])
+        names = tuple(dict.fromkeys(name for _, name in wrong))
+        return RankMismatchError(
+            f"ranks have different options in {step.name}: {shown}{more}. The step was taken, and each "
+            "owner stepped with its own. Give every rank the same: run schedulers on all ranks alike, and "
+            f"load the same state on all. If they are meant to differ, build it with own_options={names!r}"
+        )
+
+
+def _difference(options: Sequence[Sequence[Mapping[str, Plain]]], key: OptionKey) -> str:
+    held = held_by(options, key)
+    told = "; ".join(
+        f"{ranks_text(ranks)} {'have' if len(ranks) > 1 else 'has'} {text_of(value)}" for value, ranks in held
+    )
+    return f"{key[1]} of group {key[0]}: {told}"
+
+
+def _failed_ranks(stamps: Mapping[int, Stamp]) -> list[int]:
+    return [rank for rank, stamp in sorted(stamps.items()) if stamp.has_failed]
+
+
+def _failure_elsewhere(step: _Step, stamps: Mapping[int, Stamp]) -> RemoteRankError:
+    told = "; ".join(f"rank {rank} failed with {stamps[rank].name}" for rank in _failed_ranks(stamps))
+    return RemoteRankError(f"{told} in {step.name}; its own output has more")
+
+
+def _different_calls(stamps: Mapping[int, Stamp]) -> Exception | None:
+    """Make the error for ranks that are not in the same call, None if they are."""
+    calls: dict[tuple[int, int, str], list[int]] = {}
+    for rank, stamp in sorted(stamps.items()):
+        calls.setdefault((stamp.kind, stamp.number, stamp.name), []).append(rank)
+    if len(calls) < 2:
+        return None
+    told = "; ".join(
+        f"{ranks_text(ranks)} in {f'{name}, call {number} there' if kind else 'a gather that is no step'}"
+        for (kind, number, name), ranks in sorted(calls.items(), key=lambda pair: -len(pair[1]))
+    )
+    return RankMismatchError(
+        f"ranks are in different calls of the optimizer: {told}. All ranks must make the same calls"
+    )
+
+
+def _nothing() -> None:
+    """Take nothing: there are no stamps."""
