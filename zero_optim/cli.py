@@ -211,8 +211,8 @@ def _add_run(command: argparse.ArgumentParser, default: dict[str, Any]) -> None:
     group.add_argument(
         "--survive",
         action=argparse.BooleanOptionalAction,
-        help="if a rank dies, the others go on from the newest checkpoint, in the same processes, "
-        "on the CPU; not under torchrun",
+        help="if a rank is killed, the others go on from the newest checkpoint, in the same processes; "
+        "only on the CPU, and not under torchrun",
     )
     for name, text in (
         ("seed", "seed of the initial weights and the order of the text"),

@@ -90,7 +90,7 @@ def _check_survivable(config: RunConfig, kind: str) -> None:
             "give --device cpu or --no-survive"
         )
     newest = checkpoint.latest(Path(config.out) / saved.FOLDER)
-    if config.resume is not None and newest is not None and newest != Path(config.resume):
+    if config.resume is not None and newest is not None and newest.resolve() != Path(config.resume).resolve():
         raise ValueError(
             f"--survive goes back to the newest checkpoint, and {config.out} has a newer one than "
             f"{config.resume}: give another --out"
