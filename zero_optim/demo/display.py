@@ -87,8 +87,8 @@ class Display:
         return perf_counter() - self._began
 
     def say(self, line: str) -> None:
-        """Write one line."""
-        self._console.print(Text(line))
+        """Write one line. It is never wrapped: a log has one line for each event."""
+        self._console.print(Text(line), soft_wrap=True)
 
     def fact(self, name: str, value: str) -> None:
         """Write one labelled line."""
