@@ -99,7 +99,6 @@ def test_when_rank_0_is_killed_another_one_takes_its_place_and_the_run_ends_well
         ("--shard", "gradients"),
         ("--overlap", "owners"),
         ("--overlap", "everywhere", "--ddp", "torch"),
-        ("--ddp", "torch"),
         ("--hook", "bf16"),
     ],
     ids=lambda modes: " ".join(modes) or "default",
