@@ -35,7 +35,8 @@ def nothing_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def start(config: RunConfig) -> None:
         raise Started(config)
 
-    monkeypatch.setattr(cli, "launch", start)
+    monkeypatch.setattr("zero_optim.demo.elastic.launch", start)
+    monkeypatch.setattr("zero_optim.demo.survival.launch", start)
     monkeypatch.setattr("zero_optim.demo.worker.run_under_torchrun", start)
     monkeypatch.chdir(tmp_path)
     for name in LAUNCHER:
@@ -163,7 +164,8 @@ def test_every_field_has_an_option_and_every_option_reaches_its_field() -> None:
     assert config.text == (str(Path(__file__).resolve()),)
     sharded = started("--shard", "gradients", "--out", "sharded")
     assert (sharded.shard, sharded.clip) == ("gradients", RunConfig(out="").clip)
-    others = {"options", "hook_options", "bf16", "trace", "overlap", "shard", "text", "resume"}
+    assert started("--survive", "--out", "surviving").survive
+    others = {"options", "hook_options", "bf16", "trace", "overlap", "shard", "text", "resume", "survive"}
     assert {*given, *others} == config.to_dict().keys()
 
 
@@ -189,6 +191,18 @@ def test_a_resumed_run_keeps_its_options_but_for_those_named() -> None:
     assert config.options == (("lr", 0.5), ("momentum", 0.9))
     assert (
         started("--resume", "there/checkpoints/00000005", "--optimizer", "SGD", "--out", "new").out == "new"
+    )
+
+
+def test_ranks_that_survive_would_not_go_on_from_another_checkpoint_than_the_one_resumed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    save("there", step=5, steps=9)
+    save("there", step=7, steps=9)
+    line = refused(capsys, "--resume", "there/checkpoints/00000005", "--survive")
+    assert "there has a newer one than there/checkpoints/00000005: give another --out" in line
+    assert started(
+        "--resume", str(Path("there/checkpoints/00000007").resolve()), "--survive", "--out", "there"
     )
 
 
@@ -264,7 +278,7 @@ def test_a_run_that_was_ended_says_which_class_of_the_users_to_name_again(
         save(config.out, optimizer=config.optimizer)
         raise InterruptedRunError(signal.SIGTERM)
 
-    monkeypatch.setattr(cli, "launch", interrupted)
+    monkeypatch.setattr("zero_optim.demo.elastic.launch", interrupted)
     assert cli.main(["train", "--optimizer", "planted:Mine", "--out", "there"]) == 128 + signal.SIGTERM
     command = "zero-optim train --resume there --optimizer planted:Mine"
     assert capsys.readouterr().err.endswith(f"resume with: {command}\n")

@@ -125,7 +125,8 @@ def _judge(last: Round, meeting: Meeting, processes: Processes) -> None:
     if died and not failed:
         process = processes[last.members[died[0]]]
         line = f"rank {died[0]} was killed by {_signal_of(process)} (process {process.pid})"
-        raise RankFailedError(line, died[0])
+        nobody = len(died) == len(codes)
+        raise RankFailedError(f"no rank is left: {line}" if nobody else line, died[0])
     failures = {}
     for rank, path in (failed or _reports(meeting, last)).items():
         process = processes[last.members[rank]]
