@@ -9,6 +9,10 @@
 PYTHON ?= python3
 ARGS ?=
 TORCH ?=
+SEEDS ?= 1 2 3
+
+# What `make late` runs: everything that the ranks of the pool do with the optimizer, DDP, hooks and checkpoints.
+LATE := $(foreach name,parity lazy_gather overlap_* ddp_* sharded_* hooks_* checkpoint* cut* rebind state,tests/test_$(name).py)
 
 # With the PyTorch of constraints.txt, or with another one, beside it: make test TORCH=2.8.0
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
@@ -21,7 +25,7 @@ GPU_GIVEN := $(filter command,$(origin PYTHON))
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all gpu bench lint style types imports format clean
+.PHONY: help train test test-all late gpu bench lint style types imports format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -35,6 +39,10 @@ test: $(STAMP)  ## run the quick tests; TORCH=2.8.0 runs them on that PyTorch, i
 
 test-all: $(STAMP)  ## run every test: compilers, notebooks, all classes and all moments of a kill too
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+late: $(STAMP)  ## run what communicates with collectives as late as they may, minutes for each of SEEDS='1 2 3'
+	@for seed in $(SEEDS); do \
+	    $(VENV)/bin/python -m pytest -m "not slow" --late-seed $$seed $(LATE) $(ARGS) || exit 1; done
 
 gpu: $(if $(GPU_GIVEN),,$(STAMP))  ## run every claim on the GPUs there are, minutes; ARGS='--device cpu --dry' without one
 	PYTHONPATH=tests:. $(if $(GPU_GIVEN),$(PYTHON),$(VENV)/bin/python) -m gpu $(ARGS)

@@ -18,6 +18,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips what cannot run on the backend that lies in wait, with the reason that its mark gives."""
+    if config.getoption("--late-seed") is None:
+        return
+    for item in items:
+        mark = item.get_closest_marker("not_late")
+        if mark is not None:
+            item.add_marker(pytest.mark.skip(reason=f"not on the late backend: {mark.args[0]}"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_process_left() -> Iterator[None]:
     """Fails the session if a process started by a test, or by the pool, outlives it."""

@@ -20,7 +20,8 @@ import queue
 import random
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -28,6 +29,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.compat.streams import is_asynchronous
+from zero_optim.step import overlap
 
 NAME = "late"
 DELAYS = (0.0, 0.0, 0.001, 0.005, 0.02)  # seconds; nothing is decided by them
@@ -173,6 +178,9 @@ class LateGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         self._gloo = gloo
         self._line = Line(seed)
+        # PyTorch's DDP keeps the handle of such a collective in C++ alone, in Join, and what it waits for has
+        # to be there in Python too: else it waits for the base class, for ever.
+        self._kept: deque[LateWork] = deque(maxlen=4)
         weakref.finalize(self, self._line.close)
 
     # ------------------------------------------------------------------ issuing
@@ -183,7 +191,10 @@ class LateGroup(dist.ProcessGroup):
         outputs: Sequence[Tensor],
         prepare: Callable[[], None] = lambda: None,
     ) -> LateWork:
-        return LateWork(self._line.issue(start, prepare), outputs, self._line)
+        work = LateWork(self._line.issue(start, prepare), outputs, self._line)
+        if sum(tensor.numel() for tensor in outputs) == 1:
+            self._kept.append(work)
+        return work
 
     def _issue_in_place(self, start: Callable[[], dist.Work], tensors: Sequence[Tensor]) -> LateWork:
         if self._line.random.random() < 0.5 or any(tensor.is_sparse for tensor in tensors):
@@ -204,7 +215,9 @@ class LateGroup(dist.ProcessGroup):
             _poison(tensors)
         return self._issue(lambda gloo=self._gloo: gloo.broadcast(tensors, opts), tensors)
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> LateWork:
+    def allreduce(self, tensors: list[Tensor] | Tensor, opts: Any = None) -> LateWork:
+        # PyTorch's DDP gives one tensor, and no options, in Join.
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         opts = dist.AllreduceOptions() if opts is None else opts
         return self._issue_in_place(lambda gloo=self._gloo: gloo.allreduce(tensors, opts), tensors)
 
@@ -271,8 +284,14 @@ def _poison(tensors: Sequence[Tensor]) -> None:
             tensor.data.fill_(True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max)
 
 
+def takes_thread(group: RankGroup, params: Iterable[Tensor]) -> bool:
+    """In the place of `overlap._takes_thread`: a thread steps where it would on gloo."""
+    return not any(is_asynchronous(device) for device in {param.device for param in params})
+
+
 def register(seed: int) -> None:
-    """Make the backend known to torch.distributed in this process, with the delays of a seed."""
+    """Make the backend known in this process, to torch.distributed and to us, with the delays of a seed."""
+    overlap._takes_thread = takes_thread
 
     def create(store: Any, rank: int, size: int, timeout: timedelta) -> LateGroup:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]

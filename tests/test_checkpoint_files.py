@@ -96,6 +96,7 @@ def save_cut(path: Path) -> None:
     assert blank["number"] == 7
 
 
+@pytest.mark.not_late("PyTorch's DCP asks a group which devices it serves, and one in Python cannot say")
 def test_tensors_that_dcp_cuts_are_named_with_their_boxes(ranks2: Ranks, tmp_path: Path) -> None:
     ranks2.run(save_cut, tmp_path)
     found = read_by_others(tmp_path)

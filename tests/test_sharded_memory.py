@@ -104,6 +104,7 @@ def holds_little(num_passes: int, defers: bool = False, whole: bool = False) -> 
     return peak
 
 
+@pytest.mark.not_late("it measures memory, and the late backend keeps copies of inputs")
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "cut"])
 def test_a_rank_holds_its_own_gradients_two_buckets_and_one_gradient(
     ranks_2_and_4: Ranks, whole: bool
@@ -111,6 +112,7 @@ def test_a_rank_holds_its_own_gradients_two_buckets_and_one_gradient(
     ranks_2_and_4.run(holds_little, 1, False, whole)
 
 
+@pytest.mark.not_late("it measures memory, and the late backend keeps copies of inputs")
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [3, 6, 8])
 def test_any_number_of_ranks_holds_no_more_than_two_buckets(pool: Pool, size: int) -> None:
@@ -121,6 +123,7 @@ def test_adding_up_takes_a_second_set_of_own_gradients(ranks2: Ranks) -> None:
     ranks2.run(holds_little, 3)
 
 
+@pytest.mark.not_late("it measures memory, and the late backend keeps copies of inputs")
 def test_adding_up_takes_little_more_memory_where_reports_are_late(ranks2: Ranks) -> None:
     ranks2.run(holds_little, 3, True)
 

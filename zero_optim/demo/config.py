@@ -75,6 +75,7 @@ class RunConfig:
         shard: what each rank keeps only a part of: the optimizer state, or the gradients too, or also the
             parameters. With ``accumulate``, gradients are whole on each rank until the last micro-batch.
         trace: whether one update is profiled and drawn.
+        survive: whether the other ranks go on when one dies.
         context, layers, width, heads: see `ModelShape`.
     """
 
@@ -102,6 +103,7 @@ class RunConfig:
     overlap: Overlap = "off"
     shard: Sharded = "state"
     trace: bool = False
+    survive: bool = False
     context: int = 128
     layers: int = 4
     width: int = 128
@@ -142,6 +144,11 @@ class RunConfig:
                 "give --overlap off or --shard state (--overlap owners reduces gradients to their owners "
                 "too, but cannot clip)"
             )
+        if self.shard == "parameters" and self.survive:
+            raise ValueError(
+                "--survive needs the parameters on every rank, and --shard parameters keeps each on one: leave "
+                "one of them out"
+            )
 
     @property
     def shape(self) -> ModelShape:
@@ -154,12 +161,16 @@ class RunConfig:
         Raises:
             ValueError: they cannot.
         """
-        if self.batch_size % (world_size * self.accumulate):
+        if not self.fits(world_size):
             raise ValueError(
                 f"--batch-size {self.batch_size} cannot be shared equally by {world_size} ranks"
                 + (f" x {self.accumulate} accumulated micro-batches" if self.accumulate > 1 else "")
                 + f": give a multiple of {world_size * self.accumulate}"
             )
+
+    def fits(self, world_size: int) -> bool:
+        """Whether ``world_size`` ranks can share a batch equally."""
+        return self.batch_size % (world_size * self.accumulate) == 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields by name."""

@@ -36,6 +36,7 @@ class Summary:
         folder: the run folder.
         sample: the prompt and the text that the model generated; None for no sample.
         stalls: seconds that training waited, for each checkpoint.
+        deaths: what happened to ranks that died, and who went on from where; with ``--survive``.
     """
 
     shards: Sequence["Shard"]
@@ -45,6 +46,7 @@ class Summary:
     folder: str
     sample: tuple[str, str] | None
     stalls: Sequence[float] = ()
+    deaths: Sequence[str] = ()
 
 
 class _Console(Console):
@@ -85,8 +87,8 @@ class Display:
         return perf_counter() - self._began
 
     def say(self, line: str) -> None:
-        """Write one line."""
-        self._console.print(Text(line))
+        """Write one line. It is never wrapped: a log has one line for each event."""
+        self._console.print(Text(line), soft_wrap=True)
 
     def fact(self, name: str, value: str) -> None:
         """Write one labelled line."""
@@ -113,6 +115,10 @@ class Display:
 
     def _seconds_left(self, step: int) -> float:
         return self.seconds / max(1, step - self._done) * (self._steps - step)
+
+    def go_back(self, step: int) -> None:
+        """Go on from an earlier update; the time that is left is estimated anew."""
+        self._done, self._began = step, perf_counter()
 
     def finish(self, summary: Summary) -> None:
         """Show the result of the run."""
@@ -145,6 +151,11 @@ class BarDisplay(Display):
     ) -> None:
         """Stop drawing; the bar stays as the last line."""
         self._bar.stop()
+
+    def go_back(self, step: int) -> None:
+        """Move the bar back."""
+        super().go_back(step)
+        self._bar.update(self._task, completed=step)
 
     def update(self, record: "Metric") -> None:
         """Move the bar."""
@@ -184,6 +195,8 @@ def print_summary(console: Console, summary: Summary) -> None:
         count = f"{len(summary.stalls)} written in the background"
         waits = f"training waited {1e3 * mean:.0f} ms for each (at most {1e3 * most:.0f})"
         print_fact(console, "checkpoints", f"{count}; {waits}")
+    for death in summary.deaths:
+        print_fact(console, "survived", death)
     print_fact(console, "run folder", summary.folder)
     if summary.sample is not None:
         given, added = map(printable, summary.sample)

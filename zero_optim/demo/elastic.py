@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 # SIGINT kills a worker like any other signal, from its first line on: Python's own handler would
 # answer with a traceback, and importing torch takes seconds.
-_WORKER = (
+WORKER = (
     "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
     "from zero_optim.demo.worker import main; main()"
 )
@@ -49,9 +49,9 @@ def launch(config: "RunConfig") -> None:
         RankFailedError: a rank failed.
         InterruptedRunError: a signal arrived.
     """
-    with _quiet(), _signals_raise(), _no_store(), tempfile.TemporaryDirectory(prefix="zero-optim-") as folder:
+    with _quiet(), signals_raise(), _no_store(), tempfile.TemporaryDirectory(prefix="zero-optim-") as folder:
         start = elastic_launch(_launch_config(config.nproc, folder), sys.executable)
-        code = importing_from(sys.path, _WORKER)
+        code = importing_from(sys.path, WORKER)
         try:
             start("-c", code, config.to_json(), str(os.getpid()), f"{folder}/ranks")
         except ChildFailedError as error:
@@ -131,7 +131,7 @@ def _no_store() -> Iterator[None]:
 
 
 @contextmanager
-def _signals_raise() -> Iterator[None]:
+def signals_raise() -> Iterator[None]:
     """Handle signals until the launcher does so itself, and restore the old handlers at the end."""
 
     def interrupt(signum: int, frame: FrameType | None) -> None:

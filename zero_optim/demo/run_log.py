@@ -1,7 +1,9 @@
 """What rank 0 shows to the user during a run, and writes to the run folder. Nothing here communicates."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from time import perf_counter
 
 from zero_optim.demo import metrics, trace
 from zero_optim.demo.display import Display, Summary, make_display
@@ -10,22 +12,38 @@ from zero_optim.demo.saved import Saved, run_folder
 from zero_optim.demo.trainer import Shard, Trainer
 
 
+@dataclass(slots=True)
+class Past:
+    """What every rank remembers of a run, as any of them may become rank 0.
+
+    Attributes:
+        began: when, by `time.perf_counter`.
+        stalls: seconds that training waited, for each checkpoint.
+        deaths: what happened to ranks that died, and who went on from where.
+    """
+
+    began: float = field(default_factory=perf_counter)
+    stalls: list[float] = field(default_factory=list)
+    deaths: list[str] = field(default_factory=list)
+
+
 class RunLog:
     """Writes to the terminal and to the run folder, which it makes if it does not exist.
 
     Args:
         trainer: of rank 0, already restored if the run continues from a checkpoint.
+        source: that checkpoint; None if the run is new.
+        past: of the run so far.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, source: str | None, past: Past) -> None:
         config = trainer.config
         self._trainer = trainer
         self._folder = Path(config.out)
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / "config.json").write_text(config.to_json() + "\n")
-        earlier = metrics.read(run_folder(config.resume), trainer.step) if config.resume is not None else []
-        self._records = MetricsFile(self._folder, earlier)
-        self._stalls: list[float] = []
+        self._records = _records(self._folder, source, trainer.step)
+        self._past = past
         self.display: Display = make_display(trainer.step, config.steps)
 
     def open(self, saved: Saved | None) -> None:
@@ -42,13 +60,19 @@ class RunLog:
         self._records.add(record)
         self.display.update(record)
 
-    def saved(self, stall: float) -> None:
-        """Record that a save has begun, and draw the losses so far.
+    def go_back(self, trainer: Trainer, source: str | None) -> None:
+        """Go on from an earlier update: the records behind it are made again.
 
         Args:
-            stall: seconds that training waited.
+            trainer: of rank 0 now.
+            source: the checkpoint that was loaded; None if the run starts anew.
         """
-        self._stalls.append(stall)
+        self._trainer = trainer
+        self._records = _records(self._folder, source, trainer.step)
+        self.display.go_back(trainer.step)
+
+    def saved(self) -> None:
+        """Draw the losses so far, as a save has begun."""
         self._records.draw(_what_is_sharded(self._trainer))
 
     def traced(self, hidden: float) -> None:
@@ -68,13 +92,17 @@ class RunLog:
         Args:
             shards: what each rank keeps, by rank.
         """
-        seconds = self.display.seconds
+        seconds = perf_counter() - self._past.began
         losses = [loss for _, loss in self._records.validations()]
         sample = self._trainer.sample() if self._trainer.config.sample_length else None
-        stalls = tuple(self._stalls)
+        past, folder = self._past, str(self._folder)
         self.display.finish(
-            Summary(shards, losses[0], losses[-1], seconds, str(self._folder), sample, stalls)
+            Summary(shards, losses[0], losses[-1], seconds, folder, sample, past.stalls, past.deaths)
         )
+
+
+def _records(folder: Path, source: str | None, step: int) -> MetricsFile:
+    return MetricsFile(folder, [] if source is None else metrics.read(run_folder(source), step))
 
 
 def _header(trainer: Trainer) -> list[tuple[str, str]]:

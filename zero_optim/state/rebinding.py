@@ -207,8 +207,8 @@ class RebindableOptimizer(HoldingOptimizer):
                     )
                 if self._options.mirror:
                     raise ValueError(
-                        "the optimizer of a fully sharded model cannot be bound anew, so mirror=True would have "
-                        "no effect: leave it out, and save checkpoints"
+                        "the optimizer of a fully sharded model cannot be bound anew, so mirror=True would "
+                        "have no effect: leave it out, and save checkpoints"
                     )
             self.wait_for_gathers()
             before, self._units = self._units, units
