@@ -20,7 +20,6 @@ import queue
 import random
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -178,9 +177,9 @@ class LateGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         self._gloo = gloo
         self._line = Line(seed)
-        # PyTorch's DDP keeps the handle of such a collective in C++ alone, in Join, and what it waits for has
-        # to be there in Python too: else it waits for the base class, for ever.
-        self._kept: deque[LateWork] = deque(maxlen=4)
+        # The handles of one number each, to the end. In Join, PyTorch's DDP keeps the handle of the count of
+        # ranks in C++ alone. Without its half in Python, a wait for it is that of the base class, for ever.
+        self._kept: list[LateWork] = []
         weakref.finalize(self, self._line.close)
 
     # ------------------------------------------------------------------ issuing

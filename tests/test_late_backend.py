@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn import parallel
 
 import late_backend
 from forked import fork_context
@@ -81,6 +83,22 @@ def exchanged_in_both_directions() -> list[float]:
 
 def test_sends_futures_and_barriers_work(late2: Ranks) -> None:
     assert late2.run(exchanged_in_both_directions) == [[1.0, 1.0, 20.0], [0.0, 0.0, 20.0]]
+
+
+def joined_with_other_collectives() -> float:
+    layer = nn.Linear(1, 1)
+    model = parallel.DistributedDataParallel(layer)
+    with Join([model], divide_by_initial_world_size=False):  # so that DDP waits for the count of ranks
+        loss = model(torch.full((1, 1), 1.0 + 2 * dist.get_rank())).sum()
+        for _ in range(10):
+            dist.all_reduce(torch.ones(1))
+        loss.backward()
+    assert layer.weight.grad is not None
+    return layer.weight.grad.item()
+
+
+def test_pytorchs_join_may_keep_a_handle_in_cpp_alone(late2: Ranks) -> None:
+    assert late2.run(joined_with_other_collectives) == [2.0, 2.0]
 
 
 # ---------------------------------------------------------------------- planted defects are found
