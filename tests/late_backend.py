@@ -20,7 +20,6 @@ import queue
 import random
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_optim.comm import lanes
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.streams import is_asynchronous
 from zero_optim.step import overlap
@@ -178,9 +178,9 @@ class LateGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         self._gloo = gloo
         self._line = Line(seed)
-        # PyTorch's DDP keeps the handle of such a collective in C++ alone, in Join, and what it waits for has
-        # to be there in Python too: else it waits for the base class, for ever.
-        self._kept: deque[LateWork] = deque(maxlen=4)
+        # The handles of one number each, to the end. In Join, PyTorch's DDP keeps the handle of the count of
+        # ranks in C++ alone. Without its half in Python, a wait for it is that of the base class, for ever.
+        self._kept: list[LateWork] = []
         weakref.finalize(self, self._line.close)
 
     # ------------------------------------------------------------------ issuing
@@ -284,14 +284,16 @@ def _poison(tensors: Sequence[Tensor]) -> None:
             tensor.data.fill_(True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max)
 
 
-def takes_thread(group: RankGroup, params: Iterable[Tensor]) -> bool:
-    """In the place of `overlap._takes_thread`: a thread steps where it would on gloo."""
+def may_run_beside(group: RankGroup, params: Iterable[Tensor]) -> bool:
+    """In the place of `lanes.may_run_beside`: threads and lanes of their own, where gloo would have them."""
     return not any(is_asynchronous(device) for device in {param.device for param in params})
 
 
 def register(seed: int) -> None:
     """Make the backend known in this process, to torch.distributed and to us, with the delays of a seed."""
-    overlap._takes_thread = takes_thread
+    for module in (lanes, overlap):
+        assert callable(module.may_run_beside), "without it, nothing would be tried on threads"
+        module.may_run_beside = may_run_beside
 
     def create(store: Any, rank: int, size: int, timeout: timedelta) -> LateGroup:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]

@@ -1,6 +1,8 @@
 """The backend that lies in wait: it finds waits that are missing, and right code does not notice it."""
 
+from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -8,15 +10,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn import parallel
 
 import late_backend
+import test_lazy_gather
+import test_overlap_training
+import test_parity
+import test_sharded_training
+from ddp_pairs import SMALL_MB, Pair, mlp, mlp_loss
 from forked import fork_context
 from pool import Pool, RankError, Ranks
+from sharded import Setting
+from test_checkpoint import resume, save_at_three
+from training import assert_same_bits
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm import collectives
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.hooks import zero_step
-from zero_optim.step import overlap
 
 EVERY_SEED = (1, 2)
 
@@ -83,6 +94,61 @@ def test_sends_futures_and_barriers_work(late2: Ranks) -> None:
     assert late2.run(exchanged_in_both_directions) == [[1.0, 1.0, 20.0], [0.0, 0.0, 20.0]]
 
 
+def joined_with_other_collectives() -> float:
+    layer = nn.Linear(1, 1)
+    model = parallel.DistributedDataParallel(layer)
+    with Join([model], divide_by_initial_world_size=False):  # so that DDP waits for the count of ranks
+        loss = model(torch.full((1, 1), 1.0 + 2 * dist.get_rank())).sum()
+        for _ in range(10):
+            dist.all_reduce(torch.ones(1))
+        loss.backward()
+    assert layer.weight.grad is not None
+    return layer.weight.grad.item()
+
+
+def test_pytorchs_join_may_keep_a_handle_in_cpp_alone(late2: Ranks) -> None:
+    assert late2.run(joined_with_other_collectives) == [2.0, 2.0]
+
+
+def steps_on_a_thread() -> bool:
+    model = nn.Linear(4, 4)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    return optimizer.overlap().takes_thread
+
+
+def test_parts_are_stepped_on_a_thread_as_on_gloo(late2: Ranks) -> None:
+    assert late2.run(steps_on_a_thread) == [True, True]
+
+
+# ---------------------------------------------------------------------- one test of each kind
+
+
+def trains_as_pytorchs_wrapper() -> None:
+    Pair.of(mlp(), bucket_cap_mb=SMALL_MB).train(mlp_loss, 4)
+
+
+SELECTION: dict[str, tuple[Callable[..., None], tuple[object, ...]]] = {
+    "parity": (test_parity.check_parity, ("adamw", True)),
+    "overlap": (test_overlap_training.check_spellings, ("ours",)),
+    "lazy gathers": (test_lazy_gather.check_training, ("ours", False, True)),
+    "DDP": (trains_as_pytorchs_wrapper, ()),
+    "sharded gradients": (test_sharded_training.trains_alike, (Setting(),)),
+}
+
+
+@pytest.mark.parametrize("kind", SELECTION)
+def test_training_has_the_same_bits_late(late2: Ranks, kind: str) -> None:
+    check, args = SELECTION[kind]
+    late2.run(check, *args)
+
+
+def test_a_checkpoint_saved_and_loaded_late_goes_on_with_the_same_bits(late2: Ranks, tmp_path: Path) -> None:
+    saved = late2.run(save_at_three, tmp_path / "one", "AdamW", {})
+    resumed = late2.run(resume, tmp_path / "one", "AdamW", {})
+    for want, got in zip(saved, resumed, strict=True):
+        assert_same_bits(got, want)
+
+
 # ---------------------------------------------------------------------- planted defects are found
 
 
@@ -133,9 +199,7 @@ def without_waiting(self: Any) -> None:
 def trained_without_waits(kind: str) -> bool:
     # Not found only if each of many gathers were late to be read by as much.
     delays = patch.object(late_backend, "DELAYS", (0.05,))
-    # With a thread gathers have a group of their own. On that of the reductions, DDP's last wait is enough.
-    thread = patch.object(overlap, "may_run_beside", lambda *_: True)
-    with delays, thread, patch.object(collectives.Pending, "wait", without_waiting):
+    with delays, patch.object(collectives.Pending, "wait", without_waiting):
         return trained_right(kind)
 
 
