@@ -121,8 +121,7 @@ class Listener:
             return
         with connection:
             try:
-                connection.settimeout(ANSWER_LIMIT / 2)
-                question = _read(connection)
+                question = _read(connection, ANSWER_LIMIT / 2)
                 if secrets.compare_digest(str(question.pop("token", "")), self.address.token):
                     connection.sendall(_line(answer(question)))
             except (OSError, EOFError, ValueError, TypeError, KeyError, AttributeError):  # not one of ours
@@ -142,7 +141,7 @@ def ask(address: Address, question: Message) -> Message | Presence:
     try:
         with socket.create_connection((address.host, address.port), ANSWER_LIMIT) as connection:
             connection.sendall(_line({**question, "token": address.token}))
-            return _read(connection)
+            return _read(connection, ANSWER_LIMIT)
     except TimeoutError:
         return Presence.SILENT
     except (ConnectionError, EOFError):
@@ -201,22 +200,35 @@ def _line(message: Message) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-def _read(connection: socket.socket) -> Message:
-    """Read a line; each piece of it must come within the socket's timeout.
+def _read(connection: socket.socket, limit: float) -> Message:
+    """Read a line.
+
+    Args:
+        connection: where it comes.
+        limit: seconds in which all of it must come, so that nobody is held up by one who sends slowly.
 
     Raises:
+        TimeoutError: it did not.
         EOFError: the other side closed before the end.
         ValueError: it is no object, or too long.
     """
-    content = bytearray()
+    content, deadline = bytearray(), time.monotonic() + limit
     while not content.endswith(b"\n"):
+        connection.settimeout(
+            max(deadline - time.monotonic(), 0.001)
+        )  # 0 would not wait, and be another error
         piece = connection.recv(65536)
         if not piece:
             raise EOFError("no whole line came")
         content += piece
         if len(content) > _LONGEST:
             raise ValueError(f"a line of more than {_LONGEST} bytes")
-    message = json.loads(content)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no whole line came in {limit} s")
+    try:
+        message = json.loads(content)
+    except RecursionError as error:  # brackets in brackets, from somebody who is none of ours
+        raise ValueError("a line of too many brackets") from error
     if not isinstance(message, dict):
         raise ValueError(f"expected an object, got {type(message).__name__}")  # noqa: TRY004 - see above
     return message
