@@ -146,8 +146,8 @@ class RunConfig:
             )
         if self.shard == "parameters" and self.survive:
             raise ValueError(
-                "--survive needs the parameters on every rank, and --shard parameters keeps each on one: leave "
-                "one of them out"
+                "--survive needs the parameters on every rank, and --shard parameters keeps each on one: "
+                "leave one of them out"
             )
 
     @property
