@@ -155,6 +155,61 @@ def test_what_a_class_writes_into_its_groups_may_differ(ranks2: Ranks) -> None:
         assert last == 0, "asked once"
 
 
+class CountsInPlace(torch.optim.SGD):
+    """Counts in tensors and lists of its groups, which stay the same objects."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group.update(count=torch.zeros(()), log=[])
+        self.defaults.update(count=torch.zeros(()), log=[])
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] += len(group["params"])
+            group["log"].append(float(group["count"]))
+        return super().step(closure)
+
+
+def check_counts_in_place() -> None:
+    optimizer = make(CountsInPlace, assume_separable=True, cuts=False)
+    for _ in range(2):
+        step(optimizer)
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, optimizer.param_groups[0]["log"])
+    assert told[0] != told[1]
+    optimizer.param_groups[0]["lr"] = 0.5 + dist.get_rank()
+    with pytest.raises(RankMismatchError, match=r"step\(\): lr of group 0: rank 0 has 0.5; rank 1 has 1.5\."):
+        step(optimizer)
+
+
+def test_what_a_class_changes_in_place_in_its_groups_may_differ(ranks2: Ranks) -> None:
+    ranks2.run(check_counts_in_place)
+
+
+class NoNumber(float):
+    """Cannot be turned into a plain number."""
+
+    def __float__(self) -> float:
+        raise RuntimeError("no number")
+
+
+def check_strange_options() -> None:
+    optimizer = make()
+    optimizer.param_groups[0].update({7: 1.0, "odd": NoNumber(1)})
+    step(optimizer)
+    optimizer.param_groups[0]["odd"] = 1.0
+    step(optimizer)
+    if dist.get_rank() == 1:
+        optimizer.param_groups[0]["lr"] = 2.0
+    with pytest.raises(RankMismatchError, match=r"lr of group 0: rank 0 has 0.125; rank 1 has 2"):
+        step(optimizer)
+
+
+def test_no_option_leaves_a_rank_waiting(ranks2: Ranks) -> None:
+    ranks2.run(check_strange_options)
+
+
 def check_equal_values() -> float:
     optimizer = make(torch.optim.Adam, betas=(0.9, 0.99))
     optimizer.metrics()

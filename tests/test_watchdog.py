@@ -6,9 +6,11 @@ import json
 import os
 import pickle
 import socket
+import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.diagnosis import Status
 from zero_optim.comm.directory import Directory
 from zero_optim.comm.peers import Address, Listener, Message, Presence, ask, host_towards, in_threads
-from zero_optim.comm.watchdog import Watchdog, unwatch
+from zero_optim.comm.watchdog import EXIT_CODE, Watchdog, unwatch
 from zero_optim.comm.works import Verdict, explain_nothing
 from zero_optim.compat.engine import default_store
 from zero_optim.ddp import DistributedDataParallel
@@ -275,6 +277,40 @@ def test_a_rank_that_did_not_answer_is_told_the_verdict_but_not_waited_for() -> 
     assert sorted(directory.asked) == [(0, 1), (2,)]
 
 
+def test_what_was_printed_is_written_out_before_a_process_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, codes = tmp_path / "out", []
+    monkeypatch.setattr(os, "_exit", lambda code: codes.append((code, written.read_text())))
+    watchdog = Watchdog.__new__(Watchdog)
+    vars(watchdog).update(_exits=True)
+    with written.open("w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        out.write("step 7\n")
+        watchdog._exit_if_asked()
+    assert codes == [(EXIT_CODE, "step 7\n")]
+
+
+class Broken:
+    """The handle of a work on a device that has failed."""
+
+    def is_completed(self) -> bool:
+        raise RuntimeError("device-side assert")
+
+
+def check_broken_handle() -> None:
+    group = RankGroup.of(None)
+    watchdog = Watchdog(group.works.log, dist.group.WORLD)  # type: ignore[arg-type]
+    group.works.outstanding = group.begin_work(), Broken()
+    watchdog._look()
+    assert group.works.outstanding is None
+    watchdog._listener.close()
+
+
+def test_a_device_that_has_failed_does_not_end_the_watchdog(ranks1: Ranks) -> None:
+    ranks1.run(check_broken_handle)
+
+
 def test_where_nobody_answers_a_process_is_silent_and_where_nobody_listens_it_has_ended(
     listener: Listener,
 ) -> None:
@@ -288,7 +324,7 @@ def test_a_loopback_address_of_another_machine_is_not_asked(listener: Listener) 
     assert ask(Address(known.host, known.port, known.token, "elsewhere", 1), {}) is Presence.UNKNOWN
 
 
-@pytest.mark.parametrize("line", [b"no json\n", b"[1]\n", b"", b'{"token": 3}\n'])
+@pytest.mark.parametrize("line", [b"no json\n", b"[1]\n", b"", b'{"token": 3}\n', b"[" * 100_000 + b"\n"])
 def test_what_is_no_question_is_dropped(listener: Listener, line: bytes) -> None:
     with socket.create_connection((listener.address.host, listener.address.port)) as connection:
         connection.sendall(line)
@@ -296,6 +332,27 @@ def test_what_is_no_question_is_dropped(listener: Listener, line: bytes) -> None
         wait_until(lambda: listener.wait(0.1))
         listener.answer(lambda question: {"answered": True})
         assert connection.recv(100) == b""
+
+
+def test_who_sends_a_question_slowly_does_not_hold_the_watchdog_up(listener: Listener) -> None:
+    over = threading.Event()
+    timer = threading.Timer(LIMIT, over.set)
+    timer.start()
+    with socket.create_connection((listener.address.host, listener.address.port)) as connection:
+
+        def drip() -> None:
+            with suppress(OSError):
+                while not over.wait(0.01):
+                    connection.send(b"x")
+
+        stranger = threading.Thread(target=drip)
+        stranger.start()
+        wait_until(lambda: listener.wait(0.1))
+        listener.answer(lambda question: {"answered": True})
+        assert not over.is_set(), "it would have gone on"
+        over.set()
+        stranger.join()
+    timer.cancel()
 
 
 def test_an_address_survives_the_way_through_the_store(listener: Listener) -> None:

@@ -25,11 +25,12 @@ Note [Watching NCCL]
 import atexit
 import logging
 import os
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -228,7 +229,7 @@ class Watchdog:
         for works in list(self._log.groups.values()):
             if works.outstanding is not None:  # see Note [Watching NCCL]
                 record, handle = works.outstanding
-                if works.group() is None or handle.is_completed():
+                if works.group() is None or _has_ended(handle):
                     record.ended, works.outstanding = now, None
                 else:
                     self._judge_wait(record, now - record.started)
@@ -330,8 +331,8 @@ class Watchdog:
 
     def _exit_if_asked(self) -> None:
         if self._exits:
-            for handler in logging.getLogger().handlers:
-                handler.flush()
+            flushing = _beside(_flush)
+            flushing.join(ANSWER_LIMIT)  # not longer: a thread that hangs may hold the lock of a stream
             os._exit(EXIT_CODE)
 
     def explain(self, record: Record, error: RuntimeError) -> Exception | None:
@@ -367,9 +368,26 @@ def _is_deciding(what: Status | Presence) -> bool:
     return isinstance(what, Status) and what.is_deciding
 
 
-def _beside(work: Callable[[], object]) -> None:
+def _has_ended(handle: Any) -> bool:  # noqa: ANN401 - of any backend
+    """Ask a handle whether its work is over; one that raises has ended too: whoever uses it is told."""
+    try:
+        return bool(handle.is_completed())
+    except RuntimeError:
+        return True
+
+
+def _beside(work: Callable[[], object]) -> threading.Thread:
     """Do something that takes long on a thread of its own: that of the watchdog has to answer meanwhile."""
-    threading.Thread(target=work, name="zero_optim diagnosis", daemon=True).start()
+    thread = threading.Thread(target=work, name="zero_optim diagnosis", daemon=True)
+    thread.start()
+    return thread
+
+
+def _flush() -> None:
+    """Write out what was printed and logged: a process that is ended at once does not."""
+    for stream in (*logging.getLogger().handlers, *logger.handlers, sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # closed, or none
+            stream.flush()
 
 
 def _close_in_child() -> None:

@@ -28,7 +28,8 @@ CLOSE = 1e-6  # numbers count as equal if they differ by no more than that, rela
 _READ_NUMEL = 16  # of larger tensors and containers only the size counts
 _DEPTH = 4
 _DIGITS = 6  # of a number in a digest: what differs less seldom has another digest
-_STABLE = (bool, int, float, complex, str, type(None))
+_STABLE = frozenset([bool, int, float, complex, str, type(None)])
+_STABLE_OR_TUPLE = _STABLE | {tuple}
 DIGEST_NBYTES = 8
 
 
@@ -46,6 +47,8 @@ def plain(value: object, depth: int = 0) -> Plain:  # noqa: PLR0911 - one line a
             return float(value) + 0.0  # there is one zero
         except OverflowError:
             return str(value)
+        except (TypeError, ValueError, RuntimeError):  # other ranks wait: nothing may raise here
+            return _kind_of(value)
     if isinstance(value, Tensor):
         return _plain_tensor(value)
     if isinstance(value, list | tuple) and len(value) <= _READ_NUMEL and depth < _DEPTH:
@@ -55,7 +58,11 @@ def plain(value: object, depth: int = 0) -> Plain:  # noqa: PLR0911 - one line a
     if isinstance(value, complex | bytes | torch.dtype):
         return str(value)
     size = f" of {len(value)}" if isinstance(value, list | tuple | Mapping) else ""
-    return f"a {type(value).__qualname__}{size}"
+    return f"{_kind_of(value)}{size}"
+
+
+def _kind_of(value: object) -> str:
+    return f"a {type(value).__qualname__}"
 
 
 def _plain_tensor(value: Tensor) -> Plain:
@@ -63,7 +70,16 @@ def _plain_tensor(value: Tensor) -> Plain:
     is_here = value.device.type == "cpu" and not is_asynchronous(value.device)
     if is_read and is_here and value.numel() <= _READ_NUMEL:
         return plain(value.tolist())
-    return f"a {type(value).__qualname__} of {tuple(value.shape)}"
+    return f"{_kind_of(value)} of {tuple(value.shape)}"
+
+
+def changeable(options: Mapping[str, object]) -> dict[str, Plain]:
+    """Give as plain values those options of a group that can change in place, such as tensors and lists."""
+    return {
+        name: plain(value)
+        for name, value in options.items()
+        if type(value) not in _STABLE_OR_TUPLE and name not in PARAM_KEYS
+    }
 
 
 def are_close(one: Plain, other: Plain) -> bool:
@@ -118,9 +134,10 @@ class OptionValues:
         by_group = []
         for number, (names, given) in enumerate(zip(keys, values, strict=True)):
             known, told = before[number], {}
-            for place, (name, value) in enumerate(zip(names, given, strict=True)):
-                if name in PARAM_KEYS:
+            for place, (key, value) in enumerate(zip(names, given, strict=True)):
+                if key in PARAM_KEYS:
                     continue
+                name = str(key)
                 is_same = known and self._stable[number][place] and self._values[number][place] is value
                 told[name] = known[name] if is_same else plain(value)
             by_group.append(told)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_optim.plan.groups import PARAM_KEYS, ParamGroup, member_ids, options_of, params_of
-from zero_optim.plan.options import OptionKey, Plain
+from zero_optim.plan.options import OptionKey, Plain, are_close, changeable
 from zero_optim.probe.shaped import ShapedKeys
 from zero_optim.probe.traits import Traits
 from zero_optim.step.built import BuiltOptimizer
@@ -242,12 +242,17 @@ class LocalOptimizer:
         for public, local in zip(groups, self._groups(), strict=True):
             _set_options(local, public)
         self._follow_members(groups)
+        before = list(map(changeable, self._groups()))
         yield
         for number, (public, local) in enumerate(zip(groups, self._groups(), strict=True)):
             known = public.get
             for key, value in local.items():
                 if known(key) is not value and key not in PARAM_KEYS:
-                    self._written.add((number, key))
+                    self._written.add((number, str(key)))
+            if before[number]:
+                now = changeable(local)
+                changed = [key for key, was in before[number].items() if not are_close(was, now.get(key))]
+                self._written.update((number, str(key)) for key in changed)
             _set_options(public, local)
 
     def origins(self, options: Sequence[Mapping[str, Plain]]) -> tuple[list[OptionKey], set[OptionKey]]:
