@@ -254,6 +254,7 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
         finally:
             with self.mirrored():
                 self._sharding.gather(self.param_groups, call)
+            del call  # has the error, whose traceback has this frame
         return loss
 
     @property

@@ -57,6 +57,7 @@ class SteppedOptimizer(RebindableOptimizer, Joinable):
         finally:  # the others wait for this rank
             with self.mirrored():
                 self._sharding.gather(self.param_groups, call, frozen_too=self._owned.local.moves_frozen)
+            del call  # has the error, whose traceback has this frame: together they would keep the group
         return result
 
     def _call(self, name: str, failure: BaseException | None = None) -> Call:
@@ -198,6 +199,7 @@ class SteppedOptimizer(RebindableOptimizer, Joinable):
                 current = overlap.current
                 assert current is not None  # it has begun
                 current.told = self._heard(lane, call)
+            del call  # see `_run`
 
     def _heard(self, lane: RankGroup, call: Call) -> Exception | None:
         try:
@@ -280,6 +282,7 @@ class SteppedOptimizer(RebindableOptimizer, Joinable):
             raise
         finally:
             self._sharding.settle(lane, call, with_last=not self._sharding.gathers.readers)
+            del call  # see `_run`
 
     def _step_late(self, overlap: Overlap, current: OverlappedStep, late: str, *, joined: bool) -> None:
         rest = current.rest(self.param_groups)

@@ -133,7 +133,8 @@ class Sharding:
             answer = [] if bear_cuts is None or not plan.is_cut else bear_cuts()
             described = [*describe_params(new), *describe_options(new), *about]
             # Owners come last: they differ where anything else does, and the first difference is told.
-            items = [*described, f"buckets of {self.cap_nbytes} bytes, units {units}"]
+            items = [*described, f"buckets of {self.cap_nbytes} bytes"]
+            items += [f"units of the parameters: {units}"] if self._units else []
             items += describe_owners(new, plan)
             if answer:
                 items += describe_costs(new, plan)
