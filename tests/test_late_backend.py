@@ -25,7 +25,7 @@ from sharded import Setting
 from test_checkpoint import resume, save_at_three
 from training import assert_same_bits
 from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.comm import collectives
+from zero_optim.comm import pending
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.hooks import zero_step
 
@@ -204,7 +204,7 @@ def without_waiting(self: Any) -> None:
 def trained_without_waits(kind: str) -> bool:
     # Not found only if each of many gathers were late to be read by as much.
     delays = patch.object(late_backend, "DELAYS", (0.05,))
-    with delays, patch.object(collectives.Pending, "wait", without_waiting):
+    with delays, patch.object(pending.Pending, "wait", without_waiting):
         return trained_right(kind)
 
 

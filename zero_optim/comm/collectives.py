@@ -21,251 +21,28 @@ Note [gloo and CUDA]
     CPU tensors are sent piece by piece, which takes no second copy of them.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_optim.comm.backends import (
-    backend_for,
-    backends_of,
-    device_for_small_tensors,
-    devices_of,
-    unserved,
-)
-from zero_optim.comm.traffic import Phase, Traffic, Waitable, broadcast_nbytes, sum_nbytes
-from zero_optim.comm.works import Doing, GroupWorks, Record, Work, log_of
+from zero_optim.comm.ranks import Ranks
+from zero_optim.comm.traffic import Waitable, broadcast_nbytes, sum_nbytes
+from zero_optim.comm.works import Record, Work
 from zero_optim.compat.engine import coalesced, coalesces, timeout_of
 from zero_optim.compat.streams import (
-    Event,
     HostCopy,
     is_asynchronous,
-    record_use,
-    recorded_event,
     to_device,
-    wait_for_event,
 )
 from zero_optim.errors import RemoteRankError, StalledError
 
 
-@dataclass(slots=True)
-class Pending:
-    """Collectives that have been started. It keeps the tensors they use until somebody has waited for them.
-
-    Each stream that needs the result waits. The first one waits for the collectives, and on it ``then`` is
-    called; any other one waits for the first. The caller takes care that only one thread waits at a time.
-
-    Args:
-        works: handles of the collectives, in the order in which they were started.
-        tensors: what the collectives read or write; at least one, all on one device.
-        then: called once, on the thread and the stream that waits first, behind all of them.
-
-    Attributes:
-        is_unclaimed: nobody has waited yet.
-    """
-
-    works: Sequence[Waitable]
-    tensors: list[Tensor]
-    then: Callable[[], None]
-    is_unclaimed: bool = field(default=True, init=False)
-    _behind: tuple[torch.device, Event] | None = field(default=None, init=False)
-
-    def wait(self) -> bool:
-        """Let the current stream, on the CPU the caller, wait for all of them, and for ``then``.
-
-        Returns:
-            Whether all is known to be over, so that no stream needs to wait any more. On the CPU it is.
-        """
-        if not self.is_unclaimed:
-            return self._wait_behind()
-        self.is_unclaimed = False
-        tensors, self.tensors, works, self.works = self.tensors, [], self.works, ()
-        for work in works:
-            work.wait()
-        self.then()
-        self.then = _nothing  # and let go of what it keeps
-        device = tensors[0].device
-        record_use(*tensors)  # perhaps made on another stream, to which their memory goes back
-        event = recorded_event(device)
-        self._behind = None if event is None else (device, event)
-        return event is None
-
-    def _wait_behind(self) -> bool:
-        if self._behind is not None:
-            device, event = self._behind
-            if event.query():
-                self._behind = None
-            else:
-                wait_for_event(device, event)
-        return self._behind is None
-
-
-def _nothing() -> None:
-    """Do nothing: the work is done."""
-
-
-class _LetGo:
-    """Stands where a process group was, so that nothing keeps that; whatever is asked of it raises."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # Python asks for these itself
-            raise AttributeError(name)
-        raise RuntimeError(LET_GO)
-
-
-LET_GO = (
-    "the process group was let go by detach(): call rebind(), on all ranks of a new one. What was made for "
-    "the one before, such as comm hooks, has to be made again"
-)
-
-
 @dataclass(frozen=True, slots=True)
-class RankGroup:
-    """A process group as its members see it: group ranks 0 … size-1, this process among them.
-
-    Args:
-        process_group: the group, the default group or a part of it.
-        rank: group rank of this process.
-        size: number of ranks.
-        device: where the library's own small tensors lie, see Note [Devices of a group] in
-            `zero_optim.comm.backends`.
-        data_devices: where the parameters lie; empty where nothing is known of them.
-        backends: what serves each type of device, such as ``{"cpu": "gloo", "cuda": "nccl"}``.
-        works: the works of the process group on this process.
-        phase: where what is sent is counted, and the waits.
-    """
-
-    process_group: dist.ProcessGroup
-    rank: int
-    size: int
-    device: torch.device
-    data_devices: tuple[torch.device, ...]
-    backends: Mapping[str, str] = field(compare=False)
-    works: GroupWorks = field(compare=False, repr=False)
-    phase: Phase = field(default_factory=Phase, compare=False, repr=False)
-
-    def __deepcopy__(self, memo: object) -> "RankGroup":
-        """Return the same ranks, as a process group cannot be copied. A copy's traffic counts from zero."""
-        return replace(self, phase=replace(self.phase, traffic=Traffic()))
-
-    def __reduce__(
-        self,
-    ) -> tuple[Callable[..., "RankGroup"], tuple[list[Tensor], float | None]]:
-        """Pickle the default group as "the default group", with the timeout; no other can be found again.
-
-        Raises:
-            TypeError: the group is not the default one, or was let go.
-        """
-        if self.is_let_go:
-            raise TypeError("a detached optimizer cannot be pickled: save its owned_state() instead")
-        if self.process_group is not dist.group.WORLD:
-            raise TypeError("an optimizer over a sub-group cannot be pickled: save its state_dict() instead")
-        # A tensor of each device, to come to where the parameters come: torch.load(map_location=...) moves
-        # tensors, not devices.
-        placed = [torch.zeros(1, device=device) for device in self.data_devices]
-        return _default_group, (placed, self.phase.timeout)
-
-    def let_go(self) -> "RankGroup":
-        """Give the same without the process group: rank and size are known, what communicates raises."""
-        nobody: Any = _LetGo()
-        return replace(self, process_group=nobody)
-
-    @property
-    def is_let_go(self) -> bool:
-        """Whether the process group was let go."""
-        return isinstance(self.process_group, _LetGo)
-
-    @classmethod
-    def of(cls, process_group: dist.ProcessGroup | None, data: object = None) -> "RankGroup":
-        """Make one for a process group, as this process sees it. Does not communicate.
-
-        Args:
-            process_group: None stands for the default group.
-            data: what is to be sent: parameters, modules, devices, or collections of them, see `devices_of`;
-                None where nothing is known. Nothing in it is refused here, see `check_serves`.
-
-        Raises:
-            RuntimeError: torch.distributed is not initialised.
-            ValueError: this process is not a member.
-        """
-        if not dist.is_available() or not dist.is_initialized():
-            raise RuntimeError(
-                "no process group: call torch.distributed.init_process_group() before building the "
-                "optimizer, and start the script with torchrun (one process is enough)"
-            )
-        group = dist.group.WORLD if process_group is None else process_group
-        if group is None or dist.get_rank(group) < 0:
-            raise ValueError(
-                "this process is not a member of the process_group given: build it on members only"
-            )
-        devices, backends = devices_of(data), backends_of(group)
-        small = device_for_small_tensors(backends, devices, getattr(group, "bound_device_id", None))
-        world = dist.group.WORLD
-        assert world is not None  # torch.distributed is initialised
-        ranks, can_cut = tuple(dist.get_process_group_ranks(group)), backends.get("cpu") == "gloo"
-        works = log_of(world).of(group, ranks, timeout_of(group), can_cut=can_cut)
-        return cls(group, dist.get_rank(group), len(ranks), small, devices, backends, works)
-
-    def during(self, phase: str, *, is_exposed: bool | None = None) -> "RankGroup":
-        """Give the same ranks, with what is sent and waited for counted under the name of a phase.
-
-        Args:
-            phase: one of `zero_optim.comm.traffic.PHASES`.
-            is_exposed: callers wait; None to leave it as it is.
-        """
-        is_exposed = self.phase.is_exposed if is_exposed is None else is_exposed
-        return replace(self, phase=replace(self.phase, name=phase, is_exposed=is_exposed))
-
-    def within(self, timeout: float | None) -> "RankGroup":
-        """Give the same ranks, whose waits are given up after some seconds; None for the group's timeout."""
-        return replace(self, phase=replace(self.phase, timeout=timeout))
-
-    def doing(self, name: str) -> Doing:
-        """Give a context in which this process does something, which other ranks hear of if they miss it.
-
-        Args:
-            name: such as ``step()``.
-        """
-        return Doing(self.works.log.activity, name)
-
-    def begin_work(self, about: str = "") -> Record:
-        """Begin a work of the current phase, see `GroupWorks.begin`.
-
-        Raises:
-            RuntimeError: the process group was let go.
-        """
-        if self.is_let_go:
-            raise RuntimeError(LET_GO)
-        return self.works.begin(self.phase, about)
-
-    def uncounted(self) -> "RankGroup":
-        """Give the same ranks, with traffic that nobody reads."""
-        return replace(self, phase=Phase(timeout=self.phase.timeout))
-
-    def check_serves(self, data: object) -> None:
-        """Refuse tensors on a device that the group cannot send. Does not communicate.
-
-        A group of one sends nothing, and takes all.
-
-        Raises:
-            ValueError: there are some; names the device, what the group has, and what to do.
-        """
-        wrong = unserved(self.backends, devices_of(data)) if self.size > 1 else None
-        if wrong is not None:
-            raise ValueError(wrong)
-
-    def backend_of(self, device: torch.device) -> str:
-        """Name the backend that sends tensors of a device; "" if none does."""
-        return self.backends.get(device.type, "")
-
-    @property
-    def data_backend(self) -> str:
-        """What a group beside this one needs to send the same data, as `init_process_group` takes it."""
-        known = backend_for(self.backends, self.data_devices) if self.backends else ""
-        return known or str(dist.get_backend(self.process_group))
+class RankGroup(Ranks):
+    """The ranks of a process group, and what they do together."""
 
     def broadcast_rows(self, rows: Iterable[tuple[int, Tensor]], about: str = "") -> list[Waitable]:
         """Start the broadcast of each row from its owner, and wait for none. All ranks call.
@@ -520,10 +297,6 @@ class RankGroup:
 
     def _global(self, rank: int) -> int:
         return dist.get_global_rank(self.process_group, rank)
-
-
-def _default_group(data: Sequence[Tensor], timeout: float | None) -> RankGroup:
-    return RankGroup.of(None, data).within(timeout)
 
 
 def bytes_to_tensor(payload: bytes) -> Tensor:

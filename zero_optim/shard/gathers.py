@@ -46,8 +46,9 @@ from functools import partial
 
 from torch import Tensor
 
-from zero_optim.comm.collectives import Pending, RankGroup
+from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease, gloo_lanes_beside
+from zero_optim.comm.pending import Pending
 from zero_optim.comm.traffic import Waitable
 from zero_optim.compat.streams import is_asynchronous
 from zero_optim.plan.layout import Span

@@ -31,7 +31,7 @@ from zero_optim.plan.layout import Layout
 from zero_optim.shard.storage import Form, views_in
 
 if TYPE_CHECKING:
-    from zero_optim.comm.collectives import Pending
+    from zero_optim.comm.pending import Pending
 
 _WRITE = (
     "a parameter of {name} was written to, or given other memory, while it was not whole, so no owner has "
