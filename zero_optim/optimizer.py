@@ -16,7 +16,7 @@ from zero_optim.comm.arguments import raise_together, ranks_of
 from zero_optim.comm.watchdog import OnStall
 from zero_optim.compat.kinship import make_known
 from zero_optim.plan.costs import Cost, CostName
-from zero_optim.state.sharded import Params, ShardingOptions
+from zero_optim.state.given import Params, ShardingOptions
 from zero_optim.step.clip import ClipArguments
 from zero_optim.step.join import JoinNotes
 from zero_optim.step.spec import OptimizerSpec

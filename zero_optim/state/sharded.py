@@ -4,9 +4,8 @@ All its parts exist when its constructor returns. Subclasses add the state dicts
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,18 +13,24 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_optim.comm.agreement import failing_together, said_by_all
-from zero_optim.comm.arguments import check_flags
 from zero_optim.comm.backends import held
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.traffic import PHASES
-from zero_optim.comm.watchdog import check_patience, learn_addresses, patient, watch
+from zero_optim.comm.watchdog import learn_addresses, patient, watch
 from zero_optim.explain import Explanation, explain
-from zero_optim.plan.costs import Cost, CostName, cost_named
-from zero_optim.plan.description import describe
+from zero_optim.plan.costs import cost_named
 from zero_optim.plan.groups import ParamGroup, params_of, short_names
 from zero_optim.plan.pieces import Pieces
 from zero_optim.shard.lazy import LazyGather, check_reader
 from zero_optim.shard.sharding import Sharding
+from zero_optim.state.given import (
+    GroupReader,
+    Params,
+    ShardingOptions,
+    copied_group,
+    kept_whole_in,
+    taken_cuts,
+)
 from zero_optim.state.mirror import Mirror
 from zero_optim.state.whole import Snapshot, nbytes_held
 from zero_optim.step.leaves import Leaves, WeightAverage
@@ -34,101 +39,6 @@ from zero_optim.step.owned import OwnedState
 from zero_optim.step.spec import OptimizerSpec
 
 logger = logging.getLogger("zero_optim")
-
-Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
-
-
-@dataclass(frozen=True, slots=True)
-class ShardingOptions:
-    """The options of a constructor on this rank, without parameters and class. Not checked yet.
-
-    The attributes are arguments of `ZeroRedundancyOptimizer`; see there.
-    """
-
-    parameters_as_bucket_view: bool
-    overlap_with_ddp: bool
-    assume_separable: bool
-    cuts: bool
-    bucket_cap_mb: float
-    cost: CostName | Cost
-    master_dtype: torch.dtype | None
-    ema_decay: float | None
-    timeout: float | None = None
-    on_stall: str = "raise"
-    own_options: Sequence[str] = ()
-    mirror: bool = False
-
-    @property
-    def _flags(self) -> dict[str, bool]:
-        return {
-            "parameters_as_bucket_view": self.parameters_as_bucket_view,
-            "overlap_with_ddp": self.overlap_with_ddp,
-            "assume_separable": self.assume_separable,
-            "cuts": self.cuts,
-            "mirror": self.mirror,
-        }
-
-    def check_flags(self) -> None:
-        """Refuse flags of the wrong type, and wrong limits. Other options are checked where they are used.
-
-        Raises:
-            TypeError: with the name of the first flag.
-            ValueError: see `check_patience`.
-        """
-        check_flags(**self._flags)
-        check_patience(self.timeout, self.on_stall)
-        names = self.own_options
-        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-            raise TypeError(f"expected own_options to be names of options, such as ('lr',), got {names!r}")
-
-    def describe(self) -> list[str]:
-        """Describe the options, so that ranks can compare them; `Sharding` compares the capacity."""
-        cost = describe(self.cost)
-        return [
-            f"master_dtype={self.master_dtype}, ema_decay={self.ema_decay}, cost={cost}",
-            ", ".join(f"{name}={value}" for name, value in self._flags.items()),
-            f"timeout={self.timeout}, on_stall={self.on_stall}",
-            f"own_options={sorted(self.own_options)}",
-        ]
-
-
-class _GroupReader(Optimizer):
-    """Reads parameter groups as ``torch.optim`` does, and checks them.
-
-    It has no defaults: the user's class fills in its own, so that groups are as without sharding.
-
-    Raises:
-        ValueError: there is no parameter, or one is there twice; or another error of ``torch.optim``.
-        TypeError: an object is not a parameter, or their order differs between ranks.
-    """
-
-    def __init__(self, params: Params) -> None:
-        if isinstance(params, set | frozenset):
-            raise TypeError("expected ordered parameters, got a set, whose order differs between ranks")
-        super().__init__(params, {})
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(_copied(param_group))
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        # torch.optim wraps the step of every class of which it makes an object: it must not be Optimizer's.
-        raise NotImplementedError("it only reads")
-
-
-def _copied(group: Any) -> Any:  # noqa: ANN401 - torch.optim refuses what is no dict
-    """Copy a group of the user, since keys of ours are removed from it."""
-    return dict(group) if isinstance(group, dict) else group
-
-
-def _may_cut(group: ParamGroup, default: bool) -> bool:
-    """Take "cuts" out of a group: whether its parameters may be cut."""
-    cuts = group.pop("cuts", default)
-    check_flags(cuts=cuts)
-    return bool(cuts)
-
-
-def _kept_whole(groups: Sequence[ParamGroup], may_cut: Sequence[bool]) -> set[Tensor]:
-    return {param for group, may in zip(groups, may_cut, strict=True) if not may for param in group["params"]}
 
 
 class ShardedOptimizer(Optimizer):
@@ -177,10 +87,10 @@ class ShardedOptimizer(Optimizer):
             sharding = Sharding(group, as_views, cap_mb, own_options=options.own_options)
             leaves = Leaves(options.master_dtype)
             average = WeightAverage(options.ema_decay, leaves)
-            reader = _GroupReader(params)
+            reader = GroupReader(params)
             groups = reader.param_groups
             costs = [cost_named(each.pop("cost", options.cost)) for each in groups]
-            may_cut = [_may_cut(each, options.cuts) for each in groups]
+            may_cut = [taken_cuts(each, options.cuts) for each in groups]
             specs = [OptimizerSpec.taken_from(each) for each in groups]
             about = [f"optimizer {spec.describe()}" for spec in (default, *filter(None, specs))]
             about += [*options.describe(), f"cuts of groups {may_cut}"]
@@ -213,7 +123,7 @@ class ShardedOptimizer(Optimizer):
         self._owned = state
         self._snapshot = Snapshot()
         self._mirror = Mirror()
-        self._kept_whole = _kept_whole(groups, may_cut)
+        self._kept_whole = kept_whole_in(groups, may_cut)
         self.defaults = local.defaults
         self._show_state()
         if read_by is not None:
@@ -226,7 +136,16 @@ class ShardedOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle everything but the hooks, as ``torch.optim`` does; does not communicate."""
         self.wait_for_gathers()
-        names = ("_ranks", "_options", "_costs", "_sharding", "_owned", "_snapshot", "_mirror", "_kept_whole")
+        names = (
+            "_ranks",
+            "_options",
+            "_costs",
+            "_sharding",
+            "_owned",
+            "_snapshot",
+            "_mirror",
+            "kept_whole_in",
+        )
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -281,7 +200,7 @@ class ShardedOptimizer(Optimizer):
         self.check_attached()
         before = len(self.param_groups)
         try:
-            self._plan_and_add(_copied(param_group), before)
+            self._plan_and_add(copied_group(param_group), before)
         except Exception:
             del self.param_groups[before:]
             raise
@@ -297,7 +216,7 @@ class ShardedOptimizer(Optimizer):
                 super().add_param_group(group)
                 self._group.check_serves(group)
                 cost = cost_named(group.pop("cost", self._options.cost))
-                may_cut = _may_cut(group, self._options.cuts)
+                may_cut = taken_cuts(group, self._options.cuts)
                 spec = OptimizerSpec.taken_from(group)
                 about = [f"cuts of the group {may_cut}"]
                 about += [f"optimizer {spec.describe()}"] if spec is not None else []
@@ -314,7 +233,7 @@ class ShardedOptimizer(Optimizer):
         self._costs.update(zip(group["params"], plan.costs, strict=True))
         names = short_names(self.param_groups)[-len(group["params"]) :]
         self._sharding.add(group["params"], plan, names)
-        self._kept_whole |= _kept_whole([group], [may_cut])
+        self._kept_whole |= kept_whole_in([group], [may_cut])
 
     # ------------------------------------------------------------------ who owns what
 

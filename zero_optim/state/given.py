@@ -1,0 +1,110 @@
+"""What an optimizer is given: options and parameter groups, read and checked. Does not communicate."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zero_optim.comm.arguments import check_flags
+from zero_optim.comm.watchdog import check_patience
+from zero_optim.plan.costs import Cost, CostName
+from zero_optim.plan.description import describe
+from zero_optim.plan.groups import ParamGroup
+
+Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingOptions:
+    """The options of a constructor on this rank, without parameters and class. Not checked yet.
+
+    The attributes are arguments of `ZeroRedundancyOptimizer`; see there.
+    """
+
+    parameters_as_bucket_view: bool
+    overlap_with_ddp: bool
+    assume_separable: bool
+    cuts: bool
+    bucket_cap_mb: float
+    cost: CostName | Cost
+    master_dtype: torch.dtype | None
+    ema_decay: float | None
+    timeout: float | None = None
+    on_stall: str = "raise"
+    own_options: Sequence[str] = ()
+    mirror: bool = False
+
+    @property
+    def _flags(self) -> dict[str, bool]:
+        return {
+            "parameters_as_bucket_view": self.parameters_as_bucket_view,
+            "overlap_with_ddp": self.overlap_with_ddp,
+            "assume_separable": self.assume_separable,
+            "cuts": self.cuts,
+            "mirror": self.mirror,
+        }
+
+    def check_flags(self) -> None:
+        """Refuse flags of the wrong type, and wrong limits. Other options are checked where they are used.
+
+        Raises:
+            TypeError: with the name of the first flag.
+            ValueError: see `check_patience`.
+        """
+        check_flags(**self._flags)
+        check_patience(self.timeout, self.on_stall)
+        names = self.own_options
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"expected own_options to be names of options, such as ('lr',), got {names!r}")
+
+    def describe(self) -> list[str]:
+        """Describe the options, so that ranks can compare them; `Sharding` compares the capacity."""
+        cost = describe(self.cost)
+        return [
+            f"master_dtype={self.master_dtype}, ema_decay={self.ema_decay}, cost={cost}",
+            ", ".join(f"{name}={value}" for name, value in self._flags.items()),
+            f"timeout={self.timeout}, on_stall={self.on_stall}",
+            f"own_options={sorted(self.own_options)}",
+        ]
+
+
+class GroupReader(Optimizer):
+    """Reads parameter groups as ``torch.optim`` does, and checks them.
+
+    It has no defaults: the user's class fills in its own, so that groups are as without sharding.
+
+    Raises:
+        ValueError: there is no parameter, or one is there twice; or another error of ``torch.optim``.
+        TypeError: an object is not a parameter, or their order differs between ranks.
+    """
+
+    def __init__(self, params: Params) -> None:
+        if isinstance(params, set | frozenset):
+            raise TypeError("expected ordered parameters, got a set, whose order differs between ranks")
+        super().__init__(params, {})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(copied_group(param_group))
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        # torch.optim wraps the step of every class of which it makes an object: it must not be Optimizer's.
+        raise NotImplementedError("it only reads")
+
+
+def copied_group(group: Any) -> Any:  # noqa: ANN401 - torch.optim refuses what is no dict
+    """Copy a group of the user, since keys of ours are removed from it."""
+    return dict(group) if isinstance(group, dict) else group
+
+
+def taken_cuts(group: ParamGroup, default: bool) -> bool:
+    """Take "cuts" out of a group: whether its parameters may be cut."""
+    cuts = group.pop("cuts", default)
+    check_flags(cuts=cuts)
+    return bool(cuts)
+
+
+def kept_whole_in(groups: Sequence[ParamGroup], may_cut: Sequence[bool]) -> set[Tensor]:
+    return {param for group, may in zip(groups, may_cut, strict=True) if not may for param in group["params"]}
