@@ -87,9 +87,11 @@ class GroupReader(Optimizer):
         super().__init__(params, {})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Read a group."""
         super().add_param_group(copied_group(param_group))
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Refuse."""
         # torch.optim wraps the step of every class of which it makes an object: it must not be Optimizer's.
         raise NotImplementedError("it only reads")
 
@@ -107,4 +109,5 @@ def taken_cuts(group: ParamGroup, default: bool) -> bool:
 
 
 def kept_whole_in(groups: Sequence[ParamGroup], may_cut: Sequence[bool]) -> set[Tensor]:
+    """List the parameters of groups that may not be cut."""
     return {param for group, may in zip(groups, may_cut, strict=True) if not may for param in group["params"]}

@@ -144,7 +144,7 @@ class ShardedOptimizer(Optimizer):
             "_owned",
             "_snapshot",
             "_mirror",
-            "kept_whole_in",
+            "_kept_whole",
         )
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in names}}
 
