@@ -25,7 +25,7 @@ GPU_GIVEN := $(filter command,$(origin PYTHON))
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all late gpu bench lint style types imports format clean
+.PHONY: help train test test-all exhaustive late gpu bench lint style types imports format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -37,8 +37,11 @@ train: $(STAMP)  ## train the small GPT, sharded over two processes
 test: $(STAMP)  ## run the quick tests; TORCH=2.8.0 runs them on that PyTorch, in an environment of its own
 	$(VENV)/bin/python -m pytest -m "not slow" $(ARGS)
 
-test-all: $(STAMP)  ## run every test: compilers, notebooks, all classes and all moments of a kill too
-	$(VENV)/bin/python -m pytest $(ARGS)
+test-all: $(STAMP)  ## run the slow tests too: compilers, notebooks, all classes and all moments of a kill
+	$(VENV)/bin/python -m pytest -m "not exhaustive" $(ARGS)
+
+exhaustive: $(STAMP)  ## run every case of what test-all shows for some: kills, failures, the GPU suite on the CPU
+	$(VENV)/bin/python -m pytest -m exhaustive $(ARGS)
 
 late: $(STAMP)  ## run what communicates with collectives as late as they may, minutes for each of SEEDS='1 2 3'
 	@for seed in $(SEEDS); do \

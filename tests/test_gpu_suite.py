@@ -62,6 +62,7 @@ def test_cases_of_each_kind_run_on_the_cpu(pool: Pool, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_case_runs_on_the_cpu(pool: Pool, tmp_path: Path) -> None:
     rest = {case.name for case in all_cases()} - set(QUICK)
     check_rows(run_named(pool, rest, tmp_path))

@@ -40,6 +40,7 @@ def test_the_table_in_the_docs_is_that_of_the_tests() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ranks_that_pause_for_up_to_half_of_the_timeout_raise_no_alarm() -> None:
     for said in run_jittery(2000, timeout=4.0, long=2):
         assert isinstance(said, tuple), said

@@ -214,6 +214,7 @@ def run_sets(folder: Path, function: Callable[..., None], size: int, seed: int, 
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_fifty_kills_at_any_moment_lose_nothing(tmp_path: Path) -> None:
     kills = 0
     for seed in range(10):
