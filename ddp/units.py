@@ -227,7 +227,7 @@ class UnitsInUse:
         found = list(tensors_in(output))
         tensors = [tensor for tensor in found if tensor.grad_fn is not None]
         if not in_backward():
-            reached = weakly(self._need_in_backward)
+            reached = weakly(self._output_reached)
             for tensor in tensors:
                 untyped: Any = tensor
                 untyped.register_hook(lambda _: reached(unit.number))
@@ -243,7 +243,7 @@ class UnitsInUse:
 
     # ------------------------------------------------------------------ backward
 
-    def _need_in_backward(self, number: int) -> None:
+    def _output_reached(self, number: int) -> None:
         """Make a unit whole, as the gradient of its output is there; called by the output's hook.
 
         Raises:
@@ -251,6 +251,10 @@ class UnitsInUse:
         """
         if torch.is_grad_enabled():
             raise RuntimeError(_SECOND)
+        self._need_in_backward(number)
+
+    def _need_in_backward(self, number: int) -> None:
+        """Make a unit whole in a backward pass, and fetch the next one."""
         self._begin_backward()
         self.need(self.units[number])
         self._fetch(self._backward.reached(number))
