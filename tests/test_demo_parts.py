@@ -177,10 +177,12 @@ def test_times_are_written_as_clocks_do(seconds: float, shown: str) -> None:
     assert display.clock(seconds) == shown
 
 
-def failure(folder: Path, rank: int, exitcode: int, time_ns: int | None = None) -> ProcessFailure:
+def failure(
+    folder: Path, rank: int, exitcode: int, time_ns: int | None = None, heard: str = ""
+) -> ProcessFailure:
     path = folder / f"{rank}-{exitcode}.json"
     if time_ns is not None:
-        info = {"timestamp": "1", "time_ns": str(time_ns), "text": f":\ntraceback of {rank}"}
+        info = {"timestamp": "1", "time_ns": str(time_ns), "text": f":\ntraceback of {rank}", "heard": heard}
         path.write_text(json.dumps({"message": {"message": "", "extraInfo": info}}))
     return ProcessFailure(rank, 1000 + rank, exitcode, str(path))
 
@@ -192,6 +194,11 @@ def test_a_killed_rank_is_the_cause_even_if_others_complained_first(tmp_path: Pa
 
 def test_else_the_first_traceback_is(tmp_path: Path) -> None:
     failures = {0: failure(tmp_path, 0, 1, 7), 1: failure(tmp_path, 1, 1, 5), 2: failure(tmp_path, 2, -15)}
+    assert elastic.describe(failures) == "rank 1 failed:\ntraceback of 1"
+
+
+def test_who_only_heard_of_a_failure_is_not_the_cause_even_if_it_raised_first(tmp_path: Path) -> None:
+    failures = {0: failure(tmp_path, 0, 1, 5, "yes"), 1: failure(tmp_path, 1, 1, 7)}
     assert elastic.describe(failures) == "rank 1 failed:\ntraceback of 1"
 
 

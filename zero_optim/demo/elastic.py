@@ -150,12 +150,12 @@ def first_failed(failures: Mapping[int, ProcessFailure]) -> int:
 
     A killed rank counts as first: the others fail because of it, and may report that earlier. SIGTERM does
     not count, since the launcher sends it to the remaining ranks. Otherwise the earliest traceback is the
-    cause.
+    cause, but for those of ranks that only heard of another one's failure: they may be quicker to raise.
     """
     killed = [rank for rank, failure in failures.items() if failure.exitcode < 0 and not _ended(failure)]
     if killed:
         return killed[0]
-    return min(failures, key=lambda rank: (_ended(failures[rank]), _when(failures[rank])))
+    return min(failures, key=lambda rank: (_ended(failures[rank]), *_when(failures[rank])))
 
 
 def describe(failures: Mapping[int, ProcessFailure]) -> str:
@@ -177,9 +177,10 @@ def _ended(failure: ProcessFailure) -> bool:
     return failure.exitcode == -signal.SIGTERM
 
 
-def _when(failure: ProcessFailure) -> int:
-    """Return the time of a failure in ns. The launcher records seconds, too coarse to find the first."""
-    return int(_report(failure).get("time_ns", sys.maxsize))
+def _when(failure: ProcessFailure) -> tuple[bool, int]:
+    """Tell whether a rank only heard of a failure, and when in ns: PyTorch's seconds are too coarse."""
+    report = _report(failure)
+    return bool(report.get("heard")), int(report.get("time_ns", sys.maxsize))
 
 
 def _report(failure: ProcessFailure) -> dict[str, str]:
