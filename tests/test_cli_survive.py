@@ -95,11 +95,11 @@ def test_when_rank_0_is_killed_another_one_takes_its_place_and_the_run_ends_well
 @pytest.mark.parametrize(
     "modes",
     [
-        (),
         ("--shard", "gradients"),
-        ("--overlap", "owners"),
-        ("--overlap", "everywhere", "--ddp", "torch"),
-        ("--hook", "bf16"),
+        pytest.param((), marks=pytest.mark.exhaustive),
+        pytest.param(("--overlap", "owners"), marks=pytest.mark.exhaustive),
+        pytest.param(("--overlap", "everywhere", "--ddp", "torch"), marks=pytest.mark.exhaustive),
+        pytest.param(("--hook", "bf16"), marks=pytest.mark.exhaustive),
     ],
     ids=lambda modes: " ".join(modes) or "default",
 )
@@ -118,6 +118,7 @@ def test_survivors_train_on_to_the_bits_of_a_run_that_was_resumed_at_the_checkpo
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_deaths_one_after_the_other_leave_one_rank_which_trains_to_the_end(run: Any, tmp_path: Path) -> None:
     survived = train(run, tmp_path, ("1-6", "2-7"), "--survive", "--nproc", "3", "--out", "run")
     assert survived.status == 0, survived.output  # type: ignore[attr-defined]
@@ -131,6 +132,7 @@ def test_deaths_one_after_the_other_leave_one_rank_which_trains_to_the_end(run: 
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_death_before_the_first_checkpoint_starts_the_run_anew(run: Any, tmp_path: Path) -> None:
     survived = train(run, tmp_path, ("0-3",), "--survive", "--nproc", "3", "--out", "run")
     assert survived.status == 0, survived.output  # type: ignore[attr-defined]
@@ -142,6 +144,7 @@ def test_a_death_before_the_first_checkpoint_starts_the_run_anew(run: Any, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_when_all_ranks_die_the_run_fails_and_its_checkpoint_is_whole(run: Any, tmp_path: Path) -> None:
     killed = train(run, tmp_path, ("0-6", "1-6"), "--survive", "--out", "run")
     assert killed.status == 1  # type: ignore[attr-defined]

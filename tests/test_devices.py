@@ -19,6 +19,7 @@ from zero_optim import RemoteRankError, ZeroRedundancyOptimizer
 from zero_optim.checkpoint.content import RankContent, random_state, set_random_state
 from zero_optim.checkpoint.names import Objects
 from zero_optim.comm import collectives, lanes, wire
+from zero_optim.comm import ranks as comm_ranks
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.backends import (
     backend_for,
@@ -232,7 +233,7 @@ def test_the_backends_of_a_group_are_those_that_it_really_has(ranks1: Ranks) -> 
 
 def check_undefined_on_gpu_host() -> None:
     with (
-        mock.patch.object(collectives, "backends_of", return_value=parse_config(PLAIN_ON_GPU_HOST)),
+        mock.patch.object(comm_ranks, "backends_of", return_value=parse_config(PLAIN_ON_GPU_HOST)),
         mock.patch.object(dist, "get_backend", return_value="undefined"),
         mock.patch.object(torch.cuda, "current_device", return_value=0),
     ):
@@ -250,8 +251,8 @@ def check_unserved_on_one_rank() -> None:
     params = list(nn.Linear(2, 2).parameters())
     optimizer = ZeroRedundancyOptimizer(params[:1], torch.optim.SGD, lr=0.1)
     with (
-        mock.patch.object(collectives, "backends_of", return_value={"cpu": "gloo"}),
-        mock.patch.object(collectives, "devices_of", found),
+        mock.patch.object(comm_ranks, "backends_of", return_value={"cpu": "gloo"}),
+        mock.patch.object(comm_ranks, "devices_of", found),
     ):
         with pytest.raises(ValueError, match=r"on cuda:3, and the group has no backend for cuda tensors"):
             ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
@@ -358,7 +359,7 @@ def test_lanes_know_where_the_data_lie(ranks1: Ranks) -> None:
 def check_later_stage() -> None:
     world: Any = dist.group.WORLD
     for config, device, same in [(MIXED, GPU3, True), (XCCL, XPU1, True), (GLOO, CPU, False)]:
-        with mock.patch.object(collectives, "backends_of", return_value=parse_config(config)):
+        with mock.patch.object(comm_ranks, "backends_of", return_value=parse_config(config)):
             stage = LaterStage.beside(world, device)
         assert (stage.lease.groups[0].process_group is world) == same, config
 

@@ -21,6 +21,7 @@ def test_a_failure_in_any_phase_is_named_on_all_other_ranks(tmp_path: Path, half
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("phase", PHASES)
 def test_every_failure_in_a_phase_is_named_on_all_other_ranks(tmp_path: Path, phase: str) -> None:
     check(tuple(cell for cell in RUN if cell.phase == phase and cell not in QUICK), tmp_path)
