@@ -58,7 +58,7 @@ def check_refusal(setting: Setting, name: str) -> None:
         zero_step(optimizer)
 
 
-@pytest.mark.parametrize("wrapper", ["torch", "ours"])
+@pytest.mark.parametrize("wrapper", [pytest.param("torch", marks=pytest.mark.exhaustive), "ours"])
 @pytest.mark.slow
 def test_every_class_gives_the_same_bits_or_is_refused_with_the_reason(ranks2: Ranks, wrapper: str) -> None:
     for refused in ranks2.run(check_classes, wrapper, tuple(BITWISE), 8, timeout=600):

@@ -140,7 +140,9 @@ def run_rounds(folder: Path, kind: str, width: int) -> None:
         assert_same_state(trainer.optimizer.state_dict(), other.optimizer.state_dict())
 
 
-@pytest.mark.parametrize("kind", ["plain", pytest.param("sharded", marks=pytest.mark.slow), "overlap"])
+@pytest.mark.parametrize(
+    "kind", ["plain", pytest.param("sharded", marks=(pytest.mark.slow, pytest.mark.exhaustive)), "overlap"]
+)
 def test_twenty_groups_in_one_process_leave_nothing_behind(ranks2: Ranks, tmp_path: Path, kind: str) -> None:
     ranks2.run(check_rounds, tmp_path, kind, 2048)
 
@@ -332,6 +334,7 @@ def test_survivors_that_hold_all_state_go_on_without_a_file(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_script_of_the_document_goes_on_with_two_of_three_ranks(tmp_path: Path) -> None:
     script = Path(__file__).parent.parent / "docs" / "survive.py"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

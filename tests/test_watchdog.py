@@ -201,6 +201,7 @@ def test_pauses_within_the_timeout_raise_no_alarm(ranks2: Ranks) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_long_run_with_pauses_up_to_half_of_the_timeout_raises_no_alarm(ranks2: Ranks) -> None:
     assert ranks2.run(train_with_pauses, 2.0, 8) == [(160, [])] * 2
 
