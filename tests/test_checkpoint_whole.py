@@ -112,7 +112,7 @@ def load_all(folders: list[Path]) -> list[tuple[int, bool]]:
     "moments",
     [
         pytest.param(SOME_MOMENTS, id="some moments"),
-        pytest.param(OTHER_MOMENTS, id="all others", marks=pytest.mark.slow),
+        pytest.param(OTHER_MOMENTS, id="all others", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
     ],
 )
 @pytest.mark.parametrize("everyone", [False, True], ids=["one rank", "all ranks"])

@@ -223,7 +223,9 @@ def test_a_traced_run_leaves_a_picture_with_reductions_steps_and_gathers(
     ("signum", "whole_group"),
     [
         pytest.param(signal.SIGINT, False, id="SIGINT"),
-        pytest.param(signal.SIGINT, True, id="SIGINT to the group", marks=pytest.mark.slow),
+        pytest.param(
+            signal.SIGINT, True, id="SIGINT to the group", marks=[pytest.mark.slow, pytest.mark.exhaustive]
+        ),
         pytest.param(signal.SIGTERM, False, id="SIGTERM", marks=pytest.mark.slow),
     ],
 )
@@ -257,6 +259,7 @@ def test_nothing_of_a_run_on_one_machine_listens_to_others(run: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_workers_end_when_their_launcher_is_killed_outright(run: Any) -> None:
     killed = run(*ENDLESS, "--out", "run")
     killed.wait_for_updates(1)
@@ -309,6 +312,7 @@ def test_it_runs_under_torchrun(run: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_on_a_terminal_there_is_a_bar(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     package = str(Path(zero_optim.__file__).parents[1])

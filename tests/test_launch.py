@@ -187,7 +187,7 @@ def test_a_timeout_tells_where_the_ranks_were_and_leaves_none(
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param(signal.SIGINT, id="Ctrl-C", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, id="Ctrl-C", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
         pytest.param(signal.SIGKILL, id="killed"),
     ],
 )
@@ -215,6 +215,7 @@ def test_no_rank_outlives_its_caller(number: signal.Signals, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ctrl_c_while_ranks_start_prints_one_traceback() -> None:
     code = """
         import signal, time
@@ -264,6 +265,7 @@ def test_a_script_without_the_guard_is_told_what_it_lacks(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_script_launches_its_own_function(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     text = """

@@ -18,6 +18,12 @@ PATHS = re.compile(r"(?<![\w./:])/(?:home|root|tmp|work|usr|var|opt|mnt|data|Use
 
 each = pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
 
+# Each takes half a minute. Those that read records of benchmarks, or are new, run each time.
+ALWAYS = ("03_overlap_with_ddp", "04_parameters_sharded")
+RUN = [
+    path if path.stem in ALWAYS else pytest.param(path, marks=pytest.mark.exhaustive) for path in NOTEBOOKS
+]
+
 
 def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -35,7 +41,7 @@ def texts(notebook: nbformat.NotebookNode) -> Iterator[str]:
 
 
 @pytest.mark.slow
-@each
+@pytest.mark.parametrize("path", RUN, ids=[path.stem for path in NOTEBOOKS])
 def test_a_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = path.read_bytes()
     monkeypatch.setenv("PYTHONPATH", str(CHECKOUT))
