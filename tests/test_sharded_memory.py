@@ -114,7 +114,7 @@ def test_a_rank_holds_its_own_gradients_two_buckets_and_one_gradient(
 
 @pytest.mark.not_late("it measures memory, and the late backend keeps copies of inputs")
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [3, pytest.param(6, marks=pytest.mark.exhaustive), 8])
+@pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.exhaustive) for size in (6, 8))])
 def test_any_number_of_ranks_holds_no_more_than_two_buckets(pool: Pool, size: int) -> None:
     Ranks(pool, size).run(holds_little, 1)
 
