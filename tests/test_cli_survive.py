@@ -160,7 +160,7 @@ def test_an_exception_of_one_rank_ends_the_run_with_its_traceback(run: Any, tmp_
     failed = run(*TINY, "--optimizer", "failing:Failing", "--survive", "--out", "run")
     assert failed.wait() == 1
     _, _, shown = failed.output.partition("zero-optim: rank 1 failed:\nTraceback")
-    assert shown.splitlines()[-1] == "OSError: the second rank does not like this"
+    assert shown.splitlines()[-1] == "failing.Slow: the second rank does not like this"
     assert failed.output.count("Traceback") == 1
 
 

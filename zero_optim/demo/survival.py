@@ -18,11 +18,13 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from zero_optim.demo.config import RunConfig
 from zero_optim.demo.elastic import WORKER, describe, first_failed, importing_from, signals_raise
+from zero_optim.demo.failing import only_heard
 from zero_optim.demo.meeting import Meeting, Round
 from zero_optim.errors import RankFailedError
 
 _POLL = 0.05  # seconds
 _GRACE = 3.0  # seconds: a rank that raises because another one has died may be seen before that one
+_CAUSE = 10.0  # seconds for the rank that failed to say so, once others have only heard of it
 _END = 5.0  # seconds for a rank to end when asked
 
 Processes = dict[int, "subprocess.Popen[bytes]"]
@@ -89,9 +91,12 @@ def _watch_over(config: RunConfig, meeting: Meeting, processes: Processes) -> Ro
             meeting.name(current)
             failed_at = None
             continue
-        if any(code is not None and code > 0 for code in codes) or _reports(meeting, current):
+        has_ended = any(code is not None and code > 0 for code in codes)
+        reports = _reports(meeting, current).values()
+        if has_ended or reports:
             failed_at = failed_at or time.monotonic()
-            if time.monotonic() - failed_at > _GRACE:
+            is_told = has_ended or not all(map(only_heard, reports))
+            if time.monotonic() - failed_at > (_GRACE if is_told else _CAUSE):
                 return current
         time.sleep(_POLL)
 

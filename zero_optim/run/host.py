@@ -11,8 +11,11 @@ import sys
 import threading
 import time
 
+from zero_optim.errors import RemoteRankError, StalledError
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _POLL = 1.0  # seconds
+_CAUSE = 10.0  # seconds that a rank which only heard of a failure gives the one that failed
 
 
 def end_with_parent(parent: int) -> None:
@@ -42,6 +45,21 @@ def watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_POLL)
     os._exit(1)
+
+
+def let_the_cause_end_first(error: BaseException) -> None:
+    """Wait before this rank ends, if it only heard that another one has failed.
+
+    A launcher ends all ranks when the first one has ended. If that is a rank that only heard of a failure,
+    the rank that failed may be killed before it has written down why. The launcher ends this wait, with the
+    process, when the other rank has ended. Ranks named by a `StalledError` have ended already, or hang:
+    they are not waited for.
+
+    Args:
+        error: what this rank raised; it is written down already.
+    """
+    if isinstance(error, RemoteRankError) and not isinstance(error, StalledError):
+        time.sleep(_CAUSE)
 
 
 def use_loopback() -> None:

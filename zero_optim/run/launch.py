@@ -40,7 +40,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
 from zero_optim.errors import LaunchTimeoutError, RankFailedError, RemoteRankError
-from zero_optim.run.host import end_with_parent, num_cores, use_loopback
+from zero_optim.run.host import end_with_parent, let_the_cause_end_first, num_cores, use_loopback
 from zero_optim.run.session import decode_call, encode_call, pickler
 from zero_optim.run.stacks import answer_with_stacks, stacks_of, traceback_text
 
@@ -295,6 +295,7 @@ def _enter(rank: int, job: _Job) -> None:
         _write_failure(error, rank, job)
         sys.stdout.flush()
         sys.stderr.flush()
+        let_the_cause_end_first(error)
         os._exit(1)  # without destroying the process group, which may take for ever
 
 
