@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nbformat
@@ -229,6 +230,33 @@ def test_ctrl_c_while_ranks_start_prints_one_traceback() -> None:
         _, errors = caller.communicate(timeout=LIMIT)
         assert errors.count("Traceback") == 1, errors
         assert errors.rstrip().endswith("KeyboardInterrupt")
+
+
+def test_ctrl_c_that_another_thread_of_the_process_gets_acts_when_the_ranks_have_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started = []
+
+    def interrupt() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.raise_signal(signal.SIGINT)
+
+    def start(*_: object, **__: object) -> SimpleNamespace:
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        thread.join()
+        started.append("all")
+        return SimpleNamespace(processes=[])
+
+    monkeypatch.setattr("zero_optim.run.launch.start_processes", start)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            launch(time.sleep, 2, 600)
+        assert started == ["all"]
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def children(pid: int) -> list[str]:

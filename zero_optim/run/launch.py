@@ -17,6 +17,13 @@ Note [No process left]
     Before `launch` returns or raises, it kills the ranks without asking them. If the caller itself is killed,
     the kernel kills the ranks. Ctrl-C reaches only the caller: it is blocked while processes start, and each
     rank has its own session.
+
+Note [Ctrl-C while ranks start]
+    A `KeyboardInterrupt` inside of `start_processes` would lose the processes that were started, and the one
+    that starts would lack its work. To block the signal is not enough: a mask is of one thread, and the
+    kernel then gives the signal to another thread of the process, such as one of a BLAS library. Python
+    raises in the main thread all the same. So there the handler is another one meanwhile, which only takes
+    note. The mask is for the ranks, which inherit it until they have a handler of their own.
 """
 
 import json
@@ -25,6 +32,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -211,15 +219,32 @@ def _started(job: _Job) -> Iterator[list[BaseProcess]]:
     try:
         # Starting a process starts the resource tracker first, which would unblock SIGINT for the ranks.
         resource_tracker.ensure_running()
-        held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
+        with _interrupt_held_back():
             context: Any = start_processes(_enter, (job,), job.nproc, join=False)  # type: ignore[no-untyped-call]
             processes += context.processes
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, held)  # a Ctrl-C that came meanwhile acts here
         yield processes
     finally:
         _end(processes)
+
+
+@contextmanager
+def _interrupt_held_back() -> Iterator[None]:
+    """Have a Ctrl-C act after the body, not in it; see Note [Ctrl-C while ranks start]."""
+    came: list[int] = []
+    handler = signal.getsignal(signal.SIGINT)
+    # Only the main thread may set a handler, and only there does one raise. What is no function does not.
+    is_replaced = threading.current_thread() is threading.main_thread() and callable(handler)
+    if is_replaced:
+        signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        if is_replaced:
+            signal.signal(signal.SIGINT, handler)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _wait(processes: Sequence[BaseProcess], deadline: float | None) -> None:
