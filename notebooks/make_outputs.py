@@ -11,6 +11,7 @@ from nbclient import NotebookClient
 from traitlets.config import Config
 
 FOLDER = Path(__file__).parent
+PATIENCE = 400  # seconds that only a hang reaches: for a kernel to start, and for the last outputs of a cell
 
 
 def executed(path: Path, timeout: int = 300) -> nbformat.NotebookNode:
@@ -29,12 +30,14 @@ def run_cells(notebook: nbformat.NotebookNode, folder: Path, **options: Any) -> 
     """Execute a notebook in place, in a kernel that starts in ``folder``.
 
     The kernel is reached over sockets in a temporary folder: the free TCP ports that would be chosen for it
-    can be taken by another process before it binds them.
+    can be taken by another process before it binds them. Outputs come on another socket than the word that a
+    cell is done, and on a busy machine later. Outputs that are missing when the patience ends raise.
     """
+    patience = {"startup_timeout": PATIENCE, "iopub_timeout": PATIENCE, "raise_on_iopub_timeout": True}
     with tempfile.TemporaryDirectory() as sockets:
         over_ipc = Config({"KernelManager": {"transport": "ipc", "ip": f"{sockets}/kernel"}})
         client = NotebookClient(
-            notebook, config=over_ipc, resources={"metadata": {"path": str(folder)}}, **options
+            notebook, config=over_ipc, resources={"metadata": {"path": str(folder)}}, **patience, **options
         )
         client.execute(env=dict(os.environ))
 
