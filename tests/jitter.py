@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from stalling import outcomes
+from stalling import about_to_stall, outcomes
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel
 
@@ -30,6 +30,7 @@ def pauses(rank: int, steps: int, long: int, longest: float) -> dict[int, float]
 
 def jittery(steps: int, timeout: float, long: int) -> tuple[int, int, float]:
     """Train a tiny model; gives the steps taken, the pauses' number and their seconds, on this rank."""
+    about_to_stall()  # all waits are judged
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, timeout=timeout)

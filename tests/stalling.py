@@ -15,13 +15,16 @@ from torch import nn
 from forked import fork_context
 from waiting import wait_until
 from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.comm.watchdog import Watchdog
+from zero_optim.comm.works import Record
 from zero_optim.compat.engine import default_store
 from zero_optim.errors import RemoteRankError
 from zero_optim.run.host import use_loopback
 
-LIMIT = 60.0  # seconds that a run may take: the timeouts are a few
+LIMIT = 200.0  # seconds that only a hang reaches: the timeouts are a few
 TIMEOUT = 1.5  # of waits, where they are to pass
 _OVER = "a rank has ended"  # in the store
+_STALLS = "a rank is about to stall"
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ def outcomes(
 ) -> list[Outcome]:
     """Call ``function(*args)`` on some ranks in a gloo group, and tell how each one ends.
 
+    The watchdog gives up no wait that takes too long until a rank calls `about_to_stall` or `stay_away`.
+
     Args:
         size: number of ranks.
         function: at the top level of a module.
@@ -87,7 +92,7 @@ def outcomes(
                     said = ours.recv()
                 except EOFError:
                     said = None
-            process.join(max(0.1, began + limit - time.monotonic()) if said is None else 10.0)
+            process.join(max(0.1, began + limit - time.monotonic()))
             ended.append(Outcome(said, time.monotonic() - began, process.exitcode))
         return ended
     finally:
@@ -104,6 +109,7 @@ def _rank(rank: int, size: int, port: int, result: Any, function: Callable[..., 
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=4 * LIMIT)
     )
+    judge_no_wait_before_the_trouble()
     try:
         said = function(*args)
     except RemoteRankError as error:
@@ -114,6 +120,22 @@ def _rank(rank: int, size: int, port: int, result: Any, function: Callable[..., 
     os._exit(0)
 
 
+def judge_no_wait_before_the_trouble() -> None:
+    """Have the watchdog give up no wait until `about_to_stall`, however slow the machine is until then."""
+    judge, store = Watchdog._judge_wait, default_store()
+
+    def judge_later(watchdog: Watchdog, record: Record, seconds: float) -> None:
+        if store.check([_STALLS]):
+            judge(watchdog, record, seconds)
+
+    Watchdog._judge_wait = judge_later  # type: ignore[method-assign]
+
+
+def about_to_stall() -> None:
+    """Tell all ranks that from now on waits may pass their timeouts."""
+    default_store().set(_STALLS, "")
+
+
 def tell_end() -> None:
     """Tell the ranks that stay away that this one has ended."""
     default_store().set(_OVER, "")
@@ -121,6 +143,7 @@ def tell_end() -> None:
 
 def stay_away() -> None:
     """Return when another rank has ended."""
+    about_to_stall()
     wait_until(lambda: default_store().check([_OVER]))
 
 

@@ -390,4 +390,4 @@ def check_not_asked_for() -> None:
 
 
 def test_state_that_was_not_asked_for_on_one_rank_is_refused_on_all(ranks2: Ranks) -> None:
-    ranks2.run(check_not_asked_for, timeout=20)
+    ranks2.run(check_not_asked_for)

@@ -168,6 +168,7 @@ def test_an_exception_of_one_rank_ends_the_run_with_its_traceback(run: Any, tmp_
 def test_an_interrupted_run_ends_all_ranks(run: Any) -> None:
     interrupted = run(*ENDLESS, "--survive", "--out", "run")
     interrupted.wait_for_updates(50)
+    interrupted.wait_for_a_checkpoint()
     interrupted.process.send_signal(signal.SIGINT)
     assert interrupted.wait() == 130
     assert "ended by SIGINT; update " in interrupted.output.splitlines()[-1]

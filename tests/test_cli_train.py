@@ -86,6 +86,11 @@ class Run:
         self.workers = children(self.process.pid)
         assert len(self.workers) == 2
 
+    def wait_for_a_checkpoint(self) -> None:
+        """Wait until one is complete: it is written beside the training, on a slow disk for many updates."""
+        saved = self.folder / "run" / "checkpoints"
+        self.wait_until(lambda: any(saved.glob("*/manifest.json")), "a checkpoint")
+
     def last_step(self) -> int:
         lines = metrics(self.folder / "run")
         return int(lines[-1]["step"]) if lines else -1
@@ -234,6 +239,7 @@ def test_an_interrupted_run_says_so_in_a_line_and_leaves_a_whole_checkpoint(
 ) -> None:
     interrupted = run(*ENDLESS, "--out", "run")
     interrupted.wait_for_updates(50)
+    interrupted.wait_for_a_checkpoint()
     (os.killpg if whole_group else os.kill)(interrupted.process.pid, signum)
     assert interrupted.wait() == 128 + signum
     last = interrupted.output.splitlines()[-1]

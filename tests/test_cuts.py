@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -18,7 +18,14 @@ from zero_optim.plan.partition import assign_owners, rank_loads
 from zero_optim.plan.pieces import Piece, num_rows
 from zero_optim.plan.plan import Plan, make_plan
 
-settings.register_profile("same", derandomize=True, deadline=None, database=None, max_examples=60)
+settings.register_profile(
+    "same",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("same")
 
 shapes = st.lists(

@@ -67,7 +67,7 @@ def check_iterations(options: dict[str, Any], hook: bool) -> None:
 @pytest.mark.parametrize("hook", [False, True], ids=["sum", "hook"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_ordinary_iteration_waits_for_nothing(ranks2: Ranks, name: str, hook: bool) -> None:
-    ranks2.run(check_iterations, OPTIONS[name], hook, timeout=20)
+    ranks2.run(check_iterations, OPTIONS[name], hook)
 
 
 def check_unused() -> None:

@@ -165,7 +165,7 @@ def check_scaled() -> None:
 
 
 def test_a_gradient_scaler_works_on_ranks_that_are_still_active(ranks2: Ranks) -> None:
-    ranks2.run(check_scaled, timeout=20)
+    ranks2.run(check_scaled)
 
 
 def closure_raises() -> None:
@@ -196,7 +196,7 @@ def closure_raises() -> None:
 
 
 def test_a_closure_that_raises_is_heard_of_by_active_and_by_joined_ranks(ranks2: Ranks) -> None:
-    ranks2.run(closure_raises, timeout=20)
+    ranks2.run(closure_raises)
 
 
 def scale_as_another_scaler_does(optimizer: ZeroRedundancyOptimizer, found_inf: float) -> None:

@@ -18,6 +18,7 @@ from cuts import finely_cut
 from ddp_pairs import SMALL_MB, mlp, mlp_loss
 from forked import fork_context
 from training import assert_same_bits, assert_same_state, make_params, params_of, set_grads
+from waiting import LIMIT
 from worlds import enter
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
@@ -199,10 +200,10 @@ def run_sets(folder: Path, function: Callable[..., None], size: int, seed: int, 
     theirs.close()
     got = []
     try:
-        while len(got) < left and ours.poll(60):
+        while len(got) < left and ours.poll(LIMIT):
             got.append(ours.recv())
         for process in processes:
-            process.join(60)
+            process.join(LIMIT)
         codes = sorted(process.exitcode or 0 for process in processes)
         assert codes == [-signal.SIGKILL] * (size - left) + [0] * left, (size, seed, codes)
     finally:

@@ -243,7 +243,7 @@ def check_wrong_on_one_rank() -> None:
 
 
 def test_what_is_no_scaler_on_one_rank_raises_on_all(ranks2: Ranks) -> None:
-    ranks2.run(check_wrong_on_one_rank, timeout=20)
+    ranks2.run(check_wrong_on_one_rank)
 
 
 def check_nobody_to_tell() -> None:
@@ -259,7 +259,7 @@ def check_nobody_to_tell() -> None:
 
 
 def test_an_infinity_that_a_scaler_cannot_be_told_of_raises_on_every_rank(ranks2: Ranks) -> None:
-    ranks2.run(check_nobody_to_tell, timeout=20)
+    ranks2.run(check_nobody_to_tell)
 
 
 # ---------------------------------------------------------------------- messages

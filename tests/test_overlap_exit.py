@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from waiting import LIMIT
+
 SCRIPT = """
 import gc
 import sys
@@ -50,7 +52,7 @@ def test_a_script_ends_well_while_the_thread_that_steps_is_still_in_pytorch(
         [sys.executable, "-c", SCRIPT, str(tmp_path / "store"), model],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT,
         env=environment,
         check=False,
     )

@@ -211,7 +211,7 @@ def check_too_late(does_wrong: Callable[[ZeroRedundancyOptimizer], None], messag
 def test_what_comes_too_late_inside_join_raises_on_joined_ranks_too(
     ranks2: Ranks, does_wrong: Callable[[ZeroRedundancyOptimizer], None], message: str
 ) -> None:
-    ranks2.run(check_too_late, does_wrong, message, timeout=30)
+    ranks2.run(check_too_late, does_wrong, message)
 
 
 def check_all_uneven(wrapper: str) -> None:

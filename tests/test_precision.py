@@ -177,7 +177,7 @@ def check_averages_that_do_not_load(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["one element", "meta", "complex"])
 def test_an_average_that_does_not_fit_on_one_rank_is_refused_on_all(ranks2: Ranks, kind: str) -> None:
-    ranks2.run(check_averages_that_do_not_load, kind, timeout=20)
+    ranks2.run(check_averages_that_do_not_load, kind)
 
 
 def check_hook_after_loading() -> None:
@@ -194,7 +194,7 @@ def check_hook_after_loading() -> None:
 
 
 def test_a_hook_after_loading_that_raises_on_one_rank_raises_on_all(ranks2: Ranks) -> None:
-    ranks2.run(check_hook_after_loading, timeout=20)
+    ranks2.run(check_hook_after_loading)
 
 
 def check_closure_with_masters() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import safetensors
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -28,8 +28,16 @@ from zero_optim.plan.partition import assign_owners, rank_loads
 from zero_optim.plan.pieces import Piece
 from zero_optim.state.cut_state import CutState, Joined
 
-# No deadline: how long an example takes says nothing here. No database: nothing is left in the checkout.
-settings.register_profile("same", derandomize=True, deadline=None, database=None, max_examples=60)
+# No deadline, and slow ones are fine: how long an example takes says nothing here. No database: nothing is
+# left in the checkout.
+settings.register_profile(
+    "same",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("same")
 
 # ---------------------------------------------------------------------- partition

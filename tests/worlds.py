@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-LIMIT = timedelta(seconds=60)
+LIMIT = timedelta(seconds=300)  # more than a call of the pool may take: nothing waits so long
 
 
 def leave() -> int:
