@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from forked import fork_context
-from stalling import tell_end
-from troubled import PHASES, PLANNED, load_newest, play, seconds_since_trouble
+from stalling import judge_no_wait_before_the_trouble, tell_end
+from troubled import PHASES, PLANNED, TIMEOUT, load_newest, play, seconds_since_trouble
 from zero_optim.run.host import use_loopback
 
 LIMIT = 120.0  # seconds that only a hang reaches
@@ -318,9 +318,11 @@ def _rank(pipe: Connection, rank: int, cell: Cell, port: int, folder: Path) -> N
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=cell.size, timeout=timedelta(seconds=4 * LIMIT)
     )
+    judge_no_wait_before_the_trouble()
+    is_at_once = OUTCOMES[cell.outcome].passes_timeout is False  # then a busy machine gets the time it needs
     error = None
     try:
-        play(cell.failure, cell.phase, folder)
+        play(cell.failure, cell.phase, folder, LIMIT / 2 if is_at_once else TIMEOUT)
     except Exception as raised:  # noqa: BLE001 - it is what this is about
         error = f"{type(raised).__name__}: {raised}"
     pipe.send((error, seconds_since_trouble()))

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
-from stalling import stay_away
+from stalling import about_to_stall, stay_away
 from zero_optim import ZeroRedundancyOptimizer, checkpoint
 from zero_optim.compat.engine import default_store
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
@@ -28,7 +28,7 @@ from zero_optim.errors import ZeroOptimError
 from zero_optim.hooks import zero_step
 from zero_optim.plan import cuts
 
-TIMEOUT = 3.0  # seconds, of each wait
+TIMEOUT = 3.0  # seconds, of each wait, where one is to pass
 WIDTH = 16
 PLANNED = "an error of this rank alone"
 _WHEN = "when the trouble began"  # in the store
@@ -68,6 +68,7 @@ TROUBLE = Trouble()  # of this process, which is forked for one cell
 def note_time() -> None:
     """Tell all ranks that the trouble begins now, on the clock that the processes of a machine share."""
     default_store().set(_WHEN, repr(time.monotonic()))
+    about_to_stall()
 
 
 def seconds_since_trouble() -> float | None:
@@ -113,6 +114,7 @@ class Scene:
     Attributes:
         folder: of its checkpoints.
         kind: of the wrapper: "averaged", "sharded", or "overlapped".
+        timeout: of each wait, in seconds.
         width: of the model that is built next.
         times: how often the next iteration calls ``step()``.
         steps: passes that were begun.
@@ -122,6 +124,7 @@ class Scene:
 
     folder: Path
     kind: str
+    timeout: float
     width: int = WIDTH
     times: int = 1
     steps: int = 0
@@ -145,12 +148,12 @@ class Scene:
         model = make_model(self.width)
         with patch.object(cuts, "MIN_ROW_NBYTES", 64):
             optimizer = ZeroRedundancyOptimizer(
-                model.named_parameters(), Troubled, lr=0.1, timeout=TIMEOUT, bucket_cap_mb=1e-5
+                model.named_parameters(), Troubled, lr=0.1, timeout=self.timeout, bucket_cap_mb=1e-5
             )
         if self.kind == "sharded":
-            wrapper: nn.Module = ShardedDataParallel(model, optimizer, timeout=TIMEOUT)
+            wrapper: nn.Module = ShardedDataParallel(model, optimizer, timeout=self.timeout)
         else:
-            wrapper = DistributedDataParallel(model, timeout=TIMEOUT, bucket_cap_mb=1e-5)
+            wrapper = DistributedDataParallel(model, timeout=self.timeout, bucket_cap_mb=1e-5)
             if self.kind == "overlapped":
                 wrapper.register_comm_hook(None, zero_step(optimizer, gradients="owners"))
         self.built = model, wrapper, optimizer
@@ -172,15 +175,15 @@ class Scene:
         self.times = 1
 
     def save(self, name: str) -> None:
-        checkpoint.save(self.folder / name, model=self.model, optimizer=self.optimizer, timeout=TIMEOUT)
+        checkpoint.save(self.folder / name, model=self.model, optimizer=self.optimizer, timeout=self.timeout)
 
     def save_async(self, name: str) -> checkpoint.PendingSave:
         return checkpoint.save_async(
-            self.folder / name, model=self.model, optimizer=self.optimizer, timeout=TIMEOUT
+            self.folder / name, model=self.model, optimizer=self.optimizer, timeout=self.timeout
         )
 
     def load(self, name: str) -> None:
-        checkpoint.load(self.folder / name, model=self.model, optimizer=self.optimizer, timeout=TIMEOUT)
+        checkpoint.load(self.folder / name, model=self.model, optimizer=self.optimizer, timeout=self.timeout)
 
     def change_shape(self) -> None:
         """Give a parameter of this rank another shape, as a script may do that prunes."""
@@ -297,17 +300,18 @@ PHASES = {
 }
 
 
-def play(failure: str, phase_name: str, folder: Path) -> None:
+def play(failure: str, phase_name: str, folder: Path, timeout: float) -> None:
     """What each rank does: train, save, come to the phase; then the last one has its trouble.
 
     Args:
         failure: a column of the matrix.
         phase_name: a row of the matrix.
         folder: where checkpoints are written.
+        timeout: of each wait, in seconds.
     """
     phase = PHASES[phase_name]
     is_bad = dist.get_rank() == dist.get_world_size() - 1
-    scene = Scene(folder, phase.kind)
+    scene = Scene(folder, phase.kind, timeout)
     scene.build()
     scene.train()
     scene.train()
