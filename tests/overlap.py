@@ -1,6 +1,7 @@
 """For the tests of overlap: the same run twice, stepped after the backward pass and during it."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,12 +10,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDdp
 
+from cuts import cutting
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel as OurDdp
 from zero_optim.hooks import allreduce_hook, zero_step
 
 WRAPPERS: dict[str, type[TorchDdp]] = {"torch": TorchDdp, "ours": OurDdp}
 BUCKET_CAP_MB = 0.0004  # several buckets, so that their order matters
+
+Hook = Callable[[ZeroRedundancyOptimizer], Any]
 
 
 class Bag(nn.Module):
@@ -74,6 +78,27 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
 def adamw(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
     options = {"lr": 0.01, "bucket_cap_mb": 0.001, **options}
     return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **options)
+
+
+def built(
+    wrap: Callable[..., Any], hook: Hook | None, model: Callable[[], nn.Module], cut: bool, **options: Any
+) -> tuple[Any, ZeroRedundancyOptimizer]:
+    """A wrapped model and its optimizer.
+
+    Args:
+        wrap: the wrapper's class.
+        hook: makes a comm hook for the optimizer; None for no hook.
+        model: makes the model.
+        cut: whether parameters are cut.
+        **options: of the wrapper.
+    """
+    net = model()
+    with cutting() if cut else nullcontext():
+        optimizer = adamw(net, **({"bucket_cap_mb": 0.002} if cut else {}))
+    wrapped = wrap(net, **options)
+    if hook is not None:
+        wrapped.register_comm_hook(None, hook(optimizer))
+    return wrapped, optimizer
 
 
 @dataclass

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from drawn import draw_the_same
 from zero_optim.plan import cuts
 from zero_optim.plan.balance import RankLoads, fullest_row
 from zero_optim.plan.cuts import MIN_ROW_NBYTES, cut_step, even_rows, longest_row
@@ -18,15 +19,7 @@ from zero_optim.plan.partition import assign_owners, rank_loads
 from zero_optim.plan.pieces import Piece, num_rows
 from zero_optim.plan.plan import Plan, make_plan
 
-settings.register_profile(
-    "same",
-    derandomize=True,
-    deadline=None,
-    database=None,
-    max_examples=60,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-settings.load_profile("same")
+draw_the_same()
 
 shapes = st.lists(
     st.one_of(

@@ -9,10 +9,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from drawn import SAME
 from pool import Pool, Ranks
 from zero_optim.comm.lanes import lanes_beside
 from zero_optim.ddp import ReduceScatterBucketer, bucketer
@@ -168,13 +169,7 @@ def test_one_rank_gets_its_chunk_back(ranks1: Ranks) -> None:
     assert ranks1.run(run, [Call((3,)), Call((2,))], 1024) == [([[5]], [0, 1], [True, True])]
 
 
-@settings(
-    max_examples=25,
-    derandomize=True,
-    deadline=None,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+@settings(SAME, max_examples=25)
 @given(
     st.lists(st.tuples(st.integers(0, 600), st.integers(0, 600)), max_size=12),
     st.sampled_from([0, 1, 2, 4, 16]),

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
-from cuts import cutting
-from overlap import Net, adamw, loss_of
+import overlap
+from overlap import Net, loss_of
 from pool import Ranks
 from test_cut_overlap import Wide
 from test_sharded_training import Unused
@@ -64,15 +64,9 @@ def backward(model: DistributedDataParallel, number: int) -> None:
 def built(
     hook: str | None, model: Any = Net, cut: bool = False, **options: Any
 ) -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
-    net = model()
-    if cut:
-        with cutting():
-            optimizer = adamw(net, bucket_cap_mb=0.002)
-    else:
-        optimizer = adamw(net)
-    wrapped = DistributedDataParallel(net, **options)
+    make = None if hook is None else HOOKS[hook]
+    wrapped, optimizer = overlap.built(DistributedDataParallel, make, model, cut, **options)
     if hook is not None:
-        wrapped.register_comm_hook(None, HOOKS[hook](optimizer))
         assert len(wrapped.reducer.own.assignment.buckets) == len(optimizer.bucket_members()) > 1
     return wrapped, optimizer
 

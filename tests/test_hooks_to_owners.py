@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
-from cuts import cutting
-from overlap import WRAPPERS, Net, adamw, loss_of
+import overlap
+from overlap import BUCKET_CAP_MB, WRAPPERS, Net, adamw, loss_of
 from pool import Ranks
 from test_sharded_training import Checkpointed, Unused
 from zero_optim import ZeroRedundancyOptimizer
@@ -23,16 +23,8 @@ both_wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
 def built(
     wrapper: str, hooked: bool, model: Any = Net, cut: bool = False, **options: Any
 ) -> tuple[Any, ZeroRedundancyOptimizer]:
-    net = model()
-    if cut:
-        with cutting():
-            optimizer = adamw(net, bucket_cap_mb=0.002)
-    else:
-        optimizer = adamw(net)
-    wrapped = WRAPPERS[wrapper](net, bucket_cap_mb=0.0004, **options)
-    if hooked:
-        wrapped.register_comm_hook(None, reduce_to_owners(optimizer))
-    return wrapped, optimizer
+    hook = reduce_to_owners if hooked else None
+    return overlap.built(WRAPPERS[wrapper], hook, model, cut, bucket_cap_mb=BUCKET_CAP_MB, **options)
 
 
 def clipped_step(model: nn.Module, optimizer: ZeroRedundancyOptimizer, number: int) -> Tensor:

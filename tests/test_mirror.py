@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Join
 
 from cuts import finely_cut
 from pool import Ranks
-from training import assert_same_bits, assert_same_state, make_params, params_of, set_grads
+from training import assert_same_bits, assert_same_state, make_params, params_of, set_grads, train, whole
 from worlds import leave, world
 from zero_optim import LostStateError, RankMismatchError, RemoteRankError, ZeroRedundancyOptimizer
 
@@ -65,19 +65,6 @@ MAKERS = (adamw, several, odd)
 
 def fresh(make: Callable[..., ZeroRedundancyOptimizer], **options: Any) -> ZeroRedundancyOptimizer:
     return make(make_params(SHAPES, torch.bfloat16 if make is several else torch.float32), **options)
-
-
-def train(optimizer: ZeroRedundancyOptimizer, first: int, last: int) -> None:
-    for step in range(first, last):
-        set_grads(params_of(optimizer), step)
-        optimizer.param_groups[0]["lr"] = 0.01 / (1 + step)
-        optimizer.step()
-    optimizer.zero_grad()
-
-
-def whole(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
-    optimizer.consolidate_state_dict(to=None)
-    return optimizer.state_dict()
 
 
 def compare(optimizer: ZeroRedundancyOptimizer, other: ZeroRedundancyOptimizer) -> None:

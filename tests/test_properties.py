@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import safetensors
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from drawn import draw_the_same
 from zero_optim import CheckpointError
 from zero_optim.checkpoint import manifest
 from zero_optim.checkpoint.manifest import Chunk, DataFile, Entry, Manifest
@@ -28,17 +29,7 @@ from zero_optim.plan.partition import assign_owners, rank_loads
 from zero_optim.plan.pieces import Piece
 from zero_optim.state.cut_state import CutState, Joined
 
-# No deadline, and slow ones are fine: how long an example takes says nothing here. No database: nothing is
-# left in the checkout.
-settings.register_profile(
-    "same",
-    derandomize=True,
-    deadline=None,
-    database=None,
-    max_examples=60,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-settings.load_profile("same")
+draw_the_same()
 
 # ---------------------------------------------------------------------- partition
 

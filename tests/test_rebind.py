@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Join
 from cuts import finely_cut
 from ddp_pairs import SMALL_MB, mlp, mlp_loss
 from pool import Pool, Ranks
-from training import assert_same_bits, assert_same_state, make_params, params_of, set_grads
+from training import assert_same_bits, assert_same_state, make_params, params_of, set_grads, train, whole
 from worlds import leave, world
 from zero_optim import (
     CheckpointError,
@@ -49,19 +49,6 @@ def fresh(make: Callable[..., ZeroRedundancyOptimizer]) -> tuple[list[Any], Zero
     dtype = torch.bfloat16 if make is several else torch.float32
     params = make_params(SHAPES, dtype)
     return params, make(params)
-
-
-def train(optimizer: ZeroRedundancyOptimizer, first: int, last: int) -> None:
-    for step in range(first, last):
-        set_grads(params_of(optimizer), step)
-        optimizer.param_groups[0]["lr"] = 0.01 / (1 + step)
-        optimizer.step()
-    optimizer.zero_grad()
-
-
-def whole(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
-    optimizer.consolidate_state_dict(to=None)
-    return optimizer.state_dict()
 
 
 def joining(folder: Path, rank: int, number: int, make: Callable[..., Any]) -> ZeroRedundancyOptimizer:

@@ -79,6 +79,21 @@ def train_both(
         assert_same_bits(params_of(sharded), params_of(plain), f"after step {step}")
 
 
+def train(optimizer: ZeroRedundancyOptimizer, first: int, last: int) -> None:
+    """Take some steps, each with gradients and a learning rate of its own."""
+    for step in range(first, last):
+        set_grads(params_of(optimizer), step)
+        optimizer.param_groups[0]["lr"] = 0.01 / (1 + step)
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
+    """The whole state dict; all ranks call."""
+    optimizer.consolidate_state_dict(to=None)
+    return optimizer.state_dict()
+
+
 def params_of(optimizer: Optimizer) -> list[Tensor]:
     """All parameters of an optimizer in order."""
     return [p for group in optimizer.param_groups for p in group["params"]]
