@@ -84,21 +84,40 @@ def load(
             check_patience(timeout)
             check_group(process_group)
             folder, objects = resolved(path), Objects(model, optimizer, scheduler, scaler)
-        return _load(group, path, folder, objects, random=random)
+        reader = open_together(group, path, folder, objects, "the checkpoint to load", random=random)
+        return load_from(group, reader, objects, random=random)
 
 
-def _load(
-    group: RankGroup, path: str | os.PathLike[str], folder: Path, objects: Objects, *, random: bool
-) -> Nested:
+def open_together(
+    group: RankGroup,
+    path: str | os.PathLike[str],
+    folder: Path,
+    objects: Objects,
+    what: str,
+    *,
+    random: bool,
+) -> CheckpointReader:
+    """Open a checkpoint and check what it holds against what is asked for; all ranks call, and agree on it.
+
+    Args:
+        group: the ranks.
+        path: as the caller named the folder, to be compared.
+        folder: the checkpoint's.
+        objects: to load into.
+        what: the checkpoint is, for messages.
+        random: see `load`; it is compared.
+
+    Returns:
+        A reader of the checkpoint.
+    """
     with failing_together(group):
         if objects.optimizer is not None:
             names_of(objects.optimizer, objects.model)
         with blamed_on(folder):
             reader = CheckpointReader(folder)
             content = Content(reader, objects)
-    about = [f"{path} of {reader.manifest.time_ns}", *content.asked, f"random={random}"]
-    agree(group, about, "the checkpoint to load")
-    return load_from(group, reader, objects, random=random)
+    agree(group, [f"{path} of {reader.manifest.time_ns}", *content.asked, f"random={random}"], what)
+    return reader
 
 
 def load_from(

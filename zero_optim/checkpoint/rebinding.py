@@ -2,19 +2,16 @@
 
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
-from zero_optim.checkpoint.fitting import Content
 from zero_optim.checkpoint.folder import resolved
-from zero_optim.checkpoint.loading import load_from
-from zero_optim.checkpoint.manifest import blamed_on
-from zero_optim.checkpoint.names import Objects, names_of
+from zero_optim.checkpoint.loading import load_from, open_together
+from zero_optim.checkpoint.names import Objects
 from zero_optim.checkpoint.storage import CheckpointReader
-from zero_optim.comm.agreement import agree, failing_together
+from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.arguments import ranks_of
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.watchdog import check_patience, patient, watching
@@ -63,21 +60,19 @@ def rebind(
             check_patience(timeout)
             _check(model, optimizer)
             folder, objects = resolved(path), Objects(model, optimizer, scheduler, scaler)
-        return _rebind(group, path, folder, objects, random=random)
+        what = "the checkpoint to go back to"
+        reader = open_together(group, path, folder, objects, what, random=random)
+        return _rebind(group, reader, objects, optimizer, random=random)
 
 
 def _rebind(
-    group: RankGroup, path: str | os.PathLike[str], folder: Path, objects: Objects, *, random: bool
+    group: RankGroup,
+    reader: CheckpointReader,
+    objects: Objects,
+    optimizer: ZeroRedundancyOptimizer,
+    *,
+    random: bool,
 ) -> Nested:
-    optimizer = objects.optimizer
-    assert optimizer is not None  # checked
-    with failing_together(group):
-        names_of(optimizer, objects.model)
-        with blamed_on(folder):
-            reader = CheckpointReader(folder)
-            content = Content(reader, objects)
-    about = [f"{path} of {reader.manifest.time_ns}", *content.asked, f"random={random}"]
-    agree(group, about, "the checkpoint to go back to")
     is_same = optimizer.was_saved_as(reader.token)
     words = group.all_gather_fixed(bytes([is_same, optimizer.age > 0]))
     only = None

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, replace
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from time import perf_counter
@@ -74,11 +75,8 @@ def save(  # noqa: PLR0913 - keyword-only
     """
     group = group_of(model, optimizer, process_group, timeout)
     with watching(group), group.doing("checkpoint.save()"):
-        with failing_together(group):
-            check_patience(timeout)
-            check_group(process_group)
-            folder, objects = folders.own_folder(path), Objects(model, optimizer, scheduler, scaler)
-            _wait_for_last(group)
+        given = partial(Objects, model, optimizer, scheduler, scaler)
+        folder, objects = _ready(group, path, given, process_group, timeout)
         part, note = _begin(group, Path(path), objects, extra, keep), _note(objects)
         note(_write(group, folder, part, keep))
 
@@ -112,16 +110,29 @@ def save_async(  # noqa: PLR0913 - keyword-only
     began = perf_counter()
     group = group_of(model, optimizer, process_group, timeout)
     with watching(group), group.doing("checkpoint.save_async()"):
-        with failing_together(group):
-            check_patience(timeout)
-            check_group(process_group)
-            folder, objects = folders.own_folder(path), Objects(model, optimizer, scheduler, scaler)
-            _wait_for_last(group)
+        given = partial(Objects, model, optimizer, scheduler, scaler)
+        folder, objects = _ready(group, path, given, process_group, timeout)
         lane = _lane(group)
         part = _begin(group, Path(path), objects, extra, keep).staged()
         ranks = replace(lane.group, phase=group.phase)
         lane.last = PendingSave(ranks, folder, part, keep, began, _note(objects))
     return lane.last
+
+
+def _ready(
+    group: RankGroup,
+    path: str | os.PathLike[str],
+    given: Callable[[], Objects],
+    process_group: dist.ProcessGroup | None,
+    timeout: float | None,
+) -> tuple[Path, Objects]:
+    """Check the arguments of a save, and wait for the one before; all ranks raise if one does."""
+    with failing_together(group):
+        check_patience(timeout)
+        check_group(process_group)
+        folder, objects = folders.own_folder(path), given()
+        _wait_for_last(group)
+    return folder, objects
 
 
 class PendingSave:
