@@ -13,7 +13,7 @@ from torch.nn.parallel import distributed
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.watchdog import unwatch, watch
-from zero_optim.compat.engine import require
+from zero_optim.compat.engine import eager, require
 from zero_optim.ddp.model_agreement import agree_on_model
 
 _USED = (
@@ -26,6 +26,7 @@ _USED = (
     "_delay_grad_buffer",
     "_remove_autograd_hooks",
     "_set_static_graph",
+    "_sync_module_buffers",
 )
 NEEDED: tuple[tuple[object, str], ...] = (  # see Note [Private names] in zero_optim.compat.engine
     *((TorchDistributedDataParallel, name) for name in _USED),
@@ -55,14 +56,16 @@ class RebindableWrapper(TorchDistributedDataParallel):
         """Let go of the process group, of the reducer and of comm hooks; does not communicate.
 
         To be called on every rank before ``destroy_process_group()``, also when another rank has failed;
-        beside the optimizer's `detach`. Until `rebind`, a forward pass whose gradients are to be reduced
-        raises; ``module`` runs without the wrapper. Gradients stay. A second call does nothing. It need not
-        be bound again: the module may get another wrapper.
+        beside the optimizer's `detach`. If a wait on these ranks has failed, their connections are broken, so
+        that no other rank waits for this one any more. Until `rebind`, a forward pass whose gradients are to
+        be reduced raises; ``module`` runs without the wrapper. Gradients stay. A second call does nothing. It
+        need not be bound again: the module may get another wrapper.
         """
         if self._is_detached:
             return
         if not self._delay_all_reduce_all_params:  # else there is no reducer
             self._remove_autograd_hooks()  # type: ignore[no-untyped-call]
+            self.reducer.own.cut_if_failed()  # see Note [Groups that end] in `zero_optim.comm.works`
             unwatch(self.reducer.own)
         unwatch(self)
         self._comm_hooks = []  # PyTorch makes none where every parameter is delayed
@@ -93,6 +96,18 @@ class RebindableWrapper(TorchDistributedDataParallel):
         finally:
             if self._is_detached:  # as before
                 unwatch(self)
+
+    @eager
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        """Broadcast the buffers as PyTorch does, but as a work of ours: whoever is missed in it is named."""
+        if self._delay_all_reduce_all_params:  # there is no reducer, which has the label's group
+            super()._sync_module_buffers(authoritative_rank)  # type: ignore[no-untyped-call]
+            return
+        record = self.reducer.own.begin_work("")
+        record.phase = "buffers"
+        record.runs_hook = hasattr(self, "buffer_hook")  # one of the user's, for buffers
+        with record.waiting():
+            super()._sync_module_buffers(authoritative_rank)  # type: ignore[no-untyped-call]
 
     @property
     def _is_detached(self) -> bool:

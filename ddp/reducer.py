@@ -152,6 +152,11 @@ class Reducer:
         """Begin the record of a collective that PyTorch's class started, see `RankGroup.begin_work`."""
         return self._group.begin_work(about)
 
+    def cut_if_failed(self) -> None:
+        """Let no other rank wait for this one any more, if a wait has failed; see `WorkLog.cut_if_failed`."""
+        works = self._group.works
+        works.log.cut_if_failed(works.ranks)
+
     @property
     def assignment(self) -> BucketAssignment:
         """The parameters and buckets as they are now."""

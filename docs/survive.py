@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_optim import ZeroRedundancyOptimizer, checkpoint
+from zero_optim import StalledError, ZeroRedundancyOptimizer, checkpoint
 from zero_optim.ddp import DistributedDataParallel
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def train(folder: Path, number: int) -> None:
             if step % SAVED_EVERY == 0:
                 path = folder / f"step-{step}"
                 checkpoint.save(path, model=model, optimizer=optimizer, extra=step, keep=2)
-        except RuntimeError as error:  # StalledError, or of gloo: a rank has ended
+        except StalledError as error:  # a rank has ended
             print(f"process {number}: step {step} broke off: {str(error).splitlines()[0][:60]}", flush=True)
             generation += 1
             step = go_on(folder, generation, number, model, optimizer)

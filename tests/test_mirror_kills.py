@@ -20,7 +20,7 @@ from forked import fork_context
 from training import assert_same_bits, assert_same_state, make_params, params_of, set_grads
 from waiting import LIMIT
 from worlds import enter
-from zero_optim import ZeroRedundancyOptimizer
+from zero_optim import StalledError, ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 from zero_optim.hooks import zero_step
@@ -182,7 +182,7 @@ def run_until_killed(me: Trainer, first: int, last: int, doom: Doom | None) -> i
                 sys.setprofile(doom)
             me.step(number)
             ended += 1
-    except RuntimeError:
+    except StalledError:
         return ended
     raise AssertionError("nobody was killed")
 
@@ -251,7 +251,7 @@ def die_sending(folder: Path, rank: int, size: int, number: int, result: Any) ->
         for step in range(1000):
             set_grads(params, step)
             optimizer.step()
-    except RuntimeError:
+    except StalledError:
         ended = step
     optimizer.detach()
     dist.destroy_process_group()

@@ -295,6 +295,29 @@ def test_a_rank_that_is_killed_before_its_backward_pass_is_named(kind: str) -> N
     )
 
 
+def forward_without_the_first(failure: str) -> str:
+    model = DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)), timeout=TIMEOUT
+    )
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+    if dist.get_rank() == 0:
+        if failure == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        stay_away()
+    model(torch.ones(2, 4))
+    return "passed"
+
+
+@pytest.mark.parametrize("failure", ["killed", "slow"])
+def test_who_waits_for_buffers_names_the_rank_that_sends_none(failure: str) -> None:
+    reason = {"killed": "rank 0 has ended", "slow": "rank 0 has not begun its forward pass"}[failure]
+    ended = outcomes(2, forward_without_the_first, failure)
+    assert str(ended[1].said).startswith("StalledError: stalled"), ended
+    assert reason in ended[1].said, ended
+    assert "rank 1 waits in the broadcast of the model's buffers" in ended[1].said, ended
+
+
 def construct_while_one_ends() -> str:
     if is_bad():
         os._exit(3)

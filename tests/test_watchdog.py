@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import pickle
+import signal
 import socket
 import sys
 import threading
@@ -21,9 +22,11 @@ import torch.distributed as dist
 
 from pool import Ranks
 from sockets import listening
-from stalling import linear, with_gradients
+from stalling import Others, linear, outcomes, sharded, with_gradients
 from waiting import LIMIT, wait_until
 from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.comm import watchdog as watchdog_module
+from zero_optim.comm.awake import AwakeTime
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.diagnosis import Status
 from zero_optim.comm.directory import Directory
@@ -322,6 +325,80 @@ def check_broken_handle() -> None:
 
 def test_a_device_that_has_failed_does_not_end_the_watchdog(ranks1: Ranks) -> None:
     ranks1.run(check_broken_handle)
+
+
+class Never:
+    """The handle of a work that does not end."""
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def check_asleep(kind: str) -> None:
+    group = RankGroup.of(None).within(10.0)
+    watchdog = Watchdog(group.works.log, dist.group.WORLD)  # type: ignore[arg-type]
+    watchdog._listener.close()
+    now = [100.0]
+    record = group.begin_work()
+    record.started = now[0]
+    if kind == "waits":
+        record.waiting_since = now[0]
+        group.works.log.waits[id(record)] = record
+    else:
+        group.works.outstanding = record, Never()
+    done: list[tuple[str, float]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watchdog_module, "_beside", lambda work: work())
+        patch.setattr(watchdog, "_awake", AwakeTime(lambda: now[0]))
+        patch.setattr(watchdog, "_warn", lambda _, seconds: done.append(("warned", seconds)))
+        patch.setattr(watchdog, "_decide", lambda _, seconds: done.append(("gave up", seconds)))
+        for pause in (0, 1, 1, 3600, 1.5, 1, 86400, 60, 1, 1, 1):  # what it plans is at most 1 s
+            now[0] += pause
+            watchdog._look()
+    assert done == [("warned", 5.5), ("gave up", 10.5)]
+
+
+@pytest.mark.parametrize("kind", ["waits", "outstanding"])
+def test_time_in_which_the_process_did_not_run_counts_for_no_wait(ranks1: Ranks, kind: str) -> None:
+    ranks1.run(check_asleep, kind)
+
+
+def test_a_wait_that_begins_behind_a_pause_counts_in_full() -> None:
+    now = [0.0]
+    awake = AwakeTime(lambda: now[0])
+    for now[0] in (0.0, 1.0, 500.0, 501.0):
+        awake.look(1.0)
+    assert awake.since(500.5, 501.0) == 0.5
+    assert awake.since(499.0, 501.0) == 1.0  # it seems to have begun while nobody looked
+    assert awake.since(0.0, 501.0) == 3.0
+
+
+def wait_while_all_are_stopped(started: Path) -> str:
+    model = with_gradients(linear())
+    optimizer = sharded(model, timeout=20.0)
+    if dist.get_rank() == 0:
+        (started / "waits").touch()
+    else:
+        wait_until((started / "resumed").exists)
+    optimizer.step()
+    dist.barrier()
+    return "stepped"
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_job_that_is_stopped_for_longer_than_the_timeout_goes_on(tmp_path: Path) -> None:
+    def stop(others: Others) -> None:
+        wait_until((tmp_path / "waits").exists)
+        for signum, seconds in ((signal.SIGSTOP, 25.0), (signal.SIGCONT, 0.0)):
+            for rank in range(2):
+                others.kill(rank, signum)
+            time.sleep(seconds)
+        time.sleep(5.0)  # the watchdogs look
+        (tmp_path / "resumed").touch()
+
+    ended = outcomes(2, wait_while_all_are_stopped, tmp_path, meanwhile=stop, limit=200.0)
+    assert [outcome.said for outcome in ended] == ["stepped"] * 2
 
 
 def test_where_nobody_answers_a_process_is_silent_and_where_nobody_listens_it_has_ended(

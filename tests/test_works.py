@@ -169,6 +169,30 @@ def test_who_lets_go_after_a_failure_is_waited_for_by_nobody_and_keeps_no_group(
     ranks2.run(check_left_behind, tmp_path)  # whose limit is less than the timeout of the group
 
 
+def check_wrapper_left_behind(folder: Path) -> None:
+    """Rank 0 leaves after a failure; it keeps what was raised, and so the groups. Rank 1 waits for it."""
+    rank = leave()
+    enter(folder, "the group", rank, 2)
+    model = DistributedDataParallel(linear())
+    beside = RankGroup.of(dist.new_group())  # of the same ranks
+    if rank == 0:
+        RankGroup.of(None).works.has_failed = True
+        model.detach()
+        wait_until((folder / "raised").exists)
+    else:
+        with pytest.raises(RuntimeError):
+            beside.broadcast_rows([(0, torch.ones(4))])[0].wait()
+        (folder / "raised").touch()
+        model.detach()
+    dist.destroy_process_group()
+
+
+def test_who_detaches_a_wrapper_alone_after_a_failure_is_waited_for_by_nobody(
+    ranks2: Ranks, tmp_path: Path
+) -> None:
+    ranks2.run(check_wrapper_left_behind, tmp_path, timeout=40.0)  # less than the timeout of the group
+
+
 def fail_in_a_future(future: Future[Any]) -> Tensor:
     future.wait()
     raise RuntimeError("the reset of my connection timed out")

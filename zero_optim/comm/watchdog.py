@@ -2,7 +2,8 @@
 
 It is started with the first optimizer or DDP of more than one rank, and ends with the last. It does not take
 part in collectives. How it ends a wait: Note [Waits that end] in `zero_optim.comm.works`. How it knows of
-other ranks: Note [Dead, stopped or slow] in `zero_optim.comm.peers`.
+other ranks: Note [Dead, stopped or slow] in `zero_optim.comm.peers`. What it does not count: Note [Time
+asleep] in `zero_optim.comm.awake`.
 
 Note [Giving up together]
     The rank whose wait is the first to take too long asks all ranks of the group what they do. Of what they
@@ -36,6 +37,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 
+from zero_optim.comm.awake import AwakeTime
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.diagnosis import Seen, Status, closed, gone, judge
 from zero_optim.comm.directory import Directory
@@ -141,6 +143,7 @@ class Watchdog:
         self._deciding: set[tuple[int, ...]] = set()
         self._exits = False
         self._interval = _LONGEST_LOOK
+        self._awake = AwakeTime()
         self._lock = threading.Lock()
         self._is_over = False
         self._has_left = threading.Event()
@@ -223,16 +226,18 @@ class Watchdog:
             self._has_left.set()
 
     def _look(self) -> None:
-        now = time.monotonic()
+        now = self._awake.look(self._interval)
         for record in list(self._log.waits.values()):
-            self._judge_wait(record, record.waited(now))
+            since = record.waiting_since
+            if since is not None:  # another thread may just have ended the wait
+                self._judge_wait(record, self._awake.since(since, now))
         for works in list(self._log.groups.values()):
             if works.outstanding is not None:  # see Note [Watching NCCL]
                 record, handle = works.outstanding
                 if works.group() is None or _has_ended(handle):
                     record.ended, works.outstanding = now, None
                 else:
-                    self._judge_wait(record, now - record.started)
+                    self._judge_wait(record, self._awake.since(record.started, now))
 
     def _judge_wait(self, record: Record, seconds: float) -> None:
         works = record.group

@@ -53,6 +53,7 @@ _NOUNS = {
     "agree": "an agreement",
     "state": "the exchange of optimizer state",
     "checkpoint": "the exchange of a checkpoint",
+    "buffers": "the broadcast of the model's buffers",
 }
 
 
@@ -138,7 +139,7 @@ class Record:
     Attributes:
         group: the works of its process group.
         number: its place among them, counted from 1 on this process.
-        phase: one of `zero_optim.comm.traffic.PHASES`, or ``checkpoint``.
+        phase: one of `zero_optim.comm.traffic.PHASES`, ``checkpoint`` or ``buffers``.
         about: what it brings, such as ``bucket 3 (layers.7.weight, …)``; may be empty.
         timeout: seconds after which a wait for it is given up.
         started: when.
