@@ -14,6 +14,7 @@ from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.errors import RankMismatchError, RemoteRankError
 from zero_optim.hooks import zero_step
+from zero_optim.plan.options import OptionValues
 
 
 def make(cls: Any = torch.optim.SGD, **options: Any) -> ZeroRedundancyOptimizer:
@@ -498,3 +499,34 @@ def check_join() -> None:
 
 def test_ranks_that_ran_out_of_inputs_are_lent_the_options(ranks2: Ranks) -> None:
     ranks2.run(check_join)
+
+
+def followed(*steps: dict[str, Any]) -> OptionValues:
+    """Follow a group that is updated with one dict after the other."""
+    group: dict[str, Any] = {"params": []}
+    values = OptionValues()
+    for changes in steps:
+        group.update(changes)
+        values.follow([group], frozenset())
+    return values
+
+
+def test_options_that_changed_one_after_the_other_have_the_digest_of_all_at_once() -> None:
+    rates, log = torch.tensor([0.25, 0.5]), [1]
+    first = {"lr": 0.1, "betas": (0.9, 0.99), "rates": rates, "log": log, "name": "a"}
+    digests = set()
+    values = followed(first)
+    for key, value in {"lr": 1, "betas": (0.5, 0.99), "rates": rates.mul(2), "log": [2], "name": 1.0}.items():
+        changed = followed(first, {}, {key: value}, {})
+        anew = followed({**first, key: value})
+        assert (changed.digest, changed.by_group) == (anew.digest, anew.by_group)
+        digests.add(changed.digest)
+    assert len(digests) == 5
+    assert values.digest not in digests
+    before, options = values.digest, values.by_group
+    for change in (lambda: rates.mul_(2), lambda: log.append(3)):
+        change()
+        values.follow([first], frozenset())
+        assert values.digest != before
+        before = values.digest
+    assert options[0]["rates"] == [0.25, 0.5], "as they were"

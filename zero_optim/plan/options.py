@@ -12,6 +12,7 @@ import json
 import math
 import numbers
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, TypeAlias
 
@@ -102,6 +103,69 @@ def text_of(value: Plain) -> str:
     return repr(value)
 
 
+@dataclass(slots=True, eq=False)
+class _KnownGroup:
+    """The options of one group at the last step.
+
+    Attributes:
+        keys: of the group, in its order, those of `PARAM_KEYS` too.
+        values: their values.
+        stable: whether each value cannot change as long as it is the same object.
+        told: the options as plain values. A change makes a new dict.
+        is_stable: all values are.
+        text: of the options that count for the digest, encoded.
+    """
+
+    keys: list[Any]
+    values: list[object]
+    stable: list[bool]
+    told: dict[str, Plain]
+    is_stable: bool
+    text: bytes = b""
+    _texts: dict[str, str] = field(default_factory=dict)  # of what counts, by name, in the order of names
+
+    @classmethod
+    def of(cls, number: int, group: ParamGroup, left_out: Collection[OptionKey]) -> "_KnownGroup":
+        """Read a group.
+
+        Args:
+            number: of the group.
+            group: the group.
+            left_out: options that do not count for the digest.
+        """
+        stable = [_is_stable(*pair) for pair in group.items()]
+        told = {str(key): plain(value) for key, value in group.items() if key not in PARAM_KEYS}
+        known = cls(list(group), list(group.values()), stable, told, all(stable))
+        counted = sorted(name for name in told if (number, name) not in left_out)
+        known._texts = {name: _text_of_option(name, told[name]) for name in counted}
+        known._write()
+        return known
+
+    def follow(self, group: ParamGroup) -> bool:
+        """Take over the values of a group with the same keys; tell whether any is another object."""
+        values = self.values
+        if self.is_stable and all(map(is_, group.values(), values)):  # most groups, in most steps
+            return False
+        told, is_stable, stable = self.told, True, self.stable
+        for place, (key, value) in enumerate(group.items()):
+            if key in PARAM_KEYS or (stable[place] and values[place] is value):
+                continue
+            stable[place] = _is_stable(key, value)
+            is_stable = is_stable and stable[place]
+            name, now = str(key), plain(value)
+            if told is self.told:
+                told = told.copy()
+            told[name] = now
+            if name in self._texts:
+                self._texts[name] = _text_of_option(name, now)
+        self.values, self.told, self.is_stable = list(group.values()), told, is_stable
+        self._write()
+        return True
+
+    def _write(self) -> None:
+        self.text = "\0".join(self._texts.values()).encode()
+
+
 class OptionValues:
     """The options of all groups at the last step, and their digest. The same options again cost little.
 
@@ -113,9 +177,7 @@ class OptionValues:
     def __init__(self) -> None:
         self.by_group: list[dict[str, Plain]] = []
         self.digest = bytes(DIGEST_NBYTES)
-        self._keys: list[list[str]] = []
-        self._values: list[list[object]] = []
-        self._stable: list[list[bool]] = []
+        self._groups: list[_KnownGroup] = []
         self._left_out: frozenset[OptionKey] = frozenset()
 
     def follow(self, groups: Sequence[ParamGroup], left_out: Collection[OptionKey]) -> None:
@@ -125,45 +187,33 @@ class OptionValues:
             groups: all public groups.
             left_out: options that do not count for the digest.
         """
-        keys = [list(group) for group in groups]
-        values: list[list[object]] = [list(group.values()) for group in groups]
-        is_known = keys == self._keys and self._left_out == left_out
-        if is_known and all(map(self._are_same, range(len(groups)), values)):
-            return
-        before = self.by_group if keys == self._keys else [{} for _ in keys]
-        by_group = []
-        for number, (names, given) in enumerate(zip(keys, values, strict=True)):
-            known, told = before[number], {}
-            for place, (key, value) in enumerate(zip(names, given, strict=True)):
-                if key in PARAM_KEYS:
-                    continue
-                name = str(key)
-                is_same = known and self._stable[number][place] and self._values[number][place] is value
-                told[name] = known[name] if is_same else plain(value)
-            by_group.append(told)
-        self.by_group, self._keys, self._values = by_group, keys, values
-        self._stable = [[_is_stable(*pair) for pair in group.items()] for group in groups]
-        self._left_out = frozenset(left_out)
-        counted = [
-            [
-                (name, _rounded(value))
-                for name, value in sorted(told.items())
-                if (number, name) not in left_out
-            ]
-            for number, told in enumerate(by_group)
-        ]
-        self.digest = hashlib.blake2b(json.dumps(counted).encode(), digest_size=DIGEST_NBYTES).digest()
-
-    def _are_same(self, number: int, values: list[object]) -> bool:
-        """Whether the options of a group are the very ones of the last step, which cannot have changed."""
-        return all(self._stable[number]) and all(map(is_, values, self._values[number]))
+        known = self._groups
+        is_known = len(groups) == len(known) and self._left_out == left_out
+        if is_known and all(list(group) == before.keys for group, before in zip(groups, known, strict=True)):
+            changes = [before.follow(group) for group, before in zip(groups, known, strict=True)]
+            if not any(changes):
+                return
+        else:
+            self._groups = [_KnownGroup.of(number, group, left_out) for number, group in enumerate(groups)]
+            self._left_out = frozenset(left_out)
+        self.by_group = [group.told for group in self._groups]
+        told = b"\1".join([group.text for group in self._groups])
+        self.digest = hashlib.blake2b(told, digest_size=DIGEST_NBYTES).digest()
 
 
-def _is_stable(name: str, value: object) -> bool:
+def _is_stable(name: object, value: object) -> bool:
     """Whether a value cannot change as long as it is the same object; members of a group do not matter."""
-    if name in PARAM_KEYS or type(value) in _STABLE:
+    kind = type(value)
+    if kind in _STABLE or name in PARAM_KEYS:
         return True
-    return type(value) is tuple and all(type(item) in _STABLE for item in value)
+    return kind is tuple and all(type(item) in _STABLE for item in value)  # type: ignore[attr-defined]
+
+
+def _text_of_option(name: str, value: Plain) -> str:
+    """Write an option for the digest: numbers that are close have one text, as a rule."""
+    if type(value) is float:  # schedulers change many of them in each step
+        return f"{name}={value:.{_DIGITS}g}"
+    return f"{name}:{json.dumps(_rounded(value))}"
 
 
 def _rounded(value: Plain) -> Plain:
