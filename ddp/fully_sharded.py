@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.lanes import lanes_for_rows
@@ -14,7 +15,7 @@ from zero_optim.ddp.sharded import ShardedDataParallel
 from zero_optim.ddp.unit_choice import UnitChoice, Units, choose_units
 from zero_optim.ddp.unit_hooks import hook_up, units_of
 from zero_optim.ddp.units import Unit, UnitsInUse
-from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
+from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.shard.units import UnitBucket
 
 
@@ -42,7 +43,8 @@ class FullyShardedDataParallel(ShardedDataParallel):
             unit belong to the outermost one, which is whole from the forward to the backward pass.
         reshard_after_forward: False keeps units whole from the forward to the backward pass: 2 (W-1)/W times
             the parameters' bytes are sent in an iteration, and not 3. A number keeps so many, the last ones.
-        accumulate: as in `ShardedDataParallel`, as are the other options. ``mixed_precision`` is refused.
+        accumulate: as in `ShardedDataParallel`, as are ``mesh`` and the other options. ``mixed_precision``
+            is refused. With a mesh units are gathered inside each replica.
 
     Raises:
         TypeError: on every rank; as `ShardedDataParallel`, or ``units`` are none.
@@ -57,24 +59,27 @@ class FullyShardedDataParallel(ShardedDataParallel):
         units: Units = "auto",
         reshard_after_forward: bool | int = True,
         accumulate: Accumulate = "owner",
+        mesh: DeviceMesh | None = None,
         **options: Any,  # noqa: ANN401 - PyTorch's
     ) -> None:
         """Check, agree with the other ranks, wrap, and free everything."""
         self._asked = units, reshard_after_forward
-        require_ours(optimizer)
-        with failing_together(optimizer.ranks):
-            _check(module, options)
-        super().__init__(module, optimizer, accumulate=accumulate, **options)
+        super().__init__(module, optimizer, accumulate=accumulate, mesh=mesh, **options)
+
+    def _check_more(self, module: nn.Module, options: Mapping[str, object]) -> None:
+        _check(module, options)
 
     def _make_reducer(
         self, pairs: Sequence[tuple[str, Tensor]], options: ReducerOptions, sparse: Sequence[str]
     ) -> Reducer:
         optimizer, (asked, reshards) = self._optimizer, self._asked
-        with failing_together(optimizer.ranks):
+        everyone = self._everyone(optimizer)
+        with failing_together(everyone):
             choice = choose_units(self.module, asked)
             keeps = _num_kept(reshards)
         owned = optimizer.pieces()
-        buckets = optimizer.shard_parameters({p: n for p, n in choice.unit_of.items() if p in owned})
+        with failing_together(everyone):  # it fails on all ranks of a replica alike
+            buckets = optimizer.shard_parameters({p: n for p, n in choice.unit_of.items() if p in owned})
         reducer = super()._make_reducer(pairs, options, sparse)
         lanes = lanes_for_rows(optimizer.ranks, owned)
         units = UnitsInUse(optimizer.ranks, lanes, _units(choice, buckets, reducer.params), keeps)

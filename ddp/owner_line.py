@@ -1,7 +1,20 @@
-"""Buckets on their way to the owners of their gradients, one after the other."""
+"""Buckets on their way to the owners of their gradients, one after the other.
+
+Note [Sums across replicas]
+    In a mesh (`zero_optim.comm.mesh`) gradients are added up twice: in the order of ranks inside a replica,
+    by the owner; then its row over the owners of the same rows in all replicas, by the backend, in place. The
+    second sum starts when the first one is there, which is when the next bucket is launched, and is waited
+    for one bucket later. So each bucket has the time of another one for it, and no more than two rows are
+    under way. All replicas get the bits of one sum. The word of a failure is summed with its row, so every
+    rank of the mesh reads it.
+
+    Sums of a replica and sums across it use different communicators. All ranks start both in one order, that
+    of the buckets, as NCCL wants it.
+"""
 
 from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -12,6 +25,9 @@ from zero_optim.ddp.bucket import ReducerBucket
 from zero_optim.ddp.owner_bucket import OwnerBucket
 from zero_optim.ddp.owner_rows import OwnerRows
 from zero_optim.ddp.reduction import Reduction, SumReduction
+
+if TYPE_CHECKING:
+    from zero_optim.comm.traffic import Waitable
 
 _NUM_UNDER_WAY = 2  # portions: while one is added, the next one is on its way
 
@@ -25,12 +41,22 @@ class OwnerSum:
         bucket: the gradients, divided.
         rows: popped from it.
         label: names the bucket in messages.
+        across: owners of the same rows in all replicas; None if there is one alone.
     """
 
     def __init__(
-        self, group: RankGroup, lanes: Lease, bucket: OwnerBucket, rows: OwnerRows | None, label: str
+        self,
+        group: RankGroup,
+        lanes: Lease,
+        bucket: OwnerBucket,
+        rows: OwnerRows | None,
+        label: str,
+        across: RankGroup | None = None,
     ) -> None:
         self._group = group
+        self._across = across
+        self._total: Tensor | None = None  # of the replica, then of all
+        self._work: Waitable | None = None
         self._lanes = lanes
         self._bucket = bucket
         self._label = label
@@ -72,18 +98,36 @@ class OwnerSum:
             self._lanes.abandon()
             raise
 
+    def hand_on(self) -> None:
+        """Wait for the sum of the replica, and start the one across replicas; a second call does nothing.
+
+        Where there is one replica alone, have the bucket take the sum over.
+        """
+        if self._total is not None or self._word is not None:
+            return
+        while self._sums:
+            self._finish_first()
+        assert self._rows is not None  # nothing has failed
+        rows, self._rows = self._rows, None
+        if self._across is not None and rows.own.numel():  # the others have as many
+            _, self._work = self._across.start_sum(rows.own, f"{self._label}, across replicas")
+        self._total = rows.own
+        if self._across is None:
+            self.wait()
+
     def wait(self) -> Tensor:
         """Wait for the sum, and have the bucket take it over; a second call gives the same.
 
         Returns:
             The word of a failure, see `OwnerBucket.settle`.
         """
+        self.hand_on()
         if self._word is None:
-            while self._sums:
-                self._finish_first()
-            assert self._rows is not None  # nothing has failed
-            rows, self._rows = self._rows, None
-            self._word = self._bucket.settle(rows.own)
+            if self._work is not None:
+                self._work.wait()
+            assert self._total is not None  # it was handed on
+            self._word = self._bucket.settle(self._total)
+            self._total = self._work = None
         return self._word
 
 
@@ -93,16 +137,28 @@ class OwnerLine:
     See Note [Memory of sharded gradients] in `owner_bucket`.
 
     Args:
-        group: the ranks.
+        group: the ranks of this replica.
         lanes: for the exchange.
         labels: name the buckets in messages, by number.
+        everyone: the ranks of all replicas.
+        across: see `OwnerSum`.
     """
 
-    def __init__(self, group: RankGroup, lanes: Lease, labels: Sequence[str]) -> None:
+    def __init__(
+        self,
+        group: RankGroup,
+        lanes: Lease,
+        labels: Sequence[str],
+        everyone: RankGroup,
+        across: RankGroup | None = None,
+    ) -> None:
         self._group = group
         self._lanes = lanes
         self._labels = labels
+        self._everyone = everyone
+        self._across = across
         self._under_way: OwnerSum | None = None
+        self._handed_on: OwnerSum | None = None  # the one before
 
     def keep_pace(self, fraction: float) -> None:
         """Bring what is under way as far as the bucket that fills is.
@@ -117,8 +173,13 @@ class OwnerLine:
         """Start a bucket; see `Launch`."""
         before, self._under_way = self._under_way, None
         if before is not None:
-            before.wait()
+            before.hand_on()
+            if self._handed_on is not None:
+                self._handed_on.wait()
+            self._handed_on = before
+        label = self._labels[number]
         if not isinstance(bucket, OwnerBucket):
-            return SumReduction(self._group, bucket, self._labels[number])
-        self._under_way = OwnerSum(self._group, self._lanes, bucket, bucket.pop_rows(), self._labels[number])
+            return SumReduction(self._everyone, bucket, label)
+        rows = bucket.pop_rows()
+        self._under_way = OwnerSum(self._group, self._lanes, bucket, rows, label, self._across)
         return self._under_way

@@ -1,6 +1,7 @@
 """`OwnerReducer`: our reducer, with buckets that go to the owners of their parameters."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import lanes_for_rows
+from zero_optim.comm.mesh import RankMesh
 from zero_optim.compat.engine import backward_number
 from zero_optim.ddp.assignment import BucketAssignment, ReducedParams, ReducerOptions, indices_of_members
 from zero_optim.ddp.backward_pass import BackwardPass
@@ -41,6 +43,7 @@ class OwnerReducer(Reducer):
         options: see `Reducer`.
         sparse: see `Reducer`.
         wanted: see `Reducer`.
+        mesh: of all ranks that train the model; None if those of the optimizer are all.
     """
 
     checks_first = True
@@ -53,14 +56,16 @@ class OwnerReducer(Reducer):
         *,
         sparse: Sequence[str],
         wanted: Callable[[bool], bool],
+        mesh: RankMesh | None = None,
     ) -> None:
         self._optimizer = optimizer
+        self._mesh = mesh
         self._num_steps_before: int | None = None  # those of the optimizer before the last pass in Join
         self._local_number = -1  # of the last backward pass that was not reduced
         self._lanes = lanes_for_rows(optimizer.ranks, optimizer.owners())
         super().__init__(
             params,
-            optimizer.ranks.process_group,
+            (optimizer.ranks if mesh is None else mesh.everyone).process_group,
             options,
             sparse=sparse,
             wanted=wanted,
@@ -86,7 +91,11 @@ class OwnerReducer(Reducer):
         )
 
     def _launcher(self) -> Launch:
-        line = OwnerLine(self._group, self._lanes, self._assignment.labels)
+        everyone, across = self._group.during("reduce"), None
+        inner = replace(self._optimizer.ranks, phase=everyone.phase)
+        if self._mesh is not None:
+            across = replace(self._mesh.across, phase=everyone.phase)
+        line = OwnerLine(inner, self._lanes, self._assignment.labels, everyone, across)
         for bucket in self._assignment.buckets:
             if isinstance(bucket, OwnerBucket):
                 bucket.pace_by(line.keep_pace)

@@ -5,8 +5,12 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import JoinHook
+from torch.distributed.device_mesh import DeviceMesh
 
 from zero_optim.comm.agreement import agree, failing_together
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.mesh import RankMesh
 from zero_optim.ddp.assignment import ReducerOptions
 from zero_optim.ddp.data_parallel import DistributedDataParallel
 from zero_optim.ddp.owner_reducer import Accumulate, OwnerReducer
@@ -33,11 +37,14 @@ _REFUSED = {
     "bucket_cap_mb_list": "buckets are those of the optimizer: give it bucket_cap_mb",
     "check_reduction": "it has had no effect for long",
     "delay_all_reduce_named_params": "every gradient goes to its owner, and none can be averaged elsewhere",
-    "device_mesh": "the ranks are those of the optimizer: give it process_group=mesh.get_group()",
+    "device_mesh": "the ranks are those of the optimizer: give it process_group=mesh.get_group(), and a 2-D "
+    "mesh of replicas by the name of mesh",
     "gradient_as_bucket_view": "an owner's gradients are views already, and nobody else has whole ones",
     "param_to_hook_all_reduce": "every gradient goes to its owner, and none can be averaged elsewhere",
     "skip_all_reduce_unused_params": "the ranks have to reduce the same buckets",
 }
+
+_HINTS = {"parameter": "Replicas must plan alike: build the optimizers with cuts=False, or on equal machines"}
 
 
 class ShardedDataParallel(DistributedDataParallel):
@@ -86,6 +93,13 @@ class ShardedDataParallel(DistributedDataParallel):
             the sums. The bits differ: "owner" adds over ranks first, then over passes; "local" over passes
             first, on each rank, then over ranks.
         process_group: that of the optimizer; need not be given.
+        mesh: a 2-D ``DeviceMesh``, (replicas, ranks of a replica), for several groups of ranks that each
+            shard everything, such as one for each machine. The optimizer is built over one row of it,
+            ``process_group=mesh.get_group(1)``. All ranks of the mesh construct, and train together.
+            An owner's sum goes on over the owners of the same rows in all replicas, in an all-reduce beside
+            the next bucket. So gradients are averaged over all ranks, parameters and state are equal in all
+            replicas, and what goes across replicas is a row: the gradients' bytes divided by the ranks
+            of a replica, times 2 (R-1)/R for R replicas.
         **options: ``device_ids``, ``output_device``, ``dim``, ``broadcast_buffers``, ``init_sync``,
             ``find_unused_parameters``, ``static_graph``, ``mixed_precision``, ``timeout`` and
             ``on_stall``, as in `DistributedDataParallel`.
@@ -93,10 +107,13 @@ class ShardedDataParallel(DistributedDataParallel):
     Raises:
         TypeError: on every rank: ``optimizer`` is not sharded by this library, or an option is unknown or has
             no meaning here; says why.
-        ValueError: likewise: the optimizer lacks a parameter, or has another process group; or a parameter is
-            cut, its gradients are sparse, and the class does not bear that.
-        RankMismatchError: on every rank: models or arguments differ.
+        ValueError: likewise: the optimizer lacks a parameter, or has another process group, or one that is
+            no row of the mesh; or a parameter is cut, its gradients are sparse, and the class does not bear
+            that.
+        RankMismatchError: on every rank: models or arguments differ; or the optimizers of two replicas.
     """
+
+    _mesh: RankMesh | None
 
     def __init__(
         self,
@@ -105,28 +122,43 @@ class ShardedDataParallel(DistributedDataParallel):
         *,
         accumulate: Accumulate = "owner",
         process_group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
         **options: Any,  # noqa: ANN401 - PyTorch's
     ) -> None:
         """Check, agree with the other ranks, and wrap."""
         require_ours(optimizer)
         with optimizer.ranks.doing("ShardedDataParallel()"):
-            with failing_together(optimizer.ranks):
+            vars(self)["_mesh"] = RankMesh.of(mesh, optimizer.ranks)  # nn.Module is not set up yet
+            everyone = self._everyone(optimizer)
+            with failing_together(everyone):
                 _check_arguments(accumulate, options)
                 _check_group(optimizer, process_group)
                 _check_module(module, optimizer)
-            agree(optimizer.ranks, [f"accumulate={accumulate!r}"], "the arguments of ShardedDataParallel")
+                self._check_more(module, options)
+            agree(everyone, [f"accumulate={accumulate!r}"], "the arguments of ShardedDataParallel")
         self._optimizer = optimizer
         self._accumulate = accumulate
         base: Any = super()
-        base.__init__(module, process_group=optimizer.ranks.process_group, **options)
+        base.__init__(module, process_group=everyone.process_group, **options)
+        optimizer.mesh = self._mesh
         optimizer.begin_averages_anew()  # from the weights that the ranks have by now
+
+    def _everyone(self, optimizer: ZeroRedundancyOptimizer) -> RankGroup:
+        """Give all ranks that train the model: those of the optimizer, or of the mesh."""
+        return optimizer.ranks if self._mesh is None else self._mesh.everyone
+
+    def _check_more(self, module: nn.Module, options: Mapping[str, object]) -> None:
+        """Check what a subclass is given; does not communicate."""
 
     def _make_reducer(
         self, pairs: Sequence[tuple[str, Tensor]], options: ReducerOptions, sparse: Sequence[str]
     ) -> Reducer:
-        with failing_together(self._optimizer.ranks):
-            self._optimizer.check_sparse(param for name, param in pairs if name in sparse)
-        return OwnerReducer(pairs, self._optimizer, options, sparse=sparse, wanted=self._wanted())
+        optimizer, mesh = self._optimizer, self._mesh
+        with failing_together(self._everyone(optimizer)):
+            optimizer.check_sparse(param for name, param in pairs if name in sparse)
+        if mesh is not None:
+            agree(mesh.everyone, optimizer.describe(), "the optimizers of the replicas", _HINTS)
+        return OwnerReducer(pairs, optimizer, options, sparse=sparse, wanted=self._wanted(), mesh=mesh)
 
     def _caps(self) -> tuple[int, ...]:
         return (self._optimizer.bucket_cap_nbytes,)
@@ -147,14 +179,31 @@ class ShardedDataParallel(DistributedDataParallel):
             process_group: that of the optimizer, which is bound already; need not be given.
 
         Raises:
-            RuntimeError: the optimizer is detached; or as in `DistributedDataParallel`.
+            RuntimeError: the optimizer is detached, or there is a mesh; or as in `DistributedDataParallel`.
             ValueError: on every rank: the optimizer lacks a parameter, or has another process group.
         """
+        if self._mesh is not None:
+            raise RuntimeError(
+                "ShardedDataParallel has a mesh, whose groups are gone: wrap the module anew, with a new mesh"
+            )
         ranks = self._optimizer.ranks
         with failing_together(ranks):
             _check_group(self._optimizer, process_group)
             _check_module(self.module, self._optimizer)
         super().rebind(ranks.process_group)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ANN401 - PyTorch's
+        """Take part in ``Join``, as in `DistributedDataParallel`.
+
+        Raises:
+            RuntimeError: there is a mesh: steps are those of a replica, and the sums those of all.
+        """
+        if self._mesh is not None:
+            raise RuntimeError(
+                "with a mesh ShardedDataParallel takes no part in Join: wrapper and optimizer have other "
+                "ranks there. Give every rank as many batches"
+            )
+        return super().join_hook(**kwargs)
 
     def no_sync(self) -> Any:  # noqa: ANN401 - PyTorch's context
         """Add up gradients on each rank, whole, in the passes of this context; with ``accumulate="local"``.

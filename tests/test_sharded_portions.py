@@ -182,7 +182,7 @@ def test_a_bucket_that_fills_brings_the_one_before_along() -> None:
     owners = BucketOwners(("weight",), ((Piece(0, 0, 4),),), 0, 1)
     bucket = OwnerBucket([0], [torch.rand(4, 2)], owners, num_portions=4)
     nobody: Any = SimpleNamespace(groups=())
-    line = owner_line.OwnerLine(nobody, nobody, ["bucket 0"])
+    line = owner_line.OwnerLine(nobody, nobody, ["bucket 0"], nobody)
     line.keep_pace(1.0)  # nothing is under way
     first, second, third, last = (f"bucket 0, portion {number} of 4" for number in range(1, 5))
     with mock.patch.object(owner_line, "RowSum", Recorded):

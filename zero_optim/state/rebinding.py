@@ -83,7 +83,7 @@ class RebindableOptimizer(HoldingOptimizer):
         self._owned.let_go()
         works = self._ranks.works
         works.log.cut_if_failed(works.ranks)  # see Note [Groups that end] in `zero_optim.comm.works`
-        self._ranks = self._ranks.let_go()
+        self._ranks, self.mesh = self._ranks.let_go(), None
         unwatch(self)
         params = self._params()
         if any(isinstance(param.grad, PartialGradient) for param in params):

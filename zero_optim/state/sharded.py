@@ -15,12 +15,14 @@ from torch.optim import Optimizer
 from zero_optim.comm.agreement import failing_together, said_by_all
 from zero_optim.comm.backends import held
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.mesh import RankMesh
 from zero_optim.comm.traffic import PHASES
 from zero_optim.comm.watchdog import learn_addresses, patient, watch
 from zero_optim.explain import Explanation, explain
 from zero_optim.plan.costs import cost_named
-from zero_optim.plan.groups import ParamGroup, params_of, short_names
-from zero_optim.plan.pieces import Pieces
+from zero_optim.plan.groups import ParamGroup, describe_options, param_names, params_of, short_names
+from zero_optim.plan.pieces import Pieces, owned_by_text
+from zero_optim.plan.plan import describe_params
 from zero_optim.shard.lazy import LazyGather, check_reader
 from zero_optim.shard.sharding import Sharding
 from zero_optim.state.given import (
@@ -54,7 +56,13 @@ class ShardedOptimizer(Optimizer):
 
     Raises:
         Exception: on every rank, see `ZeroRedundancyOptimizer`.
+
+    Attributes:
+        mesh: of the replicas that hold what this rank's group holds, where a wrapper has a mesh; else None,
+            and in a copy. Checkpoints ask for it.
     """
+
+    mesh: RankMesh | None = None
 
     def __init__(
         self,
@@ -263,6 +271,21 @@ class ShardedOptimizer(Optimizer):
         dimension 0. A parameter that is not cut has one.
         """
         return {param: self._sharding.pieces[param] for param in self._params()}
+
+    def describe(self) -> list[str]:
+        """Describe all that optimizers of one model in several replicas must have in common.
+
+        That is parameters, options, and who owns what; does not communicate.
+        """
+        groups, options = self.param_groups, self._options.describe()
+        pieces = zip(param_names(groups), self.pieces().values(), strict=True)
+        owners = [f"parameter {name} {owned_by_text(each)}" for name, each in pieces]
+        members = [
+            f"buckets of {self.bucket_cap_nbytes} bytes",
+            *self._owned.local.describe_specs(),
+            *options,
+        ]
+        return [*describe_params(groups), *describe_options(groups), *members, *owners]
 
     def bucket_members(self) -> list[list[Tensor]]:
         """List the parameters of each bucket; equal on every rank."""

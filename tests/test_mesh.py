@@ -1,0 +1,367 @@
+"""Over a mesh gradients are averaged over all ranks, and everything is sharded inside each replica."""
+
+import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from pool import Ranks
+from streams_runs import CAP_MB, Found, Run, clip, on_model, pass_again
+from test_fully_sharded import Tower, batch
+from zero_optim import RankMismatchError, ReductionError, ZeroRedundancyOptimizer
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.mesh import made_over
+from zero_optim.ddp import (
+    DistributedDataParallel,
+    FullyShardedDataParallel,
+    ShardedDataParallel,
+    unsharded,
+)
+
+STAGES: dict[str, Any] = {"gradients": ShardedDataParallel, "fully": FullyShardedDataParallel}
+
+
+def mesh_of(replicas: int) -> DeviceMesh:
+    size = dist.get_world_size()
+    return init_device_mesh("cpu", (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+def built(
+    model: nn.Module, stage: str, mesh: DeviceMesh, of_optimizer: dict[str, Any] | None = None, **options: Any
+) -> tuple[Any, ZeroRedundancyOptimizer]:
+    given = {"optimizer_class": torch.optim.AdamW, "lr": 1e-2, **(of_optimizer or {})}
+    given["process_group"] = mesh["shard"].get_group()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), **given)
+    return STAGES[stage](model, optimizer, mesh=mesh, **options), optimizer
+
+
+def loss_of(model: Any, step: int) -> Tensor:
+    return model(batch(step)).square().mean()
+
+
+def train(wrapped: Any, optimizer: Any, first: int = 0, steps: int = 3) -> list[float]:
+    losses = []
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        loss = loss_of(wrapped, step)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def whole(model: nn.Module) -> list[Tensor]:
+    """Copies of the parameters, whole."""
+    if any(param.isnan().any() for param in model.parameters()):
+        with unsharded(model, writes=False):
+            return [param.detach().clone() for param in model.parameters()]
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def assert_alike(got: nn.Module, want: nn.Module) -> None:
+    for number, (one, other) in enumerate(zip(whole(got), whole(want), strict=True)):
+        assert torch.equal(one, other), number
+
+
+def assert_equal_everywhere(model: nn.Module) -> None:
+    """Every rank has the bits of rank 0."""
+    for param in whole(model):
+        first = param.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(param, first)
+
+
+def summed_by_hand(model: nn.Module, replicas: int) -> None:
+    """Average gradients as a mesh does: inside a replica in the order of ranks, then over two replicas."""
+    size = dist.get_world_size()
+    inner = size // replicas
+    for param in model.parameters():
+        assert param.grad is not None
+        everyone = [torch.empty_like(param) for _ in range(size)]
+        dist.all_gather(everyone, param.grad * (1 / size))
+        sums = []
+        for start in range(0, size, inner):
+            total = everyone[start]
+            for rank in range(start + 1, start + inner):
+                total = total + everyone[rank]
+            sums.append(total)
+        param.grad = sums[0] + sums[1]
+
+
+def trains_as_by_hand(stage: str) -> None:
+    plain = Tower()
+    model = copy.deepcopy(plain)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(dist.get_rank())  # rank 0's count
+    wrapped, optimizer = built(model, stage, mesh_of(2), {"bucket_cap_mb": 0.01})
+    assert optimizer.num_buckets > 2
+    one = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for step in range(3):
+        one.zero_grad()
+        want = loss_of(plain, step)
+        want.backward()
+        summed_by_hand(plain, 2)
+        one.step()
+        assert train(wrapped, optimizer, step, 1) == [want.item()]
+    assert_alike(model, plain)
+    assert_equal_everywhere(model)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_are_summed_inside_a_replica_and_then_across(ranks4: Ranks, stage: str) -> None:
+    ranks4.run(trains_as_by_hand, stage)
+
+
+def is_no_mesh(stage: str) -> None:
+    """One replica is the same as no mesh; replicas of one rank are DDP's ranks."""
+    model = Tower()
+    (wrapped, optimizer), other = built(copy.deepcopy(model), stage, mesh_of(1)), copy.deepcopy(model)
+    one = ZeroRedundancyOptimizer(other.parameters(), torch.optim.AdamW, lr=1e-2)
+    assert train(wrapped, optimizer) == train(STAGES[stage](other, one), one)
+    assert_alike(wrapped.module, other)
+    alone, optimizer = built(copy.deepcopy(model), stage, mesh_of(2))
+    ddp = DistributedDataParallel(copy.deepcopy(model))
+    assert train(alone, optimizer) == train(ddp, torch.optim.AdamW(ddp.parameters(), lr=1e-2))
+    assert_alike(alone.module, ddp.module)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_replica_is_no_mesh_and_replicas_of_one_rank_are_ddp(ranks2: Ranks, stage: str) -> None:
+    ranks2.run(is_no_mesh, stage)
+
+
+def accumulates(stage: str, how: str) -> None:
+    """By owners: each pass is summed over all ranks. Locally: the passes are, on each rank, before that."""
+    plain = Tower()
+    wrapped, optimizer = built(copy.deepcopy(plain), stage, mesh_of(2), accumulate=how)
+    one = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    params = list(plain.parameters())
+    for step in range(2):
+        optimizer.zero_grad()
+        if how == "local":
+            with wrapped.no_sync():
+                loss_of(wrapped, 2 * step).backward()
+            loss_of(wrapped, 2 * step + 1).backward()
+        else:
+            for half in range(2):
+                loss_of(wrapped, 2 * step + half).backward()
+        optimizer.step()
+        one.zero_grad()
+        loss_of(plain, 2 * step).backward()
+        if how == "owner":
+            summed_by_hand(plain, 2)
+            before = [param.grad for param in params]
+            one.zero_grad()
+        loss_of(plain, 2 * step + 1).backward()
+        summed_by_hand(plain, 2)
+        if how == "owner":
+            for param, first in zip(params, before, strict=True):
+                assert param.grad is not None
+                assert first is not None
+                param.grad = first + param.grad
+        one.step()
+    assert_alike(wrapped.module, plain)
+    assert_equal_everywhere(wrapped.module)
+
+
+@pytest.mark.parametrize("how", ["owner", "local"])
+def test_passes_add_up_on_owners_or_on_ranks(ranks4: Ranks, how: str) -> None:
+    ranks4.run(accumulates, "gradients", how)
+    ranks4.run(accumulates, "fully", how)
+
+
+def clips_and_scales(stage: str) -> None:
+    """An infinity on one rank is in the sums of all replicas, so all of them skip the step."""
+    plain = Tower()
+    wrapped, optimizer = built(copy.deepcopy(plain), stage, mesh_of(2), {"cuts": False})
+    one = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8) for _ in range(2)]
+    scales = []
+    for step in range(4):
+        factor = float("inf") if step == 1 and dist.get_rank() == 3 else 1.0
+        norms = []
+        for model, stepped, scaler in ((wrapped, optimizer, scalers[0]), (plain, one, scalers[1])):
+            stepped.zero_grad()
+            scaler.scale(loss_of(model, step) * factor).backward()
+            if model is plain:
+                summed_by_hand(plain, 2)
+            scaler.unscale_(stepped)
+            clip = optimizer.clip_grad_norm_ if model is wrapped else None
+            norms.append(clip(0.1) if clip else nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+            scaler.step(stepped)
+            scaler.update()
+        assert torch.equal(*norms) or step == 1
+        scales.append([scaler.get_scale() for scaler in scalers])
+    assert scales == [[2.0**8] * 2, *[[2.0**7] * 2] * 3]
+    assert_alike(wrapped.module, plain)
+    assert_equal_everywhere(wrapped.module)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_clipping_and_scaling_are_those_of_the_averages(ranks4: Ranks, stage: str) -> None:
+    ranks4.run(clips_and_scales, stage)
+
+
+class Uneven(nn.Module):
+    """Rank 3 alone uses one layer, nobody another; a buffer counts, and an embedding is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.table = nn.Embedding(8, 6, sparse=True)
+        self.first, self.by_one, self.by_none = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, step: int) -> Tensor:
+        rank = dist.get_rank()
+        self.seen = self.count.clone()
+        self.count.add_(1 + rank)
+        x = self.first(self.table(torch.tensor([step, rank, 2 * rank, 7])))
+        return (self.by_one(x) if rank == 3 else x).square().mean()
+
+
+def agrees_about_use(stage: str) -> None:
+    plain = Uneven()
+    given = {"optimizer_class": torch.optim.SGD, "lr": 0.1}
+    wrapped, optimizer = built(copy.deepcopy(plain), stage, mesh_of(2), given, find_unused_parameters=True)
+    one = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        one.zero_grad()
+        wrapped(step).backward()
+        assert wrapped.module.seen == step  # rank 0's
+        assert wrapped.module.by_none.weight.grad is None
+        optimizer.step()
+        plain(step).backward()
+        for param in plain.parameters():
+            is_used = torch.tensor(float(param.grad is not None))
+            dist.all_reduce(is_used)
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad.to_dense()
+            if not is_used:
+                assert param is plain.by_none.weight or param is plain.by_none.bias
+        summed_by_hand(plain, 2)
+        one.step()
+    assert_equal_everywhere(wrapped.module)
+    for got, want in zip(whole(wrapped.module), whole(plain), strict=True):
+        torch.testing.assert_close(got, want)  # a sparse gradient is summed over all ranks at once
+
+
+@pytest.mark.parametrize("stage", ["gradients"])
+def test_ranks_of_all_replicas_agree_about_buffers_and_unused_parameters(ranks4: Ranks, stage: str) -> None:
+    ranks4.run(agrees_about_use, stage)
+
+
+def names_who_failed() -> None:
+    wrapped, optimizer = built(Uneven(), "gradients", mesh_of(2), {"optimizer_class": torch.optim.SGD})
+    with pytest.raises(ReductionError, match=r"ranks 0, 1, 2: no gradient for by_one.*rank 3: no gradient"):
+        wrapped(0).backward()
+    assert all(param.grad is None for param in wrapped.parameters())
+    del optimizer
+
+
+def test_a_rank_that_lacks_gradients_is_named_in_every_replica(ranks4: Ranks) -> None:
+    ranks4.run(names_who_failed)
+
+
+def counts_both() -> None:
+    """Of P bytes a rank sends half to the other rank of its replica, and its half across."""
+    model = Tower()
+    nbytes = sum(param.nbytes for param in model.parameters())
+    wrapped, optimizer = built(model, "fully", mesh_of(2), units=[])
+    wrapped.metrics()
+    train(wrapped, optimizer, steps=1)
+    told = wrapped.metrics()
+    assert nbytes <= told["sent_bytes/reduce"] < 1.05 * nbytes
+    assert told["collectives/reduce"] >= 2 * optimizer.num_buckets
+    assert optimizer.metrics()["sent_bytes/gather"] > 0
+
+
+def test_metrics_count_what_is_sent_inside_and_across(ranks4: Ranks) -> None:
+    ranks4.run(counts_both)
+
+
+def refuses() -> None:
+    mesh, world = mesh_of(2), dist.get_world_size()
+    inner = mesh["shard"].get_group()
+    turned = DeviceMesh("cpu", [[0, 2], [3, 1]])
+    of_one = init_device_mesh("cpu", (world,))
+    rank = dist.get_rank()
+    wrong: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
+        (TypeError, "expected mesh to be a torch DeviceMesh, got str", inner, {"mesh": "2x2"}),
+        (ValueError, "expected a mesh of 2 dimensions", inner, {"mesh": of_one}),
+        (ValueError, "rise along rows and columns", inner, {"mesh": turned}),
+        (ValueError, r"one row of the mesh .* got one over ranks \[0, 1, 2, 3\]", None, {"mesh": mesh}),
+        (TypeError, "takes no device_mesh: .* by the name of mesh", inner, {"device_mesh": mesh}),
+        (
+            TypeError,
+            "rank 3: expected units" if rank < 3 else "expected units",
+            inner,
+            {"mesh": mesh, "units": 3},
+        ),
+    ]
+    for kind, words, group, options in wrong:
+        model = Tower()
+        if "units" in options and rank < 3:
+            options["units"] = "auto"
+        with pytest.raises(kind, match=words):
+            FullyShardedDataParallel(model, built_over(model, group), **options)
+    for lr, cuts, words in ((0.1 * (rank > 1) + 0.1, True, "lr=0.1.*lr=0.2"), (0.1, rank > 1, "cuts")):
+        for wrap in STAGES.values():
+            model = Tower()
+            with pytest.raises(RankMismatchError, match=f"(?s)the optimizers of the replicas.*{words}"):
+                wrap(model, built_over(model, inner, lr=lr, cuts=cuts), mesh=mesh)
+    wrapped, _ = built(Tower(), "gradients", mesh)
+    with pytest.raises(RuntimeError, match="takes no part in Join"), Join([wrapped]):
+        pass
+    wrapped.detach()
+    with pytest.raises(RuntimeError, match="wrap the module anew, with a new mesh"):
+        wrapped.rebind()
+
+
+def built_over(model: nn.Module, group: Any, lr: float = 0.1, **options: Any) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, group, lr=lr, **options)
+
+
+def test_what_does_not_fit_together_is_refused_on_every_rank(ranks4: Ranks) -> None:
+    ranks4.run(refuses)
+
+
+def makes_a_group() -> None:
+    mesh = mesh_of(2)
+    inner, across = RankGroup.of(mesh.get_group(1), "cpu"), RankGroup.of(mesh.get_group(0), "cpu")
+    made = made_over([0, 1, 2, 3], inner, across)
+    assert made.works.ranks == (0, 1, 2, 3)
+    assert made.all_gather_fixed(bytes([dist.get_rank()])) == [bytes([rank]) for rank in range(4)]
+
+
+def test_a_mesh_that_is_a_part_of_the_world_gets_a_group_of_its_own(ranks4: Ranks) -> None:
+    ranks4.run(makes_a_group)
+
+
+@dataclass
+class MeshRun(Run):
+    """A run over a mesh of two replicas."""
+
+    def build(self, net: Any) -> None:
+        self.net = net
+        of_optimizer = {"optimizer_class": torch.optim.SGD, "momentum": 0.9, "bucket_cap_mb": CAP_MB}
+        self.ddp, self.optimizer = built(net, "gradients", mesh_of(2), of_optimizer)
+
+
+def runs_on_streams(**options: Any) -> list[Found]:
+    return on_model(lambda: MeshRun(**options))
+
+
+@pytest.mark.not_late("the model of streams has collectives of its own")
+@pytest.mark.parametrize("after", [pass_again, clip])
+def test_streams_wait_for_the_sums_across_replicas(ranks4: Ranks, after: Any) -> None:
+    for found in ranks4.run(partial(runs_on_streams, after=after)):
+        assert not found, found[0].text
