@@ -284,7 +284,7 @@ PHASES = {
         _clip, "zero_optim.step.clip._exchanged", before=_begin_step, after=_step, raises_alone=True
     ),
     "consolidate": Phase(_consolidate, "zero_optim.state.whole.encode", reshape=_reshape_state),
-    "load": Phase(lambda scene: scene.load("before"), "zero_optim.checkpoint.loading._place_own"),
+    "load": Phase(lambda scene: scene.load("before"), "zero_optim.checkpoint.loading.place_own"),
     "load_state_dict": Phase(
         _load_state,
         "zero_optim.state.state_dicts.pick_owned",
