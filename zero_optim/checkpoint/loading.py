@@ -23,7 +23,7 @@ from zero_optim.checkpoint.content import (
 from zero_optim.checkpoint.fitting import Content, model_parts, names_in
 from zero_optim.checkpoint.folder import resolved
 from zero_optim.checkpoint.manifest import blamed_on
-from zero_optim.checkpoint.names import Names, Objects, check_group, group_of, names_of, unwrapped
+from zero_optim.checkpoint.names import Names, Objects, check_group, group_of, mesh_of, names_of, unwrapped
 from zero_optim.checkpoint.reading import Read
 from zero_optim.checkpoint.storage import CheckpointReader, Rows
 from zero_optim.checkpoint.undo import Undo
@@ -65,7 +65,8 @@ def load(
         scheduler: to load into.
         scaler: to load into.
         random: restore each rank's random state, if a rank of that number saved one.
-        process_group: the ranks that load; None for the optimizer's, or without one the default group.
+        process_group: the ranks that load; None for the optimizer's, with those of all replicas if it has a
+            mesh, or without one the default group.
         timeout: seconds that a wait for another rank may take, as of `ZeroRedundancyOptimizer`; None for the
             process group's own. A rank also waits while others read.
 
@@ -79,25 +80,29 @@ def load(
         TypeError, ValueError: on every rank, if an argument is wrong on any rank.
     """
     group = group_of(model, optimizer, process_group, timeout)
-    with watching(group), group.doing("checkpoint.load()"):
-        with failing_together(group):
+    mesh = mesh_of(optimizer, process_group, timeout)
+    everyone = group if mesh is None else mesh.everyone
+    with watching(everyone), group.doing("checkpoint.load()"):
+        with failing_together(everyone):
             check_patience(timeout)
             check_group(process_group)
-            folder, objects = resolved(path), Objects(model, optimizer, scheduler, scaler)
+            folder = resolved(path)
+            objects = Objects(model, optimizer, scheduler, scaler, mesh)
         return _load(group, path, folder, objects, random=random)
 
 
 def _load(
     group: RankGroup, path: str | os.PathLike[str], folder: Path, objects: Objects, *, random: bool
 ) -> Nested:
-    with failing_together(group):
+    everyone = objects.everyone(group)
+    with failing_together(everyone):
         if objects.optimizer is not None:
             names_of(objects.optimizer, objects.model)
         with blamed_on(folder):
             reader = CheckpointReader(folder)
             content = Content(reader, objects)
     about = [f"{path} of {reader.manifest.time_ns}", *content.asked, f"random={random}"]
-    agree(group, about, "the checkpoint to load")
+    agree(everyone, about, "the checkpoint to load")
     return load_from(group, reader, objects, random=random)
 
 
@@ -122,8 +127,8 @@ def load_from(
     Returns:
         What was saved as ``extra``.
     """
-    values, folder = reader.manifest.values, reader.folder
-    with failing_together(group), blamed_on(folder):
+    values, folder, everyone = reader.manifest.values, reader.folder, objects.everyone(group)
+    with failing_together(everyone), blamed_on(folder):
         names = names_in(objects, values)
         targets = _targets(group, objects, values)
         some = names
@@ -139,16 +144,17 @@ def load_from(
             state = {**objects.optimizer.owned_state(), **state}
         options = _options(read, objects, names)
         rest = _rest(objects, read)
-        key = key_of(RANDOM, str(group.rank))
+        key = key_of(RANDOM, str(everyone.rank))
         random_state = read.value(key) if random and key in values else None
-    with failing_together(group):
+    with failing_together(everyone):
         undo = Undo(objects)
     try:
-        with failing_together(group):
+        with failing_together(everyone):
             _place_own(group, targets, read)
-        if objects.optimizer is not None:
-            objects.optimizer.load_owned_state(state, options)
-        with failing_together(group):
+        with failing_together(everyone):  # it fails on all ranks of a replica alike
+            if objects.optimizer is not None:
+                objects.optimizer.load_owned_state(state, options)
+        with failing_together(everyone):
             _hand_over(objects, rest, alike, random_state)
     except BaseException:
         undo()
@@ -256,8 +262,9 @@ def _wanted(
     """List the tensors that this rank has to read, with the rows of each."""
     values = reader.manifest.values
     packed = [values[name] for name in (*objects.others, EXTRA)]
+    own = key_of(RANDOM, str(objects.everyone(group).rank))
     if random:
-        packed += [value for key, value in values.items() if key == key_of(RANDOM, str(group.rank))]
+        packed += [value for key, value in values.items() if key == own]
     of_state: dict[str, Rows] = {}
     if objects.optimizer is not None and names is not None:
         of_state = _wanted_state(group.rank, reader, objects.optimizer, names)
