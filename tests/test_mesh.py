@@ -3,6 +3,7 @@
 import copy
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pool import Ranks
+from stalling import TIMEOUT, outcomes, stay_away
 from streams_runs import CAP_MB, Found, Run, clip, on_model, pass_again
 from test_fully_sharded import Tower, batch
-from zero_optim import RankMismatchError, ReductionError, ZeroRedundancyOptimizer
+from zero_optim import RankMismatchError, ReductionError, ZeroRedundancyOptimizer, checkpoint
+from zero_optim.checkpoint import loading, saving
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.mesh import made_over
 from zero_optim.ddp import (
@@ -24,6 +27,7 @@ from zero_optim.ddp import (
     ShardedDataParallel,
     unsharded,
 )
+from zero_optim.errors import CheckpointError, StateMismatchError
 
 STAGES: dict[str, Any] = {"gradients": ShardedDataParallel, "fully": FullyShardedDataParallel}
 
@@ -365,3 +369,124 @@ def runs_on_streams(**options: Any) -> list[Found]:
 def test_streams_wait_for_the_sums_across_replicas(ranks4: Ranks, after: Any) -> None:
     for found in ranks4.run(partial(runs_on_streams, after=after)):
         assert not found, found[0].text
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a rank has after a save or a load: the parameters then, a random number, and those in the end."""
+
+    saved: list[Tensor]
+    drawn: Tensor
+    ended: list[Tensor]
+
+
+def saves(folder: Path) -> Told:
+    """Save over a mesh, at once and in the background, and go on."""
+    wrapped, optimizer = built(Tower(), "fully", mesh_of(2), {"master_dtype": torch.float64})
+    train(wrapped, optimizer)
+    torch.manual_seed(dist.get_rank())
+    kept = {"model": wrapped, "optimizer": optimizer}
+    checkpoint.save(folder / "now", **kept, extra="now")
+    checkpoint.save_async(folder / "later", **kept).wait()
+    assert len([*folder.glob("now/*")]) == len([*folder.glob("later/*")])
+    saved, drawn = whole(wrapped.module), torch.rand(1)
+    train(wrapped, optimizer, 3)
+    return Told(saved, drawn, whole(wrapped.module))
+
+
+def loads(folder: Path, name: str, how: str) -> Told:
+    """Load over a mesh, or without one, and go on."""
+    model = Tower()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1)
+    if how == "no mesh":
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, lr=1e-2, master_dtype=torch.float64
+        )
+        wrapped: Any = ShardedDataParallel(model, optimizer)
+    else:
+        wrapped, optimizer = built(model, how, mesh_of(2), {"master_dtype": torch.float64})
+    assert checkpoint.load(folder / name, model=wrapped, optimizer=optimizer) == {"now": "now"}.get(name)
+    saved, drawn = whole(model), torch.rand(1)
+    train(wrapped, optimizer, 3)
+    return Told(saved, drawn, whole(model))
+
+
+def test_one_replica_saves_for_all_and_every_one_loads(ranks4: Ranks, ranks2: Ranks, tmp_path: Path) -> None:
+    wanted = ranks4.run(saves, tmp_path)
+    for name, how, ranks in (
+        ("now", "fully", ranks4),
+        ("later", "gradients", ranks4),
+        ("now", "no mesh", ranks4),
+        ("now", "no mesh", ranks2),
+    ):
+        for got, want in zip(ranks.run(loads, tmp_path, name, how), wanted, strict=False):
+            assert all(map(torch.equal, got.saved, want.saved))
+            assert torch.equal(got.drawn, want.drawn)
+            if how != "no mesh":  # there sums have another order
+                assert all(map(torch.equal, got.ended, want.ended))
+
+
+def fails_to_save_and_load(folder: Path) -> None:
+    rank = dist.get_rank()
+    wrapped, optimizer = built(Tower(), "fully", mesh_of(2))
+    kept = {"model": wrapped, "optimizer": optimizer}
+    whose = "" if rank == 1 else "rank 1: "
+    with pytest.MonkeyPatch.context() as patched:
+        if rank == 1:
+            patched.setattr(saving, "write_tensors", full)
+        with pytest.raises(CheckpointError, match=f"^{whose}cannot write .* No space left"):
+            checkpoint.save(folder / "one", **kept)
+        with pytest.raises(CheckpointError, match=f"^{whose}cannot write .* No space left"):
+            checkpoint.save_async(folder / "one", **kept).wait()
+    assert not (folder / "one").exists()
+    with pytest.raises(RankMismatchError, match=r"what to save: ranks 0, 1 has .*; ranks 2, 3 has"):
+        checkpoint.save(folder / str(rank > 1), **kept)
+    checkpoint.save(folder / "one", **kept)
+    train(wrapped, optimizer)
+    before = whole(wrapped.module)
+    with pytest.MonkeyPatch.context() as patched:
+        if rank == 3:
+            patched.setattr(loading, "set_random_state", full)
+        words = "^the random state of" if rank == 3 else "^rank 3: the random state of"
+        with pytest.raises(StateMismatchError, match=words):
+            checkpoint.load(folder / "one", **kept)
+    assert all(map(torch.equal, whole(wrapped.module), before))
+
+
+def full(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_save_or_load_that_fails_does_so_on_all_ranks_and_names_one(ranks4: Ranks, tmp_path: Path) -> None:
+    ranks4.run(fails_to_save_and_load, tmp_path)
+
+
+def stays_away(stage: str, where: str) -> str:
+    """Rank 3 does not come to a backward pass, or to the step."""
+    model = Tower()
+    wrapped, optimizer = built(model, stage, mesh_of(2), {"timeout": TIMEOUT}, timeout=TIMEOUT)
+    train(wrapped, optimizer, steps=2)
+    loss = loss_of(wrapped, 2)
+    if where == "step":
+        loss.backward()
+    if dist.get_rank() == 3:
+        stay_away()
+    if where == "backward":
+        loss.backward()
+    optimizer.step()
+    loss_of(wrapped, 3).backward()
+    return "trained"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "where"), [("gradients", "backward"), ("fully", "step")])
+def test_the_rank_that_does_not_come_is_named_in_all_replicas(stage: str, where: str) -> None:
+    *ended, _ = outcomes(4, stays_away, stage, where)
+    assert len({outcome.said for outcome in ended}) == 1, ended
+    for outcome in ended:
+        assert str(outcome.said).startswith("StalledError: stalled"), ended
+        assert "; rank 3 " not in outcome.said, ended  # the first one that is named
+        assert ": rank 3 " in outcome.said, ended
+        assert not {"rank 0 is", "rank 1 is", "rank 2 is"} & set(outcome.said.split("; ")), ended

@@ -103,7 +103,7 @@ def collect(group: RankGroup, objects: Objects, extra: object) -> tuple[RankCont
     for name, value in objects.others.items():
         shared.add(name, value.state_dict())
     shared.add(EXTRA, extra)
-    part.add(key_of(RANDOM, str(group.rank)), random_state(objects.device))
+    part.add(key_of(RANDOM, str(objects.everyone(group).rank)), random_state(objects.device))
     if group.rank == 0:
         part.values.update(shared.values)
         part.tensors.update(shared.tensors)

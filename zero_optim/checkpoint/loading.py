@@ -20,7 +20,7 @@ from zero_optim.checkpoint.content import (
 from zero_optim.checkpoint.fitting import Content, model_parts, names_in
 from zero_optim.checkpoint.folder import resolved
 from zero_optim.checkpoint.manifest import blamed_on
-from zero_optim.checkpoint.names import Names, Objects, check_group, group_of, names_of, unwrapped
+from zero_optim.checkpoint.names import Names, Objects, check_group, group_of, mesh_of, names_of, unwrapped
 from zero_optim.checkpoint.own_state import agreed_options, own_state, wanted_state
 from zero_optim.checkpoint.reading import Read
 from zero_optim.checkpoint.storage import CheckpointReader, Rows
@@ -62,7 +62,8 @@ def load(
         scheduler: to load into.
         scaler: to load into.
         random: restore each rank's random state, if a rank of that number saved one.
-        process_group: the ranks that load; None for the optimizer's, or without one the default group.
+        process_group: the ranks that load; None for the optimizer's, with those of all replicas if it has a
+            mesh, or without one the default group.
         timeout: seconds that a wait for another rank may take, as of `ZeroRedundancyOptimizer`; None for the
             process group's own. A rank also waits while others read.
 
@@ -76,11 +77,13 @@ def load(
         TypeError, ValueError: on every rank, if an argument is wrong on any rank.
     """
     group = group_of(model, optimizer, process_group, timeout)
-    with watching(group), group.doing("checkpoint.load()"):
-        with failing_together(group):
+    mesh = mesh_of(optimizer, process_group, timeout)
+    everyone = group if mesh is None else mesh.everyone
+    with watching(everyone), group.doing("checkpoint.load()"):
+        with failing_together(everyone):
             check_patience(timeout)
             check_group(process_group)
-            folder, objects = resolved(path), Objects(model, optimizer, scheduler, scaler)
+            folder, objects = resolved(path), Objects(model, optimizer, scheduler, scaler, mesh)
         reader = open_together(group, path, folder, objects, "the checkpoint to load", random=random)
         return load_from(group, reader, objects, random=random)
 
@@ -107,13 +110,14 @@ def open_together(
     Returns:
         A reader of the checkpoint.
     """
-    with failing_together(group):
+    everyone = objects.everyone(group)
+    with failing_together(everyone):
         if objects.optimizer is not None:
             names_of(objects.optimizer, objects.model)
         with blamed_on(folder):
             reader = CheckpointReader(folder)
             content = Content(reader, objects)
-    agree(group, [f"{path} of {reader.manifest.time_ns}", *content.asked, f"random={random}"], what)
+    agree(everyone, [f"{path} of {reader.manifest.time_ns}", *content.asked, f"random={random}"], what)
     return reader
 
 
@@ -138,16 +142,18 @@ def load_from(
     Returns:
         What was saved as ``extra``.
     """
-    with failing_together(group), blamed_on(reader.folder):
+    everyone = objects.everyone(group)
+    with failing_together(everyone), blamed_on(reader.folder):
         found = _read_own(group, reader, objects, random=random, only=only)
-    with failing_together(group):
+    with failing_together(everyone):
         undo = Undo(objects)
     try:
-        with failing_together(group):
+        with failing_together(everyone):
             place_own(group, found.targets, found.read)
-        if objects.optimizer is not None:
-            objects.optimizer.load_owned_state(found.state, found.options)
-        with failing_together(group):
+        with failing_together(everyone):  # it fails on all ranks of a replica alike
+            if objects.optimizer is not None:
+                objects.optimizer.load_owned_state(found.state, found.options)
+        with failing_together(everyone):
             _hand_over(objects, found)
     except BaseException:
         undo()
@@ -239,7 +245,7 @@ def _read_own(
     state = own_state(group.rank, read, objects, some)
     if only is not None and objects.optimizer is not None:
         state = {**objects.optimizer.owned_state(), **state}
-    key = key_of(RANDOM, str(group.rank))
+    key = key_of(RANDOM, str(objects.everyone(group).rank))
     return _Found(
         read,
         targets,
@@ -263,8 +269,9 @@ def _wanted(
     """List the tensors that this rank has to read, with the rows of each."""
     values = reader.manifest.values
     packed = [values[name] for name in (*objects.others, EXTRA)]
+    own = key_of(RANDOM, str(objects.everyone(group).rank))
     if random:
-        packed += [value for key, value in values.items() if key == key_of(RANDOM, str(group.rank))]
+        packed += [value for key, value in values.items() if key == own]
     of_state: dict[str, Rows] = {}
     if objects.optimizer is not None and names is not None:
         of_state = wanted_state(group.rank, reader, objects.optimizer, names)

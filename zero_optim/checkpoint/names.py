@@ -12,6 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from zero_optim.comm.backends import devices_of
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.mesh import RankMesh
 from zero_optim.comm.watchdog import patient
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.shard.units import KeptRows, is_freed
@@ -25,12 +26,14 @@ class Objects:
         model: with or without wrappers.
         optimizer: the sharded optimizer.
         scheduler, scaler: anything with ``state_dict`` and ``load_state_dict``, equal on every rank.
+        mesh: of the replicas that hold the same; None if the ranks of the optimizer are all.
     """
 
     model: nn.Module | None = None
     optimizer: ZeroRedundancyOptimizer | None = None
     scheduler: Any = None
     scaler: Any = None
+    mesh: RankMesh | None = None
 
     def __post_init__(self) -> None:
         """Check the types."""
@@ -77,6 +80,14 @@ class Objects:
         both = {"scheduler": self.scheduler, "scaler": self.scaler}
         return {name: value for name, value in both.items() if value is not None}
 
+    def everyone(self, group: RankGroup) -> RankGroup:
+        """Give all ranks that save or load.
+
+        Args:
+            group: those of the optimizer.
+        """
+        return group if self.mesh is None else self.mesh.everyone
+
     @property
     def device(self) -> torch.device | None:
         """The first device of the parameters that is not the CPU; None if there is none."""
@@ -114,6 +125,23 @@ def group_of(model: object, optimizer: object, process_group: object, timeout: o
     else:
         found = RankGroup.of(None, model)
     return patient(found.during("checkpoint"), timeout)
+
+
+def mesh_of(optimizer: object, process_group: object, timeout: object = None) -> RankMesh | None:
+    """Find the replicas that save or load together; None if the ranks of `group_of` are all.
+
+    Args:
+        optimizer: what is saved; None for none.
+        process_group: see `group_of`; a group that is given is taken as it is.
+        timeout: see `group_of`.
+    """
+    if process_group is not None or not isinstance(optimizer, ZeroRedundancyOptimizer):
+        return None
+    mesh = optimizer.mesh
+    if mesh is None:
+        return None
+    groups = (mesh.everyone, mesh.inner, mesh.across)
+    return RankMesh(*(patient(group.uncounted().during("checkpoint"), timeout) for group in groups))
 
 
 def check_group(process_group: object) -> None:

@@ -18,12 +18,14 @@ from zero_optim.checkpoint import folder as folders
 from zero_optim.checkpoint.content import RankContent, collect
 from zero_optim.checkpoint.lock import FolderLock
 from zero_optim.checkpoint.manifest import Chunk, DataFile, dtype_named
-from zero_optim.checkpoint.names import Objects, check_group, group_of
+from zero_optim.checkpoint.names import Objects, check_group, group_of, mesh_of
+from zero_optim.checkpoint.replicas import add_random_of_replicas, with_everyone, write_once
 from zero_optim.checkpoint.safetensors import Box
 from zero_optim.checkpoint.storage import complete, discard, entries_of, new_token, write_tensors
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease, lease
+from zero_optim.comm.mesh import RankMesh
 from zero_optim.comm.watchdog import check_patience, watching
 from zero_optim.comm.wire import encode, recv_value, send_value
 from zero_optim.errors import CheckpointError
@@ -61,7 +63,8 @@ def save(  # noqa: PLR0913 - keyword-only
         keep: number of checkpoints to keep, this one included. When this one is complete, older checkpoints
         in the same parent folder are removed if their names differ from its name only in digits ("step-5",
         "step-10"). None removes none.
-        process_group: the ranks that save; None for the optimizer's, or without one the default group.
+        process_group: the ranks that save; None for the optimizer's, or without one the default group. If
+            the optimizer has a mesh, None stands for all of its ranks: the first replica writes.
         timeout: seconds that a wait for another rank may take, as of `ZeroRedundancyOptimizer`; None for the
             process group's own. A rank also waits while others write.
 
@@ -74,11 +77,13 @@ def save(  # noqa: PLR0913 - keyword-only
         neither a tensor nor plain.
     """
     group = group_of(model, optimizer, process_group, timeout)
-    with watching(group), group.doing("checkpoint.save()"):
-        given = partial(Objects, model, optimizer, scheduler, scaler)
-        folder, objects = _ready(group, path, given, process_group, timeout)
+    mesh = mesh_of(optimizer, process_group, timeout)
+    everyone = group if mesh is None else mesh.everyone
+    with watching(everyone), group.doing("checkpoint.save()"):
+        given = partial(Objects, model, optimizer, scheduler, scaler, mesh)
+        folder, objects = _ready(group, everyone, path, given, process_group, timeout)
         part, note = _begin(group, Path(path), objects, extra, keep), _note(objects)
-        note(_write(group, folder, part, keep))
+        note(write_once(mesh, lambda: _write(group, folder, part, keep)))
 
 
 def save_async(  # noqa: PLR0913 - keyword-only
@@ -109,25 +114,33 @@ def save_async(  # noqa: PLR0913 - keyword-only
     """
     began = perf_counter()
     group = group_of(model, optimizer, process_group, timeout)
-    with watching(group), group.doing("checkpoint.save_async()"):
-        given = partial(Objects, model, optimizer, scheduler, scaler)
-        folder, objects = _ready(group, path, given, process_group, timeout)
+    mesh = mesh_of(optimizer, process_group, timeout)
+    everyone = group if mesh is None else mesh.everyone
+    with watching(everyone), group.doing("checkpoint.save_async()"):
+        given = partial(Objects, model, optimizer, scheduler, scaler, mesh)
+        folder, objects = _ready(group, everyone, path, given, process_group, timeout)
         lane = _lane(group)
-        part = _begin(group, Path(path), objects, extra, keep).staged()
+        of_all = None if mesh is None else _lane(mesh.everyone)  # apart from what ranks that write send
+        part = _begin(group, Path(path), objects, extra, keep)
+        is_written = mesh is None or mesh.across.rank == 0
+        part = part.staged() if is_written else RankContent()
         ranks = replace(lane.group, phase=group.phase)
-        lane.last = PendingSave(ranks, folder, part, keep, began, _note(objects))
+        if of_all is not None:
+            mesh = with_everyone(mesh, replace(of_all.group, phase=everyone.phase))
+        lane.last = PendingSave(ranks, folder, part, keep, began, _note(objects), mesh)
     return lane.last
 
 
 def _ready(
     group: RankGroup,
+    everyone: RankGroup,
     path: str | os.PathLike[str],
     given: Callable[[], Objects],
     process_group: dist.ProcessGroup | None,
     timeout: float | None,
 ) -> tuple[Path, Objects]:
     """Check the arguments of a save, and wait for the one before; all ranks raise if one does."""
-    with failing_together(group):
+    with failing_together(everyone):
         check_patience(timeout)
         check_group(process_group)
         folder, objects = folders.own_folder(path), given()
@@ -151,20 +164,26 @@ class PendingSave:
         keep: int | None,
         began: float,
         note: Callable[[str], None],
+        mesh: RankMesh | None = None,
     ) -> None:
         self.path = path
         self._error: Exception | None = None
         self._told = False
-        self._thread = Thread(target=self._run, args=(group, part, keep, note), name="zero_optim save")
+        self._thread = Thread(target=self._run, args=(group, part, keep, note, mesh), name="zero_optim save")
         self._thread.start()
         self.stall = perf_counter() - began
 
     def _run(
-        self, group: RankGroup, part: RankContent, keep: int | None, note: Callable[[str], None]
+        self,
+        group: RankGroup,
+        part: RankContent,
+        keep: int | None,
+        note: Callable[[str], None],
+        mesh: RankMesh | None,
     ) -> None:
         try:
             with watching(group), group.doing("a save in the background"):
-                note(_write(group, self.path, part, keep))
+                note(write_once(mesh, lambda: _write(group, self.path, part, keep)))
         except Exception as error:  # noqa: BLE001 - kept for whoever waits
             self._error = error
 
@@ -218,13 +237,14 @@ def _wait_for_last(group: RankGroup) -> None:
 
 def _begin(group: RankGroup, path: Path, objects: Objects, extra: object, keep: int | None) -> RankContent:
     """List what this rank will write, and agree that all ranks write the same checkpoint."""
-    with failing_together(group):
+    everyone = objects.everyone(group)
+    with failing_together(everyone):
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ValueError(f"expected keep to be a number of checkpoints from 1, or None, got {keep!r}")
         part, alike = collect(group, objects, extra)
-    agree(
-        group, [f"path={path}", f"keep={keep}", f"model={objects.model is not None}", *alike], "what to save"
-    )
+    items = [f"path={path}", f"keep={keep}", f"model={objects.model is not None}", *alike]
+    agree(everyone, items, "what to save")
+    add_random_of_replicas(part, objects)
     return part
 
 

@@ -59,7 +59,10 @@ class RankMesh:
         if mesh is None or table is None or len(table) == 1:
             return None
         across = RankGroup.of(mesh.get_group(0), inner.data_devices).within(inner.phase.timeout)
-        return cls(_everyone(table, inner, across), inner, across)
+        found = cls(_everyone(table, inner, across), inner, across)
+        for part in (inner, across):
+            part.works.log.wholes[part.works.ranks] = found.everyone.works.ranks
+        return found
 
 
 def _table(mesh: object, inner: RankGroup) -> _Table:

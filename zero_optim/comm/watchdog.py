@@ -6,7 +6,8 @@ other ranks: Note [Dead, stopped or slow] in `zero_optim.comm.peers`. What it do
 asleep] in `zero_optim.comm.awake`.
 
 Note [Giving up together]
-    The rank whose wait is the first to take too long asks all ranks of the group what they do. Of what they
+    The rank whose wait is the first to take too long asks all ranks of the group what they do. If the group
+    is a part of a mesh, "group" means the whole mesh here, and ranks are numbered in that. Of what they
     say it makes a verdict, and tells it to all of them, then it breaks its connections. Who is told does the
     same: its waits raise, and no work begins any more on groups of these ranks. A rank that waits for
     nothing, because it is slow, learns of it from its next work. If several ranks decide at the same time,
@@ -241,10 +242,10 @@ class Watchdog:
 
     def _judge_wait(self, record: Record, seconds: float) -> None:
         works = record.group
-        if works.verdict is not None or works.ranks in self._deciding or seconds < record.timeout / 2:
+        if works.verdict is not None or works.whole in self._deciding or seconds < record.timeout / 2:
             return
         if seconds >= record.timeout:
-            self._deciding.add(works.ranks)
+            self._deciding.add(works.whole)
             _beside(lambda: self._decide(record, seconds))
         elif not record.is_warned:
             record.is_warned = True
@@ -271,41 +272,41 @@ class Watchdog:
 
     def _ask_all(self, works: GroupWorks, own: Status, question: Message) -> dict[int, Status | Presence]:
         """Ask all ranks of a group; gives what they say by group rank, with what this one says."""
-        found = self._directory.ask_all(works.ranks, {"ranks": works.ranks, **question})
+        found = self._directory.ask_all(works.whole, {"ranks": works.whole, **question})
         seen = {
             rank: what if isinstance(what, Presence) else Status.read(what) for rank, what in found.items()
         }
         return seen | {self._rank_in(works): own}
 
     def _rank_in(self, works: GroupWorks) -> int:
-        return works.ranks.index(self._directory.rank)
+        return works.whole.index(self._directory.rank)
 
     # ------------------------------------------------------------------ trouble
 
     def _warn(self, record: Record, seconds: float) -> None:
         works = record.group
-        seen = self._ask_all(works, self._status(works.ranks, record), {})
+        seen = self._ask_all(works, self._status(works.whole, record), {})
         if record.waiting_since is not None or works.outstanding is not None:
-            told = judge(seen, self._rank_in(works), seconds).message.partition(". ")[0]
+            told = _judged(works, seen, self._rank_in(works), seconds).message.partition(". ")[0]
             logger.warning("%s. All ranks give up after %g s", told, record.timeout)
 
     def _decide(self, record: Record, seconds: float | None, seen: Seen | None = None) -> Verdict:
         """Find out who is missing, and give up with all other ranks. See Note [Giving up together]."""
         works = record.group
         me = self._rank_in(works)
-        self._deciding.add(works.ranks)
+        self._deciding.add(works.whole)
         try:
             if seen is None:
-                seen = self._ask_all(works, self._status(works.ranks, record), {})
+                seen = self._ask_all(works, self._status(works.whole, record), {})
             found = _verdict_in(seen)
             if found is None and any(_is_deciding(what) for rank, what in seen.items() if rank < me):
                 found = self._verdict_within(works, 2 * ANSWER_LIMIT)
-            verdict = self._log.give_up(works.ranks, found or judge(seen, me, seconds))
+            verdict = self._log.give_up(works.whole, found or _judged(works, seen, me, seconds))
         finally:
-            self._deciding.discard(works.ranks)
+            self._deciding.discard(works.whole)
         if found is None:
-            self._tell(works.ranks, verdict, seen)
-        self._act(works.ranks, verdict)
+            self._tell(works.whole, verdict, seen)
+        self._act(works.whole, verdict)
         return verdict
 
     def _tell(self, ranks: tuple[int, ...], verdict: Verdict, seen: Seen) -> None:
@@ -331,7 +332,7 @@ class Watchdog:
         logger.error("%s", verdict.message)
         self._exit_if_asked()
         for works in list(self._log.groups.values()):
-            if works.ranks == ranks:
+            if works.whole == ranks:
                 works.cut()
 
     def _exit_if_asked(self) -> None:
@@ -346,10 +347,10 @@ class Watchdog:
         deadline = time.monotonic() + ANSWER_LIMIT
         is_late, is_closed = (any(word in str(error) for word in words) for words in (_LATE, _CLOSED))
         while works.verdict is None and self._directory.is_current():
-            if works.ranks in self._deciding:
+            if works.whole in self._deciding:
                 self._verdict_within(works, 0.1)
                 continue
-            seen: Seen = self._ask_all(works, self._status(works.ranks, record), {})
+            seen: Seen = self._ask_all(works, self._status(works.whole, record), {})
             is_over = time.monotonic() > deadline
             if is_closed and is_over:
                 seen = closed(seen)
@@ -362,6 +363,16 @@ class Watchdog:
             return None
         self._exit_if_asked()
         return works.verdict.error()
+
+
+def _judged(works: GroupWorks, seen: Seen, own: int, seconds: float | None) -> Verdict:
+    """Judge a wait in a group: first who of the group is missing, then who of the mesh around it."""
+    part = {place: what for place, what in seen.items() if works.whole[place] in works.ranks}
+    if len(part) < len(seen) and not gone(seen):
+        verdict = judge(part, own, seconds)
+        if verdict.missing:
+            return verdict
+    return judge(seen, own, seconds)
 
 
 def _verdict_in(seen: Seen) -> Verdict | None:

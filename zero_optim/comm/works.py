@@ -265,12 +265,17 @@ class GroupWorks:
         self.log = log
         self.ranks = ranks
         self.limit = float("inf") if limit is None else limit.total_seconds()
-        self.verdict = log.verdicts.get(ranks)
+        self.verdict = log.verdicts.get(log.wholes.get(ranks, ranks))
         self.has_failed = False
         self.outstanding: tuple[Record, Any] | None = None
         self.group = weakref.ref(process_group)
         self._numbers = itertools.count(1)
         self._can_cut = can_cut
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """Global ranks that are given up with this group: of the mesh that it is a part of, or its own."""
+        return self.log.wholes.get(self.ranks, self.ranks)
 
     def cut(self) -> None:
         """Break the connections of the group to other ranks, on any thread: see Note [Waits that end].
@@ -317,6 +322,8 @@ class WorkLog:
         groups: the works of each process group, by the id of the group. A plain dict, since the watchdog goes
             through it while other threads add to it. Those of a group that is gone go when one is added.
         verdicts: groups that were given up, by their ranks.
+        wholes: by the ranks of a group that is a part of a mesh, all ranks of that. A rank that does not come
+            holds up all of them, though each in another group. So they have one verdict.
         explain: makes what a wait raises of what the backend raised; gives None if that says it best. May
             ask other processes.
     """
@@ -326,6 +333,7 @@ class WorkLog:
     activity: Activity = field(default_factory=Activity)
     groups: dict[int, GroupWorks] = field(default_factory=dict)
     verdicts: dict[tuple[int, ...], Verdict] = field(default_factory=dict)
+    wholes: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
     explain: Callable[[Record, RuntimeError], Exception | None] = explain_nothing
 
     def of(
@@ -354,7 +362,7 @@ class WorkLog:
         """
         holds = self.verdicts.setdefault(ranks, verdict)
         for works in list(self.groups.values()):
-            if works.ranks == ranks:
+            if works.whole == ranks:
                 works.verdict = holds
         return holds
 
