@@ -82,7 +82,8 @@ class FullyShardedDataParallel(ShardedDataParallel):
             buckets = optimizer.shard_parameters({p: n for p, n in choice.unit_of.items() if p in owned})
         reducer = super()._make_reducer(pairs, options, sparse)
         lanes = lanes_for_rows(optimizer.ranks, owned)
-        units = UnitsInUse(optimizer.ranks, lanes, _units(choice, buckets, reducer.params), keeps)
+        listed, stamps = _units(choice, buckets, reducer.params), optimizer.unit_stamps()
+        units = UnitsInUse(optimizer.ranks, lanes, listed, keeps, stamps)
         hook_up(choice, units, {param: index for index, param in enumerate(reducer.params)})
         units.free_all()
         self.units = units

@@ -41,7 +41,7 @@ class _BeforeState:
     def __call__(self, *_: object) -> None:
         """Make the unit whole, unless the dict is to show it as it is."""
         if not self.unit.is_left:
-            self.units.enter(self.unit)
+            self.units.enter(self.unit, tells=False)  # no hook would come behind it if it raised
 
 
 @dataclass(frozen=True, slots=True, eq=False)

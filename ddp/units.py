@@ -35,6 +35,7 @@ from zero_optim.compat.engine import in_backward
 from zero_optim.ddp.graph import tensors_in
 from zero_optim.ddp.inbox import weakly, when_backward_ends
 from zero_optim.shard.gathers import start_gather
+from zero_optim.shard.unit_stamps import UnitStamps
 from zero_optim.shard.units import UnitBucket
 
 _SECOND = (
@@ -113,13 +114,22 @@ class UnitsInUse:
         units: by number.
         keeps: how many of the units that a forward pass used last stay whole until the backward pass; None
             for all.
+        stamps: what the gathers of forward passes tell of steps.
     """
 
-    def __init__(self, group: RankGroup, lanes: Lease, units: Sequence[Unit], keeps: int | None) -> None:
+    def __init__(
+        self,
+        group: RankGroup,
+        lanes: Lease,
+        units: Sequence[Unit],
+        keeps: int | None,
+        stamps: UnitStamps,
+    ) -> None:
         self.units = units
         self._group = group
         self._lanes = lanes
         self._keeps = keeps
+        self._stamps = stamps
         self._forward: dict[int, _Order] = {}  # by the unit whose call is the outermost
         self._backward = _Order()
         self._calls: list[int] = []  # units whose calls are under way, the outermost first
@@ -146,25 +156,33 @@ class UnitsInUse:
 
     # ------------------------------------------------------------------ whole and freed
 
-    def _start(self, unit: Unit) -> None:
+    def _start(self, unit: Unit, *, tells: bool = False) -> None:
+        stamps = self._stamps if tells else None
         for bucket in unit.buckets:
             if not bucket.is_whole and bucket.coming is None:
                 lanes = self._lanes.groups or (self._group,)
-                bucket.coming = start_gather([lane.during("gather") for lane in lanes], bucket)
+                bucket.coming = start_gather([lane.during("gather") for lane in lanes], bucket, stamps)
 
-    def need(self, unit: Unit) -> None:
-        """Make a unit whole; the current stream, on the CPU the caller, waits."""
-        self._start(unit)
+    def need(self, unit: Unit, *, tells: bool = False) -> None:
+        """Make a unit whole; the current stream, on the CPU the caller, waits.
+
+        Args:
+            unit: the unit.
+            tells: its gather tells what other ranks did differently, see `zero_optim.shard.unit_stamps`.
+        """
+        self._start(unit, tells=tells)
         for bucket in unit.buckets:
             bucket.arrive()
+        if tells:
+            self._stamps.look()
 
     def _free(self, unit: Unit) -> None:
         for bucket in unit.buckets:
             bucket.free()
 
-    def _fetch(self, number: int | None) -> None:
+    def _fetch(self, number: int | None, *, tells: bool = False) -> None:
         if number is not None:
-            self._start(self.units[number])
+            self._start(self.units[number], tells=tells)
 
     def nbytes_live(self) -> int:
         """Bytes of the flat tensors that are there right now, beside what this rank keeps for good."""
@@ -172,8 +190,13 @@ class UnitsInUse:
 
     # ------------------------------------------------------------------ forward
 
-    def enter(self, unit: Unit) -> None:
-        """Get ready for a call of a module with parameters of a unit, or of the unit's own."""
+    def enter(self, unit: Unit, *, tells: bool = True) -> None:
+        """Get ready for a call of a module with parameters of a unit, or of the unit's own.
+
+        Args:
+            unit: the unit.
+            tells: see `need`. If it raises, `leave` has to be called all the same.
+        """
         self._calls.append(unit.number)
         unit.depth += 1
         if unit.depth > 1 and unit.is_whole:
@@ -182,11 +205,16 @@ class UnitsInUse:
             if not unit.is_whole:
                 self._need_in_backward(unit.number)
             return
-        self.need(unit)
+        self._begin_to_tell(tells=tells)
+        self.need(unit, tells=tells)
         order = self._forward.setdefault(self._calls[0], _Order())
         if len(self._calls) == 1:
             order.now.clear()
-        self._fetch(order.reached(unit.number))
+        self._fetch(order.reached(unit.number), tells=tells)
+
+    def _begin_to_tell(self, *, tells: bool) -> None:
+        if tells and len(self._calls) < 2:
+            self._stamps.begin_pass()
 
     def leave(self, unit: Unit, output: object) -> None:
         """Take note that a call has returned.
@@ -309,13 +337,17 @@ class UnitsInUse:
             writes: when it ends, owners take over what was written to their rows.
         """
         units = [self.units[number] for number in numbers]
+        tells = not self._calls
+        self._begin_to_tell(tells=tells)
         for unit in units:
-            self._start(unit)
+            self._start(unit, tells=tells)
         for unit in units:
             self.need(unit)
         for unit in units:
             self._pin(unit, 1)
         try:
+            if tells:
+                self._stamps.look()
             yield
         finally:
             for unit in units:

@@ -530,3 +530,93 @@ def test_options_that_changed_one_after_the_other_have_the_digest_of_all_at_once
         assert values.digest != before
         before = values.digest
     assert options[0]["rates"] == [0.25, 0.5], "as they were"
+
+
+def make_small(cls: Any = torch.optim.SGD, **options: Any) -> tuple[ZeroRedundancyOptimizer, int]:
+    """One parameter for two ranks, and the rank that owns nothing."""
+    optimizer = ZeroRedundancyOptimizer([nn.Parameter(torch.ones(3))], cls, lr=0.125, **options)
+    ((owned,),) = optimizer.pieces().values()
+    return optimizer, 1 - owned.owner
+
+
+class BreaksAnywhere(torch.optim.SGD):
+    """SGD whose step raises where it is told so."""
+
+    breaks = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.breaks:
+            raise ArithmeticError("no such root")
+        return super().step(closure)
+
+
+def check_silent(options: dict[str, Any]) -> None:
+    optimizer, silent = make_small(BreaksAnywhere, **options)
+    here = dist.get_rank() == silent
+    step(optimizer)
+    optimizer.metrics()
+    step(optimizer)
+    assert optimizer.metrics()["collectives/total"] == 2, "a row, and a stamp alone"
+    optimizer.optim.breaks = here
+    with pytest.raises(ArithmeticError if here else RemoteRankError, match="no such root"):
+        step(optimizer)
+    optimizer.optim.breaks = False
+    optimizer.param_groups[0]["lr"] = 0.5 if here else 0.25
+    with pytest.raises(RankMismatchError, match=f"rank {silent} has 0.5"):
+        step(optimizer)
+    check_equal(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.25
+    step(optimizer)
+    check_equal(optimizer)
+
+
+@pytest.mark.parametrize("as_view", [True, False])
+def test_a_rank_that_owns_nothing_is_heard_in_the_same_step(ranks2: Ranks, as_view: bool) -> None:
+    ranks2.run(check_silent, {"parameters_as_bucket_view": as_view})
+
+
+def check_silent_in_overlap() -> None:
+    model = DistributedDataParallel(nn.Linear(4, 1, bias=False))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.125)
+    model.register_comm_hook(None, zero_step(optimizer, ddp=model))
+    iterate(model, optimizer)
+    optimizer.param_groups[0]["lr"] = 0.5 + dist.get_rank()
+    model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(RankMismatchError, match=r"rank 0 has 0.5; rank 1 has 1.5"):
+        optimizer.step()
+    check_equal(optimizer)
+
+
+def test_a_rank_that_owns_nothing_is_heard_in_an_overlapped_step(ranks2: Ranks) -> None:
+    ranks2.run(check_silent_in_overlap)
+
+
+def check_middle() -> None:
+    """The rows of two ranks lie within the one parameter; and one has frozen parameters alone."""
+    optimizer = ZeroRedundancyOptimizer([nn.Parameter(torch.ones(64, 1024))], torch.optim.SGD, lr=0.125)
+    assert [len(pieces) for pieces in optimizer.pieces().values()] == [4]
+    step(optimizer)
+    for rank in range(4):
+        optimizer.param_groups[0]["lr"] = 0.25 if dist.get_rank() == rank else 0.5
+        with pytest.raises(RankMismatchError, match=f"rank {rank} has 0.25"):
+            step(optimizer)
+    check_equal(optimizer)
+
+
+def test_a_rank_whose_rows_lie_in_the_middle_of_a_parameter_is_heard(ranks4: Ranks) -> None:
+    ranks4.run(check_middle)
+
+
+def check_frozen() -> None:
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3), requires_grad=False)]
+    optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.125)
+    assert len({piece.owner for pieces in optimizer.pieces().values() for piece in pieces}) == 2
+    params[0].grad = torch.ones(3)
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.5 + dist.get_rank()
+    with pytest.raises(RankMismatchError, match=r"rank 0 has 0.5; rank 1 has 1.5"):
+        optimizer.step()
+
+
+def test_a_rank_that_owns_only_what_is_frozen_is_heard(ranks2: Ranks) -> None:
+    ranks2.run(check_frozen)

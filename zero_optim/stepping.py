@@ -1,6 +1,7 @@
 """How an optimizer steps whose parameters have owners: after or in the backward pass, beside joined ranks."""
 
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.errors import RankMismatchError, RemoteRankError
 from zero_optim.plan.groups import ParamGroup
+from zero_optim.plan.options import Plain
 from zero_optim.plan.pieces import Pieces
 from zero_optim.shard.stamps import Call, Origins
+from zero_optim.shard.unit_stamps import UnitStamps
 from zero_optim.state.rebinding import RebindableOptimizer
 from zero_optim.step.amp import Scaling, drop_scale
 from zero_optim.step.clip import ClipArguments, clip_together
@@ -62,6 +65,16 @@ class SteppedOptimizer(RebindableOptimizer, Joinable):
 
     def _call(self, name: str, failure: BaseException | None = None) -> Call:
         return Call(name, lambda options: Origins(*self._owned.local.origins(options)), failure)
+
+    def unit_stamps(self) -> UnitStamps:
+        """Give what the gathers of units tell of steps; does not communicate, nor keep the optimizer."""
+        gathers, found = self._sharding.gathers, weakref.ref(self)
+
+        def origins(options: Sequence[Mapping[str, Plain]]) -> Origins:
+            optimizer = found()
+            return Origins((), ()) if optimizer is None else optimizer._call("").origins(options)
+
+        return UnitStamps(lambda: gathers.stamps, self._group, origins)
 
     def begin_step(self) -> None:
         """Get ready for a step: look at the parameters, and at what was changed from outside."""

@@ -6,9 +6,10 @@ A bucket of three parameters on two ranks, parameter 1 owned by rank 0, the othe
     rows    '---rank 0--'----rank 1---'
 
 Rows are in rank order. A row may have a *room*: elements between parameters for what travels with the row,
-see `with_rooms`. A rank that owns nothing in the bucket has no row, so the size of a layout does not
-grow with the number of ranks. A parameter may cross rows, as `rows_in_order` lays it out: its extents follow
-each other without a gap, so that it is one contiguous tensor, of which several ranks own a part.
+see `with_rooms`. Rooms of ranks without such a row may lie behind the rows, see `with_rooms_behind`. A rank
+that owns nothing in the bucket has no row, so the size of a layout does not grow with the number of ranks,
+but for such rooms. A parameter may cross rows, as `rows_in_order` lays it out: its extents follow each other
+without a gap, so that it is one contiguous tensor, of which several ranks own a part.
 """
 
 from collections.abc import Collection, Sequence
@@ -46,7 +47,8 @@ class Row(NamedTuple):
 class Room(NamedTuple):
     """Elements ``[start, stop)`` of the flat tensor, beside an extent of ``param`` in the row of ``owner``.
 
-    Whatever is sent of that extent is sent with the room.
+    Whatever is sent of that extent is sent with the room. A room behind the rows is sent by itself, by its
+    owner, whenever ``param`` is sent.
     """
 
     owner: int
@@ -66,10 +68,11 @@ class Layout:
     Args:
         numels: elements of each parameter of the bucket.
         rows: one row for each rank that owns anything, by rising rank.
-        rooms: by rising rank, at most one in each row; see `with_rooms`.
+        rooms: by rising rank, at most one in each row; then those behind the rows. See `with_rooms`.
 
     Attributes:
         is_cut: some parameter crosses rows.
+        rooms_behind: those of the rooms that lie behind the rows.
 
     Raises:
         ValueError: any of the above does not hold; the message says where.
@@ -79,18 +82,26 @@ class Layout:
     rows: tuple[Row, ...]
     rooms: tuple[Room, ...] = ()
     is_cut: bool = field(init=False)
+    rooms_behind: tuple[Room, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         """Check what the class promises."""
         num_extents = sum(len(row.extents) for row in self.rows)
         object.__setattr__(self, "is_cut", num_extents > len(self.numels))
+        behind = tuple(room for room in self.rooms if room.start >= self.end_of_rows)
+        object.__setattr__(self, "rooms_behind", behind)
         self._prove_rows()
         self._prove_tiling()
         self._prove_rooms()
 
     @property
     def numel(self) -> int:
-        """Elements of the flat tensor, including padding."""
+        """Elements of the flat tensor, including padding and rooms."""
+        return self.rooms_behind[-1].stop if self.rooms_behind else self.end_of_rows
+
+    @property
+    def end_of_rows(self) -> int:
+        """Where the last row ends."""
         return self.rows[-1].stop if self.rows else 0
 
     def _prove_rows(self) -> None:
@@ -127,7 +138,12 @@ class Layout:
 
     def _prove_rooms(self) -> None:
         rows = {row.owner: row for row in self.rows}
-        for room in self.rooms:
+        end = self.end_of_rows
+        for room in self.rooms_behind:
+            if room.start < end or room.stop <= room.start:
+                raise ValueError(f"{room} overlaps what ends at {end}")
+            end = room.stop
+        for room in self.rooms[: len(self.rooms) - len(self.rooms_behind)]:
             row = rows[room.owner]
             inside = row.start <= room.start < room.stop <= row.stop
             if not inside or any(e.offset < room.stop and room.start < e.end for e in row.extents):
@@ -221,6 +237,23 @@ def with_rooms(layout: Layout, length: int, alignment: int = 1) -> Layout:
     return Layout(layout.numels, tuple(rows), tuple(rooms))
 
 
+def with_rooms_behind(layout: Layout, owners: Sequence[int], length: int, alignment: int = 1) -> Layout:
+    """Make rooms behind the rows of a layout, for ranks that have none; see `Room`.
+
+    They are sent with parameter 0.
+
+    Args:
+        layout: without such rooms.
+        owners: the ranks, rising.
+        length: of each room, in elements, above 0.
+        alignment: rooms start at multiples of this many elements.
+    """
+    size = -(-length // alignment) * alignment
+    starts = (layout.end_of_rows + size * number for number in range(len(owners)))
+    behind = [Room(owner, 0, start, start + length) for owner, start in zip(owners, starts, strict=True)]
+    return Layout(layout.numels, layout.rows, (*layout.rooms, *behind))
+
+
 def _place_for_room(row: Row, numels: Sequence[int], length: int) -> tuple[int, str] | None:
     """Choose beside which extent of a row its room is: behind the end of a parameter, or before its start."""
     filled = [(number, extent) for number, extent in enumerate(row.extents) if extent.stop > extent.start]
@@ -300,10 +333,11 @@ def spans(layout: Layout, chosen: Collection[int]) -> list[Span]:
 
     Returns:
         The spans, by rank and place. Padding between two extents of a span is part of it. So is the room
-        beside the extent of a parameter that was chosen.
+        beside the extent of a parameter that was chosen. A room behind the rows is a span, the last ones.
     """
     found: list[Span] = []
-    rooms = {(room.owner, room.param): room for room in layout.rooms}
+    inside = layout.rooms[: len(layout.rooms) - len(layout.rooms_behind)]
+    rooms = {(room.owner, room.param): room for room in inside}
     for row in layout.rows:
         is_open = False
         for extent in row.extents:
@@ -317,4 +351,5 @@ def spans(layout: Layout, chosen: Collection[int]) -> list[Span]:
             elif extent.stop > extent.start:
                 found.append(Span(row.owner, start, stop))
                 is_open = True
-    return found
+    behind = (room for room in layout.rooms_behind if room.param in chosen)
+    return found + [Span(room.owner, room.start, room.stop) for room in behind]

@@ -43,6 +43,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Protocol
 
 from torch import Tensor
 
@@ -51,7 +52,7 @@ from zero_optim.comm.lanes import Lease, gloo_lanes_beside
 from zero_optim.comm.pending import Pending
 from zero_optim.comm.traffic import Waitable
 from zero_optim.compat.streams import is_asynchronous
-from zero_optim.plan.layout import Span
+from zero_optim.plan.layout import Layout, Span
 from zero_optim.shard.stamps import Stamps
 from zero_optim.shard.storage import ParamBucket, rows_of
 
@@ -134,7 +135,17 @@ class UnderWay:
         self._awaited = {param: some for param, some in of_params if some}
 
 
-def start_gather(lanes: Sequence[RankGroup], bucket: ParamBucket, stamps: Stamps | None = None) -> Pending:
+class _Sender(Protocol):
+    """What sends stamps with a gather."""
+
+    def send(
+        self, flat: Tensor, layout: Layout, rank: int, chosen: Collection[int] | None = None
+    ) -> Callable[[], None]:
+        """See `Stamps.send`."""
+        ...
+
+
+def start_gather(lanes: Sequence[RankGroup], bucket: ParamBucket, stamps: _Sender | None = None) -> Pending:
     """Start the gather of one bucket; all ranks call, in the same order of buckets.
 
     One broadcast for each owner that has a row in the bucket; one launch for all of them where the backend

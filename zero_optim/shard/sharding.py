@@ -24,19 +24,19 @@ from zero_optim.plan.groups import (
     param_names,
     params_of,
 )
-from zero_optim.plan.layout import Layout, Span, spans, with_rooms
+from zero_optim.plan.layout import Layout, Span, spans
 from zero_optim.plan.memory import check_shardable
 from zero_optim.plan.pieces import Piece, Pieces, piece_of
 from zero_optim.plan.plan import (
     Plan,
-    alignment_of,
     describe_costs,
     describe_owners,
     describe_params,
     make_plan,
 )
 from zero_optim.shard.gathers import Gathers, UnderWay
-from zero_optim.shard.stamps import STAMP_NBYTES, Call, Stamps
+from zero_optim.shard.rooms import layouts_with_rooms
+from zero_optim.shard.stamps import Call, Stamps
 from zero_optim.shard.storage import ParamBucket, is_active, make_bucket
 from zero_optim.shard.units import UnitBucket
 
@@ -85,6 +85,7 @@ class Sharding:
         self.gathers = Gathers() if gathers is None else gathers
         self.gathers.stamps = None if group.size == 1 else Stamps(own_options)
         self._places: dict[Tensor, tuple[int, int]] = {}
+        self._heard: set[int] = set()  # ranks with room for a stamp in a bucket that trains
         self._group = group
         self._as_views = as_views
         self._units = {} if units is None else units
@@ -194,19 +195,17 @@ class Sharding:
         self.pieces.update(zip(params, plan.pieces, strict=True))
         more = plan.loads(len(self.loads))
         self.loads = [load + extra for load, extra in zip(self.loads, more, strict=True)]
-        for bucket in plan.buckets:
+        layouts = layouts_with_rooms(plan, params, self._group.size, self._units, self._heard)
+        for bucket, layout in zip(plan.buckets, layouts, strict=True):
             members = [params[index] for index in bucket.params]
             self._places.update({param: (len(self.buckets), index) for index, param in enumerate(members)})
             label = bucket_text(len(self.buckets), [names[index] for index in bucket.params])
-            self.buckets.append(self._made(members, bucket.layout, label))
+            self.buckets.append(self._made(members, layout, label))
             self._active.append(is_active(self.buckets[-1]))
 
     def _made(self, members: list[Tensor], layout: Layout, label: str) -> ParamBucket:
         if members[0] in self._units:
             return UnitBucket(members, layout, self._group.rank, label)
-        if self._group.size > 1:
-            length = -(-STAMP_NBYTES // members[0].element_size())
-            layout = with_rooms(layout, length, alignment_of(members[0]))
         return make_bucket(members, layout, self._group.rank, label, as_views=self._as_views)
 
     def unit_buckets(self) -> list[UnitBucket]:

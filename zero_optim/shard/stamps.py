@@ -21,16 +21,21 @@ Note [What may differ]
 Note [What a count cannot tell]
     Calls are counted as they gather, so ranks whose gathers meet have counted alike: name and number tell of
     another method, or another optimizer, in the place of a step. That a rank has left out a step, or taken
-    two, shows where its next collective meets another one; then the watchdog tells. Backward passes are not
-    compared. Ranks may accumulate gradients over different numbers of them, and joined ranks have none.
+    two, shows where its next collective meets another one; then the watchdog tells. Where no step gathers,
+    it shows in the next forward pass: Note [Stamps of units] in `unit_stamps`.
 
-    A rank that owns nothing has no row and is not heard; nor is one none of whose rows has
-    the begin or the end of a parameter. What a rank that owns nothing does with its options has no effect.
+    A count of something else would not help. Take backward passes. A rank that left out a step is ahead by
+    one of them when its next gather meets the gather that it left out. But it does not come to that: what
+    reduces the gradients of its next pass is a collective too, and the others, which wait in the gather, do
+    not take part in it. The rank would get to its gather only if nothing was reduced in between: in passes
+    under ``no_sync``, and with gradients that nobody averages. There the numbers of passes may differ in runs
+    that are right: ranks may accumulate gradients over different numbers of them, and joined ranks have
+    none. Calls of ``zero_grad`` need not be equal either.
 """
 
 import json
 import struct
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -88,6 +93,11 @@ class Stamp(NamedTuple):
 
 
 assert _FORM.size == STAMP_NBYTES
+
+
+def stamps_in(octets: bytes) -> Iterator[Stamp]:
+    """Read stamps that lie one after the other."""
+    return (Stamp(*unpacked) for unpacked in _FORM.iter_unpack(octets))
 
 
 class Origins(NamedTuple):
@@ -160,8 +170,7 @@ class _Step:
         found: dict[int, Stamp] = {}
         for rooms, copy in self.came:
             octets = tensor_to_bytes(copy.read())
-            for room, unpacked in zip(rooms, _FORM.iter_unpack(octets), strict=True):
-                stamp = Stamp(*unpacked)
+            for room, stamp in zip(rooms, stamps_in(octets), strict=True):
                 if room.owner not in found or not found[room.owner].has_failed:
                     found[room.owner] = stamp
         return found
@@ -179,8 +188,9 @@ class Stamps:
         self._values = OptionValues()
         self._left_out: set[OptionKey] = set()  # the same on every rank
         self._number = 0
-        self._step: _Step | None = None
+        self._step = _Step(0, "construction", self._values.digest, ())  # the last call; it gathers nothing
         self._unread: list[_Step] = []  # calls that were not looked at; the last one is `_step`
+        self._told: frozenset[Stamp] = frozenset()  # by an error, the last ones; the same on every rank
 
     def __reduce__(self) -> "tuple[type[Stamps], tuple[Collection[str]]]":
         """Copy and pickle as new."""
@@ -209,7 +219,7 @@ class Stamps:
 
     def fail(self, failure: BaseException) -> None:
         """Tell of a failure in the gathers that are yet to start."""
-        if self._step is not None:
+        if self._number:
             self._step.fail(failure)
 
     def send(
@@ -229,18 +239,27 @@ class Stamps:
         step, rooms = self._step, layout.rooms
         if chosen is not None:
             rooms = tuple(room for room in rooms if room.param in chosen)
-        if step is None or not rooms:
+        if not step.number or not rooms:
             return _nothing
-        octets, size = flat.view(torch.uint8), flat.element_size()
-        places = [octets[room.start * size :][:STAMP_NBYTES] for room in rooms]
-        for room, place in zip(rooms, places, strict=True):
-            if room.owner == rank:
-                copy_to(place, step.stamp())
+        places = self.write(flat, rooms, rank)
 
         def take() -> None:
             step.came.append((rooms, HostCopy(torch.cat(places))))
 
         return take
+
+    def write(self, flat: Tensor, rooms: Sequence[Room], rank: int) -> list[Tensor]:
+        """Write this rank's stamp of the last call into its room, if it has one of some rooms.
+
+        Returns:
+            The places of all of them in ``flat``, 1-D, uint8.
+        """
+        octets, size = flat.view(torch.uint8), flat.element_size()
+        places = [octets[room.start * size :][:STAMP_NBYTES] for room in rooms]
+        for room, place in zip(rooms, places, strict=True):
+            if room.owner == rank:
+                copy_to(place, self._step.stamp())
+        return places
 
     # ------------------------------------------------------------------ when they have come
 
@@ -278,6 +297,7 @@ class Stamps:
             step = self._unread.pop(0)
             stamps = step.stamps()
             if _failed_ranks(stamps):
+                self._told = frozenset(stamps.values())
                 if step is self._step and with_last and len({stamp.number for stamp in stamps.values()}) == 1:
                     told = failure_of_others(group, step.failure)
                     error = None if step.is_told else told
@@ -289,9 +309,47 @@ class Stamps:
             if error is None and len({stamp.digest for stamp in stamps.values()}) > 1:
                 error = self._compared(group, step, call.origins(step.options))
             if error is not None:
+                self._told = frozenset(stamps.values())
                 break
         if error is not None and call.failure is None:
             raise error
+
+    def difference(
+        self,
+        group: RankGroup,
+        stamps: Mapping[int, Stamp],
+        origins: Callable[[Sequence[Mapping[str, Plain]]], Origins],
+    ) -> Exception | None:
+        """Say what differs between the last calls of ranks; all ranks call, together, with the same stamps.
+
+        Communicates if something does: exchanges what failed, or the options.
+
+        Args:
+            group: the ranks.
+            stamps: by rank.
+            origins: see `Call`.
+
+        Returns:
+            The error to be raised on every rank, also on one that has raised before; None if nothing is
+            wrong, or all of it was told before.
+        """
+        step, found = self._step, frozenset(stamps.values())
+        if found <= self._told:
+            return None
+        self._told = found
+        if _failed_ranks(stamps):
+            told = failure_of_others(group, step.failure)
+            return _failure_elsewhere(step, stamps) if told is None else told
+        calls = _by_call(stamps)
+        if len(calls) > 1:
+            made = "; ".join(
+                f"{ranks_text(ranks)} made {number}" + (f", the last one {name}" if number else "")
+                for (_, number, name), ranks in calls
+            )
+            return RankMismatchError(
+                f"ranks have made different calls of the optimizer: {made}. All ranks must make the same"
+            )
+        return self._compared(group, step, origins(step.options))
 
     def _compared(self, group: RankGroup, step: _Step, mine: Origins) -> Exception | None:
         """Exchange the options of a call, and say in which the ranks differ that should not; all ranks call.
@@ -335,16 +393,22 @@ def _failure_elsewhere(step: _Step, stamps: Mapping[int, Stamp]) -> RemoteRankEr
     return RemoteRankError(f"{told} in {step.name}; its own output has more")
 
 
-def _different_calls(stamps: Mapping[int, Stamp]) -> Exception | None:
-    """Make the error for ranks that are not in the same call, None if they are."""
+def _by_call(stamps: Mapping[int, Stamp]) -> list[tuple[tuple[int, int, str], list[int]]]:
+    """Sort ranks by kind, number and name of their call, those that most have made first."""
     calls: dict[tuple[int, int, str], list[int]] = {}
     for rank, stamp in sorted(stamps.items()):
         calls.setdefault((stamp.kind, stamp.number, stamp.name), []).append(rank)
+    return sorted(calls.items(), key=lambda pair: -len(pair[1]))
+
+
+def _different_calls(stamps: Mapping[int, Stamp]) -> Exception | None:
+    """Make the error for ranks that are not in the same call, None if they are."""
+    calls = _by_call(stamps)
     if len(calls) < 2:
         return None
     told = "; ".join(
         f"{ranks_text(ranks)} in {f'{name}, call {number} there' if kind else 'a gather that is no step'}"
-        for (kind, number, name), ranks in sorted(calls.items(), key=lambda pair: -len(pair[1]))
+        for (kind, number, name), ranks in calls
     )
     return RankMismatchError(
         f"ranks are in different calls of the optimizer: {told}. All ranks must make the same calls"

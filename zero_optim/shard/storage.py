@@ -93,8 +93,9 @@ class ParamBucket(Protocol):
 
 
 def rows_of(flat: Tensor, layout: Layout) -> list[tuple[int, Tensor]]:
-    """Split a flat tensor into (owner, 1-D view), by rank, without empty rows."""
-    return [(row.owner, flat[row.start : row.stop]) for row in layout.rows if row.stop > row.start]
+    """Split a flat tensor into (owner, 1-D view), by rank, without empty rows; then rooms behind the rows."""
+    rows = [(row.owner, flat[row.start : row.stop]) for row in layout.rows if row.stop > row.start]
+    return rows + [(room.owner, flat[room.start : room.stop]) for room in layout.rooms_behind]
 
 
 def is_active(bucket: ParamBucket) -> bool:

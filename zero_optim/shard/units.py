@@ -95,8 +95,8 @@ class UnitBucket:
         with torch.no_grad():
             for param, view in zip(params, self._views, strict=True):
                 view.copy_(param)
-        self._owns_all = self._own == (0, layout.numel)
-        self.row = self._flat if self._owns_all else self._own_row().clone()
+        self._owns_all = self._own == (0, layout.end_of_rows)
+        self.row = self._own_row() if self._owns_all else self._own_row().clone()
         self.is_whole = True
         self.coming: Pending | None = None
         self.is_left = False

@@ -1,0 +1,207 @@
+"""Ranks of a fully sharded model tell each other in the forward pass what they did differently in a step."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fake_streams import without_thread
+from pool import Ranks
+from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.ddp import FullyShardedDataParallel, unsharded
+from zero_optim.errors import RankMismatchError, RemoteRankError
+
+
+class Breaks(torch.optim.SGD):
+    """SGD whose step raises on rank 1 when told so."""
+
+    breaks = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.breaks and dist.get_rank() == 1:
+            raise ArithmeticError("no such root")
+        return super().step(closure)
+
+
+def make(**options: Any) -> tuple[FullyShardedDataParallel, ZeroRedundancyOptimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), Breaks, lr=0.125)
+    return FullyShardedDataParallel(model, optimizer, units=[*model], **options), optimizer
+
+
+def forward(model: nn.Module) -> Tensor:
+    return model(torch.ones(1, 4)).sum()
+
+
+def iterate(model: nn.Module, optimizer: ZeroRedundancyOptimizer, *, steps: int = 1) -> None:
+    optimizer.zero_grad()
+    forward(model).backward()
+    for _ in range(steps):
+        optimizer.step()
+
+
+def check_equal(model: nn.Module) -> None:
+    """The weights are equal on all ranks."""
+    for value in model.state_dict().values():
+        every = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, value)
+        assert all(torch.equal(every[0], other) for other in every)
+
+
+def check_failure(reshards: Any) -> None:
+    model, optimizer = make(reshard_after_forward=reshards)
+    iterate(model, optimizer)
+    optimizer.optim.breaks = True
+    if dist.get_rank() == 1:
+        with pytest.raises(ArithmeticError):
+            iterate(model, optimizer)
+    else:
+        iterate(model, optimizer)
+    optimizer.optim.breaks = False
+    own = r"rank 1 failed with ArithmeticError in step\(\); its own output has more"
+    match = own if dist.get_rank() == 1 else "^rank 1 failed with ArithmeticError: no such root$"
+    with pytest.raises(RemoteRankError, match=match):
+        forward(model)
+    iterate(model, optimizer)
+    iterate(model, optimizer)
+    check_equal(model)
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+def test_a_step_that_raises_on_one_rank_raises_on_all_in_the_next_forward_pass(
+    ranks2: Ranks, reshards: bool
+) -> None:
+    ranks2.run(check_failure, reshards)
+
+
+def check_rate() -> None:
+    model, optimizer = make()
+    iterate(model, optimizer)
+    optimizer.param_groups[0]["lr"] = 0.25 * (1 + dist.get_rank())
+    iterate(model, optimizer)
+    match = r"different options in step\(\): lr of group 0: rank 0 has 0.25; rank 1 has 0.5"
+    with pytest.raises(RankMismatchError, match=match):
+        forward(model)
+    forward(model)  # it is said once
+    iterate(model, optimizer)
+    with pytest.raises(RankMismatchError, match=match):
+        forward(model)
+    optimizer.param_groups[0]["lr"] = 0.125
+    iterate(model, optimizer)
+    iterate(model, optimizer)
+    check_equal(model)
+
+
+def test_a_rate_that_differs_is_named_on_all_in_the_next_forward_pass(ranks2: Ranks) -> None:
+    ranks2.run(check_rate)
+
+
+def check_read() -> None:
+    model, optimizer = make()
+    optimizer.param_groups[0]["lr"] = 0.25 * (1 + dist.get_rank())
+    iterate(model, optimizer)
+    with pytest.raises(RankMismatchError, match=r"rank 0 has 0.25; rank 1 has 0.5"), unsharded(model):
+        pass
+    assert model.units.nbytes_live() == 0
+    with unsharded(model):
+        pass
+    iterate(model, optimizer)
+
+
+def test_parameters_made_whole_to_be_read_tell_it_too(ranks2: Ranks) -> None:
+    ranks2.run(check_read)
+
+
+def check_count(steps: int, told: str) -> None:
+    model, optimizer = make()
+    for _ in range(2):
+        iterate(model, optimizer)
+    iterate(model, optimizer, steps=steps if dist.get_rank() == 1 else 1)
+    with pytest.raises(RankMismatchError, match=told):
+        forward(model)
+    forward(model)
+    iterate(model, optimizer, steps=1 if dist.get_rank() == 1 else steps)
+    forward(model)
+    check_equal(model)
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        (0, r"rank 0 made 3, the last one step\(\); rank 1 made 2, the last one step\(\)"),
+        (2, r"rank 0 made 3, the last one step\(\); rank 1 made 4, the last one step\(\)"),
+    ],
+)
+def test_a_step_left_out_or_taken_twice_is_named_on_all_in_the_next_forward_pass(
+    ranks2: Ranks, steps: int, told: str
+) -> None:
+    ranks2.run(check_count, steps, told)
+
+
+def check_first() -> None:
+    model, optimizer = make()
+    forward(model).backward()
+    if dist.get_rank() == 0:
+        optimizer.step()
+    with pytest.raises(RankMismatchError, match=r"rank 0 made 1, the last one step\(\); rank 1 made 0\. All"):
+        forward(model)
+
+
+def test_the_first_step_left_out_is_named(ranks2: Ranks) -> None:
+    ranks2.run(check_first)
+
+
+def check_no_collective() -> dict[str, float]:
+    model, optimizer = make()
+    iterate(model, optimizer)
+    optimizer.metrics()
+    iterate(model, optimizer)
+    return optimizer.metrics()
+
+
+def test_an_iteration_has_no_collective_for_it(ranks2: Ranks) -> None:
+    for found in ranks2.run(check_no_collective):
+        assert found["collectives/agree"] == 0
+        assert found["collectives/gather"] == 3 * 2 * 2 - 2, (
+            "a row of each rank, and the last unit stays whole"
+        )
+
+
+def check_silent() -> None:
+    """The one parameter has one owner."""
+    module = nn.Linear(4, 1, bias=False)
+    optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.125)
+    model = FullyShardedDataParallel(module, optimizer)
+    iterate(model, optimizer)
+    iterate(model, optimizer)
+    optimizer.param_groups[0]["lr"] = 0.25 * (1 + dist.get_rank())
+    iterate(model, optimizer)
+    with pytest.raises(RankMismatchError, match=r"rank 0 has 0.25; rank 1 has 0.5"):
+        forward(model)
+
+
+def test_a_rank_that_owns_nothing_is_heard(ranks2: Ranks) -> None:
+    ranks2.run(check_silent)
+
+
+def check_late() -> None:
+    """The CPU passes for an accelerator."""
+    model, optimizer = make()
+    optimizer.param_groups[0]["lr"] = 0.25 * (1 + dist.get_rank())
+    iterate(model, optimizer)
+    forward(model)
+    optimizer.param_groups[0]["lr"] = 0.125
+    with pytest.raises(RankMismatchError, match=r"rank 0 has 0.25; rank 1 has 0.5"):
+        forward(model)
+    iterate(model, optimizer)
+    iterate(model, optimizer, steps=dist.get_rank())
+    forward(model)
+    with pytest.raises(RankMismatchError, match=r"rank 0 made 2, .*; rank 1 made 3, "):
+        forward(model)
+
+
+def test_on_an_accelerator_it_is_told_one_forward_pass_later(ranks2: Ranks) -> None:
+    ranks2.run(without_thread, check_late)

@@ -1,0 +1,55 @@
+"""Rooms for stamps in the buckets of a plan, so that every rank is heard. Nothing here communicates.
+
+Note [Every rank is heard]
+    Each row has room for a stamp, but a row that lies within one parameter. So a rank has nowhere to write if
+    it owns nothing, nothing that trains, or rows in the middle of large parameters alone. Such a rank has a
+    room behind the rows of one bucket, and broadcasts that by itself: 32 bytes beside the broadcasts of the
+    owners, and started with them. Where all ranks have room in their rows, as in most plans, nothing is
+    added.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from zero_optim.plan.layout import Layout, with_rooms, with_rooms_behind
+from zero_optim.plan.plan import Plan, alignment_of
+from zero_optim.shard.stamps import STAMP_NBYTES
+
+
+def layouts_with_rooms(
+    plan: Plan, params: Sequence[Tensor], size: int, units: Mapping[Tensor, int], heard: set[int]
+) -> list[Layout]:
+    """Make rooms in the layouts of a plan; the same on every rank.
+
+    Args:
+        plan: the plan; ranks agree on which of its parameters are frozen.
+        params: of the plan.
+        size: number of ranks. One alone has no stamps, and its layouts stay as they are.
+        units: the parameters of units, each with the number of its unit.
+        heard: ranks that have room in a bucket that is gathered after each step, of earlier plans; those of
+            this one are added.
+
+    Returns:
+        By bucket of the plan.
+    """
+    firsts = [params[bucket.params[0]] for bucket in plan.buckets]
+    layouts = [bucket.layout for bucket in plan.buckets]
+    if size == 1:
+        return layouts
+    lengths = [-(-STAMP_NBYTES // first.element_size()) for first in firsts]
+    alignments = list(map(alignment_of, firsts))
+    layouts = list(map(with_rooms, layouts, lengths, alignments))
+    trained = [
+        number for number, first in enumerate(firsts) if first.requires_grad and layouts[number].end_of_rows
+    ]
+    heard.update(room.owner for number in trained for room in layouts[number].rooms)
+    silent = [rank for rank in range(size) if rank not in heard]
+    if silent and trained:
+        # What is gathered first. The outermost unit has the lowest number, and parameters of no unit are
+        # gathered in the step.
+        chosen = min(trained, key=lambda number: units.get(firsts[number], -1))
+        layout = layouts[chosen]
+        layouts[chosen] = with_rooms_behind(layout, silent, lengths[chosen], alignments[chosen])
+        heard.update(silent)
+    return layouts
