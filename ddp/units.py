@@ -31,10 +31,12 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease
+from zero_optim.comm.pending import Pending
 from zero_optim.compat.engine import in_backward
 from zero_optim.ddp.graph import tensors_in
 from zero_optim.ddp.inbox import weakly, when_backward_ends
 from zero_optim.shard.gathers import start_gather
+from zero_optim.shard.storage import ParamBucket
 from zero_optim.shard.units import UnitBucket
 
 _SECOND = (
@@ -68,6 +70,11 @@ class Unit:
     def params(self) -> list[Tensor]:
         """Its parameters, bucket by bucket."""
         return [param for bucket in self.buckets for param in bucket.params]
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether owners keep some of its parameters in another dtype than these have."""
+        return any(bucket.is_rounded for bucket in self.buckets)
 
     @property
     def is_left(self) -> bool:
@@ -149,8 +156,12 @@ class UnitsInUse:
     def _start(self, unit: Unit) -> None:
         for bucket in unit.buckets:
             if not bucket.is_whole and bucket.coming is None:
-                lanes = self._lanes.groups or (self._group,)
-                bucket.coming = start_gather([lane.during("gather") for lane in lanes], bucket)
+                bucket.coming = self.start_gather_of(bucket)
+
+    def start_gather_of(self, bucket: ParamBucket) -> Pending:
+        """Start the gather of a bucket; all ranks call."""
+        lanes = self._lanes.groups or (self._group,)
+        return start_gather([lane.during("gather") for lane in lanes], bucket)
 
     def need(self, unit: Unit) -> None:
         """Make a unit whole; the current stream, on the CPU the caller, waits."""
