@@ -10,6 +10,7 @@ Note [Gradients set by hand]
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from zero_optim.plan.pieces import Pieces, is_whole, piece_of
@@ -26,15 +27,23 @@ class BucketOwners:
         pieces: of each parameter.
         rank: this one.
         size: number of ranks.
+        dtype: in which owners keep reduced gradients; None for that of the parameters.
     """
 
     names: tuple[str, ...]
     pieces: tuple[Pieces, ...]
     rank: int
     size: int
+    dtype: torch.dtype | None = None
+
+    def _keeps_another(self, param: Tensor) -> bool:
+        """Whether reduced gradients have another dtype than the parameter, so that it cannot show them."""
+        return self.dtype not in (None, param.dtype)
 
     def shown(self, slot: int, param: Tensor, reduced: Tensor | None) -> Tensor:
         """Make what stands in ``param.grad``: the gradient on the owner of the whole, else a partial one.
+
+        It is a partial one everywhere if owners keep gradients in another dtype.
 
         Args:
             slot: of the parameter.
@@ -42,9 +51,9 @@ class BucketOwners:
             reduced: the rows of this rank; None if it owns none.
         """
         pieces = self.pieces[slot]
-        if reduced is not None and len(pieces) == 1:
+        if reduced is not None and len(pieces) == 1 and not self._keeps_another(param):
             return reduced
-        return PartialGradient(param, pieces, reduced, self.names[slot])
+        return PartialGradient(param, pieces, reduced, self.names[slot], self.dtype)
 
     def added(self, slot: int, param: Tensor, kept: Tensor, reduced: Tensor | None) -> Tensor:
         """Add what was reduced to the gradient of earlier passes, in place; gives what ``param.grad`` is.
@@ -61,6 +70,8 @@ class BucketOwners:
             kept = kept.to_dense()
             if piece is None:
                 kept = self.shown(slot, param, None)
+            elif self._keeps_another(param):
+                kept = self.shown(slot, param, rows_of(kept, piece).to(self.dtype))
             elif not is_whole(piece, param.shape):
                 kept = self.shown(slot, param, rows_of(kept, piece).clone())  # a view would keep the whole
         if reduced is not None:

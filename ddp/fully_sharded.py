@@ -1,6 +1,7 @@
 """`FullyShardedDataParallel`: parameters, gradients and state sharded, with plain tensors (ZeRO stage 3)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.lanes import lanes_for_rows
 from zero_optim.ddp.assignment import ReducerOptions
 from zero_optim.ddp.owner_reducer import Accumulate
+from zero_optim.ddp.precision import PrecisionPolicy
 from zero_optim.ddp.reducer import Reducer
 from zero_optim.ddp.sharded import ShardedDataParallel
 from zero_optim.ddp.unit_choice import UnitChoice, Units, choose_units
@@ -43,12 +45,15 @@ class FullyShardedDataParallel(ShardedDataParallel):
             unit belong to the outermost one, which is whole from the forward to the backward pass.
         reshard_after_forward: False keeps units whole from the forward to the backward pass: 2 (W-1)/W times
             the parameters' bytes are sent in an iteration, and not 3. A number keeps so many, the last ones.
-        accumulate: as in `ShardedDataParallel`, as are ``mesh`` and the other options. ``mixed_precision``
-            is refused. With a mesh units are gathered inside each replica.
+        accumulate: as in `ShardedDataParallel`, as are ``mesh`` and the other options. With a mesh units are
+            gathered inside each replica.
+        mixed_precision: a `PrecisionPolicy`; or one of PyTorch's for its own wrappers. Then ``param.dtype``
+            is the dtype to compute with, and owners keep and step the parameters as they were. None leaves
+            all dtypes alone.
 
     Raises:
         TypeError: on every rank; as `ShardedDataParallel`, or ``units`` are none.
-        ValueError: likewise; or a unit is no module of the model.
+        ValueError: likewise; or a unit is no module of the model; or ``mixed_precision`` does not fit it.
     """
 
     def __init__(
@@ -60,14 +65,18 @@ class FullyShardedDataParallel(ShardedDataParallel):
         reshard_after_forward: bool | int = True,
         accumulate: Accumulate = "owner",
         mesh: DeviceMesh | None = None,
+        mixed_precision: PrecisionPolicy | object | None = None,
         **options: Any,  # noqa: ANN401 - PyTorch's
     ) -> None:
         """Check, agree with the other ranks, wrap, and free everything."""
         self._asked = units, reshard_after_forward
+        self._asked_policy = mixed_precision
         super().__init__(module, optimizer, accumulate=accumulate, mesh=mesh, **options)
 
-    def _check_more(self, module: nn.Module, options: Mapping[str, object]) -> None:
-        _check(module, options)
+    def _check_more(self, module: nn.Module) -> list[str]:
+        _check(module)
+        self._policy = PrecisionPolicy.of(self._asked_policy, module) or PrecisionPolicy()
+        return [self._policy.describe()]
 
     def _make_reducer(
         self, pairs: Sequence[tuple[str, Tensor]], options: ReducerOptions, sparse: Sequence[str]
@@ -77,14 +86,21 @@ class FullyShardedDataParallel(ShardedDataParallel):
         with failing_together(everyone):
             choice = choose_units(self.module, asked)
             keeps = _num_kept(reshards)
-        owned = optimizer.pieces()
+            owned = optimizer.pieces()
+            named = {p: name for name, p in self.module.named_parameters() if p in owned}
+            self._policy.check(named, sparse, self._accumulate)
+        dtypes = self._policy.compute_dtypes(named)
         with failing_together(everyone):  # it fails on all ranks of a replica alike
-            buckets = optimizer.shard_parameters({p: n for p, n in choice.unit_of.items() if p in owned})
-        reducer = super()._make_reducer(pairs, options, sparse)
+            buckets = optimizer.shard_parameters({p: choice.unit_of[p] for p in named}, dtypes)
+        self._policy.cast_for_good(self.module, self.parameters_to_ignore)
+        reducer = super()._make_reducer(
+            pairs, replace(options, reduce_dtype=self._policy.reduce_dtype), sparse
+        )
         lanes = lanes_for_rows(optimizer.ranks, owned)
         listed, stamps = _units(choice, buckets, reducer.params), optimizer.unit_stamps()
         units = UnitsInUse(optimizer.ranks, lanes, listed, keeps, stamps)
         hook_up(choice, units, {param: index for index, param in enumerate(reducer.params)})
+        self._policy.hook_up(choice.modules)
         units.free_all()
         self.units = units
         return reducer
@@ -109,12 +125,7 @@ class FullyShardedDataParallel(ShardedDataParallel):
         raise RuntimeError("FullyShardedDataParallel cannot be detached: save a checkpoint and build it anew")
 
 
-def _check(module: object, options: Mapping[str, object]) -> None:
-    if options.get("mixed_precision") is not None:
-        raise TypeError(
-            "FullyShardedDataParallel takes no mixed_precision: convert the model, and build the optimizer "
-            "with master_dtype=torch.float32, or use torch.autocast"
-        )
+def _check(module: object) -> None:
     if isinstance(module, nn.Module) and units_of(module) is not None:
         raise ValueError("the model is fully sharded already, or a part of it: wrap the whole of it, once")
 

@@ -253,7 +253,7 @@ class OwnerBucket(ReducerBucket):
         for slot, part in self._portions.layout.owned_parts(self._owners.rank):
             found, param = part.seen_in(total), self.params[slot]
             if slot not in filling.kept:
-                filling.reduced[slot] = found.to(param.dtype)
+                filling.reduced[slot] = found.to(self._owners.dtype or param.dtype)
             elif filling.adds_at_once:
                 filling.kept[slot] = self._owners.added(slot, param, filling.kept[slot], found)
             else:

@@ -88,6 +88,7 @@ class OwnerReducer(Reducer):
             optimizer.pieces(),
             optimizer.ranks,
             most_portions(optimizer.ranks.size) if is_apart else 1,
+            optimizer.kept_dtype,
         )
 
     def _launcher(self) -> Launch:
@@ -206,6 +207,7 @@ def assign_to_owners(
     pieces: dict[Tensor, Pieces],
     group: RankGroup,
     most: int = 1,
+    kept_dtype: Callable[[Tensor], torch.dtype] | None = None,
 ) -> BucketAssignment:
     """Make buckets with the members of the optimizer's, the last parameter first. Does not communicate.
 
@@ -218,6 +220,7 @@ def assign_to_owners(
         pieces: who owns what.
         group: the ranks.
         most: portions in which the largest bucket is sent.
+        kept_dtype: tells in which dtype owners keep a parameter; None stands for its own.
     """
     names, params = reduced.names, reduced.params
     listed = [sorted(indices, reverse=True) for indices in indices_of_members(reduced, members)]
@@ -234,6 +237,7 @@ def assign_to_owners(
             tuple(pieces[param] for param in of_bucket),
             group.rank,
             group.size,
+            None if kept_dtype is None else _gradient_dtype(of_bucket[0], kept_dtype(of_bucket[0]), options),
         )
         dtype = options.reduce_dtype if of_bucket[0].is_floating_point() else None
         if names[indices[0]] in reduced.sparse:
@@ -244,6 +248,19 @@ def assign_to_owners(
                 OwnerBucket(indices, of_bucket, owners, dtype=dtype, carries_word=is_last, num_portions=count)
             )
     return BucketAssignment.of(names, buckets)
+
+
+def _gradient_dtype(param: Tensor, kept: torch.dtype, options: ReducerOptions) -> torch.dtype | None:
+    """Tell in which dtype owners keep the reduced gradient of a parameter; None for the parameter's own.
+
+    Args:
+        param: the parameter.
+        kept: the dtype in which owners keep the parameter.
+        options: of the reducer.
+    """
+    if kept == param.dtype:
+        return None
+    return torch.promote_types(kept, options.reduce_dtype or param.dtype)
 
 
 def _portions(

@@ -134,8 +134,9 @@ class ShardedDataParallel(DistributedDataParallel):
                 _check_arguments(accumulate, options)
                 _check_group(optimizer, process_group)
                 _check_module(module, optimizer)
-                self._check_more(module, options)
-            agree(everyone, [f"accumulate={accumulate!r}"], "the arguments of ShardedDataParallel")
+                more = self._check_more(module)
+            items = [f"accumulate={accumulate!r}", *more]
+            agree(everyone, items, f"the arguments of {type(self).__name__}")
         self._optimizer = optimizer
         self._accumulate = accumulate
         base: Any = super()
@@ -147,8 +148,9 @@ class ShardedDataParallel(DistributedDataParallel):
         """Give all ranks that train the model: those of the optimizer, or of the mesh."""
         return optimizer.ranks if self._mesh is None else self._mesh.everyone
 
-    def _check_more(self, module: nn.Module, options: Mapping[str, object]) -> None:
-        """Check what a subclass is given; does not communicate."""
+    def _check_more(self, module: nn.Module) -> list[str]:
+        """Check what a subclass is given, and describe what must be alike; does not communicate."""
+        return []
 
     def _make_reducer(
         self, pairs: Sequence[tuple[str, Tensor]], options: ReducerOptions, sparse: Sequence[str]

@@ -11,6 +11,7 @@ from zero_optim.compat.engine import eager
 from zero_optim.ddp.graph import replaced, tensors_in
 from zero_optim.ddp.unit_choice import UnitChoice
 from zero_optim.ddp.units import Unit, UnitsInUse
+from zero_optim.ddp.wide_state import hook_wide_state, wide_units
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,13 +111,17 @@ def hook_up(choice: UnitChoice, units: UnitsInUse, trained: Mapping[Tensor, int]
     """
     in_units = {param for unit in units.units for bucket in unit.buckets for param in bucket.params}
     number_of = {module: number for number, module in enumerate(choice.modules)}
+    wide = wide_units(units)
     for module in choice.modules[0].modules():
         used = {choice.unit_of[param] for param in module.parameters(recurse=False) if param in in_units}
         called = {number_of[module]} if module in number_of else used & {0}
         for number in sorted(called):
             _hook_calls(module, units, units.units[number])
         for number in sorted(used | called):
-            _hook_state(module, units, units.units[number])
+            if number in wide:
+                hook_wide_state(module, wide[number])
+            else:
+                _hook_state(module, units, units.units[number])
     for param, index in trained.items():
         _hook_param(param, units, choice.unit_of[param], index)
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.ddp.data_parallel import DistributedDataParallel
 from zero_optim.ddp.unit_hooks import units_of
+from zero_optim.ddp.wide_state import wide_units
 
 
 def full_state_dict(model: nn.Module, *, ranks: Sequence[int] = (0,)) -> dict[str, Any] | None:
@@ -43,7 +44,12 @@ def full_state_dict(model: nn.Module, *, ranks: Sequence[int] = (0,)) -> dict[st
         state = dict(module.state_dict())
     sources = {name: params.get(t.data_ptr()) for name, t in state.items() if isinstance(t, Tensor)}
     copies: dict[Tensor, Tensor] = {}
+    wide = wide_units(units)
     for unit in units.units:
+        if unit.number in wide:
+            with wide[unit.number].values() as values:
+                copies.update((param, _copied(value)) for param, value in values.items() if is_asked)
+            continue
         with units.whole([unit.number], writes=False):
             if is_asked:
                 copies.update((param, _copied(param)) for param in unit.params)

@@ -31,10 +31,12 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease
+from zero_optim.comm.pending import Pending
 from zero_optim.compat.engine import in_backward
 from zero_optim.ddp.graph import tensors_in
 from zero_optim.ddp.inbox import weakly, when_backward_ends
 from zero_optim.shard.gathers import start_gather
+from zero_optim.shard.storage import ParamBucket
 from zero_optim.shard.unit_stamps import UnitStamps
 from zero_optim.shard.units import UnitBucket
 
@@ -69,6 +71,11 @@ class Unit:
     def params(self) -> list[Tensor]:
         """Its parameters, bucket by bucket."""
         return [param for bucket in self.buckets for param in bucket.params]
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether owners keep some of its parameters in another dtype than these have."""
+        return any(bucket.is_rounded for bucket in self.buckets)
 
     @property
     def is_left(self) -> bool:
@@ -160,8 +167,17 @@ class UnitsInUse:
         stamps = self._stamps if tells else None
         for bucket in unit.buckets:
             if not bucket.is_whole and bucket.coming is None:
-                lanes = self._lanes.groups or (self._group,)
-                bucket.coming = start_gather([lane.during("gather") for lane in lanes], bucket, stamps)
+                bucket.coming = self.start_gather_of(bucket, stamps)
+
+    def start_gather_of(self, bucket: ParamBucket, stamps: UnitStamps | None = None) -> Pending:
+        """Start the gather of a bucket; all ranks call.
+
+        Args:
+            bucket: the bucket.
+            stamps: travel with it; None for none.
+        """
+        lanes = self._lanes.groups or (self._group,)
+        return start_gather([lane.during("gather") for lane in lanes], bucket, stamps)
 
     def need(self, unit: Unit, *, tells: bool = False) -> None:
         """Make a unit whole; the current stream, on the CPU the caller, waits.

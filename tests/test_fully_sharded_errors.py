@@ -90,7 +90,7 @@ def refuses_arguments() -> None:
     model = Tower()
     optimizer = adamw(model)
     wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
-        (TypeError, "takes no mixed_precision", {"mixed_precision": object()}),
+        (TypeError, "expected mixed_precision to be", {"mixed_precision": object()}),
         (TypeError, "takes no bucket_cap_mb", {"bucket_cap_mb": 1}),
         (TypeError, "expected units to be", {"units": 3}),
         (TypeError, "expected units to be modules", {"units": ["blocks.0"]}),

@@ -194,7 +194,8 @@ def _add_optimizer(
         "named": names.named,
         "groups": groups,
         "params": {
-            name: [str(p.dtype).removeprefix("torch."), list(p.shape)] for name, p in names.param.items()
+            name: [str(optimizer.kept_dtype(p)).removeprefix("torch."), list(p.shape)]
+            for name, p in names.param.items()
         },
     }
     name_of, everywhere, cuts = names.name, {}, optimizer.cut_states()

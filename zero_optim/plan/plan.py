@@ -96,6 +96,7 @@ def make_plan(
     loads: Sequence[float] | None = None,
     bears_cuts: Sequence[bool] | None = None,
     units: Sequence[int | None] | None = None,
+    used: Sequence[torch.dtype] | None = None,
 ) -> Plan:
     """Choose buckets, owners, and what is cut. Does not communicate.
 
@@ -109,6 +110,8 @@ def make_plan(
             owners are chosen for the whole model only, and buckets may be uneven.
         units: for each parameter, over all groups, the number of the unit that it is gathered with, or None.
             A bucket never holds parameters of two units, and those of a unit know no capacity.
+        used: for each parameter, over all groups, the dtype that it is computed with, where that is another
+            one. Equal for parameters of one unit and dtype. It decides how they are aligned.
     """
     params = list(chain.from_iterable(groups))
     bears = [False] * len(params) if bears_cuts is None else bears_cuts
@@ -116,6 +119,9 @@ def make_plan(
     nbytes = [numel * size for numel, size in zip(numels, item_nbytes, strict=True)]
     buckets = _buckets(_travel_keys(params, bears), nbytes, cap_nbytes, units or [None] * len(params))
     alignments = [alignment_of(params[bucket[0]]) for bucket in buckets]
+    if used is not None:
+        narrow = [params[bucket[0]].element_size() // used[bucket[0]].itemsize for bucket in buckets]
+        alignments = [count * max(1, times) for count, times in zip(alignments, narrow, strict=True)]
     all_costs = tuple(chain.from_iterable(costs))
     if bears_cuts is None:
         owners = list(chain.from_iterable(assign_owners(costs, num_ranks, loads)))

@@ -10,6 +10,7 @@ Note [Every rank is heard]
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from zero_optim.plan.layout import Layout, with_rooms, with_rooms_behind
@@ -18,7 +19,12 @@ from zero_optim.shard.stamps import STAMP_NBYTES
 
 
 def layouts_with_rooms(
-    plan: Plan, params: Sequence[Tensor], size: int, units: Mapping[Tensor, int], heard: set[int]
+    plan: Plan,
+    params: Sequence[Tensor],
+    size: int,
+    units: Mapping[Tensor, int],
+    compute_dtypes: Mapping[Tensor, torch.dtype],
+    heard: set[int],
 ) -> list[Layout]:
     """Make rooms in the layouts of a plan; the same on every rank.
 
@@ -27,6 +33,7 @@ def layouts_with_rooms(
         params: of the plan.
         size: number of ranks. One alone has no stamps, and its layouts stay as they are.
         units: the parameters of units, each with the number of its unit.
+        compute_dtypes: of those that travel in another dtype than their own, which is wider.
         heard: ranks that have room in a bucket that is gathered after each step, of earlier plans; those of
             this one are added.
 
@@ -37,7 +44,7 @@ def layouts_with_rooms(
     layouts = [bucket.layout for bucket in plan.buckets]
     if size == 1:
         return layouts
-    lengths = [-(-STAMP_NBYTES // first.element_size()) for first in firsts]
+    lengths = [-(-STAMP_NBYTES // compute_dtypes.get(first, first.dtype).itemsize) for first in firsts]
     alignments = list(map(alignment_of, firsts))
     layouts = list(map(with_rooms, layouts, lengths, alignments))
     trained = [

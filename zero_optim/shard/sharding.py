@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from zero_optim.comm.agreement import agree, failing_together, said_by_all
@@ -59,6 +60,7 @@ class Sharding:
         gathers: of the sharding that this one follows, so that whoever waits for them goes on doing so.
         own_options: names of options that ranks need not have in common, see `zero_optim.shard.stamps`.
         units: parameters that are whole only while their unit is in use, with the number of the unit.
+        compute_dtypes: of those that get another dtype, see `UnitBucket`.
 
     Attributes:
         pieces: of each parameter, the rows that each of its owners has.
@@ -78,6 +80,7 @@ class Sharding:
         gathers: Gathers | None = None,
         own_options: Collection[str] = (),
         units: Mapping[Tensor, int] | None = None,
+        compute_dtypes: Mapping[Tensor, torch.dtype] | None = None,
     ) -> None:
         self.pieces: dict[Tensor, Pieces] = {}
         self.loads: list[float] = [0] * (group.size if num_owners is None else num_owners)
@@ -89,6 +92,7 @@ class Sharding:
         self._group = group
         self._as_views = as_views
         self._units = {} if units is None else units
+        self._compute_dtypes = {} if compute_dtypes is None else compute_dtypes
         self.cap_nbytes = _nbytes(cap_mb)
         self._active: list[bool] = []
         self._checked: list[list[int]] = []  # the groups' members when all had an owner at the last check
@@ -130,19 +134,20 @@ class Sharding:
             spent = [[cost(p) for p in params] for params, cost in zip(by_group, costs, strict=True)]
             known = by_group, spent, len(self.loads), self.cap_nbytes, self.loads
             units = [self._units.get(param) for params in by_group for param in params]
-            plan = make_plan(*known, None if bear_cuts is None else [True] * len(units), units)
+            used = [self._compute_dtypes.get(p, p.dtype) for params in by_group for p in params]
+            plan = make_plan(*known, None if bear_cuts is None else [True] * len(units), units, used)
             answer = [] if bear_cuts is None or not plan.is_cut else bear_cuts()
             described = [*describe_params(new), *describe_options(new), *about]
             # Owners come last: they differ where anything else does, and the first difference is told.
             items = [*described, f"buckets of {self.cap_nbytes} bytes"]
-            items += [f"units of the parameters: {units}"] if self._units else []
+            items += [f"units of the parameters: {units}, used as {used}"] if self._units else []
             items += describe_owners(new, plan)
             if answer:
                 items += describe_costs(new, plan)
         agree(self._group, items, "the parameters and options of the optimizer", _HINTS)
         # Now all ranks know whether anything would be cut.
         answer = said_by_all(self._group, answer)
-        return plan if all(answer) else make_plan(*known, answer, units)
+        return plan if all(answer) else make_plan(*known, answer, units, used)
 
     def let_go(self, *, waits: bool) -> None:
         """Let the process group go, after the gathers, see `Gathers.let_go`; does not communicate."""
@@ -195,7 +200,9 @@ class Sharding:
         self.pieces.update(zip(params, plan.pieces, strict=True))
         more = plan.loads(len(self.loads))
         self.loads = [load + extra for load, extra in zip(self.loads, more, strict=True)]
-        layouts = layouts_with_rooms(plan, params, self._group.size, self._units, self._heard)
+        layouts = layouts_with_rooms(
+            plan, params, self._group.size, self._units, self._compute_dtypes, self._heard
+        )
         for bucket, layout in zip(plan.buckets, layouts, strict=True):
             members = [params[index] for index in bucket.params]
             self._places.update({param: (len(self.buckets), index) for index, param in enumerate(members)})
@@ -205,7 +212,8 @@ class Sharding:
 
     def _made(self, members: list[Tensor], layout: Layout, label: str) -> ParamBucket:
         if members[0] in self._units:
-            return UnitBucket(members, layout, self._group.rank, label)
+            dtype = self._compute_dtypes.get(members[0])
+            return UnitBucket(members, layout, self._group.rank, label, dtype)
         return make_bucket(members, layout, self._group.rank, label, as_views=self._as_views)
 
     def unit_buckets(self) -> list[UnitBucket]:

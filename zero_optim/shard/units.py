@@ -17,6 +17,17 @@ Note [Freed by emptying the storage]
 
     Values that come back are the same as before, unless the parameters were stepped or loaded in between.
     Only then `settle` tells autograd that they changed: a backward pass through an older graph raises.
+
+Note [Kept in one dtype, computed with in another]
+    A bucket may have a compute dtype. Then the row that a rank keeps has the dtype that the parameters had,
+    and their values, not rounded. The flat tensor has the compute dtype: each owner rounds its row into it,
+    and so many bytes are sent. So have the parameters, whole and freed alike, since autograd would lose the
+    node that adds up a parameter's gradient if its dtype went to and fro. The optimizer steps the rows.
+    Whoever needs all values as they are kept makes another flat tensor, see `zero_optim.shard.wide`.
+
+    What was written to whole parameters is taken over as masters take it over (Note [Masters and their
+    parameters] in `zero_optim.step.leaves`): an element that is still the row's, rounded, leaves the row as
+    it is.
 """
 
 import math
@@ -71,32 +82,42 @@ class UnitBucket:
         layout: where each lies in the flat tensor.
         rank: this group rank.
         label: see `ParamBucket`.
+        compute_dtype: that the parameters get; None for their own. See Note [Kept in one dtype, computed with
+            in another].
 
     Attributes:
-        row: what this rank keeps for good: its row of the flat tensor, 1-D. If it owns everything, that is
-            the flat tensor, which is never emptied then.
+        row: what this rank keeps for good: its row of the flat tensor, 1-D. If it owns everything, and keeps
+            it as it is computed with, that is the flat tensor, which is never emptied then.
         is_whole: the parameters can be read.
         coming: the gather that makes them whole, if one is under way.
         is_left: state dicts are to show the parameters as they are, whole or freed.
         num_pins: how many users need them whole until they say that they are done; nothing may change them.
     """
 
-    def __init__(self, params: list[Tensor], layout: Layout, rank: int, label: str = "") -> None:
+    def __init__(
+        self,
+        params: list[Tensor],
+        layout: Layout,
+        rank: int,
+        label: str = "",
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
         """Move the parameters in."""
         self.params = params
         self.layout = layout
         self.label = label
         self._forms = list(map(Form.of, params))
         first = params[0]
-        self._flat = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
-        self._views = views_in(self._flat, self._forms, layout)
+        kept = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
         self._own = next(((row.start, row.stop) for row in layout.rows if row.owner == rank), (0, 0))
-        self._nans = [_nan_like(param) for param in params]
         with torch.no_grad():
-            for param, view in zip(params, self._views, strict=True):
+            for param, view in zip(params, self.views(kept), strict=True):
                 view.copy_(param)
-        self._owns_all = self._own == (0, layout.end_of_rows)
-        self.row = self._own_row() if self._owns_all else self._own_row().clone()
+        self._flat = kept.to(first.dtype if compute_dtype is None else compute_dtype)
+        self._views = self.views(self._flat)
+        self._nans = [_nan_like(param, self._flat.dtype) for param in params]
+        self._owns_all = self._own == (0, layout.end_of_rows) and self._flat is kept
+        self.row = self._own_row() if self._owns_all else kept[slice(*self._own)].clone()
         self.is_whole = True
         self.coming: Pending | None = None
         self.is_left = False
@@ -206,12 +227,43 @@ class UnitBucket:
         """Take note that versions may have changed in a step, which counts as a write to parameters."""
         self._versions = _versions(self.params)
 
+    @torch.no_grad()
     def take_written(self) -> None:
         """Take this rank's row out of the whole parameters, which the user has written to."""
         assert self.is_whole
-        if not self._owns_all:
-            with torch.no_grad():
-                self.row.copy_(self._own_row())
+        written = self._own_row()
+        if self.is_rounded:
+            kept = self.row.to(written.dtype) == written
+            self.row.copy_(torch.where(kept, self.row, written.to(self.row.dtype)))
+        elif not self._owns_all:
+            self.row.copy_(written)
+
+    # ------------------------------------------------------------------ values as they are kept
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the parameters have another dtype than what this rank keeps of them."""
+        return self._flat.dtype != self.row.dtype
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """View the parameters in a flat tensor of any dtype."""
+        return views_in(flat, self._forms, self.layout)
+
+    def flat_as_kept(self) -> Tensor:
+        """Make a flat tensor in the dtype that rows are kept in, with this rank's row; the rest is zero."""
+        flat = self.row.new_zeros(self.layout.numel)
+        flat[slice(*self._own)] = self.row
+        return flat
+
+    def take_over(self, flat: Tensor) -> None:
+        """Take this rank's row out of what `flat_as_kept` made, and free the parameters.
+
+        Raises:
+            RuntimeError: somebody needs them whole. Nothing has changed.
+        """
+        self.check_unpinned()
+        self.row.copy_(flat[slice(*self._own)])
+        self.has_changed()
 
     # ------------------------------------------------------------------ whole and freed
 
@@ -263,7 +315,7 @@ def _versions(params: list[Tensor]) -> list[int]:
     return [param._version for param in params]
 
 
-def _nan_like(param: Tensor) -> Tensor:
+def _nan_like(param: Tensor, dtype: torch.dtype) -> Tensor:
     """Make what a freed parameter shows."""
     value = math.nan if param.is_floating_point() or param.is_complex() else 0
-    return torch.full((), value, dtype=param.dtype, device=param.device).expand(param.shape)
+    return torch.full((), value, dtype=dtype, device=param.device).expand(param.shape)

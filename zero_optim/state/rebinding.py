@@ -180,14 +180,20 @@ class RebindableOptimizer(HoldingOptimizer):
     # ------------------------------------------------------------------ units
 
     _units: Mapping[Tensor, int] = MappingProxyType({})
+    _compute_dtypes: Mapping[Tensor, torch.dtype] = MappingProxyType({})
+    _kept_dtypes: Mapping[Tensor, torch.dtype] = MappingProxyType({})
 
-    def shard_parameters(self, units: Mapping[Tensor, int]) -> list[UnitBucket]:
+    def shard_parameters(
+        self, units: Mapping[Tensor, int], compute_dtypes: Mapping[Tensor, torch.dtype] | None = None
+    ) -> list[UnitBucket]:
         """Keep the parameters of units on their owners alone, and plan who owns what anew; all ranks call.
 
         Every parameter has its value on every rank when this is called, and when it returns.
 
         Args:
             units: the parameters concerned, each with the number of its unit; equal on every rank.
+            compute_dtypes: the dtypes that some of them get, the same for all of one dtype. Owners keep the
+                rows of these as they are.
 
         Returns:
             The buckets of the units; they are whole.
@@ -211,13 +217,15 @@ class RebindableOptimizer(HoldingOptimizer):
                         "have no effect: leave it out, and save checkpoints"
                     )
             self.wait_for_gathers()
-            before, self._units = self._units, units
+            before = self._units, self._compute_dtypes, self._kept_dtypes
+            self._units, self._compute_dtypes = units, {} if compute_dtypes is None else compute_dtypes
+            self._kept_dtypes = {param: param.dtype for param in self._compute_dtypes}
             try:
                 with failing_together(group):
                     self.check_weights()
                 self._go_over(group, range(group.size), keep_state=True)
             except Exception:
-                self._units = before
+                self._units, self._compute_dtypes, self._kept_dtypes = before
                 raise
         return self._sharding.unit_buckets()
 
@@ -330,7 +338,8 @@ class RebindableOptimizer(HoldingOptimizer):
         options, gathers = self._options, self._sharding.gathers
         as_views, cap_mb = options.parameters_as_bucket_view, options.bucket_cap_mb
         own = options.own_options
-        sharding = Sharding(group, as_views, cap_mb, num_owners, gathers, own, self._units)
+        units = self._units, self._compute_dtypes
+        sharding = Sharding(group, as_views, cap_mb, num_owners, gathers, own, *units)
         costs = [self._costs.__getitem__ for _ in groups]
 
         def bear_cuts() -> list[bool]:
@@ -366,7 +375,7 @@ class RebindableOptimizer(HoldingOptimizer):
             return list(dict.fromkeys(leaves.tried_dtype(param) for param in of["params"] if param in cut))
 
         with failing_together(group):
-            leaves = Leaves(self._options.master_dtype, self._units)
+            leaves = Leaves(self._options.master_dtype, self._units, self._kept_dtypes)
             average = WeightAverage(self._options.ema_decay, leaves)
             leaf_of = {param: leaves.add(param, piece) for param, piece in owned.items()}
             local = self._owned.local.again(groups, leaf_of)

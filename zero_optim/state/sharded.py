@@ -287,6 +287,13 @@ class ShardedOptimizer(Optimizer):
         ]
         return [*describe_params(groups), *describe_options(groups), *members, *owners]
 
+    def kept_dtype(self, param: Tensor) -> torch.dtype:
+        """Tell the dtype in which the owners of a parameter keep it; equal on every rank.
+
+        It is the parameter's, unless a fully sharded model computes in another one.
+        """
+        return self._owned.leaves.kept_dtype(param)
+
     def bucket_members(self) -> list[list[Tensor]]:
         """List the parameters of each bucket; equal on every rank."""
         return [list(bucket.params) for bucket in self._sharding.buckets]

@@ -297,4 +297,5 @@ def _norms(grads: Sequence[Tensor], norm_type: float, foreach: bool | None) -> T
 
 def _norm_dtype(param: Tensor) -> torch.dtype:
     """Norms of complex gradients are real."""
-    return param.dtype.to_real() if param.dtype.is_complex else param.dtype
+    dtype = param.grad.dtype if isinstance(param.grad, PartialGradient) else param.dtype
+    return dtype.to_real() if dtype.is_complex else dtype

@@ -48,6 +48,7 @@ class Leaves:
         master_dtype: parameters of a narrower floating-point dtype are stepped in this one; None
             steps every parameter itself.
         apart: parameters whose rows will be in `kept`.
+        kept_dtypes: of rows in `kept`, where the parameters have, or will have, another dtype.
 
     Attributes:
         masters: parameter -> the master copy of what this rank owns of it.
@@ -55,7 +56,12 @@ class Leaves:
         kept: parameter -> the rows that this rank owns, where they are not kept in the parameter.
     """
 
-    def __init__(self, master_dtype: torch.dtype | None, apart: Collection[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        master_dtype: torch.dtype | None,
+        apart: Collection[Tensor] = (),
+        kept_dtypes: Mapping[Tensor, torch.dtype] | None = None,
+    ) -> None:
         if master_dtype is not None and not isinstance(master_dtype, torch.dtype):
             raise TypeError(f"expected master_dtype to be a torch.dtype or None, got {master_dtype!r}")
         if master_dtype is not None and not master_dtype.is_floating_point:
@@ -65,6 +71,7 @@ class Leaves:
         self.separate: dict[Tensor, Tensor] = {}
         self.kept: dict[Tensor, Tensor] = {}
         self._apart = apart
+        self._kept_dtypes = {} if kept_dtypes is None else kept_dtypes
         self._pieces: dict[Tensor, Piece] = {}
         self._nothing: dict[tuple[torch.dtype, torch.device], Tensor] = {}  # what stand-ins are made of
 
@@ -76,7 +83,7 @@ class Leaves:
         self._pieces[param] = piece
         rows = self.rows(param)
         dtype, trains = self.stepped_dtype(param), param.requires_grad
-        if dtype != param.dtype:
+        if dtype != rows.dtype:
             self.masters[param] = Parameter(rows.detach().to(dtype), requires_grad=trains)
             self.separate[param] = self.masters[param]
         elif rows is not param or param in self._apart:
@@ -96,12 +103,16 @@ class Leaves:
         """Give the present value of what is stepped for an owned parameter: its master, or its rows."""
         return self.masters[param] if param in self.masters else self.rows(param)
 
+    def kept_dtype(self, param: Tensor) -> torch.dtype:
+        """Tell the dtype in which the owners of a parameter keep its rows."""
+        return self._kept_dtypes.get(param, param.dtype)
+
     def stepped_dtype(self, param: Tensor) -> torch.dtype:
         """Tell the dtype in which a parameter is stepped."""
-        dtype = self._dtype
-        if dtype is not None and param.is_floating_point() and param.itemsize < dtype.itemsize:
+        dtype, kept = self._dtype, self.kept_dtype(param)
+        if dtype is not None and kept.is_floating_point and kept.itemsize < dtype.itemsize:
             return dtype
-        return param.dtype
+        return kept
 
     def tried_dtype(self, param: Tensor) -> torch.dtype:
         """Tell for which dtype a class must bear cuts; float32 on accelerators, see the probe."""

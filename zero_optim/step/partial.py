@@ -4,9 +4,9 @@ Note [Partial gradients]
     Where gradients are sharded, the reduced gradient of a parameter lies on its owners alone. On the other
     ranks ``param.grad`` must not be None, as that means "unused" to an optimizer, to ``GradScaler`` and to a
     user. Nor may it be a tensor of some values: its norm, its sum, its histogram would be wrong, silently.
-    So a tensor stands there that has the parameter's shape, dtype and device, and no memory. It holds the
-    rows that this rank owns, if any. An operator that treats each element alone, in place, works on
-    those rows. Every other one raises. What is None after a backward pass is None on every rank.
+    So a tensor stands there that has the parameter's shape and device, and no memory. It holds the rows that
+    this rank owns, if any, and has their dtype. An operator that treats each element alone, in place, works
+    on those rows. Every other one raises. What is None after a backward pass is None on every rank.
 """
 
 import weakref
@@ -42,11 +42,15 @@ class PartialGradient(Tensor):
     and ``div_`` by a number, ``clamp_``, what ``GradScaler`` calls. Any other one raises. ``zero_grad()``
     drops it, with ``set_to_none=False`` too.
 
+    Where gradients are reduced in a wider dtype than the parameter has, owners keep them in it. Autograd
+    demands a gradient of the parameter's dtype, so only Python sees the other one: `dtype`.
+
     Args:
         param: whose gradient it is.
         pieces: who owns which of its rows.
         piece: the rows of this rank, with their shape; None if it owns none.
         name: of the parameter, for messages.
+        dtype: of the rows, on all ranks; None for that of the parameter.
 
     Attributes:
         piece: as given.
@@ -58,24 +62,44 @@ class PartialGradient(Tensor):
 
     @staticmethod
     def __new__(
-        cls: type["PartialGradient"], param: Tensor, pieces: Pieces, piece: Tensor | None, name: str
+        cls: type["PartialGradient"],
+        param: Tensor,
+        pieces: Pieces,
+        piece: Tensor | None,
+        name: str,
+        dtype: torch.dtype | None = None,
     ) -> "PartialGradient":
         """Make the tensor without memory."""
         make: Any = Tensor._make_wrapper_subclass
+        untyped: Any = Tensor.dtype
+        of_param = untyped.__get__(param)  # also where this is a copy of another one
         made: PartialGradient = make(
-            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
+            cls, param.shape, strides=param.stride(), dtype=of_param, device=param.device
         )
         return made
 
-    def __init__(self, param: Tensor, pieces: Pieces, piece: Tensor | None, name: str) -> None:
+    def __init__(
+        self,
+        param: Tensor,
+        pieces: Pieces,
+        piece: Tensor | None,
+        name: str,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         """Keep the rows."""
         self.piece = piece
+        self._dtype = param.dtype if dtype is None else dtype
         self.is_of_sparse = False
         self._of = weakref.ref(param)
         self._pieces = pieces
         self._name = name
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """Tell the dtype of the rows, wherever they are."""
+        return self._dtype
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # noqa: ANN401
         """Tell what it is, without an element."""

@@ -1,0 +1,450 @@
+"""Fully sharded models compute in one dtype, reduce in another, and step what owners keep, not rounded."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zero_optim.checkpoint
+from pool import Ranks
+from test_fully_sharded import Tower, adamw, batch
+from zero_optim import RankMismatchError, ZeroRedundancyOptimizer
+from zero_optim.ddp import (
+    DistributedDataParallel,
+    FullyShardedDataParallel,
+    PrecisionPolicy,
+    full_state_dict,
+    unsharded,
+)
+
+BF16, FP32 = torch.bfloat16, torch.float32
+NARROW = PrecisionPolicy(params=BF16, gradients=FP32, outputs=FP32)
+
+
+def wrapped(policy: object, how: str = "", **options: Any) -> tuple[Any, ZeroRedundancyOptimizer]:
+    model = Tower(how=how)
+    optimizer = adamw(model)
+    units = [*model.blocks]
+    return FullyShardedDataParallel(
+        model, optimizer, units=units, mixed_precision=policy, **options
+    ), optimizer
+
+
+def as_kept(model: Any) -> dict[str, Tensor]:
+    state = model.module.state_dict()
+    assert {tensor.dtype for tensor in state.values()} == {FP32}
+    return state
+
+
+def steps(model: nn.Module, optimizer: ZeroRedundancyOptimizer, some: range, passes: int = 1) -> None:
+    for step in some:
+        optimizer.zero_grad()
+        for number in range(passes):
+            model(batch(10 * step + number)).square().mean().backward()
+        optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+
+
+class ByHand:
+    """The same training, written out: whole parameters in float32, rounded for each pass."""
+
+    def __init__(self, dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
+        self.masters, self.narrow = Tower(), Tower().to(dtype)
+        self.dtype, self.reduce_dtype = dtype, reduce_dtype
+        self.optimizer = torch.optim.AdamW(self.masters.parameters(), lr=1e-2)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for own, master in zip(self.narrow.parameters(), self.masters.parameters(), strict=True):
+                own.copy_(master)
+        return self.narrow(x.to(self.dtype)).to(FP32)
+
+    def reduce(self) -> None:
+        """Add the ranks' gradients up, in their order, to what is there."""
+        for own, master in zip(self.narrow.parameters(), self.masters.parameters(), strict=True):
+            grads = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+            dist.all_gather(grads, own.grad)
+            shares = [grad.to(self.reduce_dtype) * (1 / len(grads)) for grad in grads]
+            total = shares[0]
+            for share in shares[1:]:
+                total = total + share
+            kept = total.to(FP32)
+            master.grad = kept if master.grad is None else master.grad + kept
+            own.grad = None
+
+    def steps(self, some: range, passes: int = 1) -> None:
+        for step in some:
+            self.optimizer.zero_grad()
+            for number in range(passes):
+                self(batch(10 * step + number)).square().mean().backward()
+                self.reduce()
+            torch.nn.utils.clip_grad_norm_(self.masters.parameters(), 0.5)
+            self.optimizer.step()
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# ---------------------------------------------------------------------- bits
+
+
+def keeps_bits(policy: PrecisionPolicy) -> None:
+    (plain, one), (model, other) = wrapped(None), wrapped(policy)
+    steps(plain, one, range(3))
+    steps(model, other, range(3))
+    assert equal(as_kept(model), as_kept(plain))
+
+
+def test_a_policy_of_the_models_own_dtype_changes_no_bit(ranks2: Ranks) -> None:
+    ranks2.run(keeps_bits, PrecisionPolicy(FP32, FP32, FP32, FP32, FP32, "units"))
+
+
+def follows(policy: PrecisionPolicy, how: str, passes: int, autocast: bool = False) -> None:
+    hand = ByHand(policy.params or FP32, policy.reduce_dtype or FP32)
+    model, optimizer = wrapped(policy, how)
+    assert {param.dtype for param in model.parameters()} == {policy.params}
+    for step in range(3):
+        with torch.autocast("cpu", dtype=BF16, enabled=autocast):
+            hand.steps(range(step, step + 1), passes)
+            steps(model, optimizer, range(step, step + 1), passes)
+        assert equal(as_kept(model), hand.masters.state_dict()), step
+    assert model.units.nbytes_live() == 0
+
+
+@pytest.mark.parametrize("how", ["", "reentrant", "not reentrant"])
+def test_bits_are_those_of_rounded_masters_and_sums_in_the_order_of_ranks(ranks2: Ranks, how: str) -> None:
+    ranks2.run(follows, NARROW, how, 1)
+
+
+def test_passes_add_up_on_the_owners_in_their_dtype(ranks2: Ranks) -> None:
+    ranks2.run(follows, NARROW, "", 3)
+
+
+def test_gradients_are_reduced_in_the_dtype_of_the_parameters_if_none_is_given(ranks2: Ranks) -> None:
+    ranks2.run(follows, PrecisionPolicy(params=BF16, outputs=FP32), "", 2)
+
+
+def test_the_order_of_sums_holds_on_four_ranks(ranks4: Ranks) -> None:
+    ranks4.run(follows, NARROW, "", 1)
+
+
+def test_autocast_works_beside_a_policy(ranks2: Ranks) -> None:
+    ranks2.run(follows, NARROW, "", 1, True)
+
+
+# ---------------------------------------------------------------------- what is sent, kept and shown
+
+
+def counts_bytes() -> None:
+    sent = []
+    for policy in (None, NARROW):
+        model, optimizer = wrapped(policy)
+        optimizer.metrics()
+        model.metrics()
+        steps(model, optimizer, range(2))
+        sent.append((optimizer.metrics()["sent_bytes/gather"], model.metrics()["sent_bytes/reduce"]))
+        rows = sum(bucket.row.nbytes for unit in model.units.units for bucket in unit.buckets)
+        sent[-1] = (*sent[-1], rows)
+    (whole, reduced, rows), (half, same, same_rows) = sent
+    assert 0.45 * whole <= half <= 0.55 * whole  # padding differs
+    assert reduced * 0.9 <= same <= reduced * 1.1
+    assert rows * 0.9 <= same_rows <= rows * 1.1
+
+
+def test_gathers_send_half_the_bytes_and_owners_keep_one_copy(ranks2: Ranks) -> None:
+    ranks2.run(counts_bytes)
+
+
+class Looks(nn.Module):
+    """Notes the dtypes that it meets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.register_buffer("scale", torch.ones(4))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.seen: dict[str, torch.dtype] = {}
+
+    def forward(self, x: Tensor, *, more: dict[str, Any]) -> dict[str, Any]:
+        self.seen = {"x": x.dtype, "more": more["float"].dtype, "int": more["int"].dtype}
+        hidden = self.frozen(x.to(BF16))
+        return {"y": [self.inner(hidden) * self.scale], "n": more["int"]}
+
+
+def casts(policy: PrecisionPolicy, seen: torch.dtype, given: torch.dtype) -> None:
+    model = Looks()
+    optimizer = ZeroRedundancyOptimizer(model.inner.parameters(), torch.optim.SGD, lr=0.1)
+    wrapper = FullyShardedDataParallel(model, optimizer, units=[model.inner], mixed_precision=policy)
+    out = wrapper(torch.ones(2, 4), more={"float": torch.ones(2), "int": torch.ones(2).long()})
+    assert model.seen == {"x": seen, "more": seen, "int": torch.int64}
+    assert (out["y"][0].dtype, out["n"].dtype) == (given, torch.int64)
+    assert (model.scale.dtype, model.count.dtype) == (BF16, torch.int64)
+    assert model.frozen.weight.dtype == model.inner.weight.dtype == BF16
+    out["y"][0].float().sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "seen", "given"),
+    [
+        ({}, BF16, BF16),
+        ({"inputs": FP32, "outputs": FP32}, FP32, FP32),
+        ({"casts_inputs": "nowhere", "outputs": torch.float64}, FP32, torch.float64),
+    ],
+)
+def test_inputs_outputs_and_buffers_are_cast(
+    ranks2: Ranks, options: Any, seen: torch.dtype, given: torch.dtype
+) -> None:
+    ranks2.run(casts, PrecisionPolicy(params=BF16, buffers=BF16, **options), seen, given)
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).float())
+
+
+def casts_at_units(casts_inputs: Any) -> None:
+    model = Wide()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    policy = PrecisionPolicy(params=BF16, casts_inputs=casts_inputs)
+    wrapper = FullyShardedDataParallel(
+        model, optimizer, units=[model.first, model.last], mixed_precision=policy
+    )
+    assert wrapper(torch.ones(2, 4)).dtype == BF16
+
+
+def test_inputs_of_units_are_cast_where_that_is_asked_for(ranks2: Ranks) -> None:
+    ranks2.run(casts_at_units, "units")
+
+
+def reads_and_writes() -> None:
+    model, optimizer = wrapped(NARROW)
+    steps(model, optimizer, range(2))
+    before = as_kept(model)
+    assert not torch.equal(before["first.weight"], before["first.weight"].to(BF16).to(FP32))
+    with unsharded(model):
+        assert torch.equal(model.module.first.weight, before["first.weight"].to(BF16))
+    assert equal(as_kept(model), before)
+    with unsharded(model), torch.no_grad():
+        model.module.first.weight[0, 0] = 7
+    before["first.weight"][0, 0] = 7
+    assert equal(as_kept(model), before)
+    with unsharded(model), pytest.raises(RuntimeError, match="leave unsharded"):
+        model.module.state_dict()
+    steps(model, optimizer, range(2, 3))
+
+
+def test_what_is_not_written_to_is_not_rounded(ranks2: Ranks) -> None:
+    ranks2.run(reads_and_writes)
+
+
+# ---------------------------------------------------------------------- state
+
+
+def loads_exactly(assign: bool) -> None:
+    model, optimizer = wrapped(NARROW)
+    steps(model, optimizer, range(2))
+    state = copy.deepcopy(dict(as_kept(model)))
+    other, another = wrapped(NARROW)
+    steps(other, another, range(5, 6))
+    loss = other(batch(0)).sum()
+    params = list(other.module.parameters())
+    other.module.load_state_dict(state, assign=assign)
+    assert all(a is b for a, b in zip(params, other.module.parameters(), strict=True))
+    assert equal(as_kept(other), state)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    part = {"first.bias": torch.full((24,), 1 + 2**-20)}
+    assert other.module.load_state_dict(part, strict=False).missing_keys
+    assert equal(as_kept(other), {**state, **part})
+    whole = full_state_dict(other, ranks=[1])
+    if dist.get_rank() == 1:
+        assert whole is not None
+        assert equal(whole, {**state, **part})
+    assert other.units.nbytes_live() == 0
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_dicts_have_what_owners_keep_and_load_it_exactly(ranks2: Ranks, assign: bool) -> None:
+    ranks2.run(loads_exactly, assign)
+
+
+def between_passes() -> None:
+    """A state dict made between a forward and its backward pass changes neither."""
+    (plain, one), (model, other) = wrapped(NARROW), wrapped(NARROW)
+    for wrapper, optimizer, is_read in ((plain, one, False), (model, other, True)):
+        losses = []
+        for number in range(2):
+            losses.append(wrapper(batch(number)).square().mean())
+            if is_read:
+                as_kept(wrapper)
+        (losses[0] + losses[1]).backward()
+        optimizer.step()
+    assert equal(as_kept(model), as_kept(plain))
+
+
+def test_a_state_dict_between_forward_and_backward_changes_nothing(ranks2: Ranks) -> None:
+    ranks2.run(between_passes)
+
+
+def built(stage: str) -> tuple[Any, ZeroRedundancyOptimizer]:
+    if stage == "narrow":
+        return wrapped(NARROW)
+    if stage == "fully":
+        return wrapped(None)
+    model = Tower()
+    return DistributedDataParallel(model), adamw(model)
+
+
+def saves(folder: str, stage: str) -> dict[str, Tensor]:
+    model, optimizer = built(stage)
+    steps(model, optimizer, range(2))
+    zero_optim.checkpoint.save(folder, model=model, optimizer=optimizer)
+    state = copy.deepcopy(dict(as_kept(model)))
+    steps(model, optimizer, range(2, 4))
+    zero_optim.checkpoint.save(f"{folder}-later", model=model, optimizer=optimizer)
+    return state
+
+
+def goes_on(folder: str, stage: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model, optimizer = built(stage)
+    steps(model, optimizer, range(5, 6))
+    zero_optim.checkpoint.load(folder, model=model, optimizer=optimizer)
+    state = copy.deepcopy(dict(as_kept(model)))
+    steps(model, optimizer, range(2, 4))
+    return state, as_kept(model)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("narrow", "narrow"), ("narrow", "plain"), ("plain", "narrow")]
+)
+def test_checkpoints_have_what_owners_keep(ranks2: Ranks, tmp_path: Path, saved: str, loaded: str) -> None:
+    wanted, _ = ranks2.run(saves, str(tmp_path / saved), saved)
+    (state, went_on), _ = ranks2.run(goes_on, str(tmp_path / saved), loaded)
+    assert equal(state, wanted)
+    if saved == loaded:
+        (later, _), _ = ranks2.run(goes_on, str(tmp_path / f"{saved}-later"), loaded)
+        assert equal(later, went_on)
+
+
+# ---------------------------------------------------------------------- GradScaler
+
+
+def scales(unscales: bool) -> None:
+    policy = PrecisionPolicy(params=torch.float16, gradients=FP32, outputs=FP32)
+    model, optimizer = wrapped(policy)
+    hand = ByHand(torch.float16, FP32)
+    scaler, own = (torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) for _ in range(2))
+    for step in range(4):
+        factor = 1e30 if step == 2 and dist.get_rank() == 1 else 1.0  # an infinity on one rank
+        for each, its, optimizers in ((model, scaler, optimizer), (hand, own, hand.optimizer)):
+            optimizers.zero_grad()
+            its.scale(each(batch(step)).square().mean() * factor).backward()
+            if each is hand:
+                hand.reduce()
+            if unscales:
+                its.unscale_(optimizers)
+                if each is hand:
+                    torch.nn.utils.clip_grad_norm_(hand.masters.parameters(), 0.5)
+                else:
+                    optimizer.clip_grad_norm_(0.5)
+            its.step(optimizers)
+            its.update()
+        assert scaler.get_scale() == own.get_scale(), step
+        assert equal(as_kept(model), hand.masters.state_dict()), step
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_scaler_and_half_precision_skip_on_all_ranks_and_keep_the_bits(
+    ranks2: Ranks, unscales: bool
+) -> None:
+    ranks2.run(scales, unscales)
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def refuses(policy: object, error: type[Exception], message: str, how: dict[str, Any]) -> None:
+    model = how.pop("model", Tower)()
+    optimizer = adamw(model)
+    if how.pop("on_one", False) and dist.get_rank() == 0:
+        policy = None
+    with pytest.raises(error, match=message):
+        FullyShardedDataParallel(model, optimizer, mixed_precision=policy, **how)
+
+
+class FSDP1:
+    param_dtype, reduce_dtype, buffer_dtype = BF16, FP32, None
+    keep_low_precision_grads = False
+    cast_forward_inputs, cast_root_forward_inputs = False, True
+    _module_classes_to_ignore = (nn.LayerNorm,)
+
+
+class KeepsLow(FSDP1):
+    keep_low_precision_grads = True
+
+
+def halved() -> nn.Module:
+    return Tower().to(torch.float16)
+
+
+def sparse() -> nn.Module:
+    return nn.Embedding(4, 4, sparse=True)
+
+
+@pytest.mark.parametrize(
+    ("policy", "error", "message", "how"),
+    [
+        ("bfloat16", TypeError, "to be a zero_optim.ddp.PrecisionPolicy or", {}),
+        (FSDP1(), ValueError, "leaves out modules of some classes, as blocks.0.norm", {}),
+        (KeepsLow(), ValueError, "keep_low_precision_grads=True is not possible", {}),
+        (NARROW, ValueError, "cannot hold what owners keep of first.weight", {"model": halved}),
+        (NARROW, ValueError, "does not go with sparse gradients", {"model": sparse}),
+        (
+            NARROW,
+            ValueError,
+            "adds up the gradients of several passes in torch.bfloat16",
+            {"accumulate": "local"},
+        ),
+        (NARROW, RankMismatchError, "mixed_precision of FullyShardedDataParallel", {"on_one": True}),
+    ],
+)
+def test_what_makes_no_sense_is_refused_on_every_rank(
+    ranks2: Ranks, policy: object, error: type[Exception], message: str, how: dict[str, Any]
+) -> None:
+    ranks2.run(refuses, policy, error, message, how)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "options"),
+    [
+        (TypeError, "expected params to be a torch.dtype or None", {"params": "bf16"}),
+        (ValueError, "expected gradients to be None or one of", {"gradients": torch.int32}),
+        (ValueError, "expected casts_inputs to be one of", {"casts_inputs": "here"}),
+        (ValueError, "has no effect with", {"inputs": BF16, "casts_inputs": "nowhere"}),
+    ],
+)
+def test_a_policy_checks_itself(error: type[Exception], message: str, options: dict[str, Any]) -> None:
+    with pytest.raises(error, match=message):
+        PrecisionPolicy(**options)
+
+
+def test_pytorchs_policies_are_read() -> None:
+    fsdp: Any = torch.distributed.fsdp
+    model = nn.Linear(2, 2)
+    two = fsdp.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32, output_dtype=FP32)
+    assert PrecisionPolicy.of(two, model) == PrecisionPolicy(BF16, FP32, outputs=FP32, casts_inputs="units")
+    one = fsdp.MixedPrecision(param_dtype=BF16, buffer_dtype=BF16)
+    assert PrecisionPolicy.of(one, model) == PrecisionPolicy(BF16, buffers=BF16)
+    plain: Any = torch.nn.parallel.distributed._MixedPrecision
+    assert PrecisionPolicy.of(plain(BF16, FP32), model) == PrecisionPolicy(BF16, FP32)
