@@ -76,7 +76,7 @@ class FullyShardedDataParallel(ShardedDataParallel):
     def _check_more(self, module: nn.Module) -> list[str]:
         _check(module)
         self._policy = PrecisionPolicy.of(self._asked_policy, module) or PrecisionPolicy()
-        return [self._policy.describe()]
+        return [f"mixed_precision: {self._policy.describe()}"]
 
     def _make_reducer(
         self, pairs: Sequence[tuple[str, Tensor]], options: ReducerOptions, sparse: Sequence[str]

@@ -416,7 +416,12 @@ def sparse() -> nn.Module:
             "adds up the gradients of several passes in torch.bfloat16",
             {"accumulate": "local"},
         ),
-        (NARROW, RankMismatchError, "mixed_precision of FullyShardedDataParallel", {"on_one": True}),
+        (
+            NARROW,
+            RankMismatchError,
+            "the arguments of FullyShardedDataParallel: rank 0 has mixed_precision: ",
+            {"on_one": True},
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused_on_every_rank(
