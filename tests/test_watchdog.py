@@ -293,6 +293,45 @@ def test_a_rank_that_did_not_answer_is_told_the_verdict_but_not_waited_for() -> 
     assert sorted(directory.asked) == [(0, 1), (2,)]
 
 
+class Dying:
+    """Stands for the directory: rank 1 was killed, but the host takes a while to end its process."""
+
+    rank = 0
+
+    def __init__(self, answers: Sequence[Presence]) -> None:
+        self.answers = iter(answers)
+
+    def is_current(self) -> bool:
+        return True
+
+    def ask_all(self, ranks: Sequence[int], question: Message) -> dict[int, Message | Presence]:
+        return {} if "verdict" in question else {1: next(self.answers)}
+
+
+def explain_closed(answers: Sequence[Presence], longest: float) -> str | None:
+    group = RankGroup.of(None)
+    watchdog = Watchdog(group.works.log, dist.group.WORLD)  # type: ignore[arg-type]
+    watchdog._listener.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watchdog, "_directory", Dying(answers))
+        patch.setattr(watchdog_module, "ANSWER_LIMIT", 0.0)  # each question takes longer than that
+        patch.setattr(watchdog_module, "_LONGEST_END", longest)
+        works = group.works
+        patch.setattr(works, "ranks", (0, 1))
+        patch.setattr(works, "_can_cut", False)  # there is no rank 1
+        error = watchdog.explain(group.begin_work(), RuntimeError("Connection reset by peer"))
+    return None if error is None else str(error)
+
+
+def test_a_killed_rank_that_takes_long_to_end_is_named(ranks1: Ranks) -> None:
+    slow = [Presence.SILENT, Presence.UNKNOWN, Presence.SILENT, Presence.ENDED]
+    (said,) = ranks1.run(explain_closed, slow, LIMIT)
+    assert "rank 1 has ended" in str(said)
+    (said,) = ranks1.run(explain_closed, [Presence.SILENT], 0.0)
+    assert "rank 1 does not answer" in str(said)
+    assert ranks1.run(explain_closed, [Presence.UNKNOWN], 0.0) == [None]
+
+
 def test_what_was_printed_is_written_out_before_a_process_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,7 @@ OnStall = Literal["raise", "exit"]
 EXIT_CODE = 75  # of a process that was ended because a wait took too long: "try again" in sysexits.h
 
 _LONGEST_LOOK = 1.0  # seconds between two looks at the waits
+_LONGEST_END = 10.0  # seconds that a process may take to end on a busy host, once it has been killed
 # In what gloo raises where a rank does not come, and where it is gone.
 _LATE = ("imed out",)
 _CLOSED = ("onnection", "closed", "closure", "reset")
@@ -344,21 +345,25 @@ class Watchdog:
     def explain(self, record: Record, error: RuntimeError) -> Exception | None:
         """Make what a wait raises, see `WorkLog.explain`. May take seconds, and ask all ranks."""
         works = record.group
-        deadline = time.monotonic() + ANSWER_LIMIT
+        began = time.monotonic()
         is_late, is_closed = (any(word in str(error) for word in words) for words in (_LATE, _CLOSED))
         while works.verdict is None and self._directory.is_current():
             if works.whole in self._deciding:
                 self._verdict_within(works, 0.1)
                 continue
             seen: Seen = self._ask_all(works, self._status(works.whole, record), {})
-            is_over = time.monotonic() > deadline
+            mute = [what for what in seen.values() if what in (Presence.SILENT, Presence.UNKNOWN)]
+            is_over = time.monotonic() - began > (_LONGEST_END if mute else ANSWER_LIMIT)
             if is_closed and is_over:
                 seen = closed(seen)
-            if is_late or gone(seen) or _verdict_in(seen) is not None:
+            is_silent = is_closed and is_over and Presence.SILENT in mute
+            if is_late or gone(seen) or is_silent or _verdict_in(seen) is not None:
                 return self._decide(record, None, seen).error()
             if not is_closed or is_over:
                 return None
-            time.sleep(0.05)  # the process that closed the connection may be about to end
+            # The process that closed the connection may be about to end. On a busy host that takes long: some
+            # of its connections are closed, and its port still takes questions, which nobody answers.
+            time.sleep(0.05)
         if works.verdict is None:
             return None
         self._exit_if_asked()
