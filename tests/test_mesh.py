@@ -378,7 +378,7 @@ def runs_on_streams(**options: Any) -> list[Found]:
 
 
 @pytest.mark.not_late("the model of streams has collectives of its own")
-@pytest.mark.parametrize("after", [pass_again, clip])
+@pytest.mark.parametrize("after", [pass_again, pytest.param(clip, marks=pytest.mark.exhaustive)])
 def test_streams_wait_for_the_sums_across_replicas(ranks4: Ranks, after: Any) -> None:
     for found in ranks4.run(partial(runs_on_streams, after=after)):
         assert not found, found[0].text
@@ -515,7 +515,10 @@ def stays_away(stage: str, where: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "where"), [("gradients", "backward"), ("fully", "step")])
+@pytest.mark.parametrize(
+    ("stage", "where"),
+    [pytest.param("gradients", "backward", marks=pytest.mark.exhaustive), ("fully", "step")],
+)
 def test_the_rank_that_does_not_come_is_named_in_all_replicas(stage: str, where: str) -> None:
     *ended, _ = outcomes(4, stays_away, stage, where)
     assert len({outcome.said for outcome in ended}) == 1, ended
