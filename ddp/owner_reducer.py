@@ -22,6 +22,7 @@ from zero_optim.ddp.owner_line import OwnerLine
 from zero_optim.ddp.owner_rows import most_portions, num_portions
 from zero_optim.ddp.reducer import Reducer
 from zero_optim.ddp.reduction import Launch
+from zero_optim.ddp.replica_check import ReplicaCheck
 from zero_optim.ddp.sparse_owner_bucket import SparseOwnerBucket
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.pieces import Pieces
@@ -60,6 +61,7 @@ class OwnerReducer(Reducer):
     ) -> None:
         self._optimizer = optimizer
         self._mesh = mesh
+        self._check: ReplicaCheck | None = None
         self._num_steps_before: int | None = None  # those of the optimizer before the last pass in Join
         self._local_number = -1  # of the last backward pass that was not reduced
         self._lanes = lanes_for_rows(optimizer.ranks, optimizer.owners())
@@ -71,6 +73,8 @@ class OwnerReducer(Reducer):
             wanted=wanted,
             checks=False,
         )
+        if mesh is not None:
+            self._check = ReplicaCheck(replace(mesh.across, phase=self._group.phase), optimizer)
         self._inbox.announce(weakly(self._coming))
 
     def rebuild(self) -> bool:
@@ -107,12 +111,15 @@ class OwnerReducer(Reducer):
 
         Raises:
             ReductionError: see there.
+            RankMismatchError: the replicas of a mesh differ, see `ReplicaCheck`.
             RuntimeError: inside ``Join`` the pass before had no step, for which ranks that joined wait.
         """
         num_steps, self._num_steps_before = self._num_steps_before, None
         if num_steps == self._optimizer.num_steps and not waits:  # else a new Join begins, or none is meant
             self._optimizer.refuse_in_join(RuntimeError(_NO_STEP))
         super().check_finished(waits=waits)
+        if waits and self._check is not None:
+            self._check.read()
 
     # ------------------------------------------------------------------ a backward pass
 
@@ -127,6 +134,8 @@ class OwnerReducer(Reducer):
 
     def _begin(self) -> BackwardPass:
         self.check_finished(waits=False)
+        if self._check is not None:
+            self._check.start()
         self._put_aside()
         try:
             return super()._begin()
@@ -144,6 +153,8 @@ class OwnerReducer(Reducer):
             current.give_back(drops=True)
             raise
         current.give_back(drops=False)  # torch.autograd.grad went through an output: no pass at all
+        if self._check is not None and not self.defers_reports:
+            self._check.read()
 
     def _put_aside(self) -> None:
         """Keep the gradients of passes that were reduced: autograd would add to them what is yet to be."""

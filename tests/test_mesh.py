@@ -275,6 +275,19 @@ def test_a_rank_that_lacks_gradients_is_named_in_every_replica(ranks4: Ranks) ->
     ranks4.run(names_who_failed)
 
 
+def copies_train_alike() -> None:
+    wrapped, optimizer = built(Tower(), "gradients", mesh_of(2))
+    train(wrapped, optimizer)
+    other, one = copy.deepcopy((wrapped, optimizer))
+    assert train(other, one, 3) == train(wrapped, optimizer, 3)
+    assert_alike(other.module, wrapped.module)
+    assert_equal_everywhere(other.module)
+
+
+def test_a_copy_of_wrapper_and_optimizer_trains_alike(ranks4: Ranks) -> None:
+    ranks4.run(copies_train_alike)
+
+
 def counts_both() -> None:
     """Of P bytes a rank sends half to the other rank of its replica, and its half across."""
     model = Tower()
@@ -365,10 +378,31 @@ def runs_on_streams(**options: Any) -> list[Found]:
 
 
 @pytest.mark.not_late("the model of streams has collectives of its own")
-@pytest.mark.parametrize("after", [pass_again, clip])
+@pytest.mark.parametrize("after", [pass_again, pytest.param(clip, marks=pytest.mark.exhaustive)])
 def test_streams_wait_for_the_sums_across_replicas(ranks4: Ranks, after: Any) -> None:
     for found in ranks4.run(partial(runs_on_streams, after=after)):
         assert not found, found[0].text
+
+
+def drifts(stage: str) -> None:
+    """What one replica does alone is found in the next backward pass of all."""
+    is_second, others = dist.get_rank() > 1, "of replica 0, {} of replica 1"
+    wrapped, optimizer = built(Tower(), stage, mesh_of(2))
+    train(wrapped, optimizer)
+    optimizer.param_groups[0]["lr"] *= 1 + is_second
+    with pytest.raises(RankMismatchError, match=r"lr of group 0: 0\.01 in replica 0, 0\.02 in replica 1"):
+        loss_of(wrapped, 3).backward()
+    optimizer.param_groups[0]["lr"] = 0.01
+    if is_second:
+        optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(RankMismatchError, match=f"steps taken: 3 {others.format(4)}"):
+        loss_of(wrapped, 4).backward()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_replicas_that_go_different_ways_are_told(ranks4: Ranks, stage: str) -> None:
+    ranks4.run(drifts, stage)
 
 
 @dataclass(frozen=True)
@@ -443,7 +477,7 @@ def fails_to_save_and_load(folder: Path) -> None:
     assert not (folder / "one").exists()
     with pytest.raises(RankMismatchError, match=r"what to save: ranks 0, 1 has .*; ranks 2, 3 has"):
         checkpoint.save(folder / str(rank > 1), **kept)
-    checkpoint.save(folder / "one", **kept)
+    checkpoint.save(folder / "one", **kept, process_group=dist.group.WORLD)
     train(wrapped, optimizer)
     before = whole(wrapped.module)
     with pytest.MonkeyPatch.context() as patched:
@@ -481,7 +515,10 @@ def stays_away(stage: str, where: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "where"), [("gradients", "backward"), ("fully", "step")])
+@pytest.mark.parametrize(
+    ("stage", "where"),
+    [pytest.param("gradients", "backward", marks=pytest.mark.exhaustive), ("fully", "step")],
+)
 def test_the_rank_that_does_not_come_is_named_in_all_replicas(stage: str, where: str) -> None:
     *ended, _ = outcomes(4, stays_away, stage, where)
     assert len({outcome.said for outcome in ended}) == 1, ended

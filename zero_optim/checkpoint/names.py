@@ -117,6 +117,8 @@ def group_of(model: object, optimizer: object, process_group: object, timeout: o
     Raises:
         ValueError: this process is not in the group.
     """
+    if mesh_of(optimizer, process_group) is not None:
+        process_group = None
     if isinstance(process_group, dist.ProcessGroup) or process_group is dist.GroupMember.NON_GROUP_MEMBER:
         params = optimizer.param_groups if isinstance(optimizer, ZeroRedundancyOptimizer) else ()
         found = RankGroup.of(cast("dist.ProcessGroup", process_group), [params, model])
@@ -132,13 +134,11 @@ def mesh_of(optimizer: object, process_group: object, timeout: object = None) ->
 
     Args:
         optimizer: what is saved; None for none.
-        process_group: see `group_of`; a group that is given is taken as it is.
+        process_group: see `group_of`. That of the whole mesh stands for None; another is taken as it is.
         timeout: see `group_of`.
     """
-    if process_group is not None or not isinstance(optimizer, ZeroRedundancyOptimizer):
-        return None
-    mesh = optimizer.mesh
-    if mesh is None:
+    mesh = optimizer.mesh if isinstance(optimizer, ZeroRedundancyOptimizer) else None
+    if mesh is None or process_group not in (None, mesh.everyone.process_group):
         return None
     groups = (mesh.everyone, mesh.inner, mesh.across)
     return RankMesh(*(patient(group.uncounted().during("checkpoint"), timeout) for group in groups))
