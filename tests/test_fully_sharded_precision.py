@@ -40,20 +40,22 @@ def as_kept(model: Any) -> dict[str, Tensor]:
     return state
 
 
-def steps(model: nn.Module, optimizer: ZeroRedundancyOptimizer, some: range, passes: int = 1) -> None:
+def steps(
+    model: nn.Module, optimizer: ZeroRedundancyOptimizer, some: range, passes: int = 1, most: float = 0.5
+) -> None:
     for step in some:
         optimizer.zero_grad()
         for number in range(passes):
             model(batch(10 * step + number)).square().mean().backward()
-        optimizer.clip_grad_norm_(0.5)
+        optimizer.clip_grad_norm_(most)
         optimizer.step()
 
 
 class ByHand:
     """The same training, written out: whole parameters in float32, rounded for each pass."""
 
-    def __init__(self, dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
-        self.masters, self.narrow = Tower(), Tower().to(dtype)
+    def __init__(self, dtype: torch.dtype, reduce_dtype: torch.dtype, width: int = 24) -> None:
+        self.masters, self.narrow = Tower(width), Tower(width).to(dtype)
         self.dtype, self.reduce_dtype = dtype, reduce_dtype
         self.optimizer = torch.optim.AdamW(self.masters.parameters(), lr=1e-2)
 
@@ -76,13 +78,13 @@ class ByHand:
             master.grad = kept if master.grad is None else master.grad + kept
             own.grad = None
 
-    def steps(self, some: range, passes: int = 1) -> None:
+    def steps(self, some: range, passes: int = 1, most: float = 0.5) -> None:
         for step in some:
             self.optimizer.zero_grad()
             for number in range(passes):
                 self(batch(10 * step + number)).square().mean().backward()
                 self.reduce()
-            torch.nn.utils.clip_grad_norm_(self.masters.parameters(), 0.5)
+            torch.nn.utils.clip_grad_norm_(self.masters.parameters(), most)
             self.optimizer.step()
 
 
@@ -129,6 +131,48 @@ def test_gradients_are_reduced_in_the_dtype_of_the_parameters_if_none_is_given(r
     ranks2.run(follows, PrecisionPolicy(params=BF16, outputs=FP32), "", 2)
 
 
+def cuts() -> None:
+    hand, tower = ByHand(BF16, FP32, width=96), Tower(96)
+    optimizer = adamw(tower)
+    units = [block.up for block in tower.blocks]
+    model = FullyShardedDataParallel(tower, optimizer, units=units, mixed_precision=NARROW)
+    assert any(len(pieces) > 1 for pieces in optimizer.pieces().values())
+    norms = []
+    for step in range(2):
+        hand.steps(range(step, step + 1), most=1e9)  # norms of cut gradients differ in the last bits
+        steps(model, optimizer, range(step, step + 1), most=1e9)
+        norms.append(optimizer.clip_grad_norm_(1e9))
+        assert norms[-1].dtype == FP32
+        assert equal(as_kept(model), hand.masters.state_dict()), step
+    wanted = torch.nn.utils.clip_grad_norm_(hand.masters.parameters(), 1e9)
+    assert torch.allclose(norms[-1], wanted, rtol=1e-5)
+
+
+def test_cut_parameters_keep_the_bits(ranks2: Ranks) -> None:
+    ranks2.run(cuts)
+
+
+def averages() -> None:
+    model = Tower()
+    model.blocks[0].requires_grad_(False)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, ema_decay=0.5)
+    wrapper = FullyShardedDataParallel(model, optimizer, units=[*model.blocks], mixed_precision=NARROW)
+    want = {name: value.clone() for name, value in as_kept(wrapper).items()}
+    assert equal(want, Tower().state_dict())  # what is frozen is not rounded either
+    for step in range(2):
+        steps(wrapper, optimizer, range(step, step + 1))
+        for name, value in as_kept(wrapper).items():
+            want[name] = want[name].lerp(value, 0.5)
+    with optimizer.averaged_weights():
+        assert equal(as_kept(wrapper), want)
+        assert wrapper(batch(0)).isfinite().all()
+
+
+def test_averages_are_those_of_what_owners_keep(ranks2: Ranks) -> None:
+    ranks2.run(averages)
+
+
+@pytest.mark.slow
 def test_the_order_of_sums_holds_on_four_ranks(ranks4: Ranks) -> None:
     ranks4.run(follows, NARROW, "", 1)
 
@@ -335,6 +379,36 @@ def test_checkpoints_have_what_owners_keep(ranks2: Ranks, tmp_path: Path, saved:
     if saved == loaded:
         (later, _), _ = ranks2.run(goes_on, str(tmp_path / f"{saved}-later"), loaded)
         assert equal(later, went_on)
+
+
+def saves_masters(folder: str) -> dict[str, Tensor]:
+    model = Tower()
+    for param in model.parameters():
+        param.data = param.data.to(BF16)
+    options: dict[str, Any] = {"lr": 1e-2, "master_dtype": FP32}
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **options)
+    for step in range(2):
+        optimizer.zero_grad()
+        model(batch(step).to(BF16)).float().square().mean().backward()
+        for param in model.parameters():
+            dist.all_reduce(param.grad)
+        optimizer.step()
+    zero_optim.checkpoint.save(folder, model=model, optimizer=optimizer)
+    state = optimizer.owned_state()
+    names = {param: name for name, param in model.named_parameters()}
+    return {names[param]: entries["master"].clone() for param, entries in state.items()}
+
+
+def loads_masters(folder: str, masters: dict[str, Tensor]) -> None:
+    model, optimizer = wrapped(NARROW)
+    zero_optim.checkpoint.load(folder, model=model, optimizer=optimizer)
+    assert equal(dict(sorted(as_kept(model).items())), dict(sorted(masters.items())))
+    steps(model, optimizer, range(1))
+
+
+def test_masters_of_a_checkpoint_become_what_owners_keep(ranks2: Ranks, tmp_path: Path) -> None:
+    one, other = ranks2.run(saves_masters, str(tmp_path / "saved"))
+    ranks2.run(loads_masters, str(tmp_path / "saved"), {**one, **other})
 
 
 # ---------------------------------------------------------------------- GradScaler

@@ -211,10 +211,13 @@ class Leaves:
     def taken_from(self, entries: Mapping[Tensor, dict[str, Any]]) -> dict[Tensor, Tensor]:
         """Take masters out of loaded entries, ready for `load`; all that may raise does so here.
 
+        Rows that are kept in a wider dtype than their parameter has need none: they take its values.
+
         Raises:
             StateMismatchError: a master does not have its parameter's shape, or is no dense tensor.
         """
-        return _taken_from(MASTER, self.masters, entries)
+        wide = {param: self.kept[param] for param in self._kept_dtypes if param in self.kept}
+        return _taken_from(MASTER, {**wide, **self.masters}, entries)
 
     def load(self, saved_masters: Mapping[Tensor, Tensor], params: Iterable[Tensor] | None = None) -> None:
         """Take over masters that were loaded, of all or some; one without starts from its own value."""
@@ -225,6 +228,8 @@ class Leaves:
             master.data.copy_(rows if saved is None else saved)
             if saved is not None:
                 rows.copy_(master)
+        for param in saved_masters.keys() - self.masters.keys():
+            self.kept[param].copy_(saved_masters[param])
 
 
 class WeightAverage:
