@@ -5,7 +5,17 @@ import random
 import pytest
 
 from zero_optim.plan.buckets import assign_buckets
-from zero_optim.plan.layout import Extent, Layout, Room, Row, rows_in_order, spans, whole, with_rooms
+from zero_optim.plan.layout import (
+    Extent,
+    Layout,
+    Room,
+    Row,
+    rows_in_order,
+    spans,
+    whole,
+    with_rooms,
+    with_rooms_behind,
+)
 from zero_optim.plan.partition import assign_owners, rank_loads
 
 SEEDS = range(60)
@@ -173,3 +183,15 @@ def test_a_room_travels_with_the_parameter_beside_it() -> None:
 def test_a_room_over_a_parameter_is_refused() -> None:
     with pytest.raises(ValueError, match="is not in the padding of the row of rank 0"):
         Layout((4,), whole([4], [0]).rows, (Room(0, 0, 2, 4),))
+
+
+def test_a_room_behind_the_rows_is_sent_by_itself_with_the_first_parameter() -> None:
+    before = with_rooms(whole([8, 3], [1, 1], alignment=8), 4, alignment=8)
+    layout = with_rooms_behind(before, [0, 2], 4, alignment=8)
+    assert layout.rows == before.rows
+    assert rooms_of(layout) == [(1, 1, 11, 15), (0, 0, 16, 20), (2, 0, 24, 28)]
+    assert (layout.end_of_rows, layout.numel) == (16, 28)
+    assert spans(layout, [0]) == [(1, 0, 8), (0, 16, 20), (2, 24, 28)]
+    assert spans(layout, [1]) == [(1, 8, 15)]
+    with pytest.raises(ValueError, match="overlaps what ends at 20"):
+        Layout(layout.numels, layout.rows, (*layout.rooms[:2], Room(2, 0, 16, 20)))

@@ -334,10 +334,11 @@ class Stamps:
             wrong, or all of it was told before.
         """
         step, found = self._step, frozenset(stamps.values())
-        if found <= self._told:
+        failed = _failed_ranks(stamps)
+        if found <= self._told or len(failed) == len(stamps):  # what each rank has raised need not be told
             return None
         self._told = found
-        if _failed_ranks(stamps):
+        if failed:
             told = failure_of_others(group, step.failure)
             return _failure_elsewhere(step, stamps) if told is None else told
         calls = _by_call(stamps)

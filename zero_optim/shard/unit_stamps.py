@@ -12,8 +12,10 @@ Note [Stamps of units]
     be, see Note [What a count cannot tell] in `stamps`.
 
     On the CPU the stamps of a unit are looked at when it has come. On an accelerator the CPU would wait for
-    the device, so it looks when the next forward pass begins. Backward passes tell nothing: the forward pass
-    before has, and an error in the middle of them would leave reductions half done.
+    the device, so it looks when the next forward pass begins; in training a backward pass lies between, so
+    that hardly waits. Passes without gradients, which follow each other closely, tell nothing there. Nor do
+    backward passes: the forward pass before has, and an error in the middle of them would leave reductions
+    half done.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,7 +24,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup, tensor_to_bytes
-from zero_optim.compat.streams import HostCopy
+from zero_optim.compat.streams import HostCopy, is_asynchronous
 from zero_optim.plan.layout import Layout, Room
 from zero_optim.plan.options import Plain
 from zero_optim.shard.stamps import STAMP_NBYTES, Origins, Stamps, stamps_in
@@ -54,7 +56,8 @@ class UnitStamps:
     ) -> Callable[[], None]:
         """Write this rank's stamp, as `Stamps.send` does; the CPU waits for nothing."""
         rooms, stamps = layout.rooms, self._stamps_of()
-        if not rooms or stamps is None:
+        may_wait = torch.is_grad_enabled() or not is_asynchronous(flat.device)
+        if not rooms or stamps is None or not may_wait:
             return _nothing
         places = stamps.write(flat, rooms, rank)
 
