@@ -96,16 +96,6 @@ class OwnerLayout:
             parts.append(tuple(of_param))
         return cls(tuple(parts), tuple(lengths), sum(lengths) != used, carries_word)
 
-    def new_rows(self, like: Tensor, *, zeros: bool = False) -> list[Tensor]:
-        """Make rows, by rank; padding is zero, as it is sent.
-
-        Args:
-            like: of the dtype and device of the rows.
-            zeros: so is all of them.
-        """
-        make = like.new_zeros if zeros or self.has_gaps else like.new_empty
-        return [make(length + self.carries_word) for length in self.lengths]
-
     def owned_parts(self, rank: int) -> list[tuple[int, Part]]:
         """List, with its slot, each part that a rank owns."""
         return [(slot, part) for slot, parts in enumerate(self.parts) for part in parts if part.owner == rank]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pool import Ranks
-from sharded import Setting
+from sharded import Setting, new_rows
 from test_sharded_errors import goes_on_after_a_failure, keeps_sums
 from test_sharded_join import epochs_alike
 from test_sharded_training import summed_in_rank_order, trains_alike
@@ -71,7 +71,7 @@ def some_layout(*, carries_word: bool) -> tuple[list[Tensor], OwnerLayout]:
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_portions_together_are_the_rows(count: int, carries_word: bool) -> None:
     params, layout = some_layout(carries_word=carries_word)
-    whole = layout.new_rows(params[0])
+    whole = new_rows(layout, params[0])
     portions = Portions.of(layout, count)
     rows = [OwnerRows(portions, rank, params[0]) for rank in range(2)]
     for slot, param in enumerate(params):

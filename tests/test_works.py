@@ -110,13 +110,13 @@ def check_work() -> None:
     group, tensor = RankGroup.of(None), torch.full((4,), float(dist.get_rank()))
     (work,) = group.broadcast_rows([(1, tensor)])
     assert isinstance(work.wait(timeout=100.0), bool)  # type: ignore[call-arg]
-    assert work.done  # type: ignore[attr-defined]
-    assert work.failure is None  # type: ignore[attr-defined]
+    assert work.record.ended is not None  # type: ignore[attr-defined]
+    assert work.record.failure is None  # type: ignore[attr-defined]
     assert work.record.timeout == 100.0  # type: ignore[attr-defined]
     assert torch.equal(tensor, torch.ones(4))
 
 
-def test_a_work_tells_whether_it_is_done_and_what_it_raised(ranks2: Ranks) -> None:
+def test_the_record_of_a_work_tells_whether_it_is_over_and_how_long_a_wait_may_take(ranks2: Ranks) -> None:
     ranks2.run(check_work)
 
 

@@ -408,13 +408,11 @@ class Work:
         record: the label, and what is known of it.
     """
 
-    __slots__ = ("_failure", "_is_over", "_phase", "handle", "record")
+    __slots__ = ("_phase", "handle", "record")
 
     def __init__(self, handle: Waitable, phase: Phase, record: Record, *, is_late: bool = False) -> None:
         self.handle = handle
         self._phase = phase
-        self._failure: str | None = None  # as text, see Note [Groups that end]
-        self._is_over = False
         self.record = record
         if is_late and record.group.outstanding is None:
             record.group.outstanding = (record, handle)
@@ -431,24 +429,5 @@ class Work:
         """
         if timeout is not None:
             self.record.timeout = timeout
-        try:
-            with self._phase.held_up(), self.record.waiting():
-                return self.handle.wait()
-        except Exception as error:
-            self._failure = str(error)
-            raise
-        finally:
-            self._is_over = True
-
-    @property
-    def done(self) -> bool:
-        """Whether it is over. What is sent from rank to rank on gloo is known to be after a wait only."""
-        if self._is_over:
-            return True
-        ask = getattr(self.handle, "is_completed", None) or getattr(self.handle, "done", None)
-        return ask is not None and bool(ask())
-
-    @property
-    def failure(self) -> str | None:
-        """What the last wait raised, as text; None if it raised nothing."""
-        return self._failure
+        with self._phase.held_up(), self.record.waiting():
+            return self.handle.wait()
