@@ -46,16 +46,24 @@ def _parts(item: object) -> Iterable[object]:
 
 
 def replaced(value: object, by: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401 - as the value
-    """Replace the tensors in an output: dicts, lists and tuples are built anew, other objects are left."""
+    """Replace the tensors in an output: containers and dataclasses are built anew, other objects are left."""
     if isinstance(value, Tensor):
         return by(value)
     if isinstance(value, dict):
         like = copy(value)  # of its class
-        like.update({key: replaced(part, by) for key, part in value.items()})
+        for key, part in value.items():
+            like[key] = replaced(part, by)  # some classes refuse update()
         return like
     if isinstance(value, list | tuple):
         parts = [replaced(part, by) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        same = copy(value)
+        for field in dataclasses.fields(value):
+            if hasattr(value, field.name):
+                part = replaced(getattr(value, field.name), by)
+                object.__setattr__(same, field.name, part)  # of frozen ones too
+        return same
     return value
 
 

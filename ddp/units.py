@@ -34,6 +34,7 @@ from zero_optim.comm.lanes import Lease
 from zero_optim.compat.engine import in_backward
 from zero_optim.ddp.graph import tensors_in
 from zero_optim.ddp.inbox import weakly, when_backward_ends
+from zero_optim.ddp.saved_reads import SavedReads
 from zero_optim.shard.gathers import start_gather
 from zero_optim.shard.units import UnitBucket
 
@@ -113,9 +114,19 @@ class UnitsInUse:
         units: by number.
         keeps: how many of the units that a forward pass used last stay whole until the backward pass; None
             for all.
+        guards_reads: whether to see reads in the backward pass that no output announces: Note [Reads that no
+            output announces] in `zero_optim.ddp.saved_reads`.
     """
 
-    def __init__(self, group: RankGroup, lanes: Lease, units: Sequence[Unit], keeps: int | None) -> None:
+    def __init__(
+        self,
+        group: RankGroup,
+        lanes: Lease,
+        units: Sequence[Unit],
+        keeps: int | None,
+        *,
+        guards_reads: bool = True,
+    ) -> None:
         self.units = units
         self._group = group
         self._lanes = lanes
@@ -123,6 +134,8 @@ class UnitsInUse:
         self._forward: dict[int, _Order] = {}  # by the unit whose call is the outermost
         self._backward = _Order()
         self._calls: list[int] = []  # units whose calls are under way, the outermost first
+        self._reads = SavedReads(units, weakly(self._output_reached), is_on=guards_reads)
+        self._guarding = list[bool]()  # for each call under way, whether it has begun to watch what is saved
         self._in_backward = False  # a callback at the end of a backward pass is queued
 
     def __deepcopy__(self, memo: object) -> NoReturn:
@@ -172,9 +185,21 @@ class UnitsInUse:
 
     # ------------------------------------------------------------------ forward
 
+    def forget_calls(self) -> None:
+        """Take note that no call is under way: PyTorch runs no hook when a Ctrl-C ends one."""
+        if not self._calls:
+            return
+        while self._calls:
+            self._calls.pop()
+            if self._guarding.pop():
+                self._reads.end()
+        for unit in self.units:
+            unit.depth = max((bucket.num_pins for bucket in unit.buckets), default=0)
+
     def enter(self, unit: Unit) -> None:
         """Get ready for a call of a module with parameters of a unit, or of the unit's own."""
         self._calls.append(unit.number)
+        self._guarding.append(self._reads.begin())
         unit.depth += 1
         if unit.depth > 1 and unit.is_whole:
             return
@@ -197,6 +222,8 @@ class UnitsInUse:
         """
         outermost = self._calls[0]
         self._calls.pop()
+        if self._guarding.pop():
+            self._reads.end()
         unit.depth -= 1
         if unit.depth:
             return
@@ -315,9 +342,12 @@ class UnitsInUse:
             self.need(unit)
         for unit in units:
             self._pin(unit, 1)
+        guards = self._reads.begin()
         try:
             yield
         finally:
+            if guards:
+                self._reads.end()
             for unit in units:
                 self._pin(unit, -1)
                 if writes:
