@@ -4,13 +4,13 @@ A unit is a module whose parameters are gathered and freed together: its own, an
 no unit further down. The outermost module is always one; it has number 0.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor, nn
 
-Units = Literal["auto"] | Iterable[nn.Module] | Callable[[nn.Module], bool]
+Units = Literal["auto"] | nn.ModuleList | nn.ModuleDict | Iterable[nn.Module] | Callable[[nn.Module], bool]
 
 # With "auto" a unit has at least this part of the model's bytes, unless it is the outermost one.
 AUTO_PART = 1 / 32
@@ -36,20 +36,26 @@ def choose_units(model: nn.Module, units: Units) -> UnitChoice:
 
     Args:
         model: the outermost module.
-        units: modules of the model; or a function that tells of a module whether it is one; or "auto": as
-            small as possible, but with at least a 32nd of the model's bytes, see `AUTO_PART`.
+        units: modules of the model, in a list or a container such as ``nn.ModuleList``; or a function that
+            tells of a module whether it is one; or "auto": as small as possible, but with at least a 32nd of
+            the model's bytes, see `AUTO_PART`.
 
     Raises:
         TypeError: ``units`` is something else.
-        ValueError: a module is none of the model's, or has no ``forward()``, so that nobody sees its turn.
+        ValueError: a module is none of the model's, or is never called itself, so that nobody sees its turn.
     """
     named = dict(_named(model))
+    read_by = _read_by_others(model)
     if units == "auto":
-        chosen = _by_size(model)
+        chosen = _by_size(model, read_by)
     elif callable(units) and not isinstance(units, nn.Module):
         chosen = {module for module in named if units(module)}
-    elif isinstance(units, Iterable) and not isinstance(units, str | nn.Module):
+    elif isinstance(units, nn.ModuleDict):
+        chosen = set(units.values())
+    elif isinstance(units, Iterable):  # ModuleList and Sequential too
         chosen = set(units)
+    elif isinstance(units, nn.Module):
+        raise TypeError(f"expected units to be modules, got one, {type(units).__name__}: put it in a list")
     else:
         raise TypeError(
             'expected units to be "auto", modules of the model, or a function that tells of a module whether '
@@ -65,6 +71,11 @@ def choose_units(model: nn.Module, units: Units) -> UnitChoice:
                 f"{named[module]} is a {type(module).__name__}, which is never called itself: give the "
                 "modules in it as units"
             )
+        if module in read_by:
+            raise ValueError(
+                f"{named[module]} is never called itself: the {type(read_by[module]).__name__} around it "
+                "reads its parameters. Give that one as a unit"
+            )
     modules = tuple(module for module in named if module is model or module in chosen)
     names = tuple(named[module] for module in modules)
     return UnitChoice(modules, names, _assigned(model, modules))
@@ -79,7 +90,16 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not unimplemented
 
 
-def _by_size(model: nn.Module) -> set[nn.Module]:
+def _read_by_others(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Find modules whose parameters another module reads without calling them, each with that module.
+
+    Of PyTorch's own modules, attention does that in a training pass.
+    """
+    attentions = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
+    return {inner: outer for outer in attentions for inner in outer.modules() if inner is not outer}
+
+
+def _by_size(model: nn.Module, read_by: Container[nn.Module]) -> set[nn.Module]:
     least = AUTO_PART * sum(param.nbytes for param in model.parameters())
     chosen: set[nn.Module] = set()
     seen: set[Tensor] = set()
@@ -90,7 +110,8 @@ def _by_size(model: nn.Module) -> set[nn.Module]:
         seen.update(own)
         nbytes = sum(param.nbytes for param in own)
         nbytes += sum(visit(child) for child in module.children())
-        if nbytes >= least and nbytes and module is not model and _has_forward(module):
+        may_be_one = module is not model and _has_forward(module) and module not in read_by
+        if nbytes >= least and nbytes and may_be_one:
             chosen.add(module)
             return 0
         return nbytes

@@ -58,10 +58,16 @@ class _After:
     @eager
     def __call__(self, module: nn.Module, inputs: object, output: object) -> object:
         """Free the unit, unless it is used on."""
-        unit = self.unit
+        unit, still = self.unit, False
         if unit.depth == 1 and any(map(unit.shares_memory, tensors_in(output))):
             output = replaced(output, lambda tensor: tensor.clone() if unit.shares_memory(tensor) else tensor)
+            still = any(map(unit.shares_memory, tensors_in(output)))
         self.units.leave(unit, output)
+        if still:
+            raise RuntimeError(
+                f"{unit.name} returned a view of a parameter in a {type(output).__name__}, where no copy can "
+                "take its place: return a clone of it, as the parameter's memory goes when the call is over"
+            )
         return output
 
 
@@ -155,6 +161,12 @@ def units_of(model: nn.Module) -> UnitsInUse | None:
             if isinstance(hook, _Before):
                 return hook.units
     return None
+
+
+@eager
+def begin_anew(units: UnitsInUse) -> None:
+    """Take note that the outermost call begins."""
+    units.forget_calls()
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from zero_optim.comm.pending import Pending
 from zero_optim.compat.engine import in_backward
 from zero_optim.ddp.graph import tensors_in
 from zero_optim.ddp.inbox import weakly, when_backward_ends
+from zero_optim.ddp.saved_reads import SavedReads
 from zero_optim.shard.gathers import start_gather
 from zero_optim.shard.storage import ParamBucket
 from zero_optim.shard.unit_stamps import UnitStamps
@@ -122,6 +123,8 @@ class UnitsInUse:
         keeps: how many of the units that a forward pass used last stay whole until the backward pass; None
             for all.
         stamps: what the gathers of forward passes tell of steps.
+        guards_reads: whether to see reads in the backward pass that no output announces: Note [Reads that no
+            output announces] in `zero_optim.ddp.saved_reads`.
     """
 
     def __init__(
@@ -131,6 +134,8 @@ class UnitsInUse:
         units: Sequence[Unit],
         keeps: int | None,
         stamps: UnitStamps,
+        *,
+        guards_reads: bool = True,
     ) -> None:
         self.units = units
         self._group = group
@@ -140,6 +145,8 @@ class UnitsInUse:
         self._forward: dict[int, _Order] = {}  # by the unit whose call is the outermost
         self._backward = _Order()
         self._calls: list[int] = []  # units whose calls are under way, the outermost first
+        self._reads = SavedReads(units, weakly(self._output_reached), is_on=guards_reads)
+        self._guarding = list[bool]()  # for each call under way, whether it has begun to watch what is saved
         self._in_backward = False  # a callback at the end of a backward pass is queued
 
     def __deepcopy__(self, memo: object) -> NoReturn:
@@ -206,6 +213,17 @@ class UnitsInUse:
 
     # ------------------------------------------------------------------ forward
 
+    def forget_calls(self) -> None:
+        """Take note that no call is under way: PyTorch runs no hook when a Ctrl-C ends one."""
+        if not self._calls:
+            return
+        while self._calls:
+            self._calls.pop()
+            if self._guarding.pop():
+                self._reads.end()
+        for unit in self.units:
+            unit.depth = max((bucket.num_pins for bucket in unit.buckets), default=0)
+
     def enter(self, unit: Unit, *, tells: bool = True) -> None:
         """Get ready for a call of a module with parameters of a unit, or of the unit's own.
 
@@ -214,6 +232,7 @@ class UnitsInUse:
             tells: see `need`. If it raises, `leave` has to be called all the same.
         """
         self._calls.append(unit.number)
+        self._guarding.append(self._reads.begin())
         unit.depth += 1
         if unit.depth > 1 and unit.is_whole:
             return
@@ -241,6 +260,8 @@ class UnitsInUse:
         """
         outermost = self._calls[0]
         self._calls.pop()
+        if self._guarding.pop():
+            self._reads.end()
         unit.depth -= 1
         if unit.depth:
             return
@@ -361,11 +382,14 @@ class UnitsInUse:
             self.need(unit)
         for unit in units:
             self._pin(unit, 1)
+        guards = self._reads.begin()
         try:
             if tells:
                 self._stamps.look()
             yield
         finally:
+            if guards:
+                self._reads.end()
             for unit in units:
                 self._pin(unit, -1)
                 if writes:

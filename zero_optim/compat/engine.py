@@ -69,6 +69,7 @@ NEEDED: tuple[tuple[object, str], ...] = (
     (torch._C, "_will_engine_execute_node"),
     (torch, "_foreach_copy_"),
     (torch.autograd, "_profiler_enabled"),
+    (torch._C._autograd, "_saved_tensors_hooks_is_enabled"),
     (torch, "_foreach_mul_"),
     (c10d, "_get_default_store"),
     (c10d, "_new_process_group_helper"),
@@ -194,6 +195,17 @@ def eager_itself(function: F) -> F:
     disable: Any = _compile._disable_dynamo
     kept: F = disable(function, recursive=False)
     return kept
+
+
+_autograd: Any = torch._C._autograd
+_top_hooks: Any = getattr(_autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Whether hooks on what autograd saves are active on this thread, or are not allowed now; takes 1 µs."""
+    if not _autograd._saved_tensors_hooks_is_enabled():
+        return True
+    return _top_hooks(True) is not None
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:

@@ -186,6 +186,16 @@ class UnitBucket:
         address = self._flat.untyped_storage().data_ptr()
         return address != 0 and tensor.untyped_storage().data_ptr() == address
 
+    @property
+    def storage_id(self) -> int:
+        """What tells the flat tensor's storage from others, also while it is empty."""
+        return int(self._flat.untyped_storage()._cdata)
+
+    def shows_freed(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a view of what a parameter shows while it is freed."""
+        address = tensor.data_ptr()
+        return any(address == nan.data_ptr() for nan in self._nans)
+
     # ------------------------------------------------------------------ steps and loads
 
     def check_unpinned(self) -> None:

@@ -1,0 +1,207 @@
+"""What modules keep aside, in attributes or anywhere else, may be used in the loss."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pool import Ranks
+from test_fully_sharded import Block, Tower, adamw, batch
+from test_fully_sharded_models import assert_alike, both, train, trains_alike
+from zero_optim.ddp import FullyShardedDataParallel
+
+KEPT: dict[str, Tensor] = {}  # what the modules below keep outside of themselves
+
+
+class Keeping(Block):
+    """Keeps a tensor aside: in an attribute, or in a dict that is no module's."""
+
+    def __init__(self, width: int, where: str) -> None:
+        super().__init__(width)
+        self.where = where
+        self.gate = nn.Linear(width, 2, bias=False)
+        self.aux = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        aux = self.gate(torch.tanh(self.down(torch.relu(self.up(x))))).square().mean()
+        if self.where == "attribute":
+            self.aux = aux
+        else:
+            KEPT["aux"] = aux
+        return out
+
+
+class Routed(Tower):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.blocks[1] = Keeping(24, where)
+
+
+def kept(model: Any, step: int) -> Tensor:
+    out = model(batch(step))
+    aux: Tensor = model.module.blocks[1].aux
+    return out.square().mean() + (KEPT["aux"] if aux.grad_fn is None else aux)
+
+
+def kept_alone(model: Any, step: int) -> Tensor:
+    model(batch(step))
+    return KEPT["aux"] + 2
+
+
+LOSSES: dict[str, tuple[str, Callable[[Any, int], Tensor], dict[str, Any]]] = {
+    "in an attribute": ("attribute", kept, {}),
+    "elsewhere": ("elsewhere", kept, {}),
+    "as the whole loss": ("elsewhere", kept_alone, {"find_unused_parameters": True}),
+}
+
+
+def uses_kept(case: str, reshards: bool | int) -> None:
+    KEPT.clear()
+    where, loss_of, options = LOSSES[case]
+    (whole, one), _ = both(Routed(where), **options)
+    want = train(whole, one, loss_of)
+    model = Routed(where)
+    optimizer = adamw(model)
+    fully = FullyShardedDataParallel(
+        model, optimizer, units=model.blocks, reshard_after_forward=reshards, **options
+    )
+    assert train(fully, optimizer, loss_of) == want
+    assert_alike(model, whole.module)
+    assert fully.units.nbytes_live() == 0
+    KEPT.clear()
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_a_tensor_that_a_unit_kept_aside_is_used_in_the_loss(ranks2: Ranks, case: str) -> None:
+    ranks2.run(uses_kept, case, True)
+
+
+def test_it_is_with_some_units_kept_whole(ranks2: Ranks) -> None:
+    ranks2.run(uses_kept, "as the whole loss", 1)
+
+
+class Detaching(Block):
+    """Reads a weight in the backward pass when all gradients of the unit have come."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(nn.functional.linear(x, self.down.weight.detach()[:, :24]))
+        return super().forward(x)
+
+
+class Stopping(Tower):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Detaching(24) for _ in range(2)])
+
+
+def reads_late() -> None:
+    trains_alike(Stopping())
+
+
+def test_a_unit_is_read_after_all_its_gradients_have_come(ranks2: Ranks) -> None:
+    ranks2.run(reads_late)
+
+
+def twice_by_what_is_kept(model: Any, step: int) -> Tensor:
+    loss = model(batch(step)).square().mean()
+    loss.backward(retain_graph=True)
+    return KEPT["aux"] + 0 * loss.detach()
+
+
+def two_passes() -> None:
+    trains_alike(Routed("elsewhere"), twice_by_what_is_kept, find_unused_parameters=True, accumulate="owner")
+    KEPT.clear()
+
+
+def test_what_was_kept_has_a_backward_pass_of_its_own(ranks2: Ranks) -> None:
+    ranks2.run(two_passes)
+
+
+class Overwriting(Block):
+    """Writes to what autograd saved."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.exp(self.up(x))
+        out = super().forward(x) + y.sum()
+        y.detach().add_(1)
+        return out
+
+
+def notices() -> None:
+    model = Tower()
+    model.blocks[0] = Overwriting(24)
+    optimizer = adamw(model)
+    fully = FullyShardedDataParallel(model, optimizer, units=model.blocks)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        fully(batch(0)).sum().backward()
+
+
+def stepped_between() -> None:
+    model = Routed("elsewhere")
+    optimizer = adamw(model)
+    fully = FullyShardedDataParallel(model, optimizer, units=model.blocks, find_unused_parameters=True)
+    kept(fully, 0).backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*A step or a load counts"):
+        KEPT["aux"].backward()
+    optimizer.zero_grad()
+    train(fully, optimizer, kept)
+    KEPT.clear()
+
+
+def test_writes_to_what_autograd_saved_are_noticed(ranks2: Ranks) -> None:
+    ranks2.run(notices)
+    ranks2.run(stepped_between)
+
+
+class Deriving(Block):
+    """Uses derivatives inside its forward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        slope: Tensor = torch.func.grad(lambda y: torch.sin(y).sum())(x.detach())
+        return super().forward(x + slope)
+
+
+def derives() -> None:
+    model = Tower()
+    model.blocks[1] = Deriving(24)
+    want = (both(model)[0][0])(batch(0))
+    wrapped = FullyShardedDataParallel(model, adamw(model), units=model.blocks, guards_reads=False)
+    out = wrapped(batch(0))
+    assert torch.equal(out, want)
+    out.sum().backward()
+
+
+def test_without_the_guard_modules_use_torch_func(ranks2: Ranks) -> None:
+    ranks2.run(derives)
+
+
+def packs(tensor: Tensor) -> Tensor:
+    return tensor.clone()
+
+
+def unpacks(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def with_hooks(model: nn.Module, step: int) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(packs, unpacks):
+        return model(batch(step)).square().mean()
+
+
+def has_hooks() -> None:
+    trains_alike(Tower(), with_hooks)
+    trains_alike(Routed("elsewhere"), kept_in_checkpoints)
+    KEPT.clear()
+
+
+def kept_in_checkpoints(model: Any, step: int) -> Tensor:
+    model.module.how = "not reentrant"
+    return kept(model, step)
+
+
+def test_hooks_of_others_are_left_alone(ranks2: Ranks) -> None:
+    ranks2.run(has_hooks)
