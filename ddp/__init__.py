@@ -18,6 +18,7 @@ from zero_optim.ddp.bucket import GradBucket
 from zero_optim.ddp.bucketer import ReduceScatterBucketer
 from zero_optim.ddp.data_parallel import DistributedDataParallel
 from zero_optim.ddp.fully_sharded import FullyShardedDataParallel
+from zero_optim.ddp.offload import Offload
 from zero_optim.ddp.reducer import Reducer
 from zero_optim.ddp.sharded import ShardedDataParallel
 from zero_optim.ddp.unit_hooks import unsharded
@@ -27,6 +28,7 @@ __all__ = [
     "DistributedDataParallel",
     "FullyShardedDataParallel",
     "GradBucket",
+    "Offload",
     "ReduceScatterBucketer",
     "Reducer",
     "ReducerOptions",

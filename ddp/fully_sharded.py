@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.lanes import lanes_for_rows
 from zero_optim.ddp.assignment import ReducerOptions
+from zero_optim.ddp.offload import Offload, keeping_for
 from zero_optim.ddp.owner_reducer import Accumulate
 from zero_optim.ddp.reducer import Reducer
 from zero_optim.ddp.sharded import ShardedDataParallel
@@ -42,11 +43,14 @@ class FullyShardedDataParallel(ShardedDataParallel):
             unit belong to the outermost one, which is whole from the forward to the backward pass.
         reshard_after_forward: False keeps units whole from the forward to the backward pass: 2 (W-1)/W times
             the parameters' bytes are sent in an iteration, and not 3. A number keeps so many, the last ones.
+        offload: keeps what this rank owns in files, see `Offload`; on all ranks or none. The class must bear
+            to be stepped some parameters at a time. None keeps it in memory.
         accumulate: as in `ShardedDataParallel`, as are the other options. ``mixed_precision`` is refused.
 
     Raises:
         TypeError: on every rank; as `ShardedDataParallel`, or ``units`` are none.
-        ValueError: likewise; or a unit is no module of the model.
+        ValueError: likewise; or a unit is no module of the model; or the budget of ``offload`` is too small.
+        OSError: on the rank where the disk is too small for ``offload``; a `RemoteRankError` on the others.
     """
 
     def __init__(
@@ -57,10 +61,11 @@ class FullyShardedDataParallel(ShardedDataParallel):
         units: Units = "auto",
         reshard_after_forward: bool | int = True,
         accumulate: Accumulate = "owner",
+        offload: Offload | None = None,
         **options: Any,  # noqa: ANN401 - PyTorch's
     ) -> None:
         """Check, agree with the other ranks, wrap, and free everything."""
-        self._asked = units, reshard_after_forward
+        self._asked = units, reshard_after_forward, offload
         require_ours(optimizer)
         with failing_together(optimizer.ranks):
             _check(module, options)
@@ -69,12 +74,13 @@ class FullyShardedDataParallel(ShardedDataParallel):
     def _make_reducer(
         self, pairs: Sequence[tuple[str, Tensor]], options: ReducerOptions, sparse: Sequence[str]
     ) -> Reducer:
-        optimizer, (asked, reshards) = self._optimizer, self._asked
+        optimizer, (asked, reshards, offload) = self._optimizer, self._asked
         with failing_together(optimizer.ranks):
             choice = choose_units(self.module, asked)
             keeps = _num_kept(reshards)
+            keeping = keeping_for(offload, choice.unit_of)
         owned = optimizer.pieces()
-        buckets = optimizer.shard_parameters({p: n for p, n in choice.unit_of.items() if p in owned})
+        buckets = optimizer.shard_parameters({p: n for p, n in choice.unit_of.items() if p in owned}, keeping)
         reducer = super()._make_reducer(pairs, options, sparse)
         lanes = lanes_for_rows(optimizer.ranks, owned)
         units = UnitsInUse(optimizer.ranks, lanes, _units(choice, buckets, reducer.params), keeps)

@@ -23,6 +23,7 @@ from zero_optim.ddp.reduction import Launch
 from zero_optim.ddp.sparse_owner_bucket import SparseOwnerBucket
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.pieces import Pieces
+from zero_optim.shard.keeping import Keeping
 from zero_optim.step.partial import PartialGradient
 
 Accumulate = Literal["owner", "local"]
@@ -83,6 +84,7 @@ class OwnerReducer(Reducer):
             optimizer.pieces(),
             optimizer.ranks,
             most_portions(optimizer.ranks.size) if is_apart else 1,
+            optimizer.keeping,
         )
 
     def _launcher(self) -> Launch:
@@ -197,6 +199,7 @@ def assign_to_owners(
     pieces: dict[Tensor, Pieces],
     group: RankGroup,
     most: int = 1,
+    keeping: Keeping | None = None,
 ) -> BucketAssignment:
     """Make buckets with the members of the optimizer's, the last parameter first. Does not communicate.
 
@@ -209,6 +212,7 @@ def assign_to_owners(
         pieces: who owns what.
         group: the ranks.
         most: portions in which the largest bucket is sent.
+        keeping: keeps reduced gradients; None for ordinary memory.
     """
     names, params = reduced.names, reduced.params
     listed = [sorted(indices, reverse=True) for indices in indices_of_members(reduced, members)]
@@ -225,6 +229,7 @@ def assign_to_owners(
             tuple(pieces[param] for param in of_bucket),
             group.rank,
             group.size,
+            keeping,
         )
         dtype = options.reduce_dtype if of_bucket[0].is_floating_point() else None
         if names[indices[0]] in reduced.sparse:

@@ -36,6 +36,7 @@ from zero_optim.plan.plan import (
     make_plan,
 )
 from zero_optim.shard.gathers import Gathers, UnderWay
+from zero_optim.shard.keeping import Keeping
 from zero_optim.shard.stamps import STAMP_NBYTES, Call, Stamps
 from zero_optim.shard.storage import ParamBucket, is_active, make_bucket
 from zero_optim.shard.units import UnitBucket
@@ -59,6 +60,7 @@ class Sharding:
         gathers: of the sharding that this one follows, so that whoever waits for them goes on doing so.
         own_options: names of options that ranks need not have in common, see `zero_optim.shard.stamps`.
         units: parameters that are whole only while their unit is in use, with the number of the unit.
+        keeping: keeps the rows of units; None for ordinary memory.
 
     Attributes:
         pieces: of each parameter, the rows that each of its owners has.
@@ -78,6 +80,7 @@ class Sharding:
         gathers: Gathers | None = None,
         own_options: Collection[str] = (),
         units: Mapping[Tensor, int] | None = None,
+        keeping: Keeping | None = None,
     ) -> None:
         self.pieces: dict[Tensor, Pieces] = {}
         self.loads: list[float] = [0] * (group.size if num_owners is None else num_owners)
@@ -88,6 +91,7 @@ class Sharding:
         self._group = group
         self._as_views = as_views
         self._units = {} if units is None else units
+        self._keeping = keeping
         self.cap_nbytes = _nbytes(cap_mb)
         self._active: list[bool] = []
         self._checked: list[list[int]] = []  # the groups' members when all had an owner at the last check
@@ -203,7 +207,7 @@ class Sharding:
 
     def _made(self, members: list[Tensor], layout: Layout, label: str) -> ParamBucket:
         if members[0] in self._units:
-            return UnitBucket(members, layout, self._group.rank, label)
+            return UnitBucket(members, layout, self._group.rank, label, self._keeping)
         if self._group.size > 1:
             length = -(-STAMP_NBYTES // members[0].element_size())
             layout = with_rooms(layout, length, alignment_of(members[0]))

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.plan.layout import Layout
+from zero_optim.shard.keeping import Keeping
 from zero_optim.shard.storage import Form, views_in
 
 if TYPE_CHECKING:
@@ -71,17 +72,25 @@ class UnitBucket:
         layout: where each lies in the flat tensor.
         rank: this group rank.
         label: see `ParamBucket`.
+        keeping: keeps the row; None for ordinary memory.
 
     Attributes:
         row: what this rank keeps for good: its row of the flat tensor, 1-D. If it owns everything, that is
-            the flat tensor, which is never emptied then.
+            the flat tensor, which is never emptied then, unless rows are kept elsewhere.
         is_whole: the parameters can be read.
         coming: the gather that makes them whole, if one is under way.
         is_left: state dicts are to show the parameters as they are, whole or freed.
         num_pins: how many users need them whole until they say that they are done; nothing may change them.
     """
 
-    def __init__(self, params: list[Tensor], layout: Layout, rank: int, label: str = "") -> None:
+    def __init__(
+        self,
+        params: list[Tensor],
+        layout: Layout,
+        rank: int,
+        label: str = "",
+        keeping: Keeping | None = None,
+    ) -> None:
         """Move the parameters in."""
         self.params = params
         self.layout = layout
@@ -95,8 +104,9 @@ class UnitBucket:
         with torch.no_grad():
             for param, view in zip(params, self._views, strict=True):
                 view.copy_(param)
-        self._owns_all = self._own == (0, layout.numel)
-        self.row = self._flat if self._owns_all else self._own_row().clone()
+        self._keeping = keeping
+        self._owns_all = self._own == (0, layout.numel) and keeping is None
+        self.row = self._flat if self._owns_all else self._new_row()
         self.is_whole = True
         self.coming: Pending | None = None
         self.is_left = False
@@ -115,6 +125,10 @@ class UnitBucket:
             "an optimizer of a fully sharded model cannot be copied or pickled: no rank holds its "
             "parameters. Use zero_optim.checkpoint.save"
         )
+
+    def _new_row(self) -> Tensor:
+        values = self._own_row()
+        return values.clone() if self._keeping is None else self._keeping.new_row(values)
 
     def _own_row(self) -> Tensor:
         return self._flat[slice(*self._own)]
@@ -211,7 +225,7 @@ class UnitBucket:
         assert self.is_whole
         if not self._owns_all:
             with torch.no_grad():
-                self.row.copy_(self._own_row())
+                self._write_row(self._own_row())
 
     # ------------------------------------------------------------------ whole and freed
 
@@ -225,8 +239,20 @@ class UnitBucket:
         if not self._owns_all:
             self._flat.untyped_storage().resize_(self.nbytes)
             with torch.no_grad():
-                self._own_row().copy_(self.row)
+                self._read_row(self._own_row())
         return self._flat
+
+    def _read_row(self, target: Tensor) -> None:
+        if self._keeping is None:
+            target.copy_(self.row)
+        else:
+            self._keeping.read(self.row, target)
+
+    def _write_row(self, values: Tensor) -> None:
+        if self._keeping is None:
+            self.row.copy_(values)
+        else:
+            self._keeping.write(self.row, values)
 
     def settle(self, flat: Tensor, chosen: Collection[int] | None = None) -> None:
         """Show the parameters whole, once the flat tensor has all rows."""
