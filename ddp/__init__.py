@@ -18,6 +18,7 @@ from zero_optim.ddp.bucket import GradBucket
 from zero_optim.ddp.bucketer import ReduceScatterBucketer
 from zero_optim.ddp.data_parallel import DistributedDataParallel
 from zero_optim.ddp.fully_sharded import FullyShardedDataParallel
+from zero_optim.ddp.offload import Offload
 from zero_optim.ddp.precision import PrecisionPolicy
 from zero_optim.ddp.reducer import Reducer
 from zero_optim.ddp.sharded import ShardedDataParallel
@@ -28,6 +29,7 @@ __all__ = [
     "DistributedDataParallel",
     "FullyShardedDataParallel",
     "GradBucket",
+    "Offload",
     "PrecisionPolicy",
     "ReduceScatterBucketer",
     "Reducer",

@@ -7,13 +7,14 @@ Note [Gradients set by hand]
     ranks put the same there, DDP gives the same. Otherwise DDP averages what they put there.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from zero_optim.plan.pieces import Pieces, is_whole, piece_of
+from zero_optim.shard.keeping import Keeping
 from zero_optim.step.gradients import rows_of
 from zero_optim.step.partial import PartialGradient
 
@@ -28,6 +29,7 @@ class BucketOwners:
         rank: this one.
         size: number of ranks.
         dtype: in which owners keep reduced gradients; None for that of the parameters.
+        keeping: keeps the rows of this rank; None for ordinary memory.
     """
 
     names: tuple[str, ...]
@@ -35,10 +37,20 @@ class BucketOwners:
     rank: int
     size: int
     dtype: torch.dtype | None = None
+    keeping: Keeping | None = None
 
     def _keeps_another(self, param: Tensor) -> bool:
         """Whether reduced gradients have another dtype than the parameter, so that it cannot show them."""
         return self.dtype not in (None, param.dtype)
+
+    def copies(self, found: Iterable[tuple[Tensor, torch.dtype]]) -> Iterator[Tensor]:
+        """Take sums of this rank's rows to where they are kept.
+
+        Args:
+            found: each with the dtype to keep it in. In ordinary memory it stays as it is, if it has that.
+        """
+        converted = (tensor.to(dtype) for tensor, dtype in found)
+        return converted if self.keeping is None else self.keeping.copies(converted)
 
     def shown(self, slot: int, param: Tensor, reduced: Tensor | None) -> Tensor:
         """Make what stands in ``param.grad``: the gradient on the owner of the whole, else a partial one.
@@ -78,6 +90,8 @@ class BucketOwners:
             target = kept.piece if isinstance(kept, PartialGradient) else kept
             assert target is not None  # this rank owns rows of it
             target.add_(reduced)
+            if self.keeping is not None:
+                self.keeping.keep([target])
         return kept
 
 

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.lanes import lanes_for_rows
 from zero_optim.ddp.assignment import ReducerOptions
+from zero_optim.ddp.offload import Offload, keeping_for
 from zero_optim.ddp.owner_reducer import Accumulate
 from zero_optim.ddp.precision import PrecisionPolicy
 from zero_optim.ddp.reducer import Reducer
@@ -48,6 +49,8 @@ class FullyShardedDataParallel(ShardedDataParallel):
         guards_reads: let the backward pass come to a unit by a tensor that its modules kept aside, and did
             not return. Takes about 2 µs of the CPU for each tensor that autograd saves. False is needed where
             modules call ``torch.func.grad`` or ``torch.func.vjp``.
+        offload: keeps what this rank owns in files, see `Offload`; on all ranks or none. The class must bear
+            to be stepped some parameters at a time. None keeps it in memory.
         accumulate: as in `ShardedDataParallel`, as are ``mesh`` and the other options. With a mesh units are
             gathered inside each replica.
         mixed_precision: a `PrecisionPolicy`; or one of PyTorch's for its own wrappers. Then ``param.dtype``
@@ -56,10 +59,12 @@ class FullyShardedDataParallel(ShardedDataParallel):
 
     Raises:
         TypeError: on every rank; as `ShardedDataParallel`, or ``units`` are none.
-        ValueError: likewise; or a unit is no module of the model; or ``mixed_precision`` does not fit it.
+        ValueError: likewise; or a unit is no module of the model; or ``mixed_precision`` does not fit it; or
+            the budget of ``offload`` is too small.
+        OSError: on the rank where the disk is too small for ``offload``; a `RemoteRankError` on the others.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keyword-only
         self,
         module: nn.Module,
         optimizer: ZeroRedundancyOptimizer,
@@ -68,12 +73,13 @@ class FullyShardedDataParallel(ShardedDataParallel):
         reshard_after_forward: bool | int = True,
         guards_reads: bool = True,
         accumulate: Accumulate = "owner",
+        offload: Offload | None = None,
         mesh: DeviceMesh | None = None,
         mixed_precision: PrecisionPolicy | object | None = None,
         **options: Any,  # noqa: ANN401 - PyTorch's
     ) -> None:
         """Check, agree with the other ranks, wrap, and free everything."""
-        self._asked = units, reshard_after_forward, guards_reads
+        self._asked = units, reshard_after_forward, guards_reads, offload
         self._asked_policy = mixed_precision
         super().__init__(module, optimizer, accumulate=accumulate, mesh=mesh, **options)
 
@@ -85,17 +91,18 @@ class FullyShardedDataParallel(ShardedDataParallel):
     def _make_reducer(
         self, pairs: Sequence[tuple[str, Tensor]], options: ReducerOptions, sparse: Sequence[str]
     ) -> Reducer:
-        optimizer, (asked, reshards, guards) = self._optimizer, self._asked
+        optimizer, (asked, reshards, guards, offload) = self._optimizer, self._asked
         everyone = self._everyone(optimizer)
         with failing_together(everyone):
             choice = choose_units(self.module, asked)
             keeps = _num_kept(reshards)
+            keeping = keeping_for(offload, choice.unit_of)
             owned = optimizer.pieces()
             named = {p: name for name, p in self.module.named_parameters() if p in owned}
             self._policy.check(named, sparse, self._accumulate)
         dtypes = self._policy.compute_dtypes(named)
         with failing_together(everyone):  # it fails on all ranks of a replica alike
-            buckets = optimizer.shard_parameters({p: choice.unit_of[p] for p in named}, dtypes)
+            buckets = optimizer.shard_parameters({p: choice.unit_of[p] for p in named}, dtypes, keeping)
         self._policy.cast_for_good(self.module, self.parameters_to_ignore)
         reducer = super()._make_reducer(
             pairs, replace(options, reduce_dtype=self._policy.reduce_dtype), sparse

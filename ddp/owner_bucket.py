@@ -250,14 +250,17 @@ class OwnerBucket(ReducerBucket):
             The word of a failure, one element, if it carries one; else none.
         """
         filling = self._filling
+        apart: list[int] = []
+        sums: list[tuple[Tensor, torch.dtype]] = []
         for slot, part in self._portions.layout.owned_parts(self._owners.rank):
             found, param = part.seen_in(total), self.params[slot]
-            if slot not in filling.kept:
-                filling.reduced[slot] = found.to(self._owners.dtype or param.dtype)
-            elif filling.adds_at_once:
+            if slot in filling.kept and filling.adds_at_once:
                 filling.kept[slot] = self._owners.added(slot, param, filling.kept[slot], found)
-            else:
-                filling.reduced[slot] = found  # rounded once, when it is added
+                continue
+            apart.append(slot)  # where there is something to add it to, it is rounded once, when it is added
+            kept = found.dtype if slot in filling.kept else self._owners.dtype or param.dtype
+            sums.append((found, kept))
+        filling.reduced.update(zip(apart, self._owners.copies(sums), strict=True))
         return total[-1:].clone() if self.can_carry_failure_word else self.flat  # no view: that would keep it
 
     def give(self, result: Tensor, skipped: Sequence[bool]) -> None:

@@ -26,6 +26,7 @@ from zero_optim.ddp.replica_check import ReplicaCheck
 from zero_optim.ddp.sparse_owner_bucket import SparseOwnerBucket
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.pieces import Pieces
+from zero_optim.shard.keeping import Keeping
 from zero_optim.step.partial import PartialGradient
 
 Accumulate = Literal["owner", "local"]
@@ -93,6 +94,7 @@ class OwnerReducer(Reducer):
             optimizer.ranks,
             most_portions(optimizer.ranks.size) if is_apart else 1,
             optimizer.kept_dtype,
+            optimizer.keeping,
         )
 
     def _launcher(self) -> Launch:
@@ -219,6 +221,7 @@ def assign_to_owners(
     group: RankGroup,
     most: int = 1,
     kept_dtype: Callable[[Tensor], torch.dtype] | None = None,
+    keeping: Keeping | None = None,
 ) -> BucketAssignment:
     """Make buckets with the members of the optimizer's, the last parameter first. Does not communicate.
 
@@ -232,6 +235,7 @@ def assign_to_owners(
         group: the ranks.
         most: portions in which the largest bucket is sent.
         kept_dtype: tells in which dtype owners keep a parameter; None stands for its own.
+        keeping: keeps reduced gradients; None for ordinary memory.
     """
     names, params = reduced.names, reduced.params
     listed = [sorted(indices, reverse=True) for indices in indices_of_members(reduced, members)]
@@ -249,6 +253,7 @@ def assign_to_owners(
             group.rank,
             group.size,
             None if kept_dtype is None else _gradient_dtype(of_bucket[0], kept_dtype(of_bucket[0]), options),
+            keeping,
         )
         dtype = options.reduce_dtype if of_bucket[0].is_floating_point() else None
         if names[indices[0]] in reduced.sparse:

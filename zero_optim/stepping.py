@@ -160,7 +160,7 @@ class SteppedOptimizer(RebindableOptimizer, Joinable):
             group = self._group.during("clip")
             words = exchange(group, Word.CLIPS)
             lend_to(group, ranks_that(words, Word.JOINED), params, pieces, groups, asked.to_send())
-        return clip_together(self._group, params, pieces, asked)
+        return clip_together(self._group, params, pieces, asked, self.keeping)
 
     def refuse_in_join(self, failure: Exception) -> None:
         """Raise on every rank of ``Join``, where those that joined wait for a step; all active ranks call.

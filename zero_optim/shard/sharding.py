@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from zero_optim.comm.agreement import agree, failing_together, said_by_all
@@ -39,7 +38,7 @@ from zero_optim.shard.gathers import Gathers, UnderWay
 from zero_optim.shard.rooms import layouts_with_rooms
 from zero_optim.shard.stamps import Call, Stamps
 from zero_optim.shard.storage import ParamBucket, is_active, make_bucket
-from zero_optim.shard.units import UnitBucket
+from zero_optim.shard.units import UnitBucket, UnitForms
 
 _DIFFERS_ON_PURPOSE = (
     "If that is meant to differ, do not pass it: give a function as optimizer_class that finds it out when "
@@ -60,7 +59,7 @@ class Sharding:
         gathers: of the sharding that this one follows, so that whoever waits for them goes on doing so.
         own_options: names of options that ranks need not have in common, see `zero_optim.shard.stamps`.
         units: parameters that are whole only while their unit is in use, with the number of the unit.
-        compute_dtypes: of those that get another dtype, see `UnitBucket`.
+        forms: how these are kept; None for their own dtypes and ordinary memory.
 
     Attributes:
         pieces: of each parameter, the rows that each of its owners has.
@@ -80,7 +79,7 @@ class Sharding:
         gathers: Gathers | None = None,
         own_options: Collection[str] = (),
         units: Mapping[Tensor, int] | None = None,
-        compute_dtypes: Mapping[Tensor, torch.dtype] | None = None,
+        forms: UnitForms | None = None,
     ) -> None:
         self.pieces: dict[Tensor, Pieces] = {}
         self.loads: list[float] = [0] * (group.size if num_owners is None else num_owners)
@@ -92,7 +91,7 @@ class Sharding:
         self._group = group
         self._as_views = as_views
         self._units = {} if units is None else units
-        self._compute_dtypes = {} if compute_dtypes is None else compute_dtypes
+        self._forms = UnitForms() if forms is None else forms
         self.cap_nbytes = _nbytes(cap_mb)
         self._active: list[bool] = []
         self._checked: list[list[int]] = []  # the groups' members when all had an owner at the last check
@@ -134,7 +133,7 @@ class Sharding:
             spent = [[cost(p) for p in params] for params, cost in zip(by_group, costs, strict=True)]
             known = by_group, spent, len(self.loads), self.cap_nbytes, self.loads
             units = [self._units.get(param) for params in by_group for param in params]
-            used = [self._compute_dtypes.get(p, p.dtype) for params in by_group for p in params]
+            used = [self._forms.compute_dtypes.get(p, p.dtype) for params in by_group for p in params]
             plan = make_plan(*known, None if bear_cuts is None else [True] * len(units), units, used)
             answer = [] if bear_cuts is None or not plan.is_cut else bear_cuts()
             described = [*describe_params(new), *describe_options(new), *about]
@@ -201,7 +200,7 @@ class Sharding:
         more = plan.loads(len(self.loads))
         self.loads = [load + extra for load, extra in zip(self.loads, more, strict=True)]
         layouts = layouts_with_rooms(
-            plan, params, self._group.size, self._units, self._compute_dtypes, self._heard
+            plan, params, self._group.size, self._units, self._forms.compute_dtypes, self._heard
         )
         for bucket, layout in zip(plan.buckets, layouts, strict=True):
             members = [params[index] for index in bucket.params]
@@ -212,8 +211,8 @@ class Sharding:
 
     def _made(self, members: list[Tensor], layout: Layout, label: str) -> ParamBucket:
         if members[0] in self._units:
-            dtype = self._compute_dtypes.get(members[0])
-            return UnitBucket(members, layout, self._group.rank, label, dtype)
+            dtype = self._forms.compute_dtypes.get(members[0])
+            return UnitBucket(members, layout, self._group.rank, label, dtype, self._forms.keeping)
         return make_bucket(members, layout, self._group.rank, label, as_views=self._as_views)
 
     def unit_buckets(self) -> list[UnitBucket]:

@@ -31,14 +31,16 @@ Note [Kept in one dtype, computed with in another]
 """
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
 
 from zero_optim.plan.layout import Layout
+from zero_optim.shard.keeping import Keeping
 from zero_optim.shard.storage import Form, views_in
 
 if TYPE_CHECKING:
@@ -67,6 +69,19 @@ class KeptRows:
     rows: Tensor | None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class UnitForms:
+    """How the parameters of units are kept.
+
+    Attributes:
+        compute_dtypes: of those that get another dtype than their owners keep, see `UnitBucket`.
+        keeping: keeps their rows; None for ordinary memory.
+    """
+
+    compute_dtypes: Mapping[Tensor, torch.dtype] = MappingProxyType({})
+    keeping: Keeping | None = None
+
+
 def is_freed(tensor: Tensor) -> bool:
     """Whether a tensor is what a freed parameter shows; not known of a single element."""
     return tensor.layout is torch.strided and tensor.numel() > 1 and not any(tensor.stride())
@@ -84,10 +99,12 @@ class UnitBucket:
         label: see `ParamBucket`.
         compute_dtype: that the parameters get; None for their own. See Note [Kept in one dtype, computed with
             in another].
+        keeping: keeps the row; None for ordinary memory.
 
     Attributes:
         row: what this rank keeps for good: its row of the flat tensor, 1-D. If it owns everything, and keeps
-            it as it is computed with, that is the flat tensor, which is never emptied then.
+            it as it is computed with, that is the flat tensor, which is never emptied then, unless rows are
+            kept elsewhere.
         is_whole: the parameters can be read.
         coming: the gather that makes them whole, if one is under way.
         is_left: state dicts are to show the parameters as they are, whole or freed.
@@ -101,6 +118,7 @@ class UnitBucket:
         rank: int,
         label: str = "",
         compute_dtype: torch.dtype | None = None,
+        keeping: Keeping | None = None,
     ) -> None:
         """Move the parameters in."""
         self.params = params
@@ -116,8 +134,9 @@ class UnitBucket:
         self._flat = kept.to(first.dtype if compute_dtype is None else compute_dtype)
         self._views = self.views(self._flat)
         self._nans = [_nan_like(param, self._flat.dtype) for param in params]
-        self._owns_all = self._own == (0, layout.end_of_rows) and self._flat is kept
-        self.row = self._own_row() if self._owns_all else kept[slice(*self._own)].clone()
+        self._keeping = keeping
+        self._owns_all = self._own == (0, layout.end_of_rows) and self._flat is kept and keeping is None
+        self.row = self._own_row() if self._owns_all else self._new_row(kept[slice(*self._own)])
         self.is_whole = True
         self.coming: Pending | None = None
         self.is_left = False
@@ -136,6 +155,9 @@ class UnitBucket:
             "an optimizer of a fully sharded model cannot be copied or pickled: no rank holds its "
             "parameters. Use zero_optim.checkpoint.save"
         )
+
+    def _new_row(self, values: Tensor) -> Tensor:
+        return values.clone() if self._keeping is None else self._keeping.new_row(values)
 
     def _own_row(self) -> Tensor:
         return self._flat[slice(*self._own)]
@@ -244,9 +266,9 @@ class UnitBucket:
         written = self._own_row()
         if self.is_rounded:
             kept = self.row.to(written.dtype) == written
-            self.row.copy_(torch.where(kept, self.row, written.to(self.row.dtype)))
+            self._write_row(torch.where(kept, self.row, written.to(self.row.dtype)))
         elif not self._owns_all:
-            self.row.copy_(written)
+            self._write_row(written)
 
     # ------------------------------------------------------------------ values as they are kept
 
@@ -262,7 +284,7 @@ class UnitBucket:
     def flat_as_kept(self) -> Tensor:
         """Make a flat tensor in the dtype that rows are kept in, with this rank's row; the rest is zero."""
         flat = self.row.new_zeros(self.layout.numel)
-        flat[slice(*self._own)] = self.row
+        self._read_row(flat[slice(*self._own)])
         return flat
 
     def take_over(self, flat: Tensor) -> None:
@@ -272,7 +294,7 @@ class UnitBucket:
             RuntimeError: somebody needs them whole. Nothing has changed.
         """
         self.check_unpinned()
-        self.row.copy_(flat[slice(*self._own)])
+        self._write_row(flat[slice(*self._own)])
         self.has_changed()
 
     # ------------------------------------------------------------------ whole and freed
@@ -287,8 +309,20 @@ class UnitBucket:
         if not self._owns_all:
             self._flat.untyped_storage().resize_(self.nbytes)
             with torch.no_grad():
-                self._own_row().copy_(self.row)
+                self._read_row(self._own_row())
         return self._flat
+
+    def _read_row(self, target: Tensor) -> None:
+        if self._keeping is None:
+            target.copy_(self.row)
+        else:
+            self._keeping.read(self.row, target)
+
+    def _write_row(self, values: Tensor) -> None:
+        if self._keeping is None:
+            self.row.copy_(values)
+        else:
+            self._keeping.write(self.row, values)
 
     def settle(self, flat: Tensor, chosen: Collection[int] | None = None) -> None:
         """Show the parameters whole, once the flat tensor has all rows."""

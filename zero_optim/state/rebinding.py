@@ -27,14 +27,16 @@ from zero_optim.comm.watchdog import learn_addresses, unwatch, watch
 from zero_optim.plan.description import describe
 from zero_optim.plan.groups import ParamGroup, param_names, params_of, short_names
 from zero_optim.plan.plan import Plan, describe_params
+from zero_optim.shard.keeping import Keeping
 from zero_optim.shard.sharding import Sharding
-from zero_optim.shard.units import KeptRows, UnitBucket
+from zero_optim.shard.units import KeptRows, UnitBucket, UnitForms
 from zero_optim.state.holding import Found, HoldingOptimizer
 from zero_optim.state.moving import Forms, Moved, move_state, refuse_lost
 from zero_optim.state.whole import Snapshot, check_targets
 from zero_optim.step.leaves import EMA, MASTER, Leaves, WeightAverage
 from zero_optim.step.owned import OwnedState
 from zero_optim.step.partial import PartialGradient
+from zero_optim.step.portions import KeptState
 
 
 class RebindableOptimizer(HoldingOptimizer):
@@ -182,9 +184,18 @@ class RebindableOptimizer(HoldingOptimizer):
     _units: Mapping[Tensor, int] = MappingProxyType({})
     _compute_dtypes: Mapping[Tensor, torch.dtype] = MappingProxyType({})
     _kept_dtypes: Mapping[Tensor, torch.dtype] = MappingProxyType({})
+    _keeping: Keeping | None = None
+
+    @property
+    def keeping(self) -> Keeping | None:
+        """Keeps what this rank owns elsewhere than in ordinary memory; None if nothing does."""
+        return self._keeping
 
     def shard_parameters(
-        self, units: Mapping[Tensor, int], compute_dtypes: Mapping[Tensor, torch.dtype] | None = None
+        self,
+        units: Mapping[Tensor, int],
+        compute_dtypes: Mapping[Tensor, torch.dtype] | None = None,
+        keeping: Keeping | None = None,
     ) -> list[UnitBucket]:
         """Keep the parameters of units on their owners alone, and plan who owns what anew; all ranks call.
 
@@ -194,6 +205,7 @@ class RebindableOptimizer(HoldingOptimizer):
             units: the parameters concerned, each with the number of its unit; equal on every rank.
             compute_dtypes: the dtypes that some of them get, the same for all of one dtype. Owners keep the
                 rows of these as they are.
+            keeping: keeps what this rank owns; None for ordinary memory. On all ranks or none.
 
         Returns:
             The buckets of the units; they are whole.
@@ -216,16 +228,19 @@ class RebindableOptimizer(HoldingOptimizer):
                         "the optimizer of a fully sharded model cannot be bound anew, so mirror=True would "
                         "have no effect: leave it out, and save checkpoints"
                     )
+            agree(group, [f"offload={keeping is not None}"], "where a rank keeps what it owns")
             self.wait_for_gathers()
             before = self._units, self._compute_dtypes, self._kept_dtypes
             self._units, self._compute_dtypes = units, {} if compute_dtypes is None else compute_dtypes
             self._kept_dtypes = {param: param.dtype for param in self._compute_dtypes}
+            self._keeping = keeping
             try:
                 with failing_together(group):
                     self.check_weights()
                 self._go_over(group, range(group.size), keep_state=True)
             except Exception:
                 self._units, self._compute_dtypes, self._kept_dtypes = before
+                self._keeping = None
                 raise
         return self._sharding.unit_buckets()
 
@@ -312,6 +327,7 @@ class RebindableOptimizer(HoldingOptimizer):
         self._sharding.add(params, plan, short_names(self.param_groups))
         for bucket in self._sharding.unit_buckets():
             owned.leaves.kept.update(bucket.kept())
+        owned.keep()
         self._show_state()
         if found is None:
             self._snapshot, self.num_steps = Snapshot(), 0
@@ -338,8 +354,8 @@ class RebindableOptimizer(HoldingOptimizer):
         options, gathers = self._options, self._sharding.gathers
         as_views, cap_mb = options.parameters_as_bucket_view, options.bucket_cap_mb
         own = options.own_options
-        units = self._units, self._compute_dtypes
-        sharding = Sharding(group, as_views, cap_mb, num_owners, gathers, own, *units)
+        forms = UnitForms(self._compute_dtypes, self._keeping)
+        sharding = Sharding(group, as_views, cap_mb, num_owners, gathers, own, self._units, forms)
         costs = [self._costs.__getitem__ for _ in groups]
 
         def bear_cuts() -> list[bool]:
@@ -380,4 +396,9 @@ class RebindableOptimizer(HoldingOptimizer):
             leaf_of = {param: leaves.add(param, piece) for param, piece in owned.items()}
             local = self._owned.local.again(groups, leaf_of)
             local.check_cuts(groups, dtypes_of_cut)  # options may have changed, and other parameters are cut
-        return OwnedState(group, leaves, average, local, owned)
+            kept = None if self._keeping is None else KeptState(self._keeping, leaves, average, local)
+        state = OwnedState(group, leaves, average, local, owned, kept)
+        if kept is not None:
+            with failing_together(group):
+                kept.reserve(groups, owned)
+        return state

@@ -191,8 +191,13 @@ class BuiltOptimizer:
         for key in [key for key in state if isinstance(key, Tensor) and key not in leaves]:
             del state[key]
 
-    def step_some(self, chosen: Collection[int]) -> None:
-        """Step only the leaves with some ids, the others out of their groups for as long as it takes."""
+    def step_some(self, chosen: Collection[int], **kwargs: object) -> None:
+        """Step only the leaves with some ids, the others out of their groups for as long as it takes.
+
+        Args:
+            chosen: the ids.
+            **kwargs: for the class's own ``step``.
+        """
         groups = self.optimizer.param_groups
         members = [group["params"] for group in groups]
         stepped = [[leaf for leaf in leaves if id(leaf) in chosen] for leaves in members]
@@ -201,7 +206,8 @@ class BuiltOptimizer:
         try:
             for group, leaves in zip(groups, stepped, strict=True):
                 group["params"] = leaves
-            self.optimizer.step()
+            step: Callable[..., object] = self.optimizer.step
+            step(**kwargs)
         finally:
             for group, leaves in zip(groups, members, strict=True):
                 group["params"] = leaves

@@ -34,6 +34,7 @@ from zero_optim.comm.collectives import RankGroup, bytes_to_tensor, tensor_to_by
 from zero_optim.compat.streams import HostCopy, brought_to, is_asynchronous, to_device
 from zero_optim.plan.description import describe
 from zero_optim.plan.pieces import Pieces
+from zero_optim.shard.keeping import Keeping, gradients_in_portions
 from zero_optim.step.partial import PartialGradient
 
 _HEADING_NBYTES = 16  # a byte for failure, then the digest
@@ -103,7 +104,11 @@ def _number(name: str, value: object) -> float:
 
 
 def clip_together(
-    group: RankGroup, params: Sequence[Tensor], pieces: Sequence[Pieces], asked: ClipArguments
+    group: RankGroup,
+    params: Sequence[Tensor],
+    pieces: Sequence[Pieces],
+    asked: ClipArguments,
+    keeping: Keeping | None = None,
 ) -> Tensor:
     """Scale all gradients down, if their norm as one vector is above what was asked for; all ranks call.
 
@@ -115,6 +120,7 @@ def clip_together(
         params: every parameter, in the same order on every rank.
         pieces: who owns which rows of each.
         asked: the arguments, which are checked and compared here.
+        keeping: keeps the gradients, if they are not in ordinary memory.
 
     Returns:
         The norm before clipping, see `global_grad_norm`, whose errors are raised too.
@@ -122,42 +128,42 @@ def clip_together(
     Raises:
         RuntimeError: on every rank, the norm is not finite and that was not to be.
     """
-    norm = global_grad_norm(group.during("clip"), params, pieces, asked)
+    norm = global_grad_norm(group.during("clip"), params, pieces, asked, keeping)
     if asked.error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"the norm of order {asked.norm_type} of all gradients is {norm.item()}: they cannot be clipped. "
             "Leave out error_if_nonfinite to scale them all the same"
         )
-    scaled: Any = _with_gradients_here(params)
-    torch.nn.utils.clip_grads_with_norm_(scaled, asked.max_norm, norm, asked.foreach)
+    for portion in gradients_in_portions(keeping, _gradients_here(params)):
+        scaled: Any = list(map(_Holder, portion))
+        torch.nn.utils.clip_grads_with_norm_(scaled, asked.max_norm, norm, asked.foreach)
     return norm
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Holder:
-    """Stands for a parameter of whose gradient only some rows are here.
+    """Stands for a parameter.
 
     Attributes:
-        grad: the rows.
+        grad: its gradient, or the rows of it that are here.
     """
 
     grad: Tensor
 
 
-def _with_gradients_here(params: Sequence[Tensor]) -> list[Tensor | _Holder]:
-    """List whose gradients are scaled here: plain tensors, so that many are scaled in one call."""
-    found: list[Tensor | _Holder] = []
-    for param in params:
-        grad = param.grad
-        if not isinstance(grad, PartialGradient):
-            found.append(param)
-        elif grad.piece is not None:
-            found.append(_Holder(grad.piece))
-    return found
+def _gradients_here(params: Sequence[Tensor]) -> list[Tensor]:
+    """List what is scaled here: plain tensors, so that many are scaled in one call."""
+    grads = (param.grad for param in params)
+    found = (grad.piece if isinstance(grad, PartialGradient) else grad for grad in grads)
+    return [grad for grad in found if grad is not None]
 
 
 def global_grad_norm(
-    group: RankGroup, params: Sequence[Tensor], pieces: Sequence[Pieces], asked: ClipArguments
+    group: RankGroup,
+    params: Sequence[Tensor],
+    pieces: Sequence[Pieces],
+    asked: ClipArguments,
+    keeping: Keeping | None = None,
 ) -> Tensor:
     """Compute the norm of all gradients as one vector; all ranks call; one small collective.
 
@@ -166,6 +172,7 @@ def global_grad_norm(
         params: every parameter, in the same order on every rank.
         pieces: who owns which rows of each.
         asked: the arguments, which are checked and compared here.
+        keeping: keeps the gradients, if they are not in ordinary memory.
 
     Returns:
         A 0-d tensor on the first parameter's device, of the gradients' common dtype; if no owner has a
@@ -179,7 +186,11 @@ def global_grad_norm(
     grads = [_measured_here(params[index], pieces[index], group.rank) for index in owned[group.rank]]
     heading, norms, failure = b"\1", None, None
     try:
-        norms = _norms([grad for grad in grads if grad is not None], asked.check(), asked.foreach)
+        order, here = asked.check(), [grad for grad in grads if grad is not None]
+        portions = gradients_in_portions(keeping, here, are_read=True)
+        taken = [_norms(portion, order, asked.foreach) for portion in portions]
+        some = [each for each in taken if each is not None]
+        norms = some[0] if len(some) == 1 else torch.cat(some) if some else None
         heading = b"\0" + hashlib.sha256(str(asked).encode()).digest()[: _HEADING_NBYTES - 1]
     except Exception as error:  # noqa: BLE001 - told to the others, and raised on every rank below
         failure = error

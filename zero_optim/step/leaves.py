@@ -132,6 +132,10 @@ class Leaves:
         """Take what this rank owns out of a tensor with the shape of a parameter; see `rows_of`."""
         return rows_of(tensor, self._pieces[param])
 
+    def own_gradient(self, param: Tensor) -> Tensor | None:
+        """Give what this rank owns of a parameter's gradient; see `owned_gradient`."""
+        return owned_gradient(param, self._pieces[param])
+
     def drop(self, params: Iterable[Tensor]) -> None:
         """Forget parameters that could not be added."""
         for param in params:
@@ -171,14 +175,14 @@ class Leaves:
         if not _is_over(leaf, rows):
             leaf.data = rows
 
-    def take_in(self, gradients: Mapping[Tensor, Tensor] | None = None) -> None:
+    def take_in(self, gradients: Mapping[Tensor, Tensor | None] | None = None) -> None:
         """Give separate leaves their gradients, and values that were changed from outside.
 
         See Note [Masters and their parameters]. The CPU does not wait for an asynchronous device.
 
         Args:
-            gradients: of those whose leaves are meant, what this rank owns of each; None for all, with the
-                gradients that the parameters hold.
+            gradients: of those whose leaves are meant, what this rank owns of each, or None without a
+                gradient; None for all, with the gradients that the parameters hold.
         """
         for param, leaf in self._some(gradients).items():
             if param in self.masters:
@@ -186,7 +190,7 @@ class Leaves:
             else:
                 self._put_over_rows(param)
             leaf.requires_grad_(param.requires_grad)
-            grad = owned_gradient(param, self._pieces[param]) if gradients is None else gradients[param]
+            grad = self.own_gradient(param) if gradients is None else gradients[param]
             leaf.grad = None if grad is None else grad.to(leaf.dtype)
 
     @torch.no_grad()

@@ -224,12 +224,12 @@ class LocalOptimizer:
             results = [method(*args, **kwargs) for method in methods]
             return results[0]
 
-    def step_some(self, groups: list[ParamGroup], leaves: Collection[Tensor]) -> None:
+    def step_some(self, groups: list[ParamGroup], leaves: Collection[Tensor], **kwargs: object) -> None:
         """Step some of the leaves, as `trials.step_in_parts` does, under the options of the public groups."""
         chosen = {id(leaf) for leaf in leaves}
         with self._under_options_of(groups):
             for built in self._built:
-                built.step_some(chosen)
+                built.step_some(chosen, **kwargs)
 
     @contextmanager
     def _under_options_of(self, groups: list[ParamGroup]) -> Iterator[None]:

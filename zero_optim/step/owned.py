@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from zero_optim.plan.groups import ParamGroup
 from zero_optim.plan.pieces import Piece
 from zero_optim.step.leaves import EMA, MASTER, Leaves, WeightAverage
 from zero_optim.step.local import LocalOptimizer
+from zero_optim.step.portions import KeptState
 from zero_optim.step.spec import OptimizerSpec
 from zero_optim.step.state_view import OwnedStateView
 
@@ -26,6 +27,7 @@ class OwnedState:
         average: averages kept, if any.
         local: the optimizers over the leaves.
         owned: the parameters owned here.
+        kept: keeps it elsewhere than in ordinary memory; None keeps it there.
     """
 
     def __init__(
@@ -35,11 +37,13 @@ class OwnedState:
         average: WeightAverage,
         local: LocalOptimizer,
         owned: Iterable[Tensor],
+        kept: KeptState | None = None,
     ) -> None:
         self.local = local
         self.average = average
         self.leaves = leaves
         self._group = group
+        self._kept = kept
         average.add(owned)
         leaves.let_go(owned)
         self.shown: Mapping[Any, Any] = {}  # what users see as the state, by `show`
@@ -98,13 +102,35 @@ class OwnedState:
 
     def run(self, work: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401 - what work returns
         """Let the optimizers change the leaves, and the leaves their parameters, even if the work raises."""
+        if self._kept is not None and work == self.local.step:
+            groups, closure = args
+            assert closure is None  # see `takes_closures`
+            return self._step_in_portions(self._kept, cast("list[ParamGroup]", groups), kwargs)
         with self._stepping():
             result = work(*args, **kwargs)
         self.average.update()
+        self.keep()
         return result
 
+    def _step_in_portions(
+        self, kept: KeptState, groups: list[ParamGroup], kwargs: Mapping[str, object]
+    ) -> None:
+        """Step everything; see Note [Steps in portions] in `step.portions`."""
+        for gradients in kept.portions():
+            try:
+                with self._stepping(gradients):
+                    self.local.step_some(groups, [self.leaves.leaf(param) for param in gradients], **kwargs)
+                self.average.update(gradients)
+            finally:
+                kept.take_back(gradients)
+
+    def keep(self) -> None:
+        """Have everything where it is kept for good, after something has used or replaced it."""
+        if self._kept is not None:
+            self._kept.keep()
+
     @contextmanager
-    def _stepping(self, gradients: Mapping[Tensor, Tensor] | None = None) -> Iterator[None]:
+    def _stepping(self, gradients: Mapping[Tensor, Tensor | None] | None = None) -> Iterator[None]:
         """Have leaves ready to be stepped; what was stepped reaches the parameters, also after an error.
 
         Args:
@@ -165,19 +191,27 @@ class OwnedState:
             raise
         self.leaves.let_go(owned)
         self.average.add(owned)
+        if self._kept is not None:
+            self._kept.add(before, group, owned)
 
     def remember(self, owned: Sequence[Tensor]) -> Callable[[], None]:
         """Take note of what `load` replaces, and copy the owned parameters; gives what undoes it."""
         before = self.local.save()
         beside = [*self.leaves.masters.values(), *self.average.averages.values()]
-        copies = [tensor.detach().clone() for tensor in [*map(self.leaves.rows, owned), *beside]]
+        copies = list(self._copies([*map(self.leaves.rows, owned), *beside]))
 
         def undo() -> None:
             self.local.restore(before)
             for tensor, copy in zip([*map(self.leaves.rows, owned), *beside], copies, strict=True):
                 tensor.data.copy_(copy)
+            self.keep()
 
         return undo
+
+    def _copies(self, tensors: Iterable[Tensor]) -> Iterable[Tensor]:
+        if self._kept is not None:
+            return self._kept.keeping.copies(tensors)
+        return (tensor.detach().clone() for tensor in tensors)
 
     def load(self, owned: Mapping[Any, Any], groups: list[ParamGroup], *, exact: bool) -> None:
         """Take over what this rank owns of a whole state, on all ranks or none; all ranks call.
@@ -214,3 +248,4 @@ class OwnedState:
             self.leaves.let_go()
         self.leaves.load(masters)
         self.average.load(averages)
+        self.keep()

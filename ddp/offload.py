@@ -1,0 +1,72 @@
+"""`Offload`: what a fully sharded model keeps for good is in files, and a part of it is resident."""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from zero_optim.shard.keeping import Keeping
+from zero_optim.shard.mapped import MappedMemory, why_not_here
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Keep what a rank owns in mapped files: its rows of parameters and gradients, their state and averages.
+
+    For parameters on the CPU, on Linux. The files have no names, can be read by nobody else, and are gone
+    when the process ends, however it does. Ranks of one machine may use the same folder.
+
+    Args:
+        folder: an existing folder on a disk; not one in memory (tmpfs), where nothing would be gained.
+        budget: how many bytes of that a rank may have resident at a time, while it is trained. At least what
+            one parameter takes while it is stepped. What units take while they are whole comes on top.
+
+    Raises:
+        TypeError: an argument is of the wrong kind.
+        ValueError: the folder does not exist, or the budget is not above 0.
+    """
+
+    folder: str | os.PathLike[str]
+    budget: int
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        if not isinstance(self.folder, str | os.PathLike):
+            raise TypeError(f"expected folder to be a path, got {self.folder!r}")
+        if type(self.budget) is not int:
+            raise TypeError(f"expected budget to be a number of bytes, got {self.budget!r}")
+        if self.budget <= 0:
+            raise ValueError(f"expected budget to be above 0 bytes, got {self.budget}")
+        if not Path(self.folder).is_dir():
+            raise ValueError(f"expected folder to be an existing folder, got {os.fspath(self.folder)!r}")
+
+
+def keeping_for(offload: object, params: Iterable[Tensor]) -> Keeping | None:
+    """Make what keeps the rows of parameters; None for ordinary memory.
+
+    Args:
+        offload: as given to `FullyShardedDataParallel`.
+        params: of the units.
+
+    Raises:
+        TypeError: ``offload`` is none.
+        ValueError: it does not fit the parameters' device; or this system cannot do it.
+    """
+    if offload is None:
+        return None
+    if isinstance(offload, str):
+        raise TypeError(
+            f"expected offload to be an Offload, which keeps things in files, or None, got {offload!r}: "
+            "nothing is kept on the CPU for another device"
+        )
+    if not isinstance(offload, Offload):
+        raise TypeError(f"expected offload to be an Offload or None, got {offload!r}")
+    elsewhere = next((param.device for param in params if param.device.type != "cpu"), None)
+    if elsewhere is not None:
+        raise ValueError(f"offload keeps parameters of the CPU in files, and these are on {elsewhere}")
+    reason = why_not_here()
+    if reason is not None:
+        raise ValueError(f"offload is not possible here: {reason}")
+    return Keeping(MappedMemory(Path(offload.folder)), offload.budget)

@@ -1,0 +1,262 @@
+"""What a rank keeps may be in files: the bits are the same, and a part of it is resident."""
+
+import copy
+import errno
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import offloaded
+from pool import Ranks
+from test_fully_sharded import Tower, batch, train
+from zero_optim import RankMismatchError, RemoteRankError, ZeroRedundancyOptimizer, checkpoint
+from zero_optim.ddp import FullyShardedDataParallel, Offload
+from zero_optim.shard import mapped
+from zero_optim.shard.mapped import PAGE, MappedMemory
+
+# What one weight of a Tower of width 48 takes in its first step, where nobody shares it, and a bit more.
+BUDGET = 240_000
+
+
+class Rounded(Tower):
+    """A tower that takes what it is given in the dtype of its parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.first.weight.dtype))
+
+
+def made(model: nn.Module, folder: Path | None, name: str = "AdamW", **options: Any) -> Any:
+    """Wrap a copy of a model, kept in files of a folder or in memory; gives wrapper and optimizer."""
+    own = copy.deepcopy(model)
+    optimizer = ZeroRedundancyOptimizer(own.parameters(), getattr(torch.optim, name), lr=1e-2, **options)
+    offload = None if folder is None else Offload(folder, BUDGET)
+    units = [*own.blocks]  # type: ignore[misc]
+    return FullyShardedDataParallel(own, optimizer, units=units, offload=offload), optimizer
+
+
+def assert_alike(one: nn.Module, other: nn.Module) -> None:
+    want = one.state_dict()
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(tensor, want[name]), name
+
+
+def assert_same_state(one: ZeroRedundancyOptimizer, other: ZeroRedundancyOptimizer) -> None:
+    for param, twin in zip(one.param_groups[0]["params"], other.param_groups[0]["params"], strict=True):
+        assert (param in one.state) == (twin in other.state)
+        for key, value in other.state.get(twin, {}).items():
+            assert torch.equal(value, one.state[param][key]), key
+
+
+def assert_kept(optimizer: ZeroRedundancyOptimizer) -> None:
+    """What is larger than a page is in files; if it is as much as with AdamW, it takes several portions."""
+    keeping, state = optimizer.keeping, optimizer._owned._kept
+    assert keeping is not None
+    assert state is not None
+    rows = [bucket.row for bucket in optimizer._sharding.unit_buckets()]
+    beside = [value for entries in optimizer.state.values() for value in entries.values()]
+    grads = [getattr(p.grad, "piece", p.grad) for p in optimizer.owned_parameters()]
+    found = [tensor for tensor in (*rows, *beside, *grads) if tensor is not None and tensor.nbytes >= PAGE]
+    assert len(found) > 3
+    assert all(keeping._memory.holds(tensor) for tensor in found)
+    if any("exp_avg" in entries for entries in optimizer.state.values()):
+        assert len(list(state.portions())) > 1
+
+
+def trains_alike(folder: Path, cases: list[tuple[str, dict[str, Any]]], dtype: torch.dtype) -> None:
+    model = Rounded(width=48).to(dtype)
+    for name, options in cases:
+        (plain, one), (kept, other) = made(model, None, name, **options), made(model, folder, name, **options)
+        assert train(kept, other) == train(plain, one), name
+        assert_alike(plain, kept)
+        assert_same_state(one, other)
+        assert_kept(other)
+        assert not [*folder.iterdir()]
+
+
+def test_what_is_kept_in_files_trains_to_the_same_bits(ranks2: Ranks, tmp_path: Path) -> None:
+    cases = [("AdamW", {"fused": True, "ema_decay": 0.9}), ("SGD", {"momentum": 0.9}), ("Adafactor", {})]
+    ranks2.run(trains_alike, tmp_path, cases, torch.float32)
+
+
+def test_masters_and_averages_are_kept_in_files(ranks2: Ranks, tmp_path: Path) -> None:
+    options = {"master_dtype": torch.float32, "ema_decay": 0.9}
+    ranks2.run(trains_alike, tmp_path, [("AdamW", options)], torch.bfloat16)
+
+
+def test_a_rank_alone_keeps_its_rows_in_files(ranks1: Ranks, tmp_path: Path) -> None:
+    ranks1.run(trains_alike, tmp_path, [("Adagrad", {})], torch.float32)
+
+
+def adds_passes_up(folder: Path) -> None:
+    model = Tower(width=48)
+    (plain, one), (kept, other) = made(model, None), made(model, folder)
+    held: list[tuple[Tensor, Tensor]] = []
+    for step in range(2):
+        for wrapped, optimizer in ((plain, one), (kept, other)):
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+            for part in range(2):
+                scaler.scale(wrapped(batch(2 * step + part)).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        for param in other.owned_parameters():
+            grad = getattr(param.grad, "piece", param.grad)
+            assert isinstance(grad, Tensor)
+            held.append((grad, grad.clone()))
+        one.zero_grad()
+        other.zero_grad()
+    assert_alike(plain, kept)
+    for grad, values in held:  # a user may hold a gradient, whose memory is not used again then
+        assert torch.equal(grad, values)
+
+
+def test_gradients_of_several_passes_add_up_in_files(ranks2: Ranks, tmp_path: Path) -> None:
+    ranks2.run(adds_passes_up, tmp_path)
+
+
+def saves_and_loads(folder: Path, saved: Path) -> None:
+    model = Tower(width=48)
+    (plain, one), (kept, other) = made(model, None), made(model, folder)
+    train(kept, other, steps=2)
+    train(plain, one, steps=2)
+    checkpoint.save(saved, model=kept, optimizer=other)
+    train(kept, other, steps=2)
+    checkpoint.load(saved, model=kept, optimizer=other)
+    assert_alike(plain, kept)
+    assert_same_state(one, other)
+    other.zero_grad()
+    assert_kept(other)
+    assert train(kept, other, steps=2) == train(plain, one, steps=2)
+    whole, third = made(model, None)
+    checkpoint.load(saved, model=whole, optimizer=third)
+    train(whole, third, steps=2)
+    assert_alike(whole, kept)
+    extra = nn.Parameter(torch.ones(64, 64))
+    other.add_param_group({"params": [extra]})
+    extra.grad = torch.ones(64, 64)
+    other.step()
+    assert (extra != 1).all()
+
+
+def test_checkpoints_are_those_of_memory(ranks2: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    ranks2.run(saves_and_loads, tmp_path / "files", tmp_path / "saved")
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in its groups, so that a step in portions would count more."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            group["lr"] = 0.1 / group["steps"]
+        return super().step(closure)
+
+
+def refuses(folder: Path) -> None:
+    model = Tower(width=48)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+
+    def wrap(offload: Any, using: ZeroRedundancyOptimizer = optimizer) -> FullyShardedDataParallel:
+        return FullyShardedDataParallel(model, using, units=[*model.blocks], offload=offload)
+
+    is_first = dist.get_rank() == 0
+    with pytest.raises(ValueError, match=r"budget of at least [0-9]+ bytes"):
+        wrap(Offload(folder, 1000))
+    with pytest.raises(RankMismatchError, match="where a rank keeps what it owns"):
+        wrap(Offload(folder, BUDGET) if is_first else None)
+    with pytest.raises(TypeError, match="nothing is kept on the CPU"):
+        wrap("cpu")
+    counting = ZeroRedundancyOptimizer(model.parameters(), Counting, lr=0.1)
+    with pytest.raises(ValueError, match="some parameters at a time"):
+        wrap(Offload(folder, BUDGET), counting)
+    with pytest.MonkeyPatch.context() as patch:  # where the disk is full on one rank
+        usage = mapped.shutil.disk_usage(folder)._replace(free=4096 if is_first else 2**40)
+        patch.setattr(mapped.shutil, "disk_usage", lambda _: usage)
+        with pytest.raises((OSError, RemoteRankError), match="4096 bytes are free") as told:
+            wrap(Offload(folder, BUDGET))
+        assert not is_first or getattr(told.value, "errno", None) == errno.ENOSPC
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "platform", "darwin")
+        with pytest.raises(ValueError, match="on Linux only"):
+            wrap(Offload(folder, BUDGET))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    train(wrap(Offload(folder, BUDGET)), optimizer, steps=1)
+
+
+def test_what_does_not_fit_is_refused_on_every_rank_before_anything_changes(
+    ranks2: Ranks, tmp_path: Path
+) -> None:
+    ranks2.run(refuses, tmp_path)
+
+
+def test_an_offload_names_a_folder_and_bytes(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="existing folder"):
+        Offload(tmp_path / "none", 1000)
+    with pytest.raises(ValueError, match="above 0"):
+        Offload(tmp_path, 0)
+    with pytest.raises(TypeError, match="number of bytes"):
+        Offload(tmp_path, 1.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a path"):
+        Offload(3, 1000)  # type: ignore[arg-type]
+
+
+def test_a_tensor_in_a_file_keeps_its_values_and_its_form(tmp_path: Path) -> None:
+    memory = MappedMemory(tmp_path)
+    values = torch.randn(300, 50).t()
+    tensor = memory.empty_like(values).copy_(values)
+    assert tensor.stride() == values.stride()
+    part = tensor[3]
+    memory.write_out([tensor, torch.ones(3)])
+    assert torch.equal(tensor, values)
+    memory.drop([part])
+    assert torch.equal(part, values[3])
+    with pytest.raises(OSError, match=r"expected to reserve [0-9]+ bytes in"):
+        memory.reserve(2**60)
+    assert len(_files_without_names()) == 1
+    assert not [*tmp_path.iterdir()]
+
+
+def _files_without_names() -> list[Path]:
+    """List the files of mapped memory that this process has open."""
+    found = []
+    for path in Path("/proc/self/fd").iterdir():
+        try:
+            status = path.stat()
+        except FileNotFoundError:  # that of the listing itself
+            continue
+        if status.st_nlink == 0 and status.st_size == mapped._LEAST_FILE_NBYTES:
+            assert status.st_mode & 0o777 == 0o600
+            found.append(path)
+    return found
+
+
+def test_memory_in_files_comes_back_when_nobody_holds_it(tmp_path: Path) -> None:
+    memory = MappedMemory(tmp_path)
+    tensor = memory.empty_like(torch.empty(2 * PAGE))
+    address, view = tensor.data_ptr(), tensor[PAGE:]
+    del tensor
+    assert memory.empty_like(torch.empty(2 * PAGE)).data_ptr() != address
+    del view
+    taken = [memory.empty_like(torch.empty(2 * PAGE)) for _ in range(2)]
+    assert address in [tensor.data_ptr() for tensor in taken]
+
+
+@pytest.mark.slow
+def test_no_more_is_resident_than_the_budget_allows(tmp_path: Path) -> None:
+    budget = 6 * offloaded.LAYER_NBYTES
+    command = [sys.executable, offloaded.__file__, str(tmp_path), str(budget)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    # Beside the budget two units are whole, two buckets of gradients and a gradient are under way, and the
+    # class has temporary values of one parameter.
+    beside = 6 * offloaded.LAYER_NBYTES
+    slack = 12 * offloaded.LAYER_NBYTES  # what is imported by the way
+    assert budget + beside + slack <= offloaded.KEPT_NBYTES // 2
+    assert int(ran.stdout) < budget + beside + slack

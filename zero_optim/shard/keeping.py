@@ -1,0 +1,143 @@
+"""Where a rank keeps what it owns for good, where that is not ordinary memory. Nothing here communicates.
+
+Note [A budget]
+    What a rank keeps are its rows of the parameters, their reduced gradients, their state, masters and
+    averages. All of it is in mapped files (`zero_optim.shard.mapped`). At most ``budget`` bytes of it are
+    resident at a time, as whoever uses much of it takes it in portions, and has each written out before the
+    next. Tensors smaller than a page stay in ordinary memory: they would not fill one.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from zero_optim.shard.mapped import PAGE, MappedMemory
+
+Item = TypeVar("Item")
+
+
+class Keeping:
+    """Keeps tensors in mapped memory; see Note [A budget].
+
+    Args:
+        memory: the files.
+        budget: how many bytes of them may be resident.
+
+    Attributes:
+        budget: as given.
+    """
+
+    def __init__(self, memory: MappedMemory, budget: int) -> None:
+        self._memory = memory
+        self.budget = budget
+
+    def reserve(self, nbytes: int) -> None:
+        """See `MappedMemory.reserve`."""
+        self._memory.reserve(nbytes)
+
+    def _is_kept(self, tensor: Tensor) -> bool:
+        """Whether a tensor belongs here."""
+        is_plain = tensor.layout is torch.strided and tensor.device.type == "cpu"
+        return is_plain and tensor.numel() * tensor.element_size() >= PAGE
+
+    # ------------------------------------------------------------------ rows
+
+    def new_row(self, values: Tensor) -> Tensor:
+        """Make a row, 1-D, with some values."""
+        row = self._memory.empty_like(values)
+        self.write(row, values)
+        return row
+
+    def write(self, row: Tensor, values: Tensor) -> None:
+        """Copy values to a row, and have it written out."""
+        for start, stop in self._steps_through(row):
+            row[start:stop].copy_(values[start:stop])
+            self._memory.write_out([row[start:stop]])
+
+    def read(self, row: Tensor, target: Tensor) -> None:
+        """Copy a row to ordinary memory."""
+        for start, stop in self._steps_through(row):
+            target[start:stop].copy_(row[start:stop])
+            self._memory.drop([row[start:stop]])
+
+    def _steps_through(self, row: Tensor) -> Iterator[tuple[int, int]]:
+        step = max(1, self.budget // row.element_size())
+        for start in range(0, row.numel(), step):
+            yield start, min(row.numel(), start + step)
+
+    # ------------------------------------------------------------------ other tensors
+
+    def copies(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Copy tensors to where they are kept, one after the other; what is small, to ordinary memory."""
+        made: list[Tensor] = []
+        try:
+            for tensor in tensors:
+                if not self._is_kept(tensor):
+                    yield tensor.detach().clone()
+                    continue
+                if sum(map(nbytes_of, made)) + nbytes_of(tensor) > self.budget:
+                    self._memory.write_out(made)
+                    made.clear()
+                made.append(self._memory.empty_like(tensor).copy_(tensor.detach()))
+                yield made[-1]
+        finally:
+            self._memory.write_out(made)
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Take tensors that were used back: have them written out, after what is elsewhere has moved here.
+
+        A tensor stays the same object, and gets other memory.
+        """
+        used = [tensor for tensor in tensors if self._is_kept(tensor)]
+        for tensor in used:
+            if not self._memory.holds(tensor):
+                tensor.data = self._memory.empty_like(tensor).copy_(tensor.detach())
+        self._memory.write_out(used)
+
+    def drop(self, tensors: Iterable[Tensor]) -> None:
+        """Take tensors back that were read only."""
+        self._memory.drop(tensors)
+
+    def portions(self, items: Sequence[tuple[Item, int]]) -> Iterator[list[Item]]:
+        """Divide items, each with its bytes, in lists that are within the budget, in order.
+
+        An item that is larger is a list of its own.
+        """
+        portion: list[Item] = []
+        total = 0
+        for item, nbytes in items:
+            if portion and total + nbytes > self.budget:
+                yield portion
+                portion, total = [], 0
+            portion.append(item)
+            total += nbytes
+        if portion:
+            yield portion
+
+
+def nbytes_of(tensor: Tensor) -> int:
+    """Return the bytes of a tensor's elements."""
+    return tensor.numel() * tensor.element_size()
+
+
+def gradients_in_portions(
+    keeping: Keeping | None, tensors: Sequence[Tensor], *, are_read: bool = False
+) -> Iterator[list[Tensor]]:
+    """Give gradients in lists, as many at a time as may be resident; one list without ``keeping``.
+
+    Args:
+        keeping: keeps them, if they are not in ordinary memory.
+        tensors: the gradients.
+        are_read: they will be read only.
+    """
+    if keeping is None:
+        yield list(tensors)
+        return
+    for portion in keeping.portions([(tensor, nbytes_of(tensor)) for tensor in tensors]):
+        yield portion
+        if are_read:
+            keeping.drop(portion)
+        else:
+            keeping.keep(portion)

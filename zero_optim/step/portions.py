@@ -1,0 +1,169 @@
+"""Steps a rank takes some parameters at a time, where what it keeps is not in ordinary memory.
+
+Note [Steps in portions]
+    `zero_optim.shard.keeping` keeps what a rank owns in files, and a part of it may be resident. So a step
+    goes through the parameters in the order in which their rows lie. It steps as many as the budget
+    has room for, with rows, gradient, state, master and average, and has these written out before the next.
+    The class must bear to be stepped some parameters at a time, as for the overlapped step; then the bits
+    are those of one call. What the class makes goes to the files after the portion in which it was
+    made. How much that is, a trial has found before (`ShapedKeys`). A class that makes more, as some do that
+    keep matrices for each dimension, is told of in the first step.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from zero_optim.plan.groups import ParamGroup, param_names, params_of
+from zero_optim.plan.pieces import Piece
+from zero_optim.shard.keeping import Keeping, nbytes_of
+from zero_optim.shard.mapped import PAGE, in_pages
+from zero_optim.step.leaves import Leaves, WeightAverage
+from zero_optim.step.local import LocalOptimizer
+
+logger = logging.getLogger("zero_optim")
+
+
+class KeptState:
+    """What a rank keeps elsewhere than in ordinary memory, by parameter. Does not communicate.
+
+    Args:
+        keeping: where it is.
+        leaves: what is stepped.
+        average: averages kept, if any.
+        local: the optimizers over the leaves.
+
+    Attributes:
+        keeping: as given.
+    """
+
+    def __init__(
+        self, keeping: Keeping, leaves: Leaves, average: WeightAverage, local: LocalOptimizer
+    ) -> None:
+        self.keeping = keeping
+        self._leaves = leaves
+        self._average = average
+        self._local = local
+        self._expected: dict[Tensor, int] = {}  # of each owned parameter, the bytes of state it will have
+        self._has_warned = False
+
+    def reserve(self, groups: Sequence[ParamGroup], owned: Mapping[Tensor, Piece]) -> None:
+        """Check that the budget is enough for each parameter, and reserve files for all.
+
+        Args:
+            groups: the public groups.
+            owned: what this rank owns.
+
+        Raises:
+            ValueError: the budget is too small for one; or a class cannot be stepped in portions.
+            OSError: the disk is too small.
+        """
+        for name, traits in self._local.traits():
+            if traits is not None and not traits.steppable_in_parts:
+                raise ValueError(
+                    f"{name} cannot be stepped some parameters at a time, as offload needs it: "
+                    f"{traits.counting}. Leave offload out"
+                )
+        self._local.check_parts()  # groups that are added later must bear it too
+        for number, group in enumerate(groups):
+            self._expect(number, group, owned)
+        needs = {param: self._need(param) for param in self._expected}
+        most = max(needs, key=needs.__getitem__, default=None)
+        if most is not None and needs[most] > self.keeping.budget:
+            place = next(place for place, param in enumerate(params_of(groups)) if param is most)
+            raise ValueError(
+                f"expected a budget of at least {needs[most]} bytes, which it takes to step what this rank "
+                f"owns of {param_names(groups)[place]}, got {self.keeping.budget}"
+            )
+        ends = 8 * PAGE  # of tensors that end inside a page
+        self.keeping.reserve(in_pages(sum(needs.values())) + ends * len(needs))
+
+    def _expect(self, number: int, group: ParamGroup, owned: Mapping[Tensor, Piece]) -> None:
+        keys = self._local.shaped_keys(number)
+        for param in group["params"]:
+            if param in owned:
+                self._expected[param] = len(keys.of(param.dim())) * nbytes_of(self._leaves.leaf(param))
+
+    def add(self, number: int, group: ParamGroup, owned: Mapping[Tensor, Piece]) -> None:
+        """Take over what this rank owns of a public group that was added, by its number."""
+        self._expect(number, group, owned)
+        self.keep(owned)
+
+    def _need(self, param: Tensor) -> int:
+        """Return how many bytes are resident while a parameter is stepped.
+
+        In its first step one entry of the state is there twice, while it moves to the files.
+        """
+        rows, beside = nbytes_of(self._leaves.rows(param)), sum(map(nbytes_of, self._beside(param)))
+        state = sum(map(nbytes_of, self._state_of(param)))
+        if not state and self._expected[param]:
+            state = self._expected[param] + nbytes_of(self._leaves.leaf(param))
+        return 2 * rows + beside + state  # with the gradient
+
+    # ------------------------------------------------------------------ steps
+
+    def portions(self) -> Iterator[dict[Tensor, Tensor | None]]:
+        """Give what is stepped together, with the rows of the gradients that this rank owns, or None.
+
+        There is one portion at least. Each is to be given back by `take_back`.
+        """
+        in_rows = [param for param in self._leaves.kept if param in self._expected]
+        rest = [param for param in self._expected if param not in self._leaves.kept]
+        items = [(param, self._need(param)) for param in (*in_rows, *rest)]
+        for portion in self.keeping.portions(items):
+            yield {param: self._leaves.own_gradient(param) for param in portion}
+        if not items:
+            yield {}
+        if not self._has_warned:
+            self._warn_of_more()
+
+    def take_back(self, portion: Mapping[Tensor, Tensor | None]) -> None:
+        """Have a portion written out."""
+        self.keep(portion)
+        self.keeping.drop([grad for grad in portion.values() if grad is not None])
+
+    def _warn_of_more(self) -> None:
+        needs = [self._need(param) for param in self._expected]
+        if needs and max(needs) > self.keeping.budget:
+            self._has_warned = True
+            logger.warning(
+                "the class keeps more state than a trial has shown: stepping one parameter takes %d bytes, "
+                "and the budget of offload is %d: more is resident in steps, or give a larger one",
+                max(needs),
+                self.keeping.budget,
+            )
+
+    def keep(self, params: Iterable[Tensor] | None = None) -> None:
+        """Have what is kept of some parameters, or all, written out; what is new moves to the files."""
+        chosen = self._expected if params is None else params
+        items = [(param, self._need(param)) for param in chosen]
+        for portion in self.keeping.portions(items):
+            rows = [self._leaves.kept[param] for param in portion if param in self._leaves.kept]
+            more = [tensor for param in portion for tensor in (*self._beside(param), *self._state_of(param))]
+            self.keeping.keep([*rows, *more])
+
+    def _beside(self, param: Tensor) -> Iterator[Tensor]:
+        """List the master and the average of a parameter."""
+        for held in (self._leaves.masters, self._average.averages):
+            if param in held:
+                yield held[param]
+
+    def _state_of(self, param: Tensor) -> Iterator[Tensor]:
+        leaf = self._leaves.leaf(param)
+        for state in self._local.states:
+            if leaf in state:
+                yield from _tensors_in(state[leaf])
+
+
+def _tensors_in(value: object) -> Iterator[Tensor]:
+    """Find the plain tensors in nested dicts, lists and tuples."""
+    if type(value) in (Tensor, Parameter):
+        yield value  # type: ignore[misc]
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors_in(item)
