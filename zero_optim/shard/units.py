@@ -32,8 +32,7 @@ Note [Kept in one dtype, computed with in another]
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -78,7 +77,7 @@ class UnitForms:
         keeping: keeps their rows; None for ordinary memory.
     """
 
-    compute_dtypes: Mapping[Tensor, torch.dtype] = MappingProxyType({})
+    compute_dtypes: Mapping[Tensor, torch.dtype] = field(default_factory=dict)
     keeping: Keeping | None = None
 
 
