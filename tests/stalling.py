@@ -109,7 +109,7 @@ def _rank(rank: int, size: int, port: int, result: Any, function: Callable[..., 
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=4 * LIMIT)
     )
-    judge_no_wait_before_the_trouble()
+    judge_no_wait_before_the_trouble(dist.TCPStore("127.0.0.1", port, is_master=False))  # type: ignore[attr-defined]
     try:
         said = function(*args)
     except RemoteRankError as error:
@@ -120,12 +120,33 @@ def _rank(rank: int, size: int, port: int, result: Any, function: Callable[..., 
     os._exit(0)
 
 
-def judge_no_wait_before_the_trouble() -> None:
-    """Have the watchdog give up no wait until `about_to_stall`, however slow the machine is until then."""
-    judge, store = Watchdog._judge_wait, default_store()
+@dataclass
+class Trouble:
+    """Whether the trouble of a run has begun, as this process knows it.
+
+    Attributes:
+        notes: a client of the store for this alone: one that waits for a key lets no other thread ask.
+        has_begun: it has.
+    """
+
+    notes: Any = None
+    has_begun: bool = False
+
+
+_TROUBLE = Trouble()  # of this process, which is forked for one run
+
+
+def judge_no_wait_before_the_trouble(notes: Any) -> None:
+    """Have the watchdog give up no wait until `about_to_stall`, however slow the machine is until then.
+
+    Args:
+        notes: a client, of this process and for nothing else, of a store that outlives every rank.
+    """
+    judge, _TROUBLE.notes = Watchdog._judge_wait, notes
 
     def judge_later(watchdog: Watchdog, record: Record, seconds: float) -> None:
-        if store.check([_STALLS]):
+        _TROUBLE.has_begun = _TROUBLE.has_begun or notes.check([_STALLS])
+        if _TROUBLE.has_begun:
             judge(watchdog, record, seconds)
 
     Watchdog._judge_wait = judge_later  # type: ignore[method-assign]
@@ -133,7 +154,7 @@ def judge_no_wait_before_the_trouble() -> None:
 
 def about_to_stall() -> None:
     """Tell all ranks that from now on waits may pass their timeouts."""
-    default_store().set(_STALLS, "")
+    _TROUBLE.notes.set(_STALLS, "")
 
 
 def tell_end() -> None:
