@@ -114,14 +114,14 @@ def _rank(rank: int, size: int, port: int, result: Any, function: Callable[..., 
     os._exit(0)
 
 
-def tell_end() -> None:
-    """Tell the ranks that stay away that this one has ended."""
-    default_store().set(_OVER, "")
+def tell_end(store: dist.Store | None = None) -> None:
+    """Tell the ranks that stay away that this one has ended; by the default group's store, or another."""
+    (store or default_store()).set(_OVER, "")
 
 
-def stay_away() -> None:
+def stay_away(store: dist.Store | None = None) -> None:
     """Return when another rank has ended."""
-    wait_until(lambda: default_store().check([_OVER]))
+    wait_until(lambda: (store or default_store()).check([_OVER]))
 
 
 def linear(width: int = 4) -> nn.Module:
