@@ -32,6 +32,8 @@ from torch import Tensor
 from zero_optim.comm import lanes
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.streams import is_asynchronous
+from zero_optim.shard import gathers
+from zero_optim.shard.storage import ParamBucket
 from zero_optim.step import overlap
 
 NAME = "late"
@@ -289,8 +291,21 @@ def may_run_beside(group: RankGroup, params: Iterable[Tensor]) -> bool:
     return not any(is_asynchronous(device) for device in {param.device for param in params})
 
 
+def may_use_lanes(bucket: ParamBucket, group: RankGroup) -> bool:
+    """In the place of `gathers._may_use_lanes`: owners send on lanes where they would on gloo."""
+    return not is_asynchronous(bucket.device) and group.backend_of(bucket.device) in ("gloo", NAME)
+
+
+def late_lanes_beside(group: RankGroup) -> lanes.Lease:
+    """In the place of `gathers.gloo_lanes_beside`: lanes that are late themselves, one for each owner."""
+    return lanes.lease(group, group.size, NAME)
+
+
 def register(seed: int) -> None:
     """Make the backend known in this process, to torch.distributed and to us, with the delays of a seed."""
+    for name, replacement in (("_may_use_lanes", may_use_lanes), ("gloo_lanes_beside", late_lanes_beside)):
+        assert callable(getattr(gathers, name)), "without it, no gather would be tried on lanes"
+        setattr(gathers, name, replacement)
     for module in (lanes, overlap):
         assert callable(module.may_run_beside), "without it, nothing would be tried on threads"
         module.may_run_beside = may_run_beside

@@ -34,7 +34,9 @@ BEGIN, END = "<!-- the matrix begins -->\n", "<!-- the matrix ends -->\n"
 
 FAILURES = {
     "killed": "SIGKILL",
+    "killed first": "SIGKILL of rank 0",
     "stopped": "SIGSTOP",
+    "stopped first": "SIGSTOP of rank 0",
     "error": "exception",
     "skipped": "skipped call",
     "extra": "extra call",
@@ -101,7 +103,7 @@ class Cell:
         phase: of `troubled.PHASES`.
         failure: of `FAILURES`.
         outcome: of `OUTCOMES`; empty if the cell has no meaning.
-        size: number of ranks; the last one has the trouble.
+        size: number of ranks; the last one has the trouble, or rank 0 in two of the columns.
         reason: why it has no meaning.
     """
 
@@ -110,6 +112,16 @@ class Cell:
     outcome: str
     size: int = 2
     reason: str = ""
+
+    @property
+    def bad(self) -> int:
+        """The rank that has the trouble; as rank 0 it has the store of the default group, too."""
+        return 0 if self.failure.endswith(" first") else self.size - 1
+
+    @property
+    def kind(self) -> str:
+        """What befalls it."""
+        return self.failure.removesuffix(" first")
 
     def __str__(self) -> str:
         return f"{self.phase} x {self.failure}"
@@ -120,7 +132,9 @@ _IN_JOIN = r"RuntimeError: .*(Connection closed by peer|caused pair closure|Conn
 
 _USUAL = {
     "killed": "ended",
+    "killed first": "ended",
     "stopped": "silent",
+    "stopped first": "silent",
     "error": "its error",
     "skipped": "apart",
     "extra": "apart",
@@ -209,27 +223,35 @@ class Result:
     @property
     def seconds(self) -> float:
         """Until the last survivor had raised."""
-        return max(ending.seconds or 0.0 for ending in self.endings[:-1])
+        return max(self.endings[rank].seconds or 0.0 for rank in self.survivors)
+
+    @property
+    def survivors(self) -> list[int]:
+        """Ranks that have no trouble of their own."""
+        return [rank for rank in range(self.cell.size) if rank != self.cell.bad]
 
     def complaint(self) -> str | None:
         """Say what is wrong with it; None if all is well."""
-        outcome, bad = OUTCOMES[self.cell.outcome], self.cell.size - 1
+        outcome, bad, survivors = OUTCOMES[self.cell.outcome], self.cell.bad, self.survivors
+        ends_early = -1 if bad == 0 else 0  # in Join
         if self.loaded is not None:
             return f"{self.cell}: the newest checkpoint: {self.loaded}"
         left = [ending.exitcode for ending in self.endings]
-        wanted = [0] * bad + [-signal.SIGKILL if self.cell.failure == "killed" else 0]
+        wanted = [
+            -signal.SIGKILL if rank == bad and self.cell.kind == "killed" else 0 for rank in range(len(left))
+        ]
         if left != wanted:
             return f"{self.cell}: expected exit codes {wanted}, got {left}: {self.endings}"
-        for ending in self.endings[:bad]:
+        for ending in map(self.endings.__getitem__, survivors):
             said = str(ending.error)
-            if self.cell.phase == "Join" and ending is self.endings[0] and re.match(_IN_JOIN, said):
+            if self.cell.phase == "Join" and ending is self.endings[ends_early] and re.match(_IN_JOIN, said):
                 continue
             if re.match(outcome.pattern.format(bad=bad), said, re.DOTALL) is None:
                 return f"{self.cell}: expected {self.cell.outcome!r}, got {self.endings}"
             if outcome.passes_timeout is not None and ("stalled for" in said) != outcome.passes_timeout:
                 when = "after the timeout" if outcome.passes_timeout else "at once"
                 return f"{self.cell}: expected it {when}: {said}"
-        if self.cell.failure != "killed" and self.endings[bad].error is None:
+        if self.cell.kind != "killed" and self.endings[bad].error is None:
             return f"{self.cell}: the rank that had the trouble raised nothing"
         return None
 
@@ -257,10 +279,12 @@ def _run(cell: Cell, folder: Path) -> list[Ending]:
     processes = [_Process(_rank, rank, cell, store.port, folder) for rank in range(cell.size)]
     deadline = time.monotonic() + LIMIT
     try:
-        endings = [process.ending(deadline) for process in processes[:-1]]
-        if cell.failure == "stopped":
-            kill(processes[-1].pid, signal.SIGCONT)
-        return [*endings, processes[-1].ending(deadline)]
+        bad = processes[cell.bad]
+        endings = {rank: each.ending(deadline) for rank, each in enumerate(processes) if each is not bad}
+        if cell.kind == "stopped":
+            kill(bad.pid, signal.SIGCONT)
+        endings[cell.bad] = bad.ending(deadline)
+        return [endings[rank] for rank in range(cell.size)]
     finally:
         for process in processes:
             process.end()
@@ -314,21 +338,38 @@ def _call(pipe: Connection, function: Any, args: Any) -> None:
 def _rank(pipe: Connection, rank: int, cell: Cell, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     use_loopback()
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
+    notes = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=cell.size, timeout=timedelta(seconds=4 * LIMIT)
+        "gloo",
+        store=_store(rank, cell, notes),
+        rank=rank,
+        world_size=cell.size,
+        timeout=timedelta(seconds=4 * LIMIT),
     )
     judge_no_wait_before_the_trouble(dist.TCPStore("127.0.0.1", port, is_master=False))  # type: ignore[attr-defined]
     is_at_once = OUTCOMES[cell.outcome].passes_timeout is False  # then a busy machine gets the time it needs
     error = None
     try:
-        play(cell.failure, cell.phase, folder, LIMIT / 2 if is_at_once else TIMEOUT)
+        timeout = LIMIT / 2 if is_at_once else TIMEOUT
+        play(cell.kind, cell.bad, cell.phase, folder, notes, timeout)
     except Exception as raised:  # noqa: BLE001 - it is what this is about
         error = f"{type(raised).__name__}: {raised}"
-    pipe.send((error, seconds_since_trouble()))
+    pipe.send((error, seconds_since_trouble(notes)))
     pipe.close()
-    tell_end()
+    tell_end(notes)
     # The process ends as a script does: what is no daemon thread keeps it.
+
+
+def _store(rank: int, cell: Cell, notes: dist.Store) -> dist.Store:
+    """Give the store of the default group; where rank 0 has the trouble, it ends or stops with it."""
+    if cell.bad > 0:
+        return notes
+    port = "port of the store of rank 0"
+    if rank == 0:
+        own = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        notes.set(port, str(own.port))
+        return own
+    return dist.TCPStore("127.0.0.1", int(notes.get(port)), is_master=False)  # type: ignore[attr-defined]
 
 
 # ---------------------------------------------------------------------- the table in the docs

@@ -157,15 +157,15 @@ def about_to_stall() -> None:
     _TROUBLE.notes.set(_STALLS, "")
 
 
-def tell_end() -> None:
-    """Tell the ranks that stay away that this one has ended."""
-    default_store().set(_OVER, "")
+def tell_end(store: dist.Store | None = None) -> None:
+    """Tell the ranks that stay away that this one has ended; by the default group's store, or another."""
+    (store or default_store()).set(_OVER, "")
 
 
-def stay_away() -> None:
+def stay_away(store: dist.Store | None = None) -> None:
     """Return when another rank has ended."""
     about_to_stall()
-    wait_until(lambda: default_store().check([_OVER]))
+    wait_until(lambda: (store or default_store()).check([_OVER]))
 
 
 def linear(width: int = 4) -> nn.Module:

@@ -107,6 +107,7 @@ def check_other_backends() -> None:
         check_given_group(LARGE)
 
 
+@pytest.mark.not_late("it shows what other backends do")
 def test_other_backends_and_devices_have_one_communicator(ranks2: Ranks) -> None:
     ranks2.run(check_other_backends)
 

@@ -119,6 +119,7 @@ def test_any_number_of_ranks_holds_no_more_than_two_buckets(pool: Pool, size: in
     Ranks(pool, size).run(holds_little, 1)
 
 
+@pytest.mark.not_late("it measures memory, and the late backend keeps copies of inputs")
 def test_adding_up_takes_a_second_set_of_own_gradients(ranks2: Ranks) -> None:
     ranks2.run(holds_little, 3)
 

@@ -22,7 +22,6 @@ from torch.distributed.algorithms.join import Join
 
 from stalling import about_to_stall, stay_away
 from zero_optim import ZeroRedundancyOptimizer, checkpoint
-from zero_optim.compat.engine import default_store
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 from zero_optim.errors import ZeroOptimError
 from zero_optim.hooks import zero_step
@@ -39,12 +38,16 @@ class Trouble:
     """What befalls this rank; the others have none.
 
     Attributes:
-        failure: a column of the matrix; "none" on the other ranks.
+        failure: a column of the matrix, without the rank; "none" on the other ranks.
         point: where it happens, once; empty for nowhere.
+        rank: of the one that has it.
+        notes: a store that outlives every rank.
     """
 
     failure: str = "none"
     point: str = ""
+    rank: int = -1
+    notes: Any = None
 
     def strike(self, point: str) -> None:
         """Have the trouble, if this is the point, and it is of the kinds that happen at one."""
@@ -59,7 +62,7 @@ class Trouble:
         elif self.failure == "error":
             raise ValueError(PLANNED)
         else:
-            stay_away()
+            stay_away(self.notes)
 
 
 TROUBLE = Trouble()  # of this process, which is forked for one cell
@@ -67,14 +70,13 @@ TROUBLE = Trouble()  # of this process, which is forked for one cell
 
 def note_time() -> None:
     """Tell all ranks that the trouble begins now, on the clock that the processes of a machine share."""
-    default_store().set(_WHEN, repr(time.monotonic()))
+    TROUBLE.notes.set(_WHEN, repr(time.monotonic()))
     about_to_stall()
 
 
-def seconds_since_trouble() -> float | None:
+def seconds_since_trouble(notes: dist.Store) -> float | None:
     """Tell how long ago it began, if it did."""
-    store = default_store()
-    return time.monotonic() - float(store.get(_WHEN)) if store.check([_WHEN]) else None
+    return time.monotonic() - float(notes.get(_WHEN)) if notes.check([_WHEN]) else None
 
 
 class Troubled(torch.optim.Adam):
@@ -267,9 +269,10 @@ def _widen(scene: Scene) -> None:
 
 
 def _join(scene: Scene) -> None:
-    """Every rank but the first trains on; that one takes part."""
+    """Every rank but the first, or but the last if the first has trouble, trains on; that one takes part."""
+    ends_early = dist.get_world_size() - 1 if TROUBLE.rank == 0 else 0
     with Join([scene.wrapper, scene.optimizer]):
-        for _ in range(1 if dist.get_rank() == 0 else 3):
+        for _ in range(1 if dist.get_rank() == ends_early else 3):
             scene.train()
 
 
@@ -300,17 +303,20 @@ PHASES = {
 }
 
 
-def play(failure: str, phase_name: str, folder: Path, timeout: float) -> None:
-    """What each rank does: train, save, come to the phase; then the last one has its trouble.
+def play(failure: str, bad: int, phase_name: str, folder: Path, notes: dist.Store, timeout: float) -> None:
+    """What each rank does: train, save, come to the phase; then one has its trouble.
 
     Args:
-        failure: a column of the matrix.
+        failure: what befalls that rank.
+        bad: the rank.
         phase_name: a row of the matrix.
         folder: where checkpoints are written.
+        notes: a store that outlives every rank.
         timeout: of each wait, in seconds.
     """
     phase = PHASES[phase_name]
-    is_bad = dist.get_rank() == dist.get_world_size() - 1
+    is_bad = dist.get_rank() == bad
+    TROUBLE.rank, TROUBLE.notes = bad, notes
     scene = Scene(folder, phase.kind, timeout)
     scene.build()
     scene.train()
