@@ -26,7 +26,8 @@ from sync_calls import Event, cpu_as_accelerator
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.hooks import zero_step
-from zero_optim.shard.stamps import Stamp, _Step
+from zero_optim.shard.stamp import Stamp
+from zero_optim.shard.stamps import _Step
 
 MIB = 2**20
 WARM_UP = 4  # iterations: PyTorch's DDP makes its buckets anew after the first

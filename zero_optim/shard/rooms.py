@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zero_optim.plan.layout import Layout, with_rooms, with_rooms_behind
 from zero_optim.plan.plan import Plan, alignment_of
-from zero_optim.shard.stamps import STAMP_NBYTES
+from zero_optim.shard.stamp import STAMP_NBYTES
 
 
 def layouts_with_rooms(

@@ -34,8 +34,7 @@ Note [What a count cannot tell]
 """
 
 import json
-import struct
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -45,11 +44,10 @@ from torch import Tensor
 from zero_optim.comm.agreement import encoded, failure_of_others
 from zero_optim.comm.collectives import RankGroup, bytes_to_tensor, ranks_text, tensor_to_bytes
 from zero_optim.compat.streams import HostCopy, copy_to
-from zero_optim.errors import RankMismatchError, RemoteRankError
+from zero_optim.errors import RankMismatchError
 from zero_optim.plan.groups import ParamGroup
 from zero_optim.plan.layout import Layout, Room
 from zero_optim.plan.options import (
-    DIGEST_NBYTES,
     OptionKey,
     OptionValues,
     Plain,
@@ -57,47 +55,17 @@ from zero_optim.plan.options import (
     held_by,
     text_of,
 )
+from zero_optim.shard.stamp import (
+    STAMP_NBYTES,
+    Stamp,
+    different_calls,
+    different_numbers,
+    failed_ranks,
+    failure_elsewhere,
+    stamps_in,
+)
 
-STAMP_NBYTES = 32
-_FORM = struct.Struct(f"<BBxxI{DIGEST_NBYTES}s16s")
-_STEP, _FAILED = 1, 1
 _SHOWN = 4  # options in a message
-
-
-class Stamp(NamedTuple):
-    """What one rank tells in a gather.
-
-    Attributes:
-        kind: 1 for a call that gathers parameters it has changed; 0 where there is no stamp.
-        flags: 1 if the call raised on that rank.
-        number: of the call, counted on that rank.
-        digest: of the options.
-        text: the call, such as ``step()``; or the class of the exception. Cut to 16 bytes.
-    """
-
-    kind: int
-    flags: int
-    number: int
-    digest: bytes
-    text: bytes
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the call raised on that rank."""
-        return bool(self.flags & _FAILED)
-
-    @property
-    def name(self) -> str:
-        """The text."""
-        return self.text.rstrip(b"\0").decode(errors="replace")
-
-
-assert _FORM.size == STAMP_NBYTES
-
-
-def stamps_in(octets: bytes) -> Iterator[Stamp]:
-    """Read stamps that lie one after the other."""
-    return (Stamp(*unpacked) for unpacked in _FORM.iter_unpack(octets))
 
 
 class Origins(NamedTuple):
@@ -155,9 +123,8 @@ class _Step:
     def stamp(self) -> Tensor:
         """Give this rank's stamp, 1-D, uint8, on the CPU."""
         if self._mine is None:
-            text, flags = (self.name, 0) if self.failed is None else (self.failed, _FAILED)
-            packed = _FORM.pack(_STEP, flags, self.number % 2**32, self.digest, text.encode()[:16])
-            self._mine = bytes_to_tensor(packed)
+            mine = Stamp.of(self.number, self.digest, self.name, self.failed)
+            self._mine = bytes_to_tensor(mine.packed())
         return self._mine
 
     def fail(self, failure: BaseException) -> None:
@@ -274,9 +241,9 @@ class Stamps:
         for step in self._unread:
             if not step.is_told and step.failed is None and all(copy.is_here for _, copy in step.came):
                 stamps = step.stamps()
-                if _failed_ranks(stamps):
+                if failed_ranks(stamps):
                     step.is_told = True
-                    raise _failure_elsewhere(step, stamps)
+                    raise failure_elsewhere(step.name, stamps)
 
     def settle(self, group: RankGroup, call: Call, *, with_last: bool) -> None:
         """Look at the calls not looked at yet; all ranks call, at the same point of their programs.
@@ -296,16 +263,16 @@ class Stamps:
         while len(self._unread) > (not with_last):
             step = self._unread.pop(0)
             stamps = step.stamps()
-            if _failed_ranks(stamps):
+            if failed_ranks(stamps):
                 self._told = frozenset(stamps.values())
                 if step is self._step and with_last and len({stamp.number for stamp in stamps.values()}) == 1:
                     told = failure_of_others(group, step.failure)
                     error = None if step.is_told else told
                 elif step.failed is None and not step.is_told:
-                    error = _failure_elsewhere(step, stamps)
+                    error = failure_elsewhere(step.name, stamps)
                 step.is_told = True
                 break  # as on every rank
-            error = _different_calls(stamps)
+            error = different_calls(stamps)
             if error is None and len({stamp.digest for stamp in stamps.values()}) > 1:
                 error = self._compared(group, step, call.origins(step.options))
             if error is not None:
@@ -334,23 +301,15 @@ class Stamps:
             wrong, or all of it was told before.
         """
         step, found = self._step, frozenset(stamps.values())
-        failed = _failed_ranks(stamps)
+        failed = failed_ranks(stamps)
         if found <= self._told or len(failed) == len(stamps):  # what each rank has raised need not be told
             return None
         self._told = found
         if failed:
             told = failure_of_others(group, step.failure)
-            return _failure_elsewhere(step, stamps) if told is None else told
-        calls = _by_call(stamps)
-        if len(calls) > 1:
-            made = "; ".join(
-                f"{ranks_text(ranks)} made {number}" + (f", the last one {name}" if number else "")
-                for (_, number, name), ranks in calls
-            )
-            return RankMismatchError(
-                f"ranks have made different calls of the optimizer: {made}. All ranks must make the same"
-            )
-        return self._compared(group, step, origins(step.options))
+            return failure_elsewhere(step.name, stamps) if told is None else told
+        differ = different_numbers(stamps)
+        return self._compared(group, step, origins(step.options)) if differ is None else differ
 
     def _compared(self, group: RankGroup, step: _Step, mine: Origins) -> Exception | None:
         """Exchange the options of a call, and say in which the ranks differ that should not; all ranks call.
@@ -383,37 +342,6 @@ def _difference(options: Sequence[Sequence[Mapping[str, Plain]]], key: OptionKey
         f"{ranks_text(ranks)} {'have' if len(ranks) > 1 else 'has'} {text_of(value)}" for value, ranks in held
     )
     return f"{key[1]} of group {key[0]}: {told}"
-
-
-def _failed_ranks(stamps: Mapping[int, Stamp]) -> list[int]:
-    return [rank for rank, stamp in sorted(stamps.items()) if stamp.has_failed]
-
-
-def _failure_elsewhere(step: _Step, stamps: Mapping[int, Stamp]) -> RemoteRankError:
-    told = "; ".join(f"rank {rank} failed with {stamps[rank].name}" for rank in _failed_ranks(stamps))
-    return RemoteRankError(f"{told} in {step.name}; its own output has more")
-
-
-def _by_call(stamps: Mapping[int, Stamp]) -> list[tuple[tuple[int, int, str], list[int]]]:
-    """Sort ranks by kind, number and name of their call, those that most have made first."""
-    calls: dict[tuple[int, int, str], list[int]] = {}
-    for rank, stamp in sorted(stamps.items()):
-        calls.setdefault((stamp.kind, stamp.number, stamp.name), []).append(rank)
-    return sorted(calls.items(), key=lambda pair: -len(pair[1]))
-
-
-def _different_calls(stamps: Mapping[int, Stamp]) -> Exception | None:
-    """Make the error for ranks that are not in the same call, None if they are."""
-    calls = _by_call(stamps)
-    if len(calls) < 2:
-        return None
-    told = "; ".join(
-        f"{ranks_text(ranks)} in {f'{name}, call {number} there' if kind else 'a gather that is no step'}"
-        for (kind, number, name), ranks in calls
-    )
-    return RankMismatchError(
-        f"ranks are in different calls of the optimizer: {told}. All ranks must make the same calls"
-    )
 
 
 def _nothing() -> None:

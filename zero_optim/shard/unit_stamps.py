@@ -27,7 +27,8 @@ from zero_optim.comm.collectives import RankGroup, tensor_to_bytes
 from zero_optim.compat.streams import HostCopy, is_asynchronous
 from zero_optim.plan.layout import Layout, Room
 from zero_optim.plan.options import Plain
-from zero_optim.shard.stamps import STAMP_NBYTES, Origins, Stamps, stamps_in
+from zero_optim.shard.stamp import STAMP_NBYTES, stamps_in
+from zero_optim.shard.stamps import Origins, Stamps
 
 
 class UnitStamps:
