@@ -231,9 +231,13 @@ def trains_with(options: dict[str, object], optimizer_class: str) -> None:
     wrapped = FullyShardedDataParallel(model, optimizer)
     assert len(wrapped.units.units) > 1
     assert train(wrapped, optimizer) == train(whole, one)
-    state = optimizer.consolidate_state_dict(), one.consolidate_state_dict()
-    for own, other in zip(*(one["state"].values() for one in state if one is not None), strict=True):
-        assert all(torch.equal(own[key], other[key]) for key in other)
+    for each in (optimizer, one):
+        each.consolidate_state_dict(to=None)
+    states = [each.state_dict()["state"] for each in (optimizer, one)]
+    assert states[0].keys() == states[1].keys()
+    for own, other in zip(*(state.values() for state in states), strict=True):
+        assert own.keys() == other.keys()
+        assert all(torch.equal(torch.as_tensor(own[key]), torch.as_tensor(other[key])) for key in other)
     if "ema_decay" in options:
         with optimizer.averaged_weights(), one.averaged_weights(), unsharded(model):
             for param, want in zip(model.parameters(), whole.module.parameters(), strict=True):

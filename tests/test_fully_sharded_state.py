@@ -11,7 +11,7 @@ from torch import nn
 
 import zero_optim.checkpoint
 from pool import Ranks
-from test_fully_sharded import Tower, adamw, batch
+from test_fully_sharded import Tower, batch
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.checkpoint.offline import consolidate
 from zero_optim.ddp import (
@@ -56,9 +56,9 @@ class Convolved(Tower):
         assert state == "extra"
 
 
-def built(stage: str) -> tuple[Any, ZeroRedundancyOptimizer]:
+def built(stage: str, **options: Any) -> tuple[Any, ZeroRedundancyOptimizer]:
     model = Convolved()
-    optimizer = adamw(model)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, **options)
     return STAGES[stage](model, optimizer), optimizer
 
 
@@ -90,6 +90,51 @@ def goes_on(folder: str, saved: str, stage: str) -> tuple[dict[str, torch.Tensor
     zero_optim.checkpoint.load(f"{folder}/{saved}", model=model, optimizer=optimizer)
     state = copy.deepcopy(dict(model.module.state_dict()))
     return state, train(model, optimizer, range(2, 4))
+
+
+MORE: dict[str, Any] = {"master_dtype": torch.float64, "ema_decay": 0.5}  # with rows of their own
+
+
+def content(model: Any, optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
+    """The model, the average and the whole state, on rank 0."""
+    with optimizer.averaged_weights():
+        average = copy.deepcopy(dict(model.module.state_dict()))
+    found = copy.deepcopy(dict(model.module.state_dict()))
+    found.update({f"average {name}": tensor for name, tensor in average.items()})
+    optimizer.consolidate_state_dict(to=0)
+    if torch.distributed.get_rank() == 0:
+        for index, state in optimizer.state_dict()["state"].items():
+            found.update({f"{index} {key}": value for key, value in state.items()})
+    return found
+
+
+def saves_more(folder: str) -> dict[str, Any]:
+    model, optimizer = built("fully", **MORE)
+    train(model, optimizer, range(2))
+    zero_optim.checkpoint.save(folder, model=model, optimizer=optimizer)
+    return content(model, optimizer)
+
+
+def loads_more(folder: str, stage: str, saved: str) -> dict[str, Any]:
+    """Load, tell what there is, and save again."""
+    model, optimizer = built(stage, **MORE)
+    train(model, optimizer, range(5, 6))
+    zero_optim.checkpoint.load(folder, model=model, optimizer=optimizer)
+    zero_optim.checkpoint.save(saved, model=model, optimizer=optimizer)
+    return content(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", ["fully", pytest.param("gradients", marks=pytest.mark.exhaustive)])
+def test_masters_averages_and_state_go_from_two_ranks_to_four_and_back(
+    ranks2: Ranks, ranks4: Ranks, tmp_path: Path, stage: str
+) -> None:
+    want = ranks2.run(saves_more, str(tmp_path / "2"))[0]
+    there = ranks4.run(loads_more, str(tmp_path / "2"), stage, str(tmp_path / "4"))[0]
+    back = ranks2.run(loads_more, str(tmp_path / "4"), "fully", str(tmp_path / "again"))[0]
+    assert len(want) > 40
+    for got in (there, back):
+        assert got.keys() == want.keys()
+        assert equal(got, want)
 
 
 def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -70,6 +70,7 @@ NEEDED: tuple[tuple[object, str], ...] = (
     (torch, "_foreach_copy_"),
     (torch.autograd, "_profiler_enabled"),
     (torch._C._autograd, "_saved_tensors_hooks_is_enabled"),
+    (torch.UntypedStorage, "_cdata"),
     (torch, "_foreach_mul_"),
     (c10d, "_get_default_store"),
     (c10d, "_new_process_group_helper"),
