@@ -31,10 +31,11 @@ class Rounded(Tower):
         return super().forward(x.to(self.first.weight.dtype))
 
 
-def made(model: nn.Module, folder: Path | None, name: str = "AdamW", **options: Any) -> Any:
+def made(model: nn.Module, folder: Path | None, name: Any = "AdamW", **options: Any) -> Any:
     """Wrap a copy of a model, kept in files of a folder or in memory; gives wrapper and optimizer."""
     own = copy.deepcopy(model)
-    optimizer = ZeroRedundancyOptimizer(own.parameters(), getattr(torch.optim, name), lr=1e-2, **options)
+    optimizer_class = getattr(torch.optim, name) if isinstance(name, str) else name
+    optimizer = ZeroRedundancyOptimizer(own.parameters(), optimizer_class, lr=1e-2, **options)
     offload = None if folder is None else Offload(folder, BUDGET)
     units = [*own.blocks]  # type: ignore[misc]
     return FullyShardedDataParallel(own, optimizer, units=units, offload=offload), optimizer
@@ -91,6 +92,41 @@ def test_masters_and_averages_are_kept_in_files(ranks2: Ranks, tmp_path: Path) -
 
 def test_a_rank_alone_keeps_its_rows_in_files(ranks1: Ranks, tmp_path: Path) -> None:
     ranks1.run(trains_alike, tmp_path, [("Adagrad", {})], torch.float32)
+
+
+class Replacing(torch.optim.Optimizer):
+    """Keeps more than a parameter's shape, nested, and makes it anew in each step."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    before = state.get("nested", ({"sums": [torch.zeros_like(param)] * 2},))[0]["sums"][1]
+                    sums = before * 0.9 + param.grad
+                    state["nested"] = ({"sums": [sums.repeat(2, *[1] * (sums.dim() - 1)), sums]},)
+                    param.sub_(sums, alpha=group["lr"])
+
+
+def keeps_nested_state(folder: Path) -> None:
+    model = Tower(width=48)
+    (plain, one), (kept, other) = (
+        made(model, own, Replacing, assume_separable=True) for own in (None, folder)
+    )
+    assert train(kept, other) == train(plain, one)
+    assert_alike(plain, kept)
+    nested = [entries["nested"][0]["sums"] for entries in other.state.values()]
+    found = [tensor for tensors in nested for tensor in tensors if tensor.nbytes >= PAGE]
+    assert found
+    assert all(other.keeping._memory.holds(tensor) for tensor in found)
+
+
+def test_state_that_is_nested_and_made_anew_moves_to_the_files(ranks2: Ranks, tmp_path: Path) -> None:
+    ranks2.run(keeps_nested_state, tmp_path)
 
 
 def adds_passes_up(folder: Path) -> None:
