@@ -3,16 +3,21 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from zero_optim.comm.agreement import failing_together
+from zero_optim.comm.arguments import ranks_of
 from zero_optim.comm.lanes import lanes_for_rows
 from zero_optim.ddp.assignment import ReducerOptions
+from zero_optim.ddp.inbox import weakly
 from zero_optim.ddp.owner_reducer import Accumulate
 from zero_optim.ddp.reducer import Reducer
 from zero_optim.ddp.sharded import ShardedDataParallel
 from zero_optim.ddp.unit_choice import UnitChoice, Units, choose_units
-from zero_optim.ddp.unit_hooks import hook_up, units_of
+from zero_optim.ddp.unit_filling import Init, check_init, has_meta, leave_meta, take_values_of_first
+from zero_optim.ddp.unit_hooks import hook_params, hook_up, units_of
+from zero_optim.ddp.unit_making import Made
 from zero_optim.ddp.units import Unit, UnitsInUse
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 from zero_optim.shard.units import UnitBucket
@@ -52,36 +57,73 @@ class FullyShardedDataParallel(ShardedDataParallel):
     def __init__(
         self,
         module: nn.Module,
-        optimizer: ZeroRedundancyOptimizer,
+        optimizer: ZeroRedundancyOptimizer | None = None,
         *,
         units: Units = "auto",
         reshard_after_forward: bool | int = True,
         accumulate: Accumulate = "owner",
+        device: torch.device | str | None = None,
+        init: Init | None = None,
         **options: Any,  # noqa: ANN401 - PyTorch's
     ) -> None:
         """Check, agree with the other ranks, wrap, and free everything."""
-        self._asked = units, reshard_after_forward
-        require_ours(optimizer)
-        with failing_together(optimizer.ranks):
+        if optimizer is not None:
+            require_ours(optimizer)
+        given = optimizer
+        ranks = ranks_of(options.get("process_group")) if given is None else given.ranks
+        with failing_together(ranks):
             _check(module, options)
+            choice = choose_units(module, units)
+            self._keeps = _num_kept(reshard_after_forward)
+            place = torch.get_default_device() if device is None else torch.device(device)
+            check_init(module, init)
+            if given is not None and has_meta(module):
+                raise ValueError(
+                    "a part of the model is on the meta device: wrap it without an optimizer, then build the "
+                    "optimizer with wrapped.parameters()"
+                )
+        self._made = Made(choice, leave_meta(module, place), init)
+        claim, optimizer = self._made.claimed(given, options)
+        claim.told = weakly(self._change_optimizer)
         super().__init__(module, optimizer, accumulate=accumulate, **options)
+        claim.is_open = given is None
+
+    def _prepared(self, module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+        """Give every rank the values of rank 0, and keep what each owns of them; all ranks call."""
+        syncs = bool(options.get("init_sync", True))
+        if syncs:
+            self._agree_on_model(module, process_group=self._optimizer.ranks.process_group, **options)
+        self._made.fill(self._optimizer, syncs=syncs)
+        if syncs and options.get("broadcast_buffers") is not False:
+            take_values_of_first(self._optimizer.ranks.during("agree"), module.buffers())
+        return {**options, "init_sync": False}
+
+    def _refuse_freed(self, module: nn.Module) -> None:
+        """Refuse nothing: `_check` has, and what is on the meta device is filled later."""
 
     def _make_reducer(
         self, pairs: Sequence[tuple[str, Tensor]], options: ReducerOptions, sparse: Sequence[str]
     ) -> Reducer:
-        optimizer, (asked, reshards) = self._optimizer, self._asked
-        with failing_together(optimizer.ranks):
-            choice = choose_units(self.module, asked)
-            keeps = _num_kept(reshards)
-        owned = optimizer.pieces()
-        buckets = optimizer.shard_parameters({p: n for p, n in choice.unit_of.items() if p in owned})
         reducer = super()._make_reducer(pairs, options, sparse)
-        lanes = lanes_for_rows(optimizer.ranks, owned)
-        units = UnitsInUse(optimizer.ranks, lanes, _units(choice, buckets, reducer.params), keeps)
-        hook_up(choice, units, {param: index for index, param in enumerate(reducer.params)})
-        units.free_all()
-        self.units = units
+        ranks = self._optimizer.ranks
+        choice, claim = self._made.choice, self._made.claim
+        lanes = lanes_for_rows(ranks, claim.units)
+        units = units_of(self.module)
+        if units is None:
+            made = _units(choice, claim.buckets, reducer.params)
+            self.units = units = UnitsInUse(ranks, lanes, made, self._keeps)
+            hook_up(choice, units)
+        else:
+            units.use(ranks, lanes)
+        self._handles = hook_params(units, choice.unit_of, reducer.params)
         return reducer
+
+    def _change_optimizer(self, optimizer: ZeroRedundancyOptimizer) -> None:
+        """Reduce gradients for an optimizer that has come later; all ranks call, and it communicates."""
+        self._optimizer = optimizer
+        for handle in self._handles:
+            handle.remove()
+        self._renew_reducer()
 
     def join_hook(self, **kwargs: object) -> NoReturn:
         """Refuse ``Join``: a rank without inputs does not call the units that the others gather.
@@ -123,13 +165,10 @@ def _num_kept(reshards: object) -> int | None:
     )
 
 
-def _units(choice: UnitChoice, buckets: Sequence[UnitBucket], trained: Sequence[Tensor]) -> list[Unit]:
+def _units(choice: UnitChoice, buckets: Sequence[list[UnitBucket]], trained: Sequence[Tensor]) -> list[Unit]:
     index_of = {param: index for index, param in enumerate(trained)}
-    of_unit: list[list[UnitBucket]] = [[] for _ in choice.modules]
-    for bucket in buckets:
-        of_unit[choice.unit_of[bucket.params[0]]].append(bucket)
     units = []
-    for number, (name, some) in enumerate(zip(choice.names, of_unit, strict=True)):
+    for number, (name, some) in enumerate(zip(choice.names, buckets, strict=True)):
         params = [param for bucket in some for param in bucket.params]
         is_trained = all(param in index_of for param in params)
         waits_for = frozenset(index_of[param] for param in params) if is_trained else frozenset[int]()

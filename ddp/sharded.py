@@ -114,12 +114,25 @@ class ShardedDataParallel(DistributedDataParallel):
                 _check_arguments(accumulate, options)
                 _check_group(optimizer, process_group)
                 _check_module(module, optimizer)
+                self._refuse_freed(module)
             agree(optimizer.ranks, [f"accumulate={accumulate!r}"], "the arguments of ShardedDataParallel")
         self._optimizer = optimizer
         self._accumulate = accumulate
+        options = self._prepared(module, options)
         base: Any = super()
         base.__init__(module, process_group=optimizer.ranks.process_group, **options)
         optimizer.begin_averages_anew()  # from the weights that the ranks have by now
+
+    def _prepared(self, module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+        """Do what comes before PyTorch's constructor; gives the options for that. All ranks call."""
+        return options
+
+    def _refuse_freed(self, module: nn.Module) -> None:
+        if any(map(is_freed, module.parameters())):
+            raise ValueError(
+                "the model is fully sharded already, or a part of it: its parameters are on their owners "
+                "alone"
+            )
 
     def _make_reducer(
         self, pairs: Sequence[tuple[str, Tensor]], options: ReducerOptions, sparse: Sequence[str]
@@ -154,6 +167,7 @@ class ShardedDataParallel(DistributedDataParallel):
         with failing_together(ranks):
             _check_group(self._optimizer, process_group)
             _check_module(self.module, self._optimizer)
+            self._refuse_freed(self.module)
         super().rebind(ranks.process_group)
 
     def no_sync(self) -> Any:  # noqa: ANN401 - PyTorch's context
@@ -214,10 +228,6 @@ def _check_module(module: object, optimizer: ZeroRedundancyOptimizer) -> None:
         raise ValueError(
             "the optimizer has overlap_with_ddp=True, and would wait for a comm hook that steps it: leave "
             "that out"
-        )
-    if any(map(is_freed, module.parameters())):
-        raise ValueError(
-            "the model is fully sharded already, or a part of it: its parameters are on their owners alone"
         )
     known = optimizer.pieces()
     ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())

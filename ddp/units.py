@@ -139,6 +139,15 @@ class UnitsInUse:
             "Save model.state_dict(), or use zero_optim.checkpoint.save"
         )
 
+    def use(self, group: RankGroup, lanes: Lease) -> None:
+        """Gather for another optimizer from now on, with the same ranks, which counts what is sent.
+
+        Args:
+            group: the ranks.
+            lanes: for gathers alone.
+        """
+        self._group, self._lanes = group, lanes
+
     @property
     def group(self) -> RankGroup:
         """The ranks."""

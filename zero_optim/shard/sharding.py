@@ -38,7 +38,7 @@ from zero_optim.plan.plan import (
 from zero_optim.shard.gathers import Gathers, UnderWay
 from zero_optim.shard.stamps import STAMP_NBYTES, Call, Stamps
 from zero_optim.shard.storage import ParamBucket, is_active, make_bucket
-from zero_optim.shard.units import UnitBucket
+from zero_optim.shard.units import UnitBucket, is_freed
 
 _DIFFERS_ON_PURPOSE = (
     "If that is meant to differ, do not pass it: give a function as optimizer_class that finds it out when "
@@ -90,6 +90,7 @@ class Sharding:
         self._units = {} if units is None else units
         self.cap_nbytes = _nbytes(cap_mb)
         self._active: list[bool] = []
+        self._made_before: dict[Tensor, UnitBucket] = {}  # by their first parameter
         self._checked: list[list[int]] = []  # the groups' members when all had an owner at the last check
 
     @property
@@ -124,7 +125,7 @@ class Sharding:
         """
         new = groups[before:]
         with failing_together(self._group):
-            check_shardable(groups, self._units)
+            check_shardable(groups, {param for param in self._units if is_freed(param)})
             by_group = [group["params"] for group in new]
             spent = [[cost(p) for p in params] for params, cost in zip(by_group, costs, strict=True)]
             known = by_group, spent, len(self.loads), self.cap_nbytes, self.loads
@@ -203,11 +204,30 @@ class Sharding:
 
     def _made(self, members: list[Tensor], layout: Layout, label: str) -> ParamBucket:
         if members[0] in self._units:
-            return UnitBucket(members, layout, self._group.rank, label)
+            made = self._made_before.pop(members[0], None)
+            if made is None:
+                return UnitBucket(members, layout, self._group.rank, label)
+            made.label = label
+            return made
         if self._group.size > 1:
             length = -(-STAMP_NBYTES // members[0].element_size())
             layout = with_rooms(layout, length, alignment_of(members[0]))
         return make_bucket(members, layout, self._group.rank, label, as_views=self._as_views)
+
+    def make_unit_buckets(self, params: Sequence[Tensor], plan: Plan) -> list[UnitBucket]:
+        """Make the buckets of a plan that `add` will use for units; does not communicate.
+
+        Args:
+            params: of the plan.
+            plan: the plan.
+        """
+        made = []
+        for bucket in plan.buckets:
+            members = [params[index] for index in bucket.params]
+            if members[0] in self._units:
+                made.append(UnitBucket(members, bucket.layout, self._group.rank))
+        self._made_before = {bucket.params[0]: bucket for bucket in made}
+        return made
 
     def unit_buckets(self) -> list[UnitBucket]:
         """List the buckets whose parameters can be freed."""

@@ -14,7 +14,6 @@ Note [Rebinding is building anew]
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -28,6 +27,7 @@ from zero_optim.plan.description import describe
 from zero_optim.plan.groups import ParamGroup, param_names, params_of, short_names
 from zero_optim.plan.plan import Plan, describe_params
 from zero_optim.shard.sharding import Sharding
+from zero_optim.shard.storage import ParamBucket
 from zero_optim.shard.units import KeptRows, UnitBucket
 from zero_optim.state.holding import Found, HoldingOptimizer
 from zero_optim.state.moving import Forms, Moved, move_state, refuse_lost
@@ -179,18 +179,18 @@ class RebindableOptimizer(HoldingOptimizer):
 
     # ------------------------------------------------------------------ units
 
-    _units: Mapping[Tensor, int] = MappingProxyType({})
-
     def shard_parameters(self, units: Mapping[Tensor, int]) -> list[UnitBucket]:
         """Keep the parameters of units on their owners alone, and plan who owns what anew; all ranks call.
 
-        Every parameter has its value on every rank when this is called, and when it returns.
+        Every parameter has its value on every rank when this is called.
+
+        Memory is released bucket by bucket of before: beside the rows that are kept there is no copy.
 
         Args:
             units: the parameters concerned, each with the number of its unit; equal on every rank.
 
         Returns:
-            The buckets of the units; they are whole.
+            The buckets of the units; they are freed.
 
         Raises:
             RuntimeError: on every rank: there are units already.
@@ -205,11 +205,7 @@ class RebindableOptimizer(HoldingOptimizer):
                         "the optimizer has the parameters of a fully sharded model already: put all modules "
                         "into one, or give each an optimizer"
                     )
-                if self._options.mirror:
-                    raise ValueError(
-                        "the optimizer of a fully sharded model cannot be bound anew, so mirror=True would "
-                        "have no effect: leave it out, and save checkpoints"
-                    )
+                self._options.check_units()
             self.wait_for_gathers()
             before, self._units = self._units, units
             try:
@@ -236,6 +232,27 @@ class RebindableOptimizer(HoldingOptimizer):
         finally:
             for bucket in buckets:
                 bucket.is_left = False
+
+    def keep_unit_rows(self) -> None:
+        """Step the rows that the buckets of units keep, once these are filled; does not communicate.
+
+        For whoever builds an optimizer over parameters that have no values yet.
+        """
+        self._owned.leaves.keep(self._sharding.unit_buckets())
+
+    def _keep_unit_rows(self, former: list[ParamBucket]) -> None:
+        """Have the buckets of units keep this rank's rows, and free them, one former bucket after the other.
+
+        A former bucket may be one flat tensor, which is released with the last parameter in it.
+        """
+        new = self._sharding.unit_buckets()
+        bucket_of = {param: bucket for bucket in new for param in bucket.params}
+        while new and former:
+            for param in former.pop(0).params:
+                if param in bucket_of:
+                    bucket_of[param].take_in({param: param})
+                    bucket_of[param].let_go({param})
+        self._owned.leaves.keep(new)
 
     def _check_detached(self) -> None:
         if not self._ranks.is_let_go:
@@ -290,20 +307,27 @@ class RebindableOptimizer(HoldingOptimizer):
             state = {params[index]: entries for index, entries in moved.state.items()}
             owned.load({**state, **everywhere}, groups, exact=True)
         # Everything is checked now. Only a rank that dies can stop it from here on.
+        former = self._sharding.buckets
         self._ranks, self._sharding, self._owned, self.param_groups = group, sharding, owned, groups
-        self._settle(plan, moved, found)
+        self._settle(plan, moved, found, former)
         return [params[index] for index in lost]
 
-    def _settle(self, plan: Plan, moved: Moved, found: Found | None) -> None:
-        """Move into the new buckets, with the rows that came; ``found`` is the state, None if it is new."""
+    def _settle(self, plan: Plan, moved: Moved, found: Found | None, former: list[ParamBucket]) -> None:
+        """Move into the new buckets, with the rows that came.
+
+        Args:
+            plan: the new one.
+            moved: what came.
+            found: the state, None if it is new.
+            former: the buckets of before, which are taken out of the list.
+        """
         params, owned = self._params(), self._owned
         self.defaults = owned.local.defaults
         with torch.no_grad():
             for index, value in moved.values.items():
                 owned.leaves.rows(params[index]).copy_(value)
         self._sharding.add(params, plan, short_names(self.param_groups))
-        for bucket in self._sharding.unit_buckets():
-            owned.leaves.kept.update(bucket.kept())
+        self._keep_unit_rows(former)
         self._show_state()
         if found is None:
             self._snapshot, self.num_steps = Snapshot(), 0

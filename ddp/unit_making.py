@@ -1,0 +1,87 @@
+"""How the parameters of a model come to be those of units: who keeps them, and how they get there."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from zero_optim.ddp.unit_choice import UnitChoice
+from zero_optim.ddp.unit_filling import Init, UnitFiller, take_values_of_first
+from zero_optim.optimizer import ZeroRedundancyOptimizer
+from zero_optim.shard.claims import UnitsClaim
+
+
+class Made:
+    """The units of a model, while they are made.
+
+    Args:
+        choice: which modules are units, and which parameters they have.
+        replaced: parameters that had no values, each with the one in its place; see `leave_meta`.
+        init: see `UnitFiller`.
+
+    Attributes:
+        choice: with the parameters as they are now.
+        claim: what the parameters tell of their units.
+    """
+
+    def __init__(self, choice: UnitChoice, replaced: Mapping[Tensor, Tensor], init: Init | None) -> None:
+        unit_of = {replaced.get(param, param): number for param, number in choice.unit_of.items()}
+        self.choice = replace(choice, unit_of=unit_of)
+        self.claim = UnitsClaim({}, len(choice.modules))
+        self._unfilled = set(replaced.values())
+        self._init = init
+        self._stands_in = False
+
+    def claimed(
+        self, optimizer: ZeroRedundancyOptimizer | None, options: Mapping[str, object]
+    ) -> tuple[UnitsClaim, ZeroRedundancyOptimizer]:
+        """Say who keeps the parameters; all ranks call, and it communicates.
+
+        Args:
+            optimizer: keeps those that it has. None: one that is never stepped keeps all of them, until an
+                optimizer comes for them.
+            options: of the wrapper.
+        """
+        model, unit_of = self.choice.modules[0], self.choice.unit_of
+        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+        owned: set[Tensor] = {param for name, param in model.named_parameters() if name not in ignored}
+        if optimizer is not None:
+            owned = set(optimizer.pieces())
+        self.claim.units = {param: number for param, number in unit_of.items() if param in owned}
+        if optimizer is not None:
+            return self.claim, optimizer
+        self._stands_in = True
+        self.claim.mark()
+        names: tuple[str, ...] = ("process_group", "timeout", "on_stall")
+        given = {name: options[name] for name in names if options.get(name) is not None}
+        untyped: type = ZeroRedundancyOptimizer
+        try:
+            # A class that bears cuts, so that rows are even. It is never stepped.
+            optimizer = untyped([*self.claim.units], torch.optim.SGD, lr=0.0, **given)
+        except BaseException:
+            self.claim.unmark([*self.claim.units])
+            raise
+        return self.claim, optimizer
+
+    def fill(self, optimizer: ZeroRedundancyOptimizer, *, syncs: bool) -> None:
+        """Have this rank keep its rows, and free the parameters; all ranks call, and it communicates.
+
+        Args:
+            optimizer: what `claimed` has given.
+            syncs: take rank 0's values.
+        """
+        model, group = self.choice.modules[0], optimizer.ranks.during("agree")
+        if self._stands_in:
+            buckets = [bucket for of_unit in self.claim.buckets for bucket in of_unit]
+            filler = UnitFiller(group, self.choice, buckets, self._unfilled, self._init, syncs=syncs)
+            filler.fill(model)
+            optimizer.keep_unit_rows()
+            return
+        if syncs:
+            ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+            named = model.named_parameters()
+            take_values_of_first(group, [param for name, param in named if name not in ignored])
+        buckets = optimizer.shard_parameters(self.claim.units)
+        self.claim.mark()
+        self.claim.place(buckets, optimizer.ranks)
