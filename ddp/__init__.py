@@ -18,6 +18,7 @@ from zero_optim.ddp.bucket import GradBucket
 from zero_optim.ddp.bucketer import ReduceScatterBucketer
 from zero_optim.ddp.data_parallel import DistributedDataParallel
 from zero_optim.ddp.fully_sharded import FullyShardedDataParallel
+from zero_optim.ddp.in_place import fully_shard, fully_sharded
 from zero_optim.ddp.reducer import Reducer
 from zero_optim.ddp.sharded import ShardedDataParallel
 from zero_optim.ddp.unit_hooks import unsharded
@@ -32,5 +33,7 @@ __all__ = [
     "ReducerOptions",
     "ShardedDataParallel",
     "full_state_dict",
+    "fully_shard",
+    "fully_sharded",
     "unsharded",
 ]

@@ -56,6 +56,7 @@ _USED = (
     "_delay_grad_buffer",
     "_module_parameters",
     "_passing_sync_batchnorm_handle",
+    "_pre_forward",
     "_set_static_graph",
     "_sync_buffers",
 )
@@ -63,6 +64,7 @@ NEEDED: tuple[tuple[object, str], ...] = (  # see Note [Private names] in zero_o
     *((TorchDistributedDataParallel, name) for name in (*_OVERRIDDEN, *_USED)),
     (dist, "_DEFAULT_FIRST_BUCKET_BYTES"),
     (distributed, "_MixedPrecision"),
+    (nn.Module, "_buffers"),
     (nn.Module, "_parameters"),
     (torch._C, "Future"),
 )

@@ -1,6 +1,6 @@
 """`FullyShardedDataParallel`: parameters, gradients and state sharded, with plain tensors (ZeRO stage 3)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -26,10 +26,10 @@ from zero_optim.shard.units import UnitBucket
 class FullyShardedDataParallel(ShardedDataParallel):
     """Keep each parameter on its owners alone, and gather it while it is used (ZeRO stage 3).
 
-    The optimizer is built first, and the loop stays as it is::
+    The optimizer is built before or after, and the loop stays as it is::
 
-        optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, lr=1e-3)
-        model = FullyShardedDataParallel(module, optimizer)
+        model = FullyShardedDataParallel(module)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
 
     The parameters stay plain tensors, whole matrices where the class needs that. A *unit*, a module, is
     gathered before it is called and freed after it, and again in the backward pass, where its gradients are
@@ -42,16 +42,23 @@ class FullyShardedDataParallel(ShardedDataParallel):
     Args:
         module: what to train.
         optimizer: has all of its parameters that require a gradient. Parameters that it does not have
-            stay whole on every rank.
+            stay whole on every rank. None if it is built later, over the wrapper's parameters, before the
+            first backward pass: then no rank needs memory for more than the model and one unit.
         units: "auto", modules, or a function that tells of a module whether it is a unit. Parameters in no
             unit belong to the outermost one, which is whole from the forward to the backward pass.
         reshard_after_forward: False keeps units whole from the forward to the backward pass: 2 (W-1)/W times
             the parameters' bytes are sent in an iteration, and not 3. A number keeps so many, the last ones.
+        device: where parameters and buffers that are on the meta device are to be; None for the default one.
+        init: called with each module that has some there, under ``torch.no_grad()``, to give them their first
+            values; None for the module's own ``reset_parameters()``. Modules come after those below them.
+            Each rank calls it, and takes the values of rank 0. A model on the meta device is wrapped without
+            an optimizer, and no rank ever holds the whole of it.
         accumulate: as in `ShardedDataParallel`, as are the other options. ``mixed_precision`` is refused.
 
     Raises:
         TypeError: on every rank; as `ShardedDataParallel`, or ``units`` are none.
-        ValueError: likewise; or a unit is no module of the model.
+        ValueError: likewise; or a unit is no module of the model; or a module on the meta device cannot be
+            initialized, or was not.
     """
 
     def __init__(
@@ -124,6 +131,22 @@ class FullyShardedDataParallel(ShardedDataParallel):
         for handle in self._handles:
             handle.remove()
         self._renew_reducer()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FullyShardedDataParallel":
+        """Refuse to convert or move parameters that are not here: ``to()``, ``half()``, ``cuda()`` call this.
+
+        Raises:
+            RuntimeError: parameters of units would get another dtype or device, or other memory.
+        """
+        for bucket in (bucket for unit in self.units.units for bucket in unit.buckets):
+            probe = torch.zeros(1, dtype=bucket.row.dtype, device=bucket.device)
+            if fn(probe) is not probe:
+                raise RuntimeError(
+                    "the parameters of a fully sharded model are on their owners alone, and cannot be "
+                    "converted or moved: do that before wrapping. For a model on the meta device give device="
+                )
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def join_hook(self, **kwargs: object) -> NoReturn:
         """Refuse ``Join``: a rank without inputs does not call the units that the others gather.

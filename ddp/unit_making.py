@@ -1,15 +1,25 @@
-"""How the parameters of a model come to be those of units: who keeps them, and how they get there."""
+"""How the parameters of a model come to be those of units: who keeps them, and how they get there.
 
+Note [Optimizers that know nothing of units]
+    An optimizer of PyTorch's may be built over freed parameters by mistake. Most steps would raise, as a
+    freed parameter cannot be written to. A fused one would write to memory that is not the parameter's. So as
+    long as there are fully sharded models a hook of PyTorch's looks at every optimizer before it steps: at
+    the first and the last parameter of each group, which takes some microseconds.
+"""
+
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zero_optim.ddp.unit_choice import UnitChoice
 from zero_optim.ddp.unit_filling import Init, UnitFiller, take_values_of_first
 from zero_optim.optimizer import ZeroRedundancyOptimizer
-from zero_optim.shard.claims import UnitsClaim
+from zero_optim.shard.claims import UnitsClaim, claim_of
 
 
 class Made:
@@ -29,6 +39,8 @@ class Made:
         unit_of = {replaced.get(param, param): number for param, number in choice.unit_of.items()}
         self.choice = replace(choice, unit_of=unit_of)
         self.claim = UnitsClaim({}, len(choice.modules))
+        hook = register_optimizer_step_pre_hook(_refuse_others)
+        weakref.finalize(self.claim, hook.remove).atexit = False
         self._unfilled = set(replaced.values())
         self._init = init
         self._stands_in = False
@@ -85,3 +97,21 @@ class Made:
         buckets = optimizer.shard_parameters(self.claim.units)
         self.claim.mark()
         self.claim.place(buckets, optimizer.ranks)
+
+
+def _refuse_others(optimizer: Optimizer, *_: object) -> None:
+    """Refuse a step, see Note [Optimizers that know nothing of units].
+
+    Raises:
+        RuntimeError: the optimizer has parameters of a fully sharded model, and is none of ours.
+    """
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        return
+    name = type(optimizer).__name__
+    for group in optimizer.param_groups:
+        params = group["params"]
+        if params and claim_of((params[0], params[-1])) is not None:
+            raise RuntimeError(
+                f"{name} has parameters of a fully sharded model, which are on their owners alone: build "
+                f"ZeroRedundancyOptimizer(wrapped.parameters(), {name}, ...)"
+            )

@@ -329,10 +329,13 @@ class UnitsInUse:
         finally:
             for unit in units:
                 self._pin(unit, -1)
-                if writes:
+            try:
+                for unit in units if writes else ():
                     self.take_written(unit)
-                if not unit.depth:
-                    self._free(unit)
+            finally:
+                for unit in units:
+                    if not unit.depth:
+                        self._free(unit)
 
     def _pin(self, unit: Unit, more: int) -> None:
         unit.depth += more

@@ -13,7 +13,13 @@ from pool import Ranks
 from test_fully_sharded import Tower, adamw, batch
 from test_fully_sharded_models import assert_alike, loss_of, train
 from zero_optim import ZeroRedundancyOptimizer, checkpoint
-from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, unsharded
+from zero_optim.ddp import (
+    DistributedDataParallel,
+    FullyShardedDataParallel,
+    fully_shard,
+    fully_sharded,
+    unsharded,
+)
 from zero_optim.shard.units import UnitBucket
 
 
@@ -178,6 +184,122 @@ def leaves_frozen_ones_whole() -> None:
 
 def test_frozen_parameters_that_a_later_optimizer_lacks_become_whole(ranks2: Ranks) -> None:
     ranks2.run(leaves_frozen_ones_whole)
+
+
+PLAIN: list[tuple[Any, dict[str, Any]]] = [
+    (torch.optim.AdamW, {}),
+    (torch.optim.AdamW, {"fused": True}),
+    (torch.optim.SGD, {"foreach": True}),
+]
+
+
+def refuses_plain_ones() -> None:
+    model = Tower()
+    wrapped = FullyShardedDataParallel(model, units=[*model.blocks])
+    loss_of(wrapped, 0).backward()
+    for kind, options in PLAIN:
+        plain = kind(wrapped.parameters(), **options)
+        with pytest.raises(RuntimeError, match=f"build ZeroRedundancyOptimizer.*{kind.__name__}"):
+            plain.step()
+    wrapped.zero_grad()
+    train(wrapped, adamw(wrapped), loss_of)
+    whole = Tower()
+    loss_of(whole, 0).backward()
+    torch.optim.AdamW(whole.parameters()).step()  # others step as ever
+
+
+def test_an_optimizer_that_is_not_sharded_cannot_step_a_fully_sharded_model(ranks1: Ranks) -> None:
+    ranks1.run(refuses_plain_ones)
+
+
+# ---------------------------------------------------------------------- in place
+
+
+class Written(Tower):
+    """A model with a buffer, whose forward pass may call itself, or raise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: Tensor, *, again: bool = False, fails: bool = False) -> Tensor:
+        if fails:
+            raise ArithmeticError("on purpose")
+        if again:
+            return self(x)
+        self.count += torch.distributed.get_rank() + 1
+        return super().forward(x)
+
+
+def trains_in_place(first: bool) -> None:
+    model = Written()
+    whole = DistributedDataParallel(copy.deepcopy(model))
+    one = adamw(whole)
+    optimizer = adamw(model) if first else None
+    names = [*model.state_dict()]
+    assert fully_shard(model, optimizer, units=[*model.blocks], accumulate="local") is model
+    assert type(model) is Written
+    if optimizer is None:
+        optimizer = adamw(model)
+    assert train(model, optimizer, loss_of) == train(whole, one, loss_of)
+    with pytest.raises(ArithmeticError):
+        model(batch(0), fails=True)
+    for own, steps, context in ((model, optimizer, fully_sharded(model)), (whole, one, whole)):
+        steps.zero_grad()
+        with context.no_sync():
+            own(batch(8), again=True).square().mean().backward()
+        own(batch(9)).square().mean().backward()
+        steps.step()
+    with torch.no_grad():
+        assert torch.equal(model(batch(3)), whole(batch(3)))
+    assert [*model.state_dict()] == names
+    assert_alike(model, whole.module)
+    assert torch.equal(model.count, whole.module.count)
+    controller = fully_sharded(model)
+    assert controller.units.nbytes_live() == 0
+    assert controller.metrics()["passes"] > 0
+    with pytest.raises(ValueError, match="fully sharded already"):
+        fully_shard(model)
+    with pytest.raises(RuntimeError, match="cannot be copied or pickled"):
+        copy.deepcopy(model)
+    with pytest.raises(ValueError, match="was not given to fully_shard"):
+        fully_sharded(whole)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_module_that_is_sharded_in_place_trains_as_a_wrapped_one(ranks2: Ranks, first: bool) -> None:
+    ranks2.run(trains_in_place, first)
+
+
+# ---------------------------------------------------------------------- conversions
+
+
+def refuses_conversions() -> None:
+    model = Tower()
+    wrapped = FullyShardedDataParallel(model, units=[*model.blocks])
+    for convert in (wrapped.half, wrapped.double, lambda: wrapped.to("meta")):
+        with pytest.raises(RuntimeError, match="do that before wrapping"):
+            convert()
+    assert wrapped.to(torch.float32).float() is wrapped
+    optimizer = adamw(wrapped)
+    want = {name: value.clone() for name, value in model.state_dict().items()}
+    with unsharded(model), torch.no_grad():
+        for param in model.parameters():
+            param.data = param * 2  # other memory
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, want[name] * 2)
+    with pytest.raises(RuntimeError, match=r"became torch\.float64"), unsharded(model):
+        model.blocks[0].double()
+    other = Tower()
+    one = FullyShardedDataParallel(other, units=[*other.blocks])
+    other.half()  # nobody sees it before the parameters are needed
+    with pytest.raises(RuntimeError, match="do so before it is wrapped"):
+        one(batch(0))
+    del optimizer
+
+
+def test_a_fully_sharded_model_is_not_converted(ranks2: Ranks) -> None:
+    ranks2.run(refuses_conversions)
 
 
 # ---------------------------------------------------------------------- memory

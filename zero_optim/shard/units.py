@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
 _WRITE = (
     "a parameter of {name} was written to, or given other memory, while it was not whole, so no owner has "
-    "seen it: write inside zero_optim.ddp.unsharded(module), which hands what was written to the owners"
+    "seen it: write inside zero_optim.ddp.unsharded(module), which hands what was written to the owners. To "
+    "convert or move a model (.to(), .half(), .cuda()), do so before it is wrapped"
 )
 _PINNED = (
     "the parameters of {name} are whole for somebody to read or write: leave unsharded() before "
@@ -264,8 +265,18 @@ class UnitBucket:
         self._versions = _versions(self.params)
 
     def take_written(self) -> None:
-        """Take this rank's row out of the whole parameters, which the user has written to."""
+        """Take this rank's row out of the whole parameters, which the user has written to.
+
+        Raises:
+            RuntimeError: a parameter was given another dtype, device or shape.
+        """
         assert self.is_whole
+        with torch.no_grad():
+            for param, form, view in zip(self.params, self._forms, self._views, strict=True):
+                if param.numel() and param.data_ptr() != view.data_ptr():
+                    form.check(param)
+                    view.copy_(param)
+                    param.data = view
         if not self._owns_all:
             with torch.no_grad():
                 self.row.copy_(self._own_row())

@@ -92,7 +92,7 @@ class ShardedOptimizer(Optimizer):
             groups = reader.param_groups
             claim = self._claim_on(params_of(groups), group, options)
             as_views, cap_mb = options.parameters_as_bucket_view, options.bucket_cap_mb
-            own, units = options.own_options, self._units
+            own, units = options.own_options, {} if claim is None else claim.units
             sharding = Sharding(group, as_views, cap_mb, own_options=own, units=units)
             leaves = Leaves(options.master_dtype, units)
             average = WeightAverage(options.ema_decay, leaves)
