@@ -342,7 +342,8 @@ def counts_while_made(has_optimizer: bool) -> None:
     finally:
         UnitBucket.take_in = take_in  # type: ignore[method-assign]
     assert len(seen) == len(params)
-    assert max(seen) <= nbytes + unit, (max(seen), nbytes)
+    rooms = 5 * 64  # for stamps, in the rows of five buckets
+    assert max(seen) <= nbytes + unit + rooms, (max(seen), nbytes)
 
 
 @pytest.mark.parametrize("has_optimizer", [True, False])
@@ -374,7 +375,8 @@ def is_filled_module_by_module() -> None:
     assert max(seen) <= unit + 64  # one unit alone, and what freed parameters show
     rows = [bucket.row for unit in wrapped.units.units for bucket in unit.buckets]
     assert wrapped.units.nbytes_live() == 0
-    assert abs(storages(rows) - whole / 2) <= 129 * 8 * 2 + 64  # the outermost unit is not cut
+    rooms = 5 * 64  # for stamps
+    assert abs(storages(rows) - whole / 2) <= 129 * 8 * 2 + rooms  # the outermost unit is not cut
     optimizer = adamw(wrapped)
     assert wrapped.units.nbytes_live() == 0
     wrapped(torch.ones(2, 128)).sum().backward()
