@@ -83,10 +83,8 @@ def fsdp2(model: Model, *, reshards: bool) -> Wrapped:
 
 
 def ours(model: Model, *, reshards: bool) -> Wrapped:
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), **optimizer_of(model))
-    wrapped = FullyShardedDataParallel(
-        model, optimizer, units=[*model.blocks], reshard_after_forward=reshards
-    )
+    wrapped = FullyShardedDataParallel(model, units=[*model.blocks], reshard_after_forward=reshards)
+    optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), **optimizer_of(model))
     return Wrapped(wrapped, optimizer)
 
 

@@ -18,6 +18,7 @@ from zero_optim.ddp.bucket import GradBucket
 from zero_optim.ddp.bucketer import ReduceScatterBucketer
 from zero_optim.ddp.data_parallel import DistributedDataParallel
 from zero_optim.ddp.fully_sharded import FullyShardedDataParallel
+from zero_optim.ddp.in_place import fully_shard, fully_sharded
 from zero_optim.ddp.offload import Offload
 from zero_optim.ddp.precision import PrecisionPolicy
 from zero_optim.ddp.reducer import Reducer
@@ -36,5 +37,7 @@ __all__ = [
     "ReducerOptions",
     "ShardedDataParallel",
     "full_state_dict",
+    "fully_shard",
+    "fully_sharded",
     "unsharded",
 ]

@@ -56,6 +56,7 @@ _USED = (
     "_delay_grad_buffer",
     "_module_parameters",
     "_passing_sync_batchnorm_handle",
+    "_pre_forward",
     "_set_static_graph",
     "_sync_buffers",
 )
@@ -63,6 +64,7 @@ NEEDED: tuple[tuple[object, str], ...] = (  # see Note [Private names] in zero_o
     *((TorchDistributedDataParallel, name) for name in (*_OVERRIDDEN, *_USED)),
     (dist, "_DEFAULT_FIRST_BUCKET_BYTES"),
     (distributed, "_MixedPrecision"),
+    (nn.Module, "_buffers"),
     (nn.Module, "_parameters"),
     (torch._C, "Future"),
 )
@@ -123,7 +125,7 @@ class DistributedDataParallel(RebindableWrapper):
         given = _SIGNATURE.bind(self, module, *args, **kwargs)
         given.apply_defaults()
         if given.arguments.get("init_sync", True):
-            agree_on_model(given.arguments, self, timeout, on_stall)
+            self._agree_on_model(module, *args, timeout=timeout, on_stall=on_stall, **kwargs)
         check_patience(timeout, on_stall)
         vars(self).update(_timeout=timeout, _on_stall=on_stall)  # nn.Module is not set up yet
         self._precision = Precision.of(given.arguments)
@@ -135,6 +137,19 @@ class DistributedDataParallel(RebindableWrapper):
         super().__init__(*without.args[1:], **without.kwargs)
         self.mixed_precision = given.arguments["mixed_precision"]  # PyTorch's forward casts the inputs
         cast_buffers(self.module, self._precision.buffer_dtype, self.parameters_to_ignore)
+
+    def _agree_on_model(
+        self,
+        module: nn.Module,
+        *args: Any,  # noqa: ANN401 - PyTorch's
+        timeout: float | None = None,
+        on_stall: str = "raise",
+        **kwargs: Any,  # noqa: ANN401
+    ) -> None:
+        """See `agree_on_model`; takes what the constructor takes."""
+        given = _SIGNATURE.bind(self, module, *args, **kwargs)
+        given.apply_defaults()
+        agree_on_model(given.arguments, self, timeout, on_stall)
 
     # ------------------------------------------------------------------ built by PyTorch's constructor
 

@@ -1,34 +1,67 @@
 """`FullyShardedDataParallel`: parameters, gradients and state sharded, with plain tensors (ZeRO stage 3)."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_optim.comm.agreement import failing_together
+from zero_optim.comm.arguments import ranks_of
 from zero_optim.comm.lanes import lanes_for_rows
 from zero_optim.ddp.assignment import ReducerOptions
+from zero_optim.ddp.inbox import weakly
 from zero_optim.ddp.offload import Offload, keeping_for
 from zero_optim.ddp.owner_reducer import Accumulate
-from zero_optim.ddp.precision import PrecisionPolicy
+from zero_optim.ddp.precision import PrecisionPolicy, sparse_names
 from zero_optim.ddp.reducer import Reducer
 from zero_optim.ddp.sharded import ShardedDataParallel
 from zero_optim.ddp.unit_choice import UnitChoice, Units, choose_units
-from zero_optim.ddp.unit_hooks import begin_anew, hook_up, units_of
+from zero_optim.ddp.unit_filling import Init, check_init, has_meta, leave_meta, take_values_of_first
+from zero_optim.ddp.unit_hooks import begin_anew, hook_params, hook_up, units_of
+from zero_optim.ddp.unit_making import Made
 from zero_optim.ddp.units import Unit, UnitsInUse
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.shard.units import UnitBucket
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """What the constructor was given, see there."""
+
+    units: Units
+    reshards: bool | int
+    guards_reads: bool
+    offload: Offload | None
+    precision: PrecisionPolicy | object | None
+    accumulate: str
+    device: torch.device | str | None
+    init: Init | None
+
+    def check_without_optimizer(self, mesh: object) -> None:
+        """Refuse what needs the optimizer when the model is wrapped.
+
+        Raises:
+            ValueError: names it.
+        """
+        given = {"mesh": mesh, "mixed_precision": self.precision, "offload": self.offload}
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(
+                    f"{name} needs the optimizer when the model is wrapped: build the optimizer first, and "
+                    "give it to the wrapper"
+                )
+
+
 class FullyShardedDataParallel(ShardedDataParallel):
     """Keep each parameter on its owners alone, and gather it while it is used (ZeRO stage 3).
 
-    The optimizer is built first, and the loop stays as it is::
+    The optimizer is built before or after, and the loop stays as it is::
 
-        optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, lr=1e-3)
-        model = FullyShardedDataParallel(module, optimizer)
+        model = FullyShardedDataParallel(module)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
 
     The parameters stay plain tensors, whole matrices where the class needs that. A *unit*, a module, is
     gathered before it is called and freed after it, and again in the backward pass, where its gradients are
@@ -41,7 +74,8 @@ class FullyShardedDataParallel(ShardedDataParallel):
     Args:
         module: what to train.
         optimizer: has all of its parameters that require a gradient. Parameters that it does not have
-            stay whole on every rank.
+            stay whole on every rank. None if it is built later, over the wrapper's parameters, before the
+            first backward pass: then no rank needs memory for more than the model and one unit.
         units: "auto", modules, or a function that tells of a module whether it is a unit. Parameters in no
             unit belong to the outermost one, which is whole from the forward to the backward pass.
         reshard_after_forward: False keeps units whole from the forward to the backward pass: 2 (W-1)/W times
@@ -56,18 +90,24 @@ class FullyShardedDataParallel(ShardedDataParallel):
         mixed_precision: a `PrecisionPolicy`; or one of PyTorch's for its own wrappers. Then ``param.dtype``
             is the dtype to compute with, and owners keep and step the parameters as they were. None leaves
             all dtypes alone.
+        device: where parameters and buffers that are on the meta device are to be; None for the default one.
+        init: called with each module that has some there, under ``torch.no_grad()``, to give them their first
+            values; None for the module's own ``reset_parameters()``. Modules come after those below them.
+            Each rank calls it, and takes the values of rank 0. A model on the meta device is wrapped without
+            an optimizer, and no rank ever holds the whole of it.
 
     Raises:
         TypeError: on every rank; as `ShardedDataParallel`, or ``units`` are none.
         ValueError: likewise; or a unit is no module of the model; or ``mixed_precision`` does not fit it; or
-            the budget of ``offload`` is too small.
+            the budget of ``offload`` is too small; or a module on the meta device cannot be initialized, or
+            was not.
         OSError: on the rank where the disk is too small for ``offload``; a `RemoteRankError` on the others.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only
         self,
         module: nn.Module,
-        optimizer: ZeroRedundancyOptimizer,
+        optimizer: ZeroRedundancyOptimizer | None = None,
         *,
         units: Units = "auto",
         reshard_after_forward: bool | int = True,
@@ -76,49 +116,137 @@ class FullyShardedDataParallel(ShardedDataParallel):
         offload: Offload | None = None,
         mesh: DeviceMesh | None = None,
         mixed_precision: PrecisionPolicy | object | None = None,
+        device: torch.device | str | None = None,
+        init: Init | None = None,
         **options: Any,  # noqa: ANN401 - PyTorch's
     ) -> None:
         """Check, agree with the other ranks, wrap, and free everything."""
-        self._asked = units, reshard_after_forward, guards_reads, offload
-        self._asked_policy = mixed_precision
-        super().__init__(module, optimizer, accumulate=accumulate, mesh=mesh, **options)
+        self._asked = _Asked(
+            units, reshard_after_forward, guards_reads, offload, mixed_precision, accumulate, device, init
+        )
+        self._made: Made | None = None
+        stand_in = None if optimizer is not None else self._stand_in(module, mesh, options)
+        untyped: Any = optimizer if stand_in is None else stand_in  # the base class checks what it is
+        super().__init__(module, untyped, accumulate=accumulate, mesh=mesh, **options)
+        self._chosen.claim.is_open = stand_in is not None
+
+    @property
+    def _chosen(self) -> Made:
+        """The units."""
+        assert self._made is not None  # they were chosen by the constructor
+        return self._made
+
+    def _stand_in(
+        self, module: nn.Module, mesh: object, options: Mapping[str, object]
+    ) -> ZeroRedundancyOptimizer:
+        """Choose the units, and make an optimizer that keeps them until another one comes; all ranks call."""
+        with failing_together(ranks_of(options.get("process_group"))):
+            self._asked.check_without_optimizer(mesh)
+            self._choose(module)
+        made = self._chosen
+        optimizer = made.made_stand_in(options)
+        made.claim.told = weakly(self._change_optimizer)
+        return optimizer
+
+    def _choose(self, module: nn.Module) -> None:
+        """Check what was asked for, and choose the units; does not communicate."""
+        asked = self._asked
+        _check(module)
+        choice = choose_units(module, asked.units)
+        self._keeps = _num_kept(asked.reshards)
+        self._policy = PrecisionPolicy.of(asked.precision, module) or PrecisionPolicy()
+        check_init(module, asked.init)
+        place = torch.get_default_device() if asked.device is None else torch.device(asked.device)
+        self._made = Made(choice, leave_meta(module, place), asked.init)
 
     def _check_more(self, module: nn.Module) -> list[str]:
-        _check(module)
-        self._policy = PrecisionPolicy.of(self._asked_policy, module) or PrecisionPolicy()
+        if self._made is None:
+            if has_meta(module):
+                raise ValueError(
+                    "a part of the model is on the meta device: wrap it without an optimizer, then build the "
+                    "optimizer with wrapped.parameters()"
+                )
+            self._choose(module)
         return [f"mixed_precision: {self._policy.describe()}"]
+
+    def _prepared(self, module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+        """Give every rank the values of the first, and keep what each owns of them; all ranks call."""
+        optimizer, made, everyone = self._optimizer, self._chosen, self._everyone(self._optimizer)
+        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        syncs = bool(options.get("init_sync", True))
+        if syncs:
+            self._agree_on_model(module, process_group=everyone.process_group, **options)
+        if made.stands_in:
+            made.fill(optimizer, syncs=syncs)
+        else:
+            self._fill(module, ignored, syncs=syncs)
+        if syncs and options.get("broadcast_buffers") is not False:
+            named = ((name, each) for name, each in module.named_buffers() if name not in ignored)
+            take_values_of_first(everyone.during("agree"), [buffer for _, buffer in named])
+        self._policy.cast_for_good(module, ignored)
+        return {**options, "init_sync": False}
+
+    def _fill(self, module: nn.Module, ignored: Collection[str], *, syncs: bool) -> None:
+        """Have the optimizer that was given keep its rows; all ranks call."""
+        optimizer, made, everyone = self._optimizer, self._chosen, self._everyone(self._optimizer)
+        named: dict[Tensor, str] = {p: n for n, p in module.named_parameters() if n not in ignored}
+        with failing_together(everyone):
+            made.take_from(optimizer)
+            owned = {param: name for param, name in named.items() if param in made.claim.units}
+            keeping = keeping_for(self._asked.offload, made.choice.unit_of)
+            self._policy.check(owned, sparse_names(module), self._asked.accumulate)
+        if syncs:
+            take_values_of_first(everyone.during("agree"), named)
+        dtypes = self._policy.compute_dtypes(owned)
+        with failing_together(everyone):  # it fails on all ranks of a replica alike
+            made.placed(optimizer.shard_parameters(made.claim.units, dtypes, keeping), optimizer)
 
     def _make_reducer(
         self, pairs: Sequence[tuple[str, Tensor]], options: ReducerOptions, sparse: Sequence[str]
     ) -> Reducer:
-        optimizer, (asked, reshards, guards, offload) = self._optimizer, self._asked
-        everyone = self._everyone(optimizer)
-        with failing_together(everyone):
-            choice = choose_units(self.module, asked)
-            keeps = _num_kept(reshards)
-            keeping = keeping_for(offload, choice.unit_of)
-            owned = optimizer.pieces()
-            named = {p: name for name, p in self.module.named_parameters() if p in owned}
-            self._policy.check(named, sparse, self._accumulate)
-        dtypes = self._policy.compute_dtypes(named)
-        with failing_together(everyone):  # it fails on all ranks of a replica alike
-            buckets = optimizer.shard_parameters({p: choice.unit_of[p] for p in named}, dtypes, keeping)
-        self._policy.cast_for_good(self.module, self.parameters_to_ignore)
         reducer = super()._make_reducer(
             pairs, replace(options, reduce_dtype=self._policy.reduce_dtype), sparse
         )
-        lanes = lanes_for_rows(optimizer.ranks, owned)
-        listed, stamps = _units(choice, buckets, reducer.params), optimizer.unit_stamps()
-        units = UnitsInUse(optimizer.ranks, lanes, listed, keeps, stamps, guards_reads=guards)
-        hook_up(choice, units, {param: index for index, param in enumerate(reducer.params)})
-        self._policy.hook_up(choice.modules)
-        units.free_all()
-        self.units = units
+        optimizer, choice, claim = self._optimizer, self._chosen.choice, self._chosen.claim
+        ranks, stamps = optimizer.ranks, optimizer.unit_stamps()
+        lanes = lanes_for_rows(ranks, claim.units)
+        units = units_of(self.module)
+        if units is None:
+            made, guards = _units(choice, claim.buckets, reducer.params), self._asked.guards_reads
+            self.units = units = UnitsInUse(ranks, lanes, made, self._keeps, stamps, guards_reads=guards)
+            hook_up(choice, units)
+            self._policy.hook_up(choice.modules)
+        else:
+            units.use(ranks, lanes, stamps)
+        self._handles = hook_params(units, choice.unit_of, reducer.params)
         return reducer
 
     def _run_ddp_forward(self, *inputs: object, **kwargs: object) -> object:
         begin_anew(self.units)
         return super()._run_ddp_forward(*inputs, **kwargs)
+
+    def _change_optimizer(self, optimizer: ZeroRedundancyOptimizer) -> None:
+        """Reduce gradients for an optimizer that has come later; all ranks call, and it communicates."""
+        self._optimizer = optimizer
+        for handle in self._handles:
+            handle.remove()
+        self._renew_reducer()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FullyShardedDataParallel":
+        """Refuse to convert or move parameters that are not here: ``to()``, ``half()``, ``cuda()`` call this.
+
+        Raises:
+            RuntimeError: parameters of units would get another dtype or device, or other memory.
+        """
+        for bucket in (bucket for unit in self.units.units for bucket in unit.buckets):
+            probe = torch.zeros(1, dtype=bucket.row.dtype, device=bucket.device)
+            if fn(probe) is not probe:
+                raise RuntimeError(
+                    "the parameters of a fully sharded model are on their owners alone, and cannot be "
+                    "converted or moved: do that before wrapping. For a model on the meta device give device="
+                )
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def join_hook(self, **kwargs: object) -> NoReturn:
         """Refuse ``Join``: a rank without inputs does not call the units that the others gather.
@@ -155,13 +283,10 @@ def _num_kept(reshards: object) -> int | None:
     )
 
 
-def _units(choice: UnitChoice, buckets: Sequence[UnitBucket], trained: Sequence[Tensor]) -> list[Unit]:
+def _units(choice: UnitChoice, buckets: Sequence[list[UnitBucket]], trained: Sequence[Tensor]) -> list[Unit]:
     index_of = {param: index for index, param in enumerate(trained)}
-    of_unit: list[list[UnitBucket]] = [[] for _ in choice.modules]
-    for bucket in buckets:
-        of_unit[choice.unit_of[bucket.params[0]]].append(bucket)
     units = []
-    for number, (name, some) in enumerate(zip(choice.names, of_unit, strict=True)):
+    for number, (name, some) in enumerate(zip(choice.names, buckets, strict=True)):
         params = [param for bucket in some for param in bucket.params]
         is_trained = all(param in index_of for param in params)
         waits_for = frozenset(index_of[param] for param in params) if is_trained else frozenset[int]()

@@ -188,6 +188,17 @@ class PrecisionPolicy:
             outermost.register_forward_hook(_CastOutputs(self.outputs))
 
 
+def sparse_names(model: nn.Module) -> set[str]:
+    """Name the parameters whose gradients are sparse, as PyTorch's DDP finds them."""
+    found: set[str] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            found.update(
+                f"{name}.{own}" if name else own for own, _ in module.named_parameters(recurse=False)
+            )
+    return found
+
+
 def _refuse_left_out(module: nn.Module, classes: Iterable[type], params: torch.dtype | None) -> None:
     found = [name for name, layer in module.named_modules() if isinstance(layer, tuple(classes))]
     if found and params is not None:

@@ -139,6 +139,7 @@ class ShardedDataParallel(DistributedDataParallel):
             agree(everyone, items, f"the arguments of {type(self).__name__}")
         self._optimizer = optimizer
         self._accumulate = accumulate
+        options = self._prepared(module, options)
         base: Any = super()
         base.__init__(module, process_group=everyone.process_group, **options)
         optimizer.mesh = self._mesh
@@ -150,7 +151,19 @@ class ShardedDataParallel(DistributedDataParallel):
 
     def _check_more(self, module: nn.Module) -> list[str]:
         """Check what a subclass is given, and describe what must be alike; does not communicate."""
+        self._refuse_freed(module)
         return []
+
+    def _prepared(self, module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+        """Do what comes before PyTorch's constructor; gives the options for that. All ranks call."""
+        return options
+
+    def _refuse_freed(self, module: nn.Module) -> None:
+        if any(map(is_freed, module.parameters())):
+            raise ValueError(
+                "the model is fully sharded already, or a part of it: its parameters are on their owners "
+                "alone"
+            )
 
     def _make_reducer(
         self, pairs: Sequence[tuple[str, Tensor]], options: ReducerOptions, sparse: Sequence[str]
@@ -192,6 +205,7 @@ class ShardedDataParallel(DistributedDataParallel):
         with failing_together(ranks):
             _check_group(self._optimizer, process_group)
             _check_module(self.module, self._optimizer)
+            self._refuse_freed(self.module)
         super().rebind(ranks.process_group)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ANN401 - PyTorch's
@@ -265,10 +279,6 @@ def _check_module(module: object, optimizer: ZeroRedundancyOptimizer) -> None:
         raise ValueError(
             "the optimizer has overlap_with_ddp=True, and would wait for a comm hook that steps it: leave "
             "that out"
-        )
-    if any(map(is_freed, module.parameters())):
-        raise ValueError(
-            "the model is fully sharded already, or a part of it: its parameters are on their owners alone"
         )
     known = optimizer.pieces()
     ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from zero_optim.compat.engine import eager
 from zero_optim.ddp.graph import replaced, tensors_in
@@ -104,7 +105,7 @@ class _AfterLoad:
         self.units.leave(self.unit, None)
 
 
-def hook_up(choice: UnitChoice, units: UnitsInUse, trained: Mapping[Tensor, int]) -> None:
+def hook_up(choice: UnitChoice, units: UnitsInUse) -> None:
     """Register the hooks of all modules that are units, or have parameters in one.
 
     Calls are hooked of units, and of modules with parameters of the outermost one, so that a model's other
@@ -113,7 +114,6 @@ def hook_up(choice: UnitChoice, units: UnitsInUse, trained: Mapping[Tensor, int]
     Args:
         choice: modules and parameters.
         units: what the hooks call.
-        trained: the parameters whose gradients are waited for, each with its index.
     """
     in_units = {param for unit in units.units for bucket in unit.buckets for param in bucket.params}
     number_of = {module: number for number, module in enumerate(choice.modules)}
@@ -128,8 +128,19 @@ def hook_up(choice: UnitChoice, units: UnitsInUse, trained: Mapping[Tensor, int]
                 hook_wide_state(module, wide[number])
             else:
                 _hook_state(module, units, units.units[number])
-    for param, index in trained.items():
-        _hook_param(param, units, choice.unit_of[param], index)
+
+
+def hook_params(
+    units: UnitsInUse, unit_of: Mapping[Tensor, int], trained: Sequence[Tensor]
+) -> list[RemovableHandle]:
+    """Register the hooks of the parameters whose gradients are waited for, behind those of the reducer.
+
+    Args:
+        units: what the hooks call.
+        unit_of: for each parameter the number of its unit.
+        trained: the parameters, in the order of their indices.
+    """
+    return [_hook_param(param, units, unit_of[param], index) for index, param in enumerate(trained)]
 
 
 def _hook_calls(module: nn.Module, units: UnitsInUse, unit: Unit) -> None:
@@ -146,12 +157,13 @@ def _hook_state(module: nn.Module, units: UnitsInUse, unit: Unit) -> None:
     untyped.register_load_state_dict_post_hook(_AfterLoad(units, unit))
 
 
-def _hook_param(param: Tensor, units: UnitsInUse, number: int, index: int) -> None:
+def _hook_param(param: Tensor, units: UnitsInUse, number: int, index: int) -> RemovableHandle:
     def came(_: Tensor) -> None:
         units.gradient_came(number, index)
 
     untyped: Any = param
-    untyped.register_post_accumulate_grad_hook(came)
+    handle: RemovableHandle = untyped.register_post_accumulate_grad_hook(came)
+    return handle
 
 
 def units_of(model: nn.Module) -> UnitsInUse | None:

@@ -163,6 +163,16 @@ class UnitsInUse:
             "Save model.state_dict(), or use zero_optim.checkpoint.save"
         )
 
+    def use(self, group: RankGroup, lanes: Lease, stamps: UnitStamps) -> None:
+        """Gather for another optimizer from now on, with the same ranks, which counts what is sent.
+
+        Args:
+            group: the ranks.
+            lanes: for gathers alone.
+            stamps: those of the other optimizer.
+        """
+        self._group, self._lanes, self._stamps = group, lanes, stamps
+
     @property
     def group(self) -> RankGroup:
         """The ranks."""
@@ -392,10 +402,13 @@ class UnitsInUse:
                 self._reads.end()
             for unit in units:
                 self._pin(unit, -1)
-                if writes:
+            try:
+                for unit in units if writes else ():
                     self.take_written(unit)
-                if not unit.depth:
-                    self._free(unit)
+            finally:
+                for unit in units:
+                    if not unit.depth:
+                        self._free(unit)
 
     def _pin(self, unit: Unit, more: int) -> None:
         unit.depth += more

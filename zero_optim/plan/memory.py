@@ -11,9 +11,18 @@ from torch.nn.parameter import is_lazy
 from zero_optim.compat.engine import wraps_tensors
 from zero_optim.plan.groups import ParamGroup, param_names, params_of
 
+# The attribute of a parameter that shows no memory of its own for much of the time: its strides when it does.
+STRIDES_WHEN_WHOLE = "_zero_optim_strides"
+
 
 def dense_strides(param: Tensor) -> tuple[int, ...]:
-    """Strides under which the elements have no gaps between them: the parameter's own if it is dense."""
+    """Strides under which the elements have no gaps between them: the parameter's own if it is dense.
+
+    Of a parameter of a unit (`shard.units`) they are those that it has when it is whole.
+    """
+    known: tuple[int, ...] | None = getattr(param, STRIDES_WHEN_WHOLE, None)
+    if known is not None:
+        return known
     # For a contiguous tensor both give the same; the first takes a fifth of the time.
     return param.stride() if param.is_contiguous() else torch.empty_like(param, device="meta").stride()
 

@@ -38,7 +38,7 @@ from zero_optim.shard.gathers import Gathers, UnderWay
 from zero_optim.shard.rooms import layouts_with_rooms
 from zero_optim.shard.stamps import Call, Stamps
 from zero_optim.shard.storage import ParamBucket, is_active, make_bucket
-from zero_optim.shard.units import UnitBucket, UnitForms
+from zero_optim.shard.units import UnitBucket, UnitForms, is_freed
 
 _DIFFERS_ON_PURPOSE = (
     "If that is meant to differ, do not pass it: give a function as optimizer_class that finds it out when "
@@ -94,6 +94,8 @@ class Sharding:
         self._forms = UnitForms() if forms is None else forms
         self.cap_nbytes = _nbytes(cap_mb)
         self._active: list[bool] = []
+        self._made_before: dict[Tensor, UnitBucket] = {}  # by their first parameter
+        self._layouts_before: list[Layout] = []  # of the buckets to be added next
         self._checked: list[list[int]] = []  # the groups' members when all had an owner at the last check
 
     @property
@@ -128,7 +130,7 @@ class Sharding:
         """
         new = groups[before:]
         with failing_together(self._group):
-            check_shardable(groups, self._units)
+            check_shardable(groups, {param for param in self._units if is_freed(param)})
             by_group = [group["params"] for group in new]
             spent = [[cost(p) for p in params] for params, cost in zip(by_group, costs, strict=True)]
             known = by_group, spent, len(self.loads), self.cap_nbytes, self.loads
@@ -199,9 +201,7 @@ class Sharding:
         self.pieces.update(zip(params, plan.pieces, strict=True))
         more = plan.loads(len(self.loads))
         self.loads = [load + extra for load, extra in zip(self.loads, more, strict=True)]
-        layouts = layouts_with_rooms(
-            plan, params, self._group.size, self._units, self._forms.compute_dtypes, self._heard
-        )
+        layouts, self._layouts_before = self._layouts_before or self._layouts(params, plan), []
         for bucket, layout in zip(plan.buckets, layouts, strict=True):
             members = [params[index] for index in bucket.params]
             self._places.update({param: (len(self.buckets), index) for index, param in enumerate(members)})
@@ -211,9 +211,38 @@ class Sharding:
 
     def _made(self, members: list[Tensor], layout: Layout, label: str) -> ParamBucket:
         if members[0] in self._units:
-            dtype = self._forms.compute_dtypes.get(members[0])
-            return UnitBucket(members, layout, self._group.rank, label, dtype, self._forms.keeping)
+            made = self._made_before.pop(members[0], None)
+            if made is None:
+                return self._made_unit(members, layout, label)
+            made.label = label
+            return made
         return make_bucket(members, layout, self._group.rank, label, as_views=self._as_views)
+
+    def _made_unit(self, members: list[Tensor], layout: Layout, label: str = "") -> UnitBucket:
+        return UnitBucket(members, layout, self._group.rank, label, self._forms)
+
+    def _layouts(self, params: Sequence[Tensor], plan: Plan) -> list[Layout]:
+        """Give the layouts of the buckets of a plan, with room for stamps."""
+        known = self._units, self._forms.compute_dtypes, self._heard
+        return layouts_with_rooms(plan, params, self._group.size, *known)
+
+    def make_unit_buckets(self, params: Sequence[Tensor], plan: Plan) -> list[UnitBucket]:
+        """Make the buckets of a plan that `add`, which is called next, will use for units.
+
+        Does not communicate.
+
+        Args:
+            params: of the plan.
+            plan: the plan.
+        """
+        made = []
+        self._layouts_before = self._layouts(params, plan)
+        for bucket, layout in zip(plan.buckets, self._layouts_before, strict=True):
+            members = [params[index] for index in bucket.params]
+            if members[0] in self._units:
+                made.append(self._made_unit(members, layout))
+        self._made_before = {bucket.params[0]: bucket for bucket in made}
+        return made
 
     def unit_buckets(self) -> list[UnitBucket]:
         """List the buckets whose parameters can be freed."""

@@ -28,10 +28,16 @@ Note [Kept in one dtype, computed with in another]
     What was written to whole parameters is taken over as masters take it over (Note [Masters and their
     parameters] in `zero_optim.step.leaves`): an element that is still the row's, rounded, leaves the row as
     it is.
+
+Note [Freed one by one]
+    A bucket is made without memory, and its parameters are left as they are. Then `take_in` copies the rows
+    that this rank keeps out of one parameter after the other, and `let_go` releases the memory that it had.
+    So whoever makes buckets never needs a second copy of the model, nor even of a unit.
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
@@ -39,6 +45,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.plan.layout import Layout
+from zero_optim.plan.memory import STRIDES_WHEN_WHOLE
 from zero_optim.shard.keeping import Keeping
 from zero_optim.shard.storage import Form, views_in
 
@@ -47,7 +54,8 @@ if TYPE_CHECKING:
 
 _WRITE = (
     "a parameter of {name} was written to, or given other memory, while it was not whole, so no owner has "
-    "seen it: write inside zero_optim.ddp.unsharded(module), which hands what was written to the owners"
+    "seen it: write inside zero_optim.ddp.unsharded(module), which hands what was written to the owners. To "
+    "convert or move a model (.to(), .half(), .cuda()), do so before it is wrapped"
 )
 _PINNED = (
     "the parameters of {name} are whole for somebody to read or write: leave unsharded() before "
@@ -89,21 +97,20 @@ def is_freed(tensor: Tensor) -> bool:
 class UnitBucket:
     """A bucket whose parameters can be freed; see Note [Freed by emptying the storage].
 
-    It begins whole, with the parameters' values.
+    It begins empty, and is used when all parameters were taken in and let go: Note [Freed one by one].
 
     Args:
-        params: the parameters; their memory is released.
+        params: the parameters.
         layout: where each lies in the flat tensor.
         rank: this group rank.
         label: see `ParamBucket`.
-        compute_dtype: that the parameters get; None for their own. See Note [Kept in one dtype, computed with
-            in another].
-        keeping: keeps the row; None for ordinary memory.
+        unit_forms: how its parameters are kept; None for their own dtype and ordinary memory. See Note [Kept
+            in one dtype, computed with in another].
 
     Attributes:
-        row: what this rank keeps for good: its row of the flat tensor, 1-D. If it owns everything, and keeps
-            it as it is computed with, that is the flat tensor, which is never emptied then, unless rows are
-            kept elsewhere.
+        row: what this rank keeps for good: its row of the flat tensor, 1-D, empty before the first parameter
+            was taken in. If it owns everything, and keeps it in memory as it is computed with, that is the
+            flat tensor, which is never emptied then.
         is_whole: the parameters can be read.
         coming: the gather that makes them whole, if one is under way.
         is_left: state dicts are to show the parameters as they are, whole or freed.
@@ -116,33 +123,33 @@ class UnitBucket:
         layout: Layout,
         rank: int,
         label: str = "",
-        compute_dtype: torch.dtype | None = None,
-        keeping: Keeping | None = None,
+        unit_forms: UnitForms | None = None,
     ) -> None:
-        """Move the parameters in."""
+        """Note where everything is to be."""
         self.params = params
         self.layout = layout
         self.label = label
         self._forms = list(map(Form.of, params))
         first = params[0]
-        kept = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
-        self._own = next(((row.start, row.stop) for row in layout.rows if row.owner == rank), (0, 0))
-        with torch.no_grad():
-            for param, view in zip(params, self.views(kept), strict=True):
-                view.copy_(param)
-        self._flat = kept.to(first.dtype if compute_dtype is None else compute_dtype)
+        given = UnitForms() if unit_forms is None else unit_forms
+        compute_dtype = given.compute_dtypes.get(first, first.dtype)
+        self._keeping = given.keeping
+        # Views can only be made of a storage that is large enough. Nobody writes to it.
+        self._flat = torch.empty(layout.numel, dtype=compute_dtype, device=first.device)
         self._views = self.views(self._flat)
-        self._nans = [_nan_like(param, self._flat.dtype) for param in params]
-        self._keeping = keeping
-        self._owns_all = self._own == (0, layout.end_of_rows) and self._flat is kept and keeping is None
-        self.row = self._own_row() if self._owns_all else self._new_row(kept[slice(*self._own)])
-        self.is_whole = True
+        self._own = next(((row.start, row.stop) for row in layout.rows if row.owner == rank), (0, 0))
+        self._nans = [_nan_like(param, compute_dtype) for param in params]
+        is_all = self._own == (0, layout.end_of_rows) and self._keeping is None
+        self._owns_all = is_all and compute_dtype == first.dtype
+        self.row = self._own_row() if self._owns_all else first.detach().new_empty(0)
+        self._has_row = False
+        self._flat.untyped_storage().resize_(0)
+        self.is_whole = False
         self.coming: Pending | None = None
         self.is_left = False
         self.num_pins = 0
         self._versions: list[int] = []  # of the parameters when they were freed
         self._has_changed = False
-        self._show(self._views)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         """Refuse to copy."""
@@ -154,9 +161,6 @@ class UnitBucket:
             "an optimizer of a fully sharded model cannot be copied or pickled: no rank holds its "
             "parameters. Use zero_optim.checkpoint.save"
         )
-
-    def _new_row(self, values: Tensor) -> Tensor:
-        return values.clone() if self._keeping is None else self._keeping.new_row(values)
 
     def _own_row(self) -> Tensor:
         return self._flat[slice(*self._own)]
@@ -181,18 +185,73 @@ class UnitBucket:
         """Bytes of the flat tensor right now, beside the row: all, or none."""
         return 0 if self._owns_all else self._flat.untyped_storage().nbytes()
 
-    def kept(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """List the parameters of which this rank owns rows, each with these rows, views of `row`."""
+    # ------------------------------------------------------------------ made
+
+    def take_in(self, values: Mapping[Tensor, Tensor]) -> None:
+        """Copy what this rank owns of some parameters into its row; the parameters stay as they are.
+
+        Args:
+            values: of those parameters, whole; others than the bucket's are passed over.
+        """
+        self._make_row()
+        with torch.no_grad():
+            for index, first, place in self._places():
+                whole = values.get(self.params[index])
+                if whole is not None:
+                    cut = place.shape != whole.shape
+                    place.copy_(whole[first : first + len(place)] if cut else whole)
+                    if self._keeping is not None:
+                        self._keeping.keep([place])
+
+    def _make_row(self) -> None:
+        if self._has_row:
+            return
+        self._has_row = True
+        if self._owns_all:
+            self._flat.untyped_storage().resize_(self.nbytes)
+            self._flat.zero_()  # the padding is sent too
+            return
+        zeros = self.row.new_zeros(self._own[1] - self._own[0])
+        self.row = zeros if self._keeping is None else self._keeping.new_row(zeros)
+
+    def let_go(self, params: AbstractSet[Tensor] | None = None) -> None:
+        """Have some parameters show NaN from now on, all by default; the memory they had is released.
+
+        Args:
+            params: others than the bucket's are passed over.
+        """
+        for param, form, nan in zip(self.params, self._forms, self._nans, strict=True):
+            if params is None or param in params:
+                setattr(param, STRIDES_WHEN_WHOLE, form.stride)
+                param.data = nan
+        self._versions = _versions(self.params)
+
+    def has_new_place(self) -> None:
+        """Take note that its parameters were in other buckets, whose flat tensors are gone.
+
+        Autograd is told when they are whole again: a graph of before must not be used any more.
+        """
+        self._has_changed = True
+
+    def _places(self) -> Iterator[tuple[int, int, Tensor]]:
+        """List what this rank owns: the parameter's index, the first of the rows, and these, in `row`."""
         start = self._own[0]
         for row in self.layout.rows:
             if (row.start, row.stop) != self._own:
                 continue
             for extent in row.extents:
                 form = self._forms[extent.param]
-                numel, size = extent.stop - extent.start, form.size
+                numel, size, first = extent.stop - extent.start, form.size, 0
                 if numel < self.layout.numels[extent.param]:  # dimension 0 is outermost in memory
-                    size = torch.Size((numel // size[1:].numel(), *size[1:]))
-                yield self.params[extent.param], self.row.as_strided(size, form.stride, extent.offset - start)
+                    in_row = size[1:].numel()
+                    first, size = extent.start // in_row, torch.Size((numel // in_row, *size[1:]))
+                yield extent.param, first, self.row.as_strided(size, form.stride, extent.offset - start)
+
+    def kept(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """List the parameters of which this rank owns rows, each with these rows, views of `row`."""
+        self._make_row()
+        for index, _, rows in self._places():
+            yield self.params[index], rows
 
     def all_kept(self) -> Iterator[tuple[Tensor, KeptRows]]:
         """List all parameters, each with what this rank keeps of it."""
@@ -260,8 +319,17 @@ class UnitBucket:
 
     @torch.no_grad()
     def take_written(self) -> None:
-        """Take this rank's row out of the whole parameters, which the user has written to."""
+        """Take this rank's row out of the whole parameters, which the user has written to.
+
+        Raises:
+            RuntimeError: a parameter was given another dtype, device or shape.
+        """
         assert self.is_whole
+        for param, form, view in zip(self.params, self._forms, self._views, strict=True):
+            if param.numel() and param.data_ptr() != view.data_ptr():
+                form._replace(dtype=view.dtype).check(param)
+                view.copy_(param)
+                param.data = view
         written = self._own_row()
         if self.is_rounded:
             kept = self.row.to(written.dtype) == written
@@ -360,5 +428,10 @@ def _versions(params: list[Tensor]) -> list[int]:
 
 def _nan_like(param: Tensor, dtype: torch.dtype) -> Tensor:
     """Make what a freed parameter shows."""
-    value = math.nan if param.is_floating_point() or param.is_complex() else 0
-    return torch.full((), value, dtype=dtype, device=param.device).expand(param.shape)
+    return shown_when_freed(param.shape, dtype, param.device)
+
+
+def shown_when_freed(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Make what a freed parameter of some form shows; see Note [Freed by emptying the storage]."""
+    value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))

@@ -60,6 +60,23 @@ class ShardingOptions:
         if isinstance(names, str) or not all(isinstance(name, str) for name in names):
             raise TypeError(f"expected own_options to be names of options, such as ('lr',), got {names!r}")
 
+    def check_units(self) -> None:
+        """Refuse options with which parameters cannot be those of a fully sharded model.
+
+        Raises:
+            ValueError: says which.
+        """
+        if self.mirror:
+            raise ValueError(
+                "the optimizer of a fully sharded model cannot be bound anew, so mirror=True would have no "
+                "effect: leave it out, and save checkpoints"
+            )
+        if self.overlap_with_ddp:
+            raise ValueError(
+                "overlap_with_ddp=True waits for a comm hook, and a fully sharded model takes none: leave it "
+                "out"
+            )
+
     def describe(self) -> list[str]:
         """Describe the options, so that ranks can compare them; `Sharding` compares the capacity."""
         cost = describe(self.cost)

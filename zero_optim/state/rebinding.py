@@ -29,6 +29,7 @@ from zero_optim.plan.groups import ParamGroup, param_names, params_of, short_nam
 from zero_optim.plan.plan import Plan, describe_params
 from zero_optim.shard.keeping import Keeping
 from zero_optim.shard.sharding import Sharding
+from zero_optim.shard.storage import ParamBucket
 from zero_optim.shard.units import KeptRows, UnitBucket, UnitForms
 from zero_optim.state.holding import Found, HoldingOptimizer
 from zero_optim.state.moving import Forms, Moved, move_state, refuse_lost
@@ -181,7 +182,6 @@ class RebindableOptimizer(HoldingOptimizer):
 
     # ------------------------------------------------------------------ units
 
-    _units: Mapping[Tensor, int] = MappingProxyType({})
     _compute_dtypes: Mapping[Tensor, torch.dtype] = MappingProxyType({})
     _kept_dtypes: Mapping[Tensor, torch.dtype] = MappingProxyType({})
     _keeping: Keeping | None = None
@@ -199,7 +199,9 @@ class RebindableOptimizer(HoldingOptimizer):
     ) -> list[UnitBucket]:
         """Keep the parameters of units on their owners alone, and plan who owns what anew; all ranks call.
 
-        Every parameter has its value on every rank when this is called, and when it returns.
+        Every parameter has its value on every rank when this is called.
+
+        Memory is released bucket by bucket of before: beside the rows that are kept there is no copy.
 
         Args:
             units: the parameters concerned, each with the number of its unit; equal on every rank.
@@ -208,7 +210,7 @@ class RebindableOptimizer(HoldingOptimizer):
             keeping: keeps what this rank owns; None for ordinary memory. On all ranks or none.
 
         Returns:
-            The buckets of the units; they are whole.
+            The buckets of the units; they are freed.
 
         Raises:
             RuntimeError: on every rank: there are units already.
@@ -223,11 +225,7 @@ class RebindableOptimizer(HoldingOptimizer):
                         "the optimizer has the parameters of a fully sharded model already: put all modules "
                         "into one, or give each an optimizer"
                     )
-                if self._options.mirror:
-                    raise ValueError(
-                        "the optimizer of a fully sharded model cannot be bound anew, so mirror=True would "
-                        "have no effect: leave it out, and save checkpoints"
-                    )
+                self._options.check_units()
             agree(group, [f"offload={keeping is not None}"], "where a rank keeps what it owns")
             self.wait_for_gathers()
             before = self._units, self._compute_dtypes, self._kept_dtypes
@@ -259,6 +257,27 @@ class RebindableOptimizer(HoldingOptimizer):
         finally:
             for bucket in buckets:
                 bucket.is_left = False
+
+    def keep_unit_rows(self) -> None:
+        """Step the rows that the buckets of units keep, once these are filled; does not communicate.
+
+        For whoever builds an optimizer over parameters that have no values yet.
+        """
+        self._owned.leaves.keep(self._sharding.unit_buckets())
+
+    def _keep_unit_rows(self, former: list[ParamBucket]) -> None:
+        """Have the buckets of units keep this rank's rows, and free them, one former bucket after the other.
+
+        A former bucket may be one flat tensor, which is released with the last parameter in it.
+        """
+        new = self._sharding.unit_buckets()
+        bucket_of = {param: bucket for bucket in new for param in bucket.params}
+        while new and former:
+            for param in former.pop(0).params:
+                if param in bucket_of:
+                    bucket_of[param].take_in({param: param})
+                    bucket_of[param].let_go({param})
+        self._owned.leaves.keep(new)
 
     def _check_detached(self) -> None:
         if not self._ranks.is_let_go:
@@ -313,20 +332,27 @@ class RebindableOptimizer(HoldingOptimizer):
             state = {params[index]: entries for index, entries in moved.state.items()}
             owned.load({**state, **everywhere}, groups, exact=True)
         # Everything is checked now. Only a rank that dies can stop it from here on.
+        former = self._sharding.buckets
         self._ranks, self._sharding, self._owned, self.param_groups = group, sharding, owned, groups
-        self._settle(plan, moved, found)
+        self._settle(plan, moved, found, former)
         return [params[index] for index in lost]
 
-    def _settle(self, plan: Plan, moved: Moved, found: Found | None) -> None:
-        """Move into the new buckets, with the rows that came; ``found`` is the state, None if it is new."""
+    def _settle(self, plan: Plan, moved: Moved, found: Found | None, former: list[ParamBucket]) -> None:
+        """Move into the new buckets, with the rows that came.
+
+        Args:
+            plan: the new one.
+            moved: what came.
+            found: the state, None if it is new.
+            former: the buckets of before, which are taken out of the list.
+        """
         params, owned = self._params(), self._owned
         self.defaults = owned.local.defaults
         with torch.no_grad():
             for index, value in moved.values.items():
                 owned.leaves.rows(params[index]).copy_(value)
         self._sharding.add(params, plan, short_names(self.param_groups))
-        for bucket in self._sharding.unit_buckets():
-            owned.leaves.kept.update(bucket.kept())
+        self._keep_unit_rows(former)
         owned.keep()
         self._show_state()
         if found is None:
@@ -354,8 +380,8 @@ class RebindableOptimizer(HoldingOptimizer):
         options, gathers = self._options, self._sharding.gathers
         as_views, cap_mb = options.parameters_as_bucket_view, options.bucket_cap_mb
         own = options.own_options
-        forms = UnitForms(self._compute_dtypes, self._keeping)
-        sharding = Sharding(group, as_views, cap_mb, num_owners, gathers, own, self._units, forms)
+        forms = UnitForms(self._compute_dtypes or {}, self._keeping)
+        sharding = Sharding(group, as_views, cap_mb, num_owners, gathers, own, self._units or None, forms)
         costs = [self._costs.__getitem__ for _ in groups]
 
         def bear_cuts() -> list[bool]:
@@ -391,7 +417,7 @@ class RebindableOptimizer(HoldingOptimizer):
             return list(dict.fromkeys(leaves.tried_dtype(param) for param in of["params"] if param in cut))
 
         with failing_together(group):
-            leaves = Leaves(self._options.master_dtype, self._units, self._kept_dtypes)
+            leaves = Leaves(self._options.master_dtype, self._units or (), self._kept_dtypes or None)
             average = WeightAverage(self._options.ema_decay, leaves)
             leaf_of = {param: leaves.add(param, piece) for param, piece in owned.items()}
             local = self._owned.local.again(groups, leaf_of)

@@ -4,8 +4,9 @@ All its parts exist when its constructor returns. Subclasses add the state dicts
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,8 +24,10 @@ from zero_optim.plan.costs import cost_named
 from zero_optim.plan.groups import ParamGroup, describe_options, param_names, params_of, short_names
 from zero_optim.plan.pieces import Pieces, owned_by_text
 from zero_optim.plan.plan import describe_params
+from zero_optim.shard.claims import UnitsClaim, claim_of
 from zero_optim.shard.lazy import LazyGather, check_reader
 from zero_optim.shard.sharding import Sharding
+from zero_optim.shard.units import UnitBucket
 from zero_optim.state.given import (
     GroupReader,
     Params,
@@ -63,6 +66,7 @@ class ShardedOptimizer(Optimizer):
     """
 
     mesh: RankMesh | None = None
+    _units: Mapping[Tensor, int] = MappingProxyType({})
 
     def __init__(
         self,
@@ -91,12 +95,14 @@ class ShardedOptimizer(Optimizer):
         with failing_together(group):
             group.check_serves(params)
             options.check_flags()
-            as_views, cap_mb = options.parameters_as_bucket_view, options.bucket_cap_mb
-            sharding = Sharding(group, as_views, cap_mb, own_options=options.own_options)
-            leaves = Leaves(options.master_dtype)
-            average = WeightAverage(options.ema_decay, leaves)
             reader = GroupReader(params)
             groups = reader.param_groups
+            claim = self._claim_on(params_of(groups), group, options)
+            as_views, cap_mb = options.parameters_as_bucket_view, options.bucket_cap_mb
+            own, units = options.own_options, {} if claim is None else claim.units
+            sharding = Sharding(group, as_views, cap_mb, own_options=own, units=units)
+            leaves = Leaves(options.master_dtype, units)
+            average = WeightAverage(options.ema_decay, leaves)
             costs = [cost_named(each.pop("cost", options.cost)) for each in groups]
             may_cut = [taken_cuts(each, options.cuts) for each in groups]
             specs = [OptimizerSpec.taken_from(each) for each in groups]
@@ -115,6 +121,7 @@ class ShardedOptimizer(Optimizer):
         plan = sharding.plan(groups, costs, 0, about, bear_cuts if any(may_cut) else None)
         self._costs = dict(zip(every, plan.costs, strict=True))
         owned = sharding.owned(every, plan)
+        buckets = self._taken_over(claim, sharding.make_unit_buckets(every, plan), leaves)
         with failing_together(group):
             leaf_of = {param: leaves.add(param, piece) for param, piece in owned.items()}
             local = LocalOptimizer(default, groups, specs, leaf_of, options.assume_separable)
@@ -123,6 +130,7 @@ class ShardedOptimizer(Optimizer):
         state = OwnedState(group, leaves, average, local, owned)
         # Now that no leaf holds the memory that parameters leave.
         sharding.add(every, plan, short_names(groups))
+        told = None if claim is None else claim.passed_on(buckets, group, every)
         # Takes the attributes of the reader, also the hooks, as an optimizer does when it is unpickled.
         Optimizer.__setstate__(self, vars(reader))
         self._group = group
@@ -134,12 +142,41 @@ class ShardedOptimizer(Optimizer):
         self._kept_whole = kept_whole_in(groups, may_cut)
         self.defaults = local.defaults
         self._show_state()
+        self._begin_gathers(group, read_by)
+        if told is not None:
+            told(self)
+
+    def _begin_gathers(self, group: RankGroup, read_by: torch.nn.Module | None) -> None:
         if read_by is not None:
-            LazyGather(read_by, sharding)
-        if options.mirror and group.size > 1:
+            LazyGather(read_by, self._sharding)
+        if self._options.mirror and group.size > 1:
             self._mirror.take_lanes(group)
-        elif options.mirror:
+        elif self._options.mirror:
             logger.warning("mirror=True mirrors nothing in a group of one rank, which has no other")
+
+    def _taken_over(
+        self, claim: UnitsClaim | None, buckets: list[UnitBucket], leaves: Leaves
+    ) -> list[UnitBucket]:
+        """Fill the buckets of units that somebody else has kept so far; all ranks call."""
+        if claim is not None and claim.is_open:
+            claim.fill(buckets)
+            leaves.keep(buckets)
+        return buckets
+
+    def _claim_on(
+        self, params: Sequence[Tensor], group: RankGroup, options: ShardingOptions
+    ) -> UnitsClaim | None:
+        """Find out whether the parameters are those of a fully sharded model; does not communicate.
+
+        Raises:
+            Exception: they are, and cannot be taken over, see `UnitsClaim.check`.
+        """
+        claim = claim_of(params)
+        if claim is not None:
+            options.check_units()
+            claim.check(params, group)
+            self._units = claim.units
+        return claim
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle everything but the hooks, as ``torch.optim`` does; does not communicate."""

@@ -35,6 +35,7 @@ from torch.nn import Parameter
 from zero_optim.compat.streams import is_asynchronous
 from zero_optim.errors import StateMismatchError
 from zero_optim.plan.pieces import Piece, is_whole
+from zero_optim.shard.units import UnitBucket
 from zero_optim.step.gradients import owned_gradient, rows_of
 
 MASTER = "master"
@@ -89,6 +90,11 @@ class Leaves:
         elif rows is not param or param in self._apart:
             self.separate[param] = Parameter(rows.data, requires_grad=trains)
         return self.leaf(param)
+
+    def keep(self, buckets: Iterable[UnitBucket]) -> None:
+        """Take note of the rows that this rank owns of the parameters in buckets of units."""
+        for bucket in buckets:
+            self.kept.update(bucket.kept())
 
     @property
     def has_apart(self) -> bool:

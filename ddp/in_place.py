@@ -1,0 +1,104 @@
+"""`fully_shard`: a module whose parameters are sharded, and which stays what it is."""
+
+from typing import Any, NoReturn
+
+from torch import nn
+
+from zero_optim.compat.engine import eager
+from zero_optim.ddp.fully_sharded import FullyShardedDataParallel
+from zero_optim.optimizer import ZeroRedundancyOptimizer
+
+
+class _Controller(FullyShardedDataParallel):
+    """A wrapper that the module itself calls, by its hooks."""
+
+    def forward(self, *inputs: object, **kwargs: object) -> object:
+        """Call the module, whose hooks do the rest."""
+        return self.module(*inputs, **kwargs)
+
+
+class _ForwardHooks:
+    """What a wrapper does before and after the forward pass of its module, hung on the module itself.
+
+    Args:
+        controller: the wrapper.
+    """
+
+    def __init__(self, controller: _Controller) -> None:
+        self.controller = controller
+        self._depth = 0  # a module may call itself
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        """Refuse to copy a model whose parameters are elsewhere."""
+        self.__reduce__()
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to copy or pickle a model whose parameters are elsewhere."""
+        self.controller.units.__reduce__()
+
+    @eager
+    def before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        """Prepare the inputs, and send buffers."""
+        self._depth += 1
+        if self._depth > 1:
+            return None
+        untyped: Any = self.controller
+        return untyped._pre_forward(*args, **kwargs)
+
+    @eager
+    def after(self, _: nn.Module, args: object, output: object) -> object:
+        """Prepare for the backward pass; not called if the module has raised."""
+        return output if self._depth > 1 else self.controller._post_forward(output)
+
+    @eager
+    def end(self, *_: object) -> None:
+        """Take note that a call is over, also if the module has raised."""
+        self._depth -= 1
+
+
+def fully_shard(
+    module: nn.Module,
+    optimizer: ZeroRedundancyOptimizer | None = None,
+    **options: Any,  # noqa: ANN401 - those of the wrapper
+) -> nn.Module:
+    """Keep each parameter of a module on its owners alone, as `FullyShardedDataParallel` does, in place.
+
+    The module keeps its class, and the names in its state dict. Call it as before; all ranks do::
+
+        fully_shard(model, units=[*model.blocks])
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+
+    What the wrapper has beside the forward pass (``no_sync()``, ``metrics()``, ``units``,
+    ``check_finished()``), `fully_sharded` gives. All ranks of the group call with the same arguments; it
+    communicates.
+
+    Args:
+        module: what to train, the whole of it.
+        optimizer: as in `FullyShardedDataParallel`.
+        **options: likewise.
+
+    Returns:
+        The module.
+
+    Raises:
+        ValueError: on every rank: the module, or a part of it, is fully sharded already.
+        Exception: likewise, as `FullyShardedDataParallel`.
+    """
+    hooks = _ForwardHooks(_Controller(module, optimizer, **options))
+    module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
+    module.register_forward_hook(hooks.after)
+    module.register_forward_hook(hooks.end, always_call=True)
+    return module
+
+
+def fully_sharded(module: nn.Module) -> FullyShardedDataParallel:
+    """Give the wrapper that a module was sharded by with `fully_shard`; does not communicate.
+
+    Raises:
+        ValueError: it was not.
+    """
+    for hook in module._forward_pre_hooks.values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, _ForwardHooks):
+            return owner.controller
+    raise ValueError(f"this {type(module).__name__} was not given to fully_shard()")

@@ -1,0 +1,472 @@
+"""How a fully sharded model is made: unit by unit, before its optimizer, and from the meta device."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pool import Ranks
+from test_fully_sharded import Tower, adamw, batch
+from test_fully_sharded_models import assert_alike, loss_of, train
+from zero_optim import ZeroRedundancyOptimizer, checkpoint
+from zero_optim.ddp import (
+    DistributedDataParallel,
+    FullyShardedDataParallel,
+    fully_shard,
+    fully_sharded,
+    unsharded,
+)
+from zero_optim.shard.units import UnitBucket
+
+
+def storages(tensors: list[Tensor]) -> int:
+    """Bytes of the storages of some tensors, each counted once."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+# ---------------------------------------------------------------------- an optimizer that comes later
+
+
+def later(model: Any, **options: Any) -> tuple[FullyShardedDataParallel, ZeroRedundancyOptimizer]:
+    wrapped = FullyShardedDataParallel(model, units=[*model.blocks], **options)
+    return wrapped, adamw(wrapped)
+
+
+def trains_with_a_later_optimizer(how: str) -> None:
+    model = Tower(how=how)
+    whole = DistributedDataParallel(copy.deepcopy(model))
+    one = adamw(whole)
+    wrapped, optimizer = later(model)
+    assert train(wrapped, optimizer, loss_of) == train(whole, one, loss_of)
+    assert_alike(model, whole.module)
+    assert wrapped.units.nbytes_live() == 0
+
+
+@pytest.mark.parametrize("how", ["", "reentrant"])
+def test_an_optimizer_that_is_built_later_gives_the_bits_of_one_built_before(ranks2: Ranks, how: str) -> None:
+    ranks2.run(trains_with_a_later_optimizer, how)
+
+
+class Odd(nn.Module):
+    """Memory formats, several dtypes, a frozen parameter, a scalar and an empty one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Conv2d(4, 4, 3, padding=1), nn.Linear(4, 4, dtype=torch.float64)])
+        self.blocks.to(memory_format=torch.channels_last)
+        self.turned = nn.Parameter(torch.randn(4, 6).t())
+        self.scale, self.none = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.empty(0, 3))
+        self.fixed = nn.Parameter(torch.randn(4, 4), requires_grad=False)
+        self.one = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.blocks
+        x = first(x.view(1, 4, 2, 4)).mean(-1).squeeze(0).t() @ self.fixed
+        return (second(x.double()).float() @ self.turned.t()) * self.scale * self.one + self.none.sum()
+
+
+def trains_odd_ones(first: bool) -> None:
+    model = Odd()
+    whole = DistributedDataParallel(copy.deepcopy(model))
+    one = ZeroRedundancyOptimizer(whole.parameters(), torch.optim.AdamW, lr=1e-2, ema_decay=0.5)
+    options: Any = {"optimizer_class": torch.optim.AdamW, "lr": 1e-2, "ema_decay": 0.5}
+    if first:
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), **options)
+        wrapped = FullyShardedDataParallel(model, optimizer, units=[*model.blocks])
+    else:
+        wrapped = FullyShardedDataParallel(model, units=[*model.blocks])
+        optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), **options)
+    turned = model.turned
+    assert train(wrapped, optimizer, loss_of) == train(whole, one, loss_of)
+    assert_alike(model, whole.module)
+    with unsharded(model):
+        assert turned.stride() == whole.module.turned.stride()
+        assert model.blocks[0].weight.is_contiguous(memory_format=torch.channels_last)
+    with optimizer.averaged_weights(), one.averaged_weights():
+        assert_alike(model, whole.module)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_parameters_of_any_form_become_units(ranks2: Ranks, first: bool) -> None:
+    ranks2.run(trains_odd_ones, first)
+
+
+def takes_rank_0s_values() -> None:
+    torch.manual_seed(dist.get_rank())
+    model = Tower()
+    model.register_buffer("shift", torch.full((2,), float(dist.get_rank())))
+    wrapped, _ = later(model)
+    torch.manual_seed(0)
+    with unsharded(wrapped):
+        for param, want in zip(model.parameters(), Tower().parameters(), strict=True):
+            assert torch.equal(param, want)
+    assert torch.equal(model.get_buffer("shift"), torch.zeros(2))
+
+
+def test_a_model_that_is_wrapped_first_takes_the_values_of_rank_0(ranks2: Ranks) -> None:
+    ranks2.run(takes_rank_0s_values)
+
+
+def evaluates_without_one() -> None:
+    model = Tower()
+    want = copy.deepcopy(model)(batch(0))
+    wrapped = FullyShardedDataParallel(model, units=[*model.blocks])
+    with torch.no_grad():
+        assert torch.equal(wrapped(batch(0)), want)
+    assert wrapped.units.nbytes_live() == 0
+    state = wrapped.state_dict()
+    assert all(value.isfinite().all() for value in state.values())
+    wrapped.load_state_dict({name: torch.ones_like(value) for name, value in state.items()})
+    optimizer = adamw(wrapped)  # of the loaded values
+    with unsharded(wrapped):
+        assert all(param.eq(1).all() for param in model.parameters())
+    train(wrapped, optimizer, loss_of)
+
+
+def test_a_model_without_an_optimizer_evaluates_saves_and_loads(ranks2: Ranks) -> None:
+    ranks2.run(evaluates_without_one)
+
+
+def refuses_what_cannot_be() -> None:
+    model = Tower()
+    wrapped = FullyShardedDataParallel(model, units=[*model.blocks])
+    with pytest.raises(ValueError, match="lacks 2 trainable parameters"):
+        ZeroRedundancyOptimizer([*model.parameters()][2:], torch.optim.AdamW)
+    with pytest.raises(ValueError, match="leave it out, and save checkpoints"):
+        ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, mirror=True)
+    with pytest.raises(ValueError, match="a fully sharded model takes none"):
+        ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, overlap_with_ddp=True)
+    with pytest.raises(ValueError, match="Invalid beta"):  # in the class itself, when rows were moved
+        ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, betas=(2.0, 2.0))
+    with unsharded(model), pytest.raises(RuntimeError, match="somebody to read or write"):
+        adamw(wrapped)
+    loss_of(wrapped, 0).backward()
+    with pytest.raises(RuntimeError, match="before the first backward pass"):
+        adamw(wrapped)
+    wrapped.zero_grad()
+    other = dist.new_group()
+    with pytest.raises(ValueError, match="another process group"):
+        ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, process_group=other)
+    whole = DistributedDataParallel(Tower())
+    whole.module.load_state_dict(model.state_dict())
+    optimizer = adamw(wrapped)
+    with pytest.raises(ValueError, match="has an optimizer already"):
+        adamw(wrapped)
+    assert train(wrapped, optimizer, loss_of) == train(whole, adamw(whole), loss_of)
+
+
+def test_a_later_optimizer_that_cannot_be_is_refused_and_changes_nothing(ranks2: Ranks) -> None:
+    ranks2.run(refuses_what_cannot_be)
+
+
+def leaves_frozen_ones_whole() -> None:
+    model = Tower()
+    model.blocks[1].requires_grad_(False)
+    whole = DistributedDataParallel(copy.deepcopy(model))
+    wrapped = FullyShardedDataParallel(model, units=[*model.blocks])
+    with pytest.raises(ValueError, match="lacks"):
+        ZeroRedundancyOptimizer([*model.blocks.parameters()], torch.optim.AdamW)
+    optimizer = ZeroRedundancyOptimizer(
+        [param for param in wrapped.parameters() if param.requires_grad], torch.optim.AdamW, lr=1e-2
+    )
+    one = ZeroRedundancyOptimizer(
+        [param for param in whole.parameters() if param.requires_grad], torch.optim.AdamW, lr=1e-2
+    )
+    for param, want in zip(model.blocks[1].parameters(), whole.module.blocks[1].parameters(), strict=True):
+        assert torch.equal(param, want)
+    assert train(wrapped, optimizer, loss_of) == train(whole, one, loss_of)
+    assert_alike(model, whole.module)
+
+
+def test_frozen_parameters_that_a_later_optimizer_lacks_become_whole(ranks2: Ranks) -> None:
+    ranks2.run(leaves_frozen_ones_whole)
+
+
+PLAIN: list[tuple[Any, dict[str, Any]]] = [
+    (torch.optim.AdamW, {}),
+    (torch.optim.AdamW, {"fused": True}),
+    (torch.optim.SGD, {"foreach": True}),
+]
+
+
+def refuses_plain_ones() -> None:
+    model = Tower()
+    wrapped = FullyShardedDataParallel(model, units=[*model.blocks])
+    loss_of(wrapped, 0).backward()
+    for kind, options in PLAIN:
+        plain = kind(wrapped.parameters(), **options)
+        with pytest.raises(RuntimeError, match=f"build ZeroRedundancyOptimizer.*{kind.__name__}"):
+            plain.step()
+    wrapped.zero_grad()
+    train(wrapped, adamw(wrapped), loss_of)
+    whole = Tower()
+    loss_of(whole, 0).backward()
+    torch.optim.AdamW(whole.parameters()).step()  # others step as ever
+
+
+def test_an_optimizer_that_is_not_sharded_cannot_step_a_fully_sharded_model(ranks1: Ranks) -> None:
+    ranks1.run(refuses_plain_ones)
+
+
+# ---------------------------------------------------------------------- in place
+
+
+class Written(Tower):
+    """A model with a buffer, whose forward pass may call itself, or raise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: Tensor, *, again: bool = False, fails: bool = False) -> Tensor:
+        if fails:
+            raise ArithmeticError("on purpose")
+        if again:
+            return self(x)
+        self.count += torch.distributed.get_rank() + 1
+        return super().forward(x)
+
+
+def trains_in_place(first: bool) -> None:
+    model = Written()
+    whole = DistributedDataParallel(copy.deepcopy(model))
+    one = adamw(whole)
+    optimizer = adamw(model) if first else None
+    names = [*model.state_dict()]
+    assert fully_shard(model, optimizer, units=[*model.blocks], accumulate="local") is model
+    assert type(model) is Written
+    if optimizer is None:
+        optimizer = adamw(model)
+    assert train(model, optimizer, loss_of) == train(whole, one, loss_of)
+    with pytest.raises(ArithmeticError):
+        model(batch(0), fails=True)
+    for own, steps, context in ((model, optimizer, fully_sharded(model)), (whole, one, whole)):
+        steps.zero_grad()
+        with context.no_sync():
+            own(batch(8), again=True).square().mean().backward()
+        own(batch(9)).square().mean().backward()
+        steps.step()
+    with torch.no_grad():
+        assert torch.equal(model(batch(3)), whole(batch(3)))
+    assert [*model.state_dict()] == names
+    assert_alike(model, whole.module)
+    assert torch.equal(model.count, whole.module.count)
+    controller = fully_sharded(model)
+    assert controller.units.nbytes_live() == 0
+    assert controller.metrics()["passes"] > 0
+    with pytest.raises(ValueError, match="fully sharded already"):
+        fully_shard(model)
+    with pytest.raises(RuntimeError, match="cannot be copied or pickled"):
+        copy.deepcopy(model)
+    with pytest.raises(ValueError, match="was not given to fully_shard"):
+        fully_sharded(whole)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_module_that_is_sharded_in_place_trains_as_a_wrapped_one(ranks2: Ranks, first: bool) -> None:
+    ranks2.run(trains_in_place, first)
+
+
+# ---------------------------------------------------------------------- conversions
+
+
+def refuses_conversions() -> None:
+    model = Tower()
+    wrapped = FullyShardedDataParallel(model, units=[*model.blocks])
+    for convert in (wrapped.half, wrapped.double, lambda: wrapped.to("meta")):
+        with pytest.raises(RuntimeError, match="do that before wrapping"):
+            convert()
+    assert wrapped.to(torch.float32).float() is wrapped
+    optimizer = adamw(wrapped)
+    want = {name: value.clone() for name, value in model.state_dict().items()}
+    with unsharded(model), torch.no_grad():
+        for param in model.parameters():
+            param.data = param * 2  # other memory
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, want[name] * 2)
+    with pytest.raises(RuntimeError, match=r"became torch\.float64"), unsharded(model):
+        model.blocks[0].double()
+    other = Tower()
+    one = FullyShardedDataParallel(other, units=[*other.blocks])
+    other.half()  # nobody sees it before the parameters are needed
+    with pytest.raises(RuntimeError, match="do so before it is wrapped"):
+        one(batch(0))
+    del optimizer
+
+
+def test_a_fully_sharded_model_is_not_converted(ranks2: Ranks) -> None:
+    ranks2.run(refuses_conversions)
+
+
+# ---------------------------------------------------------------------- memory
+
+
+class Heavy(nn.Module):
+    """Four units, of 64 KiB each, and a module of the outermost unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(128, 128, bias=False) for _ in range(4)])
+        self.last = nn.Linear(128, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def counts_while_made(has_optimizer: bool) -> None:
+    """Count what is alive whenever rows were copied: the model, and the rows of what was released."""
+    model: Any = Heavy()
+    params = [*model.parameters()]
+    nbytes, unit = sum(param.nbytes for param in params), 128 * 128 * 4
+    seen: list[int] = []
+    rows: dict[int, int] = {}
+    take_in = UnitBucket.take_in
+
+    def counted(bucket: UnitBucket, values: Any) -> None:
+        take_in(bucket, values)
+        rows[id(bucket)] = bucket.row.untyped_storage().nbytes()
+        seen.append(storages(params) + sum(rows.values()) + bucket.nbytes_live)
+
+    optimizer = None
+    if has_optimizer:  # without views each parameter has memory of its own
+        optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, parameters_as_bucket_view=False)
+    UnitBucket.take_in = counted  # type: ignore[method-assign]
+    try:
+        FullyShardedDataParallel(model, optimizer, units=[*model.blocks])
+    finally:
+        UnitBucket.take_in = take_in  # type: ignore[method-assign]
+    assert len(seen) == len(params)
+    assert max(seen) <= nbytes + unit, (max(seen), nbytes)
+
+
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_while_a_model_is_wrapped_a_rank_needs_one_unit_more_than_the_model(
+    ranks2: Ranks, has_optimizer: bool
+) -> None:
+    ranks2.run(counts_while_made, has_optimizer)
+
+
+# ---------------------------------------------------------------------- models on the meta device
+
+
+def on_meta(kind: type[nn.Module], *args: Any) -> Any:
+    with torch.device("meta"):
+        return kind(*args)
+
+
+def is_filled_module_by_module() -> None:
+    model = on_meta(Heavy)
+    whole, unit = 4 * 128 * 128 * 4 + 129 * 8 * 4, 128 * 128 * 4
+    seen: list[int] = []
+
+    def init(module: nn.Module) -> None:
+        module.reset_parameters()  # type: ignore[operator]
+        seen.append(storages([*model.parameters()]))
+
+    wrapped = FullyShardedDataParallel(model, units=[*model.blocks], init=init)
+    assert len(seen) == 5
+    assert max(seen) <= unit + 64  # one unit alone, and what freed parameters show
+    rows = [bucket.row for unit in wrapped.units.units for bucket in unit.buckets]
+    assert wrapped.units.nbytes_live() == 0
+    assert abs(storages(rows) - whole / 2) <= 129 * 8 * 2 + 64  # the outermost unit is not cut
+    optimizer = adamw(wrapped)
+    assert wrapped.units.nbytes_live() == 0
+    wrapped(torch.ones(2, 128)).sum().backward()
+    optimizer.step()
+
+
+def test_no_rank_ever_holds_a_whole_model_that_comes_from_the_meta_device(ranks2: Ranks) -> None:
+    ranks2.run(is_filled_module_by_module)
+
+
+class Mixed(nn.Module):
+    """Attention, whose own reset is private; buffers; tied weights; parameters of the outermost module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 8)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0) for _ in range(2))
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 8)
+        self.head.weight = self.embed.weight
+        self.shift = nn.Parameter(torch.empty(8))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.uniform_(self.shift)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x.abs().long() % 8)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x.mean(0)) + self.shift)
+
+
+def has_the_same_bits() -> None:
+    torch.manual_seed(5)
+    whole = DistributedDataParallel(Mixed())
+    torch.manual_seed(5 + dist.get_rank())  # rank 0's count
+    model = on_meta(Mixed)
+    wrapped = FullyShardedDataParallel(model, units=[*model.blocks])
+    assert model.head.weight is model.embed.weight
+    assert_alike(model, whole.module)
+    for buffer, want in zip(model.buffers(), whole.module.buffers(), strict=True):
+        assert torch.equal(buffer, want)
+    assert train(wrapped, adamw(wrapped), loss_of) == train(whole, adamw(whole), loss_of)
+    assert_alike(model, whole.module)
+
+
+def test_a_model_from_the_meta_device_has_the_bits_of_one_made_whole(ranks2: Ranks) -> None:
+    ranks2.run(has_the_same_bits)
+
+
+def loads_into_it(folder: str) -> None:
+    model = Tower()
+    whole = DistributedDataParallel(model)
+    one = adamw(whole)
+    train(whole, one, loss_of)
+    checkpoint.save(folder, model=model, optimizer=one)
+    other = on_meta(Tower)
+    wrapped = FullyShardedDataParallel(other, units=[*other.blocks])
+    optimizer = adamw(wrapped)
+    checkpoint.load(folder, model=other, optimizer=optimizer)
+    assert_alike(other, model)
+    assert train(wrapped, optimizer, loss_of) == train(whole, one, loss_of)
+
+
+def test_a_checkpoint_loads_into_a_model_from_the_meta_device(ranks2: Ranks, tmp_path: Path) -> None:
+    ranks2.run(loads_into_it, str(tmp_path / "saved"))
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.weight = nn.Parameter(torch.ones(2))
+
+
+def refuses_what_nobody_initializes() -> None:
+    with pytest.raises(ValueError, match="the outermost module, a Bare, is on the meta device and has no"):
+        FullyShardedDataParallel(on_meta(Bare))
+    with pytest.raises(ValueError, match="weight has no values after init of its module, a Bare"):
+        FullyShardedDataParallel(
+            on_meta(Bare), init=lambda m: m.reset_parameters() if isinstance(m, nn.Linear) else None
+        )
+    with pytest.raises(ValueError, match="nothing in this one is"):
+        FullyShardedDataParallel(Bare(), init=nn.Linear.reset_parameters)
+    half = Bare()
+    half.inner.to("meta")
+    half.inner.requires_grad_(False)
+    optimizer = ZeroRedundancyOptimizer([half.weight], torch.optim.AdamW)
+    with pytest.raises(ValueError, match="wrap it without an optimizer, then build"):
+        FullyShardedDataParallel(half, optimizer)
+
+
+def test_a_model_from_the_meta_device_that_nobody_can_initialize_is_refused(ranks2: Ranks) -> None:
+    ranks2.run(refuses_what_nobody_initializes)

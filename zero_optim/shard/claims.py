@@ -1,0 +1,187 @@
+"""Which parameters belong to the units of a model, as the parameters themselves tell.
+
+An optimizer is given parameters, and no model. If they are freed already, it has to know who keeps their
+values. So each parameter of a unit has an attribute: the `UnitsClaim` of its model.
+
+Note [An optimizer that comes later]
+    A model may be wrapped before its optimizer is built. Then an optimizer that is never stepped stands in:
+    it has owners and buckets like any other. The constructor of the real one finds the claim, plans owners
+    that suit its class, and makes buckets for them. Unit by unit the former buckets are gathered, each rank
+    copies the rows that it is to keep, and the unit is freed. Until everything is checked the former rows
+    stay, so a constructor that raises changes nothing.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.plan.memory import STRIDES_WHEN_WHOLE
+from zero_optim.shard.gathers import start_gather
+from zero_optim.shard.units import UnitBucket
+
+_CLAIM = "_zero_optim_claim"
+
+
+class UnitsClaim:
+    """The parameters of the units of one model, and who keeps them.
+
+    Args:
+        units: the parameters, each with the number of its unit.
+        num_units: how many units there are.
+
+    Attributes:
+        units: as given, but for those that an optimizer that came later has left out.
+        buckets: those of each unit. These lists stay; what is in them changes with the optimizer.
+        group: the ranks that keep the rows; None before anybody does.
+        is_open: an optimizer may come and take them over.
+        told: called with an optimizer that has.
+    """
+
+    def __init__(self, units: dict[Tensor, int], num_units: int) -> None:
+        self.units = units
+        self.buckets: list[list[UnitBucket]] = [[] for _ in range(num_units)]
+        self.group: RankGroup | None = None
+        self.is_open = False
+        self.told: Callable[[Any], None] | None = None
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied or pickled with a parameter."""
+        raise RuntimeError(
+            "a parameter of a fully sharded model cannot be pickled: no rank holds it. Save "
+            "model.state_dict(), or use zero_optim.checkpoint.save"
+        )
+
+    def mark(self) -> None:
+        """Have the parameters tell of this claim."""
+        for param in self.units:
+            setattr(param, _CLAIM, self)
+
+    def unmark(self, params: Iterable[Tensor]) -> None:
+        """Have some parameters tell nothing any more."""
+        for param in params:
+            for name in (_CLAIM, STRIDES_WHEN_WHOLE):
+                vars(param).pop(name, None)
+
+    def place(self, buckets: Iterable[UnitBucket], group: RankGroup) -> None:
+        """Take note of the buckets that hold the units from now on, and of the ranks that share them."""
+        self.group = group
+        for of_unit in self.buckets:
+            of_unit.clear()
+        for bucket in buckets:
+            self.buckets[self.units[bucket.params[0]]].append(bucket)
+
+    # ------------------------------------------------------------------ an optimizer that comes later
+
+    def check(self, params: Sequence[Tensor], group: RankGroup) -> None:
+        """Refuse an optimizer that cannot take the parameters over.
+
+        Args:
+            params: all that it was given.
+            group: its ranks.
+
+        Raises:
+            ValueError: another optimizer has the parameters, or it lacks some of them, or has other ranks.
+            RuntimeError: there are gradients for the former owners, or somebody needs parameters whole.
+        """
+        if self.group is None:  # nobody keeps them yet
+            return
+        if not self.is_open:
+            raise ValueError(
+                "the parameters are those of a fully sharded model that has an optimizer already: step with "
+                "that one, or build model, wrapper and optimizer anew"
+            )
+        if group.process_group is not self.group.process_group:
+            raise ValueError(
+                "the optimizer has another process group than the fully sharded model: give both the same "
+                "process_group"
+            )
+        given = set(params)
+        missing = sum(param.requires_grad for param in self.units if param not in given)
+        if missing:
+            raise ValueError(
+                f"the optimizer lacks {missing} trainable parameters of the fully sharded model, so nobody "
+                "would step them: give it all of wrapped.parameters(), in groups if need be, or freeze them "
+                "(requires_grad=False) before wrapping"
+            )
+        if any(param.grad is not None for param in self.units):
+            raise RuntimeError(
+                "there are gradients already, with owners that change now: build the optimizer before the "
+                "first backward pass, or call wrapped.zero_grad() first"
+            )
+        for of_unit in self.buckets:
+            for bucket in of_unit:
+                bucket.check_unpinned()
+                bucket.refresh()
+
+    def fill(self, buckets: Sequence[UnitBucket]) -> None:
+        """Copy the rows that this rank is to keep into new buckets; all ranks call, and it communicates.
+
+        The parameters are freed when it returns, and are still those of the former buckets.
+        """
+        assert self.group is not None
+        bucket_of = {param: bucket for bucket in buckets for param in bucket.params}
+        for of_unit in self.buckets:
+            for bucket in of_unit:
+                bucket.free()
+                start_gather((self.group.during("state"),), bucket).wait()
+                for param in bucket.params:
+                    if param in bucket_of:
+                        bucket_of[param].take_in({param: param})
+                bucket.free()
+
+    def passed_on(
+        self, buckets: Sequence[UnitBucket], group: RankGroup, params: Sequence[Tensor]
+    ) -> Callable[[Any], None] | None:
+        """Have other buckets hold the units, filled by `fill` if somebody held them before; all ranks call.
+
+        Communicates if the optimizer lacks parameters: they become whole, for good.
+
+        Args:
+            buckets: the new ones.
+            group: the ranks.
+            params: all of the optimizer.
+
+        Returns:
+            What is to be called with the optimizer when it is built.
+        """
+        if self.is_open:
+            self._make_whole(set(self.units).difference(params), group)
+            for bucket in buckets:
+                bucket.let_go()
+                bucket.has_new_place()
+        self.is_open = False
+        self.place(buckets, group)
+        return self.told
+
+    def _make_whole(self, params: AbstractSet[Tensor], group: RankGroup) -> None:
+        for of_unit in self.buckets:
+            for bucket in of_unit:
+                kept = [param for param in bucket.params if param in params]
+                if kept:
+                    start_gather((group.during("state"),), bucket).wait()
+                    values = [param.detach().clone() for param in kept]
+                    bucket.free()
+                    for param, value in zip(kept, values, strict=True):
+                        param.data = value
+        self.unmark(params)
+        for param in params:
+            del self.units[param]
+
+
+def claim_of(params: Iterable[Tensor]) -> UnitsClaim | None:
+    """Find the claim of some parameters, if any belongs to a unit.
+
+    Raises:
+        ValueError: they belong to several models.
+    """
+    found = {id(claim): claim for param in params if (claim := getattr(param, _CLAIM, None)) is not None}
+    if len(found) > 1:
+        raise ValueError(
+            "the parameters are of several fully sharded models: put all modules into one, or give each an "
+            "optimizer"
+        )
+    claims: list[UnitsClaim] = list(found.values())
+    return claims[0] if claims else None
