@@ -178,3 +178,4 @@ def test_explain_tells_what_is_held_the_same_on_every_rank(ranks: Ranks) -> None
     assert len(set(texts)) == 1
     assert "broadcasts a step" in texts[0]
     assert "1 bfloat16 on cpu" in texts[0]
+    assert ("stamps alone of [3]" in texts[0]) == (ranks.size == 4)  # it owns the frozen parameter alone

@@ -16,6 +16,7 @@ from zero_optim.demo.config import RunConfig, Sharded
 from zero_optim.demo.metrics import Metric
 from zero_optim.demo.ranks import Ranks
 from zero_optim.demo.trainer import Shard, Trainer
+from zero_optim.plan.plan import ALIGNMENT_NBYTES
 
 # Sums over ranks are taken in another order on another number of ranks, and gradients with them.
 ROUNDING = 1e-5
@@ -282,11 +283,14 @@ def parameters_kept(config: RunConfig) -> tuple[list[Shard], int, int, str]:
 def test_each_rank_keeps_the_parameters_it_owns_where_they_are_sharded(pool: Pool, config: RunConfig) -> None:
     config = replace(config, layers=4, shard="parameters", sample_length=7)
     whole = replace(config, shard="gradients")
+    room = ALIGNMENT_NBYTES  # in each row, for a stamp
+    num_units = config.layers + 1
     for shards, nbytes, largest, added in pool.run(2, parameters_kept, config):
-        assert [shard.parameter_nbytes for shard in shards] == [4 * shard.num_parameters for shard in shards]
+        for shard in shards:
+            assert shard.parameter_nbytes == 4 * shard.num_parameters + num_units * room
         assert sum(shard.num_parameters for shard in shards) == nbytes // 4
         rest = nbytes - 4 * largest  # in the outermost unit, which is whole all the time
-        assert {shard.peak_nbytes for shard in shards} == {rest + 2 * largest}
+        assert {shard.peak_nbytes for shard in shards} == {rest + 2 * largest + 3 * 2 * room}
         assert added == pool.run(2, parameters_kept, whole)[0][3]
 
 

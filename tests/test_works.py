@@ -190,7 +190,7 @@ def check_wrapper_left_behind(folder: Path) -> None:
 def test_who_detaches_a_wrapper_alone_after_a_failure_is_waited_for_by_nobody(
     ranks2: Ranks, tmp_path: Path
 ) -> None:
-    ranks2.run(check_wrapper_left_behind, tmp_path, timeout=40.0)  # less than the timeout of the group
+    ranks2.run(check_wrapper_left_behind, tmp_path)  # whose limit is less than the timeout of the group
 
 
 def fail_in_a_future(future: Future[Any]) -> Tensor:

@@ -63,6 +63,8 @@ class BucketHolding:
         balance: bytes of the fullest row, divided by the mean over all ranks; 1 is even.
         active: whether steps gather it. They leave out a bucket if all its parameters have always been
             frozen.
+        heard: ranks that broadcast a stamp alone behind the rows, as no row has room for theirs: Note [Every
+            rank is heard] in `zero_optim.shard.rooms`.
     """
 
     dtype: str
@@ -72,6 +74,7 @@ class BucketHolding:
     owners: tuple[int, ...]
     active: bool
     balance: float
+    heard: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,8 @@ class Explanation:
     @property
     def collectives_per_step(self) -> int:
         """How many broadcasts a step starts; none in a group of one."""
-        return sum(len(b.owners) for b in self.buckets if b.active) if len(self.ranks) > 1 else 0
+        sent = sum(len(b.owners) + len(b.heard) for b in self.buckets if b.active)
+        return sent if len(self.ranks) > 1 else 0
 
     @property
     def balance(self) -> float:
@@ -118,7 +122,8 @@ class Explanation:
         ]
         for b in self.buckets:
             where = f"{b.num_params} {b.dtype} on {b.device}, {b.nbytes / _MIB:.2f} MiB"
-            lines.append(f"bucket: {where}, owners {list(b.owners)}{'' if b.active else ', frozen'}")
+            heard = f", stamps alone of {list(b.heard)}" if b.heard else ""
+            lines.append(f"bucket: {where}, owners {list(b.owners)}{heard}{'' if b.active else ', frozen'}")
         shown = [*self.cuts[:_MOST_SHOWN]]
         if len(self.cuts) > _MOST_SHOWN:
             shown.append(f"and {len(self.cuts) - _MOST_SHOWN} more lines in `cuts`")
@@ -183,8 +188,11 @@ def bucket_holdings(
         nbytes = layout.numel * param.element_size()
         kind = (str(param.dtype).removeprefix("torch."), str(param.device))
         fullest = max((row.stop - row.start for row in layout.rows), default=0)
-        balance = fullest * num_ranks / layout.numel if layout.numel else 1.0
-        described.append(BucketHolding(*kind, len(bucket.params), nbytes, owners, is_gathered, balance))
+        balance = fullest * num_ranks / layout.end_of_rows if layout.end_of_rows else 1.0
+        heard = tuple(room.owner for room in layout.rooms_behind)
+        described.append(
+            BucketHolding(*kind, len(bucket.params), nbytes, owners, is_gathered, balance, heard)
+        )
     return tuple(described)
 
 
