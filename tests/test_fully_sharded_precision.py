@@ -118,7 +118,9 @@ def follows(policy: PrecisionPolicy, how: str, passes: int, autocast: bool = Fal
     assert model.units.nbytes_live() == 0
 
 
-@pytest.mark.parametrize("how", ["", "reentrant", "not reentrant"])
+@pytest.mark.parametrize(
+    "how", ["", pytest.param("reentrant", marks=pytest.mark.exhaustive), "not reentrant"]
+)
 def test_bits_are_those_of_rounded_masters_and_sums_in_the_order_of_ranks(ranks2: Ranks, how: str) -> None:
     ranks2.run(follows, NARROW, how, 1)
 
@@ -370,7 +372,12 @@ def goes_on(folder: str, stage: str) -> tuple[dict[str, Tensor], dict[str, Tenso
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded"), [("narrow", "narrow"), ("narrow", "plain"), ("plain", "narrow")]
+    ("saved", "loaded"),
+    [
+        pytest.param("narrow", "narrow", marks=pytest.mark.exhaustive),
+        ("narrow", "plain"),
+        ("plain", "narrow"),
+    ],
 )
 def test_checkpoints_have_what_owners_keep(ranks2: Ranks, tmp_path: Path, saved: str, loaded: str) -> None:
     wanted, _ = ranks2.run(saves, str(tmp_path / saved), saved)

@@ -137,7 +137,7 @@ def is_no_mesh(stage: str) -> None:
     assert_alike(alone.module, ddp.module)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [pytest.param("gradients", marks=pytest.mark.exhaustive), "fully"])
 def test_one_replica_is_no_mesh_and_replicas_of_one_rank_are_ddp(ranks2: Ranks, stage: str) -> None:
     ranks2.run(is_no_mesh, stage)
 
@@ -209,7 +209,7 @@ def clips_and_scales(stage: str) -> None:
     assert_equal_everywhere(wrapped.module)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [pytest.param("gradients", marks=pytest.mark.exhaustive), "fully"])
 def test_clipping_and_scaling_are_those_of_the_averages(ranks4: Ranks, stage: str) -> None:
     ranks4.run(clips_and_scales, stage)
 
