@@ -1,0 +1,225 @@
+"""Fully sharded models on one rank, on other numbers of ranks, through DCP; and how much memory they take."""
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import resident
+from pool import Ranks
+from test_fully_sharded import Tower, batch
+from test_fully_sharded_state import MORE, STAGES, Convolved, built, content, equal, train
+from zero_optim import ZeroRedundancyOptimizer, checkpoint
+from zero_optim.ddp import FullyShardedDataParallel, full_state_dict, unsharded
+
+# ---------------------------------------------------------------------- one rank
+
+
+def step_both(
+    plain: nn.Module, one: torch.optim.AdamW, fully: nn.Module, other: ZeroRedundancyOptimizer, step: int
+) -> None:
+    """Take the same step without sharding and with it."""
+    losses, norms = [], []
+    for model, optimizer in ((plain, one), (fully, other)):
+        optimizer.zero_grad()
+        loss = model(batch(step)).square().mean()
+        loss.backward()
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            norms.append(optimizer.clip_grad_norm_(0.05))
+        else:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == losses[1], step
+    assert torch.allclose(norms[0], norms[1]), step
+
+
+def assert_alike(plain: nn.Module, fully: FullyShardedDataParallel) -> None:
+    """Clipping adds the norm up in another order, so the last bits may differ."""
+    found = fully.module.state_dict()
+    for name, want in plain.state_dict().items():
+        assert torch.allclose(found[name], want) if isinstance(want, torch.Tensor) else found[name] == want
+
+
+def trains_alone(folder: Path) -> None:
+    plain, model = Convolved(), Convolved()
+    one = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    other = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+    fully = FullyShardedDataParallel(model, other, units=model.blocks)
+    for step in range(2):
+        step_both(plain, one, fully, other, step)
+    assert all(param.isnan().all() for param in model.parameters())
+    assert fully.units.nbytes_live() == 0
+    checkpoint.save(folder, model=fully, optimizer=other)
+    whole = full_state_dict(fully)
+    assert whole is not None
+    assert equal(whole, dict(fully.module.state_dict()))
+    saved = copy.deepcopy((plain.state_dict(), one.state_dict()))
+    step_both(plain, one, fully, other, 2)
+    checkpoint.load(folder, model=fully, optimizer=other)
+    assert equal(dict(fully.module.state_dict()), whole)
+    plain.load_state_dict(saved[0])
+    one.load_state_dict(saved[1])
+    step_both(plain, one, fully, other, 3)
+    fully.module.load_state_dict(whole)
+    plain.load_state_dict(saved[0])
+    with torch.no_grad(), unsharded(fully):
+        for param in fully.parameters():
+            param.mul_(2)
+    with torch.no_grad():
+        for param in plain.parameters():
+            param.mul_(2)
+        assert torch.allclose(fully.eval()(batch(4)), plain.eval()(batch(4)))
+    fully.train()
+    plain.train()
+    step_both(plain, one, fully, other, 5)
+    assert_alike(plain, fully)
+
+
+def test_one_rank_alone_trains_clips_saves_loads_and_evaluates(ranks1: Ranks, tmp_path: Path) -> None:
+    ranks1.run(trains_alone, tmp_path)
+
+
+# ---------------------------------------------------------------------- other numbers of ranks
+
+
+def made(stage: str, width: int) -> tuple[Any, ZeroRedundancyOptimizer]:
+    """Wrap a model; with a width its matrices are so large that they are cut."""
+    if not width:
+        return built(stage, **MORE)
+    model = Tower(width, depth=1)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, **MORE)
+    return STAGES[stage](model, optimizer), optimizer
+
+
+def saves(folder: Path, stage: str, width: int) -> dict[str, Any]:
+    """Train, save, and tell what there is."""
+    model, optimizer = made(stage, width)
+    train(model, optimizer, range(2))
+    checkpoint.save(folder, model=model, optimizer=optimizer)
+    found = content(model, optimizer)
+    return found if dist.get_rank() == 0 else {}
+
+
+def loads(folder: Path, stage: str, width: int, again: Path) -> tuple[dict[str, Any], list[Any]]:
+    """Load, save again, and tell what there is, with the pieces of the parameters that are cut."""
+    model, optimizer = made(stage, width)
+    train(model, optimizer, range(5, 6))
+    checkpoint.load(folder, model=model, optimizer=optimizer)
+    checkpoint.save(again, model=model, optimizer=optimizer)
+    found, cuts = content(model, optimizer), [cut.pieces for cut in optimizer.cut_states().values()]
+    return found if dist.get_rank() == 0 else {}, cuts
+
+
+def goes_there_and_back(here: Ranks, there: Ranks, folder: Path, stages: tuple[str, str], width: int) -> None:
+    saved, loaded = stages
+    want = here.run(saves, folder / "saved", saved, width)[0]
+    found, cuts = there.run(loads, folder / "saved", loaded, width, folder / "there")[0]
+    back, others = here.run(loads, folder / "there", saved, width, folder / "back")[0]
+    assert len(want) > 40
+    assert equal(found, want)
+    assert equal(back, want)
+    if width and stages == ("fully", "fully"):
+        assert cuts
+        assert others
+        assert cuts != others
+
+
+def test_state_masters_and_averages_of_cut_parameters_go_from_two_ranks_to_three_and_back(
+    ranks2: Ranks, ranks3: Ranks, tmp_path: Path
+) -> None:
+    goes_there_and_back(ranks2, ranks3, tmp_path, ("fully", "fully"), 128)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("width", [0, 128], ids=["whole", "cut"])
+@pytest.mark.parametrize("loaded", ["plain", "gradients", "fully"])
+@pytest.mark.parametrize("saved", ["plain", "gradients", "fully"])
+def test_state_goes_to_other_numbers_of_ranks_at_all_stages(
+    ranks2: Ranks, ranks3: Ranks, tmp_path: Path, saved: str, loaded: str, width: int
+) -> None:
+    goes_there_and_back(ranks2, ranks3, tmp_path / "up", (saved, loaded), width)
+    goes_there_and_back(ranks3, ranks2, tmp_path / "down", (saved, loaded), width)
+
+
+# ---------------------------------------------------------------------- torch.distributed.checkpoint
+
+
+def for_dcp(model: Any, optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
+    return {"model": model.module, "optimizer": checkpoint.OptimizerState(optimizer, model)}
+
+
+def saves_by_dcp(folder: Path, stage: str, options: dict[str, Any]) -> dict[str, Any]:
+    model, optimizer = built(stage, **options)
+    train(model, optimizer, range(2))
+    dcp.save(for_dcp(model, optimizer), storage_writer=checkpoint.Writer(folder))
+    return content(model, optimizer)
+
+
+def loads_by_dcp(folder: Path, stage: str, options: dict[str, Any]) -> dict[str, Any]:
+    model, optimizer = built(stage, **options)
+    train(model, optimizer, range(5, 6))
+    reader, planner = checkpoint.Reader(folder), checkpoint.SafeLoadPlanner()
+    dcp.load(for_dcp(model, optimizer), storage_reader=reader, planner=planner)
+    found = content(model, optimizer)
+    train(model, optimizer, range(2, 3))
+    return found
+
+
+@pytest.mark.not_late("PyTorch's DCP asks a group which devices it serves, and one in Python cannot say")
+def test_dcp_saves_on_two_ranks_and_loads_on_three(ranks2: Ranks, ranks3: Ranks, tmp_path: Path) -> None:
+    want = ranks2.run(saves_by_dcp, tmp_path, "fully", MORE)[0]
+    assert equal(ranks3.run(loads_by_dcp, tmp_path, "fully", MORE)[0], want)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.not_late("PyTorch's DCP asks a group which devices it serves, and one in Python cannot say")
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("fully", "plain"), ("plain", "fully"), ("gradients", "fully")]
+)
+def test_dcp_loads_at_another_stage_and_number_of_ranks(
+    ranks2: Ranks, ranks3: Ranks, tmp_path: Path, saved: str, loaded: str
+) -> None:
+    for number, options in enumerate(({"ema_decay": 0.5}, MORE)):
+        for few, many in ((ranks2, ranks3), (ranks3, ranks2)):
+            folder = tmp_path / f"{number}-{few.size}"
+            want = few.run(saves_by_dcp, folder, saved, options)[0]
+            assert equal(many.run(loads_by_dcp, folder, loaded, options)[0], want)
+
+
+# ---------------------------------------------------------------------- memory
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of resident memory in /proc")
+def test_a_fresh_process_takes_no_more_memory_than_planned(tmp_path: Path) -> None:
+    """The C library gives freed blocks back at once, which it would keep for later: those are not counted."""
+    size, environment = 2, {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, resident.__file__, str(rank), str(size), str(tmp_path)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(size)
+    ]
+    try:
+        told = [process.communicate(timeout=500)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    for line in told:
+        peak, planned = map(int, line.split())
+        # rows, gradients and two entries of state
+        assert planned >= 4 * resident.NUM_LAYERS * resident.WIDTH**2 * 4 / size
+        assert peak <= 1.05 * planned, f"{peak / 2**20:.1f} MiB, planned {planned / 2**20:.1f} MiB"
