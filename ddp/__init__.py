@@ -22,6 +22,7 @@ from zero_optim.ddp.offload import Offload
 from zero_optim.ddp.precision import PrecisionPolicy
 from zero_optim.ddp.reducer import Reducer
 from zero_optim.ddp.sharded import ShardedDataParallel
+from zero_optim.ddp.sharded_state import load_sharded_state_dict, sharded_state_dict
 from zero_optim.ddp.unit_hooks import unsharded
 from zero_optim.ddp.unit_state import full_state_dict
 
@@ -36,5 +37,7 @@ __all__ = [
     "ReducerOptions",
     "ShardedDataParallel",
     "full_state_dict",
+    "load_sharded_state_dict",
+    "sharded_state_dict",
     "unsharded",
 ]
