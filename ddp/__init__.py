@@ -23,6 +23,7 @@ from zero_optim.ddp.offload import Offload
 from zero_optim.ddp.precision import PrecisionPolicy
 from zero_optim.ddp.reducer import Reducer
 from zero_optim.ddp.sharded import ShardedDataParallel
+from zero_optim.ddp.sharded_state import load_sharded_state_dict, sharded_state_dict
 from zero_optim.ddp.unit_hooks import unsharded
 from zero_optim.ddp.unit_state import full_state_dict
 
@@ -39,5 +40,7 @@ __all__ = [
     "full_state_dict",
     "fully_shard",
     "fully_sharded",
+    "load_sharded_state_dict",
+    "sharded_state_dict",
     "unsharded",
 ]

@@ -17,8 +17,14 @@ import resident
 from pool import Ranks
 from test_fully_sharded import Tower, batch
 from test_fully_sharded_state import MORE, STAGES, Convolved, built, content, equal, train
-from zero_optim import ZeroRedundancyOptimizer, checkpoint
-from zero_optim.ddp import FullyShardedDataParallel, full_state_dict, unsharded
+from zero_optim import RemoteRankError, StateMismatchError, ZeroRedundancyOptimizer, checkpoint
+from zero_optim.ddp import (
+    FullyShardedDataParallel,
+    full_state_dict,
+    load_sharded_state_dict,
+    sharded_state_dict,
+    unsharded,
+)
 
 # ---------------------------------------------------------------------- one rank
 
@@ -148,6 +154,54 @@ def test_state_goes_to_other_numbers_of_ranks_at_all_stages(
 ) -> None:
     goes_there_and_back(ranks2, ranks3, tmp_path / "up", (saved, loaded), width)
     goes_there_and_back(ranks3, ranks2, tmp_path / "down", (saved, loaded), width)
+
+
+# ---------------------------------------------------------------------- own rows
+
+
+def keeps_own_rows(folder: Path, width: int) -> dict[str, Any]:
+    """Save own rows, train on, load them into this model and another."""
+    (model, optimizer), (other, another) = made("fully", width), made("fully", width)
+    train(model, optimizer, range(2))
+    want = dict(copy.deepcopy(model.module.state_dict()))
+    sent = optimizer.metrics(reset=False)
+    found = sharded_state_dict(model)
+    assert optimizer.metrics(reset=False) == sent
+    path = folder / f"{dist.get_rank()}.pt"
+    torch.save(found, path)
+    for name, told in found["rows"].items():
+        first, rows = told["first"], told["values"]
+        whole = want[name]
+        assert told["shape"] == tuple(whole.shape)
+        assert torch.equal(rows, whole[first : first + len(rows)] if whole.dim() else whole), name
+    assert not width or any(len(told["values"]) < told["shape"][0] for told in found["rows"].values())
+    train(model, optimizer, range(2, 3))
+    train(other, another, range(7, 8))
+    for target in (model, other.module):
+        load_sharded_state_dict(target, torch.load(path, weights_only=True))
+        assert target is not model or equal(dict(model.module.state_dict()), want)
+    assert equal(dict(other.module.state_dict()), want)
+    train(other, another, range(2, 3))
+    damaged = torch.load(path, weights_only=True)
+    if dist.get_rank():
+        next(iter(damaged["rows"].values()))["first"] += 1
+    before = dict(copy.deepcopy(other.module.state_dict()))
+    with pytest.raises((StateMismatchError, RemoteRankError), match=r"first row, number of rows"):
+        load_sharded_state_dict(other, damaged)
+    assert equal(dict(other.module.state_dict()), before)
+    with unsharded(other), pytest.raises(RuntimeError, match="are whole for somebody to read"):
+        sharded_state_dict(other)
+    with pytest.raises(ValueError, match="is not fully sharded"):
+        sharded_state_dict(nn.Linear(2, 2))
+    return want
+
+
+@pytest.mark.parametrize("width", [0, 128], ids=["whole", "cut"])
+def test_own_rows_are_saved_without_communication_and_loaded(
+    ranks2: Ranks, tmp_path: Path, width: int
+) -> None:
+    one, other = ranks2.run(keeps_own_rows, tmp_path, width)
+    assert equal(one, other)
 
 
 # ---------------------------------------------------------------------- torch.distributed.checkpoint
