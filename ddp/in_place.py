@@ -1,11 +1,13 @@
 """`fully_shard`: a module whose parameters are sharded, and which stays what it is."""
 
+import inspect
 from typing import Any, NoReturn
 
 from torch import nn
 
 from zero_optim.compat.engine import eager
 from zero_optim.ddp.fully_sharded import FullyShardedDataParallel
+from zero_optim.ddp.unit_hooks import begin_anew
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 
 
@@ -20,13 +22,15 @@ class _Controller(FullyShardedDataParallel):
 class _ForwardHooks:
     """What a wrapper does before and after the forward pass of its module, hung on the module itself.
 
+    A module may call itself, and only the outermost call counts. It is found on the stack: a counter would
+    be wrong for ever after a Ctrl-C, for which PyTorch calls no hook.
+
     Args:
         controller: the wrapper.
     """
 
     def __init__(self, controller: _Controller) -> None:
         self.controller = controller
-        self._depth = 0  # a module may call itself
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         """Refuse to copy a model whose parameters are elsewhere."""
@@ -37,23 +41,27 @@ class _ForwardHooks:
         self.controller.units.__reduce__()
 
     @eager
-    def before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         """Prepare the inputs, and send buffers."""
-        self._depth += 1
-        if self._depth > 1:
+        if _num_calls(module) > 1:
             return None
         untyped: Any = self.controller
+        begin_anew(self.controller.units)
         return untyped._pre_forward(*args, **kwargs)
 
     @eager
-    def after(self, _: nn.Module, args: object, output: object) -> object:
+    def after(self, module: nn.Module, args: object, output: object) -> object:
         """Prepare for the backward pass; not called if the module has raised."""
-        return output if self._depth > 1 else self.controller._post_forward(output)
+        return output if _num_calls(module) > 1 else self.controller._post_forward(output)
 
-    @eager
-    def end(self, *_: object) -> None:
-        """Take note that a call is over, also if the module has raised."""
-        self._depth -= 1
+
+def _num_calls(module: nn.Module) -> int:
+    """Count the calls of a module that are under way in this thread, this one included."""
+    count, frame = 0, inspect.currentframe()
+    while frame is not None:
+        count += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return count
 
 
 def fully_shard(
@@ -87,7 +95,6 @@ def fully_shard(
     hooks = _ForwardHooks(_Controller(module, optimizer, **options))
     module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
     module.register_forward_hook(hooks.after)
-    module.register_forward_hook(hooks.end, always_call=True)
     return module
 
 

@@ -1,6 +1,7 @@
 """Odd models, and odd uses of models, that are fully sharded."""
 
 import dataclasses
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
@@ -11,7 +12,13 @@ from torch import Tensor, nn
 from pool import Ranks
 from test_fully_sharded import Block, Tower, adamw, batch
 from test_fully_sharded_models import assert_alike, both, loss_of, train, trains_alike
-from zero_optim.ddp import FullyShardedDataParallel, unsharded
+from zero_optim.ddp import (
+    DistributedDataParallel,
+    FullyShardedDataParallel,
+    fully_shard,
+    fully_sharded,
+    unsharded,
+)
 
 
 class Named(Tower):
@@ -228,8 +235,25 @@ def is_interrupted() -> None:
     assert fully.units.nbytes_live() == 0
 
 
-def test_it_goes_on_after_an_interrupt(ranks2: Ranks) -> None:
-    ranks2.run(is_interrupted)
+def is_interrupted_in_place() -> None:
+    whole, model = Interrupted(), Interrupted()
+    model.load_state_dict(whole.state_dict())
+    wrapped = DistributedDataParallel(whole, find_unused_parameters=True)
+    fully_shard(model, units=model.blocks, find_unused_parameters=True)
+    for called, module, optimizer in ((wrapped, whole, adamw(wrapped)), (model, model, adamw(model))):
+        train(called, optimizer, loss_of, 1)
+        module.stops = True
+        with pytest.raises(KeyboardInterrupt):
+            called(batch(3))
+        module.stops = False
+        train(called, optimizer, loss_of, 2)
+    assert_alike(model, whole)
+    assert fully_sharded(model).units.nbytes_live() == 0
+
+
+@pytest.mark.parametrize("check", [is_interrupted, is_interrupted_in_place])
+def test_it_goes_on_after_an_interrupt(ranks2: Ranks, check: Callable[[], None]) -> None:
+    ranks2.run(check)
 
 
 class Tied(Tower):
