@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_optim.compat.engine import eager
 from zero_optim.ddp.graph import replaced, tensors_in
+from zero_optim.ddp.inbox import weakly
 from zero_optim.ddp.unit_choice import UnitChoice
 from zero_optim.ddp.units import Unit, UnitsInUse
 from zero_optim.ddp.wide_state import hook_wide_state, wide_units
@@ -158,8 +159,10 @@ def _hook_state(module: nn.Module, units: UnitsInUse, unit: Unit) -> None:
 
 
 def _hook_param(param: Tensor, units: UnitsInUse, number: int, index: int) -> RemovableHandle:
+    told = weakly(units.gradient_came)  # Python's garbage collection does not see the hooks of a tensor
+
     def came(_: Tensor) -> None:
-        units.gradient_came(number, index)
+        told(number, index)
 
     untyped: Any = param
     handle: RemovableHandle = untyped.register_post_accumulate_grad_hook(came)
