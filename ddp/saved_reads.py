@@ -87,7 +87,8 @@ class SavedReads:
         unit = None
         if tensor.layout is torch.strided:
             unit = self._unit_of.get(tensor.untyped_storage()._cdata)
-        return tensor, tensor._version, unit
+        # What an operation saves of its own output refers to the operation: a cycle that nobody would free.
+        return tensor.detach(), tensor._version, unit
 
     def _unpack(self, packed: tuple[Tensor, int, "Unit | None"]) -> Tensor:
         tensor, version, unit = packed

@@ -1,5 +1,7 @@
 """What modules keep aside, in attributes or anywhere else, may be used in the loss."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -177,6 +179,25 @@ def derives() -> None:
 
 def test_without_the_guard_modules_use_torch_func(ranks2: Ranks) -> None:
     ranks2.run(derives)
+
+
+def lets_go() -> None:
+    for goes_back in (True, False):
+        model = Routed("attribute")
+        optimizer = adamw(model)
+        wrapped = FullyShardedDataParallel(model, optimizer, units=model.blocks)
+        buckets = [weakref.ref(bucket) for unit in wrapped.units.units for bucket in unit.buckets]
+        loss = kept(wrapped, 0)  # saves what operations have computed themselves, too
+        if goes_back:
+            loss.backward()
+            optimizer.step()
+        del model, optimizer, wrapped, loss
+        gc.collect()
+        assert [bucket() for bucket in buckets] == [None] * len(buckets)
+
+
+def test_a_model_that_nobody_needs_is_let_go_also_without_a_backward_pass(ranks2: Ranks) -> None:
+    ranks2.run(lets_go)
 
 
 def packs(tensor: Tensor) -> Tensor:
