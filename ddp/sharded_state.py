@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_optim.comm.agreement import failing_together
-from zero_optim.ddp.data_parallel import DistributedDataParallel
-from zero_optim.ddp.unit_hooks import units_of
+from zero_optim.ddp.unit_state import freed_state, module_and_units
 from zero_optim.ddp.units import UnitsInUse
 from zero_optim.errors import StateMismatchError
 from zero_optim.shard.units import UnitBucket
@@ -49,7 +48,7 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
         ValueError: the model is not fully sharded.
         RuntimeError: parameters are whole for somebody to read or write.
     """
-    module, units = _found(model)
+    module, units = module_and_units(model)
     _check_unpinned(units)
     own, names, rest = _own_rows(units), *_named(module, units)
     rows = {name: own[param] for name, param in names.items() if param in own}
@@ -75,7 +74,7 @@ def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
         RuntimeError: parameters are whole for somebody to read or write.
         Exception: a module refuses its extra state; buffers have changed then.
     """
-    module, units = _found(model)
+    module, units = module_and_units(model)
     with failing_together(units.group):
         _check_unpinned(units)
         own, names, rest = _own_rows(units), *_named(module, units)
@@ -87,14 +86,6 @@ def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     for unit in units.units:
         for bucket in unit.buckets:
             _load_bucket(bucket, values)
-
-
-def _found(model: nn.Module) -> tuple[nn.Module, UnitsInUse]:
-    module = model.module if isinstance(model, DistributedDataParallel) else model
-    units = units_of(module)
-    if units is None:
-        raise ValueError(f"this {type(module).__name__} is not fully sharded: take its state_dict()")
-    return module, units
 
 
 def _check_unpinned(units: UnitsInUse) -> None:
@@ -118,14 +109,8 @@ def _own_rows(units: UnitsInUse) -> dict[Tensor, _Own]:
 
 
 def _named(module: nn.Module, units: UnitsInUse) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Take the state dict without communication; gives the parameters of units by name, and the rest."""
-    with units.left_freed():
-        state = dict(module.state_dict())
-    params = {param.data_ptr(): param for unit in units.units for param in unit.params if param.numel()}
-    names = {}
-    for name, value in state.items():
-        if isinstance(value, Tensor) and value.data_ptr() in params:
-            names[name] = params[value.data_ptr()]
+    """Give the parameters of units by name, and the rest of the state dict; does not communicate."""
+    names, state = freed_state(module, units)
     return names, {name: value for name, value in state.items() if name not in names}
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.ddp.data_parallel import DistributedDataParallel
 from zero_optim.ddp.unit_hooks import units_of
+from zero_optim.ddp.units import UnitsInUse
 from zero_optim.ddp.wide_state import wide_units
 
 
@@ -29,20 +30,14 @@ def full_state_dict(model: nn.Module, *, ranks: Sequence[int] = (0,)) -> dict[st
         ValueError: on every rank: the model is not fully sharded, or ``ranks`` are none of the group.
         RankMismatchError: likewise, ranks were given others.
     """
-    module = model.module if isinstance(model, DistributedDataParallel) else model
-    units = units_of(module)
-    if units is None:
-        raise ValueError(f"this {type(module).__name__} is not fully sharded: take its state_dict()")
+    module, units = module_and_units(model)
     group = units.group
     with failing_together(group):
         if not ranks or not set(ranks) <= set(range(group.size)):
             raise ValueError(f"expected ranks from 0 to {group.size - 1}, got {ranks!r}")
     agree(group, [f"ranks={sorted(set(ranks))}"], "the arguments of full_state_dict()")
     is_asked = group.rank in ranks
-    params = {param.data_ptr(): param for unit in units.units for param in unit.params if param.numel()}
-    with units.left_freed():
-        state = dict(module.state_dict())
-    sources = {name: params.get(t.data_ptr()) for name, t in state.items() if isinstance(t, Tensor)}
+    names, state = freed_state(module, units)
     copies: dict[Tensor, Tensor] = {}
     wide = wide_units(units)
     for unit in units.units:
@@ -55,9 +50,38 @@ def full_state_dict(model: nn.Module, *, ranks: Sequence[int] = (0,)) -> dict[st
                 copies.update((param, _copied(param)) for param in unit.params)
     if not is_asked:
         return None
-    for name, param in sources.items():
-        state[name] = _copied(state[name]) if param is None else copies[param]
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            state[name] = copies[names[name]] if name in names else _copied(value)
     return state
+
+
+def module_and_units(model: nn.Module) -> tuple[nn.Module, UnitsInUse]:
+    """Find the module of a fully sharded model, and its units.
+
+    Args:
+        model: the wrapper, or its module.
+
+    Raises:
+        ValueError: it is not fully sharded.
+    """
+    module = model.module if isinstance(model, DistributedDataParallel) else model
+    units = units_of(module)
+    if units is None:
+        raise ValueError(f"this {type(module).__name__} is not fully sharded: take its state_dict()")
+    return module, units
+
+
+def freed_state(module: nn.Module, units: UnitsInUse) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Take the state dict without communication; gives the parameters of units by name, and all of it."""
+    with units.left_freed():
+        state = dict(module.state_dict())
+    params = {param.data_ptr(): param for unit in units.units for param in unit.params if param.numel()}
+    names = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.data_ptr() in params:
+            names[name] = params[value.data_ptr()]
+    return names, state
 
 
 def _copied(tensor: Tensor) -> Tensor:
