@@ -62,9 +62,9 @@ def both(
     return pair
 
 
-def train(wrapped: Any, optimizer: ZeroRedundancyOptimizer, loss_of: Loss, steps: int = 3) -> list[float]:
+def train(wrapped: Any, optimizer: Any, loss_of: Loss, steps: int = 3, first: int = 0) -> list[float]:
     losses = []
-    for step in range(steps):
+    for step in range(first, first + steps):
         optimizer.zero_grad()
         loss = loss_of(wrapped, step)
         loss.backward()

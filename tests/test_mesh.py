@@ -17,6 +17,7 @@ from pool import Ranks
 from stalling import TIMEOUT, outcomes, stay_away
 from streams_runs import CAP_MB, Found, Run, clip, on_model, pass_again
 from test_fully_sharded import Tower, batch
+from test_fully_sharded_models import train as train_on
 from zero_optim import RankMismatchError, ReductionError, ZeroRedundancyOptimizer, checkpoint
 from zero_optim.checkpoint import loading, saving
 from zero_optim.comm.collectives import RankGroup
@@ -51,14 +52,7 @@ def loss_of(model: Any, step: int) -> Tensor:
 
 
 def train(wrapped: Any, optimizer: Any, first: int = 0, steps: int = 3) -> list[float]:
-    losses = []
-    for step in range(first, first + steps):
-        optimizer.zero_grad()
-        loss = loss_of(wrapped, step)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return train_on(wrapped, optimizer, loss_of, steps, first)
 
 
 def whole(model: nn.Module) -> list[Tensor]:
