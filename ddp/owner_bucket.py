@@ -21,8 +21,9 @@ Note [Memory of sharded gradients]
     gradient. Buckets are those of the optimizer: its ``bucket_cap_mb`` bounds B, but for a gradient that is
     larger, which is a bucket of its own.
 
-    On an accelerator, and where lanes (`zero_optim.comm.lanes`) are not used, there is one portion, so that
-    all ranks start their collectives in one order: 2 B with three ranks, less than 3 B with any number.
+    On an accelerator, and where lanes (`zero_optim.comm.lanes`) are not used, there is one portion, and a
+    bucket is sent when the one before is summed, so that all ranks start their collectives in one order: 2 B
+    with three ranks, less than 3 B with any number.
 
     Beside that there are up to `BATCH_NBYTES` of small gradients. If they come in another order than the
     buckets have, more than one bucket fills at a time. Where gradients of earlier passes are kept, which are

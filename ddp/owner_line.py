@@ -35,6 +35,8 @@ _NUM_UNDER_WAY = 2  # portions: while one is added, the next one is on its way
 class OwnerSum:
     """A bucket on its way to its owners, in portions, of which two are under way at a time.
 
+    One is sent at once, the others as others come.
+
     Args:
         group: the ranks.
         lanes: see `RowSum`.
@@ -65,7 +67,11 @@ class OwnerSum:
         self._sums: deque[RowSum] = deque()
         self._num_done = 0
         self._word: Tensor | None = None
-        for _ in range(min(_NUM_UNDER_WAY, bucket.num_portions)):
+        self._start_next()
+
+    def fill(self) -> None:
+        """Have two portions under way, as far as there are any left."""
+        while len(self._sums) < min(_NUM_UNDER_WAY, self._bucket.num_portions - self._num_done):
             self._start_next()
 
     def _start_next(self) -> None:
@@ -82,6 +88,7 @@ class OwnerSum:
         Args:
             fraction: from 0 to 1.
         """
+        self.fill()
         count = self._bucket.num_portions
         while self._num_done < min(int(fraction * count), count - 1):
             self._finish_first()
@@ -91,8 +98,7 @@ class OwnerSum:
         try:
             self._sums.popleft().wait()
             self._num_done += 1
-            if self._num_done + len(self._sums) < self._bucket.num_portions:
-                self._start_next()
+            self.fill()
         except BaseException:
             self._rows = None
             self._lanes.abandon()
@@ -105,6 +111,7 @@ class OwnerSum:
         """
         if self._total is not None or self._word is not None:
             return
+        self.fill()
         while self._sums:
             self._finish_first()
         assert self._rows is not None  # nothing has failed
@@ -132,9 +139,10 @@ class OwnerSum:
 
 
 class OwnerLine:
-    """The buckets of one pass: each is launched when the one before is summed.
+    """The buckets of one pass, one after the other.
 
-    See Note [Memory of sharded gradients] in `owner_bucket`.
+    Of a bucket, the first portion is sent while the last one of the bucket before is under way: see Note
+    [Memory of sharded gradients] in `owner_bucket`. So the network has work while sums are made.
 
     Args:
         group: the ranks of this replica.
@@ -142,6 +150,8 @@ class OwnerLine:
         labels: name the buckets in messages, by number.
         everyone: the ranks of all replicas.
         across: see `OwnerSum`.
+        is_apart: lanes are process groups of their own. If not, a bucket is launched when the one before is
+            summed.
     """
 
     def __init__(
@@ -151,14 +161,18 @@ class OwnerLine:
         labels: Sequence[str],
         everyone: RankGroup,
         across: RankGroup | None = None,
+        *,
+        is_apart: bool = True,
     ) -> None:
         self._group = group
         self._lanes = lanes
         self._labels = labels
         self._everyone = everyone
         self._across = across
+        self._is_apart = is_apart
         self._under_way: OwnerSum | None = None
-        self._handed_on: OwnerSum | None = None  # the one before
+        self._ending: OwnerSum | None = None  # the one before: its last portion is under way
+        self._handed_on: OwnerSum | None = None  # the one before that
 
     def keep_pace(self, fraction: float) -> None:
         """Bring what is under way as far as the bucket that fills is.
@@ -166,20 +180,33 @@ class OwnerLine:
         Args:
             fraction: of that bucket, which is filled; from 0 to 1.
         """
+        self._end()
         if self._under_way is not None:
             self._under_way.advance_to(fraction)
 
     def launch(self, bucket: ReducerBucket, number: int, is_last: bool) -> Reduction:
         """Start a bucket; see `Launch`."""
-        before, self._under_way = self._under_way, None
-        if before is not None:
-            before.hand_on()
-            if self._handed_on is not None:
-                self._handed_on.wait()
-            self._handed_on = before
+        self._end()
+        self._ending, self._under_way = self._under_way, None
+        if self._ending is not None and self._is_apart and isinstance(bucket, OwnerBucket):
+            self._ending.advance_to(1.0)
+        else:
+            self._end()
         label = self._labels[number]
         if not isinstance(bucket, OwnerBucket):
             return SumReduction(self._everyone, bucket, label)
         rows = bucket.pop_rows()
         self._under_way = OwnerSum(self._group, self._lanes, bucket, rows, label, self._across)
+        if self._ending is None:
+            self._under_way.fill()
         return self._under_way
+
+    def _end(self) -> None:
+        """Wait for the replica's sum of the bucket whose last portion is under way, if one is."""
+        ending, self._ending = self._ending, None
+        if ending is None:
+            return
+        ending.hand_on()
+        if self._handed_on is not None:
+            self._handed_on.wait()
+        self._handed_on = ending

@@ -84,25 +84,29 @@ class OwnerReducer(Reducer):
 
     def _assigned(self, order: Sequence[int] | None) -> BucketAssignment:
         optimizer = self._optimizer
-        # Without groups of its own, portions would mix with what else is sent on this one.
-        is_apart = self._lanes.groups[0] is not optimizer.ranks
         return assign_to_owners(
             self._reduced,
             self.options,
             optimizer.bucket_members(),
             optimizer.pieces(),
             optimizer.ranks,
-            most_portions(optimizer.ranks.size) if is_apart else 1,
+            most_portions(optimizer.ranks.size) if self._is_apart else 1,
             optimizer.kept_dtype,
             optimizer.keeping,
         )
+
+    @property
+    def _is_apart(self) -> bool:
+        """Whether rows travel on process groups of their own: elsewhere they mix with what else is sent."""
+        return self._lanes.groups[0] is not self._optimizer.ranks
 
     def _launcher(self) -> Launch:
         everyone, across = self._group.during("reduce"), None
         inner = replace(self._optimizer.ranks, phase=everyone.phase)
         if self._mesh is not None:
             across = replace(self._mesh.across, phase=everyone.phase)
-        line = OwnerLine(inner, self._lanes, self._assignment.labels, everyone, across)
+        labels = self._assignment.labels
+        line = OwnerLine(inner, self._lanes, labels, everyone, across, is_apart=self._is_apart)
         for bucket in self._assignment.buckets:
             if isinstance(bucket, OwnerBucket):
                 bucket.pace_by(line.keep_pace)

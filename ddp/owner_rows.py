@@ -17,13 +17,13 @@ def most_portions(size: int) -> int:
     """Return in how many portions the largest bucket is sent, so that two buckets are enough.
 
     See Note [Memory of sharded gradients] in `owner_bucket`: the smallest c with ``(W - 1) / W (1 + 4 / c) <=
-    2``. With three ranks and less one portion does as well. More would save more, and cost time: each is
-    one more wait, for ranks that may be half a bucket behind.
+    2``, and at least two, as the last one is under way while the next bucket begins. More would save more,
+    and cost time: each is one more wait, for ranks that may be half a bucket behind.
 
     Args:
         size: number of ranks.
     """
-    return -(-4 * (size - 1) // (size + 1)) if size > 3 else 1
+    return -(-4 * (size - 1) // (size + 1)) if size > 1 else 1
 
 
 def num_portions(nbytes: int, largest_nbytes: int, most: int) -> int:

@@ -26,15 +26,13 @@ from zero_optim.plan.pieces import Piece
 
 
 def test_two_buckets_are_enough_for_portions() -> None:
-    for size in range(4, 100):
+    assert most_portions(1) == 1
+    assert most_portions(2) == 2  # of which the second is under way while the next bucket begins
+    for size in range(3, 100):
         count = most_portions(size)
         shares = [Fraction(size - 1, size) * (1 + Fraction(4, number)) for number in (count, count - 1)]
         assert shares[0] <= 2 < shares[1]
-        assert count <= 4
-
-
-def test_up_to_three_ranks_send_a_bucket_whole() -> None:
-    assert most_portions(1) == most_portions(2) == most_portions(3) == 1
+        assert 2 <= count <= 4
 
 
 def test_no_portion_is_larger_than_those_of_the_largest_bucket_or_very_small() -> None:
@@ -165,7 +163,9 @@ def test_portions_change_nothing_else(
     ranks2.run(runs_in_portions, check, *args)
 
 
-def test_a_bucket_that_fills_brings_the_one_before_along() -> None:
+@contextlib.contextmanager
+def told_of_sums() -> Iterator[list[str]]:
+    """Have sums of rows not made, but told of: what starts, and what is waited for."""
     told: list[str] = []
 
     class Recorded:
@@ -179,13 +179,25 @@ def test_a_bucket_that_fills_brings_the_one_before_along() -> None:
         def wait(self) -> None:
             told.append(f"end {self.about}")
 
-    owners = BucketOwners(("weight",), ((Piece(0, 0, 4),),), 0, 1)
-    bucket = OwnerBucket([0], [torch.rand(4, 2)], owners, num_portions=4)
-    nobody: Any = SimpleNamespace(groups=())
-    line = owner_line.OwnerLine(nobody, nobody, ["bucket 0"], nobody)
-    line.keep_pace(1.0)  # nothing is under way
-    first, second, third, last = (f"bucket 0, portion {number} of 4" for number in range(1, 5))
     with mock.patch.object(owner_line, "RowSum", Recorded):
+        yield told
+
+
+def buckets_and_line(
+    count: int, num_portions: int, *, is_apart: bool = True
+) -> tuple[list[OwnerBucket], owner_line.OwnerLine]:
+    owners = BucketOwners(("weight",), ((Piece(0, 0, 4),),), 0, 1)
+    buckets = [OwnerBucket([0], [torch.rand(4, 2)], owners, num_portions=num_portions) for _ in range(count)]
+    nobody: Any = SimpleNamespace(groups=())
+    labels = [f"bucket {number}" for number in range(count)]
+    return buckets, owner_line.OwnerLine(nobody, nobody, labels, nobody, is_apart=is_apart)
+
+
+def test_a_bucket_that_fills_brings_the_one_before_along() -> None:
+    (bucket,), line = buckets_and_line(1, 4)
+    first, second, third, last = (f"bucket 0, portion {number} of 4" for number in range(1, 5))
+    with told_of_sums() as told:
+        line.keep_pace(1.0)  # nothing is under way
         launched = line.launch(bucket, 0, False)
         line.keep_pace(0.2)
         assert told == [f"start {first}", f"start {second}"]
@@ -195,3 +207,28 @@ def test_a_bucket_that_fills_brings_the_one_before_along() -> None:
         assert told[6:] == [f"end {third}"]
         launched.wait()
         assert told[7:] == [f"end {last}"]
+
+
+def test_a_bucket_is_sent_while_the_last_portion_of_the_one_before_is_under_way() -> None:
+    buckets, line = buckets_and_line(3, 2)
+    (a1, a2), (b1, b2), (c1, c2) = (
+        [f"bucket {bucket}, portion {number} of 2" for number in (1, 2)] for bucket in range(3)
+    )
+    with told_of_sums() as told:
+        launched = [line.launch(buckets[0], 0, False), line.launch(buckets[1], 1, False)]
+        assert told == [f"start {a1}", f"start {a2}", f"end {a1}", f"start {b1}"]
+        line.keep_pace(0.1)  # the third bucket gets its first gradient: memory for it is made here
+        assert told[4:] == [f"end {a2}", f"start {b2}"]
+        launched.append(line.launch(buckets[2], 2, True))
+        assert told[6:] == [f"end {b1}", f"start {c1}"]
+        for reduction in launched:
+            reduction.wait()
+        assert told[8:] == [f"end {b2}", f"start {c2}", f"end {c1}", f"end {c2}"]
+
+
+def test_where_rows_mix_with_what_else_is_sent_a_bucket_waits_for_the_one_before() -> None:
+    buckets, line = buckets_and_line(2, 1, is_apart=False)
+    with told_of_sums() as told:
+        line.launch(buckets[0], 0, False)
+        line.launch(buckets[1], 1, True)
+        assert told == ["start bucket 0", "end bucket 0", "start bucket 1"]
