@@ -34,9 +34,9 @@ from zero_optim.state.mirror import Mirror
 from zero_optim.state.owning import OwningOptimizer
 from zero_optim.state.whole import Snapshot
 from zero_optim.step.leaves import Leaves, WeightAverage
-from zero_optim.step.local import LocalOptimizer, why_not_cut
+from zero_optim.step.local import LocalOptimizer
 from zero_optim.step.owned import OwnedState
-from zero_optim.step.spec import OptimizerSpec
+from zero_optim.step.spec import OptimizerSpec, why_not_cut
 
 logger = logging.getLogger("zero_optim")
 

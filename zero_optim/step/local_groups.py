@@ -14,6 +14,8 @@ from torch import Tensor
 from zero_optim.plan.groups import PARAM_KEYS, ParamGroup, member_ids, options_of
 from zero_optim.plan.options import OptionKey, are_close, changeable
 
+LocalOnes = Callable[[], list[ParamGroup]]
+
 
 class FollowedGroups:
     """Has local groups follow the public ones, which the user may change between steps.
@@ -43,7 +45,7 @@ class FollowedGroups:
         return group_of_leaves(public, self._leaf_of)
 
     @contextmanager
-    def following(self, groups: list[ParamGroup], local_ones: Callable[[], list[ParamGroup]]) -> Iterator[None]:
+    def following(self, groups: list[ParamGroup], local_ones: LocalOnes) -> Iterator[None]:
         """Give the local groups options and members of the public ones, and these what the class changed.
 
         Args:
@@ -52,7 +54,7 @@ class FollowedGroups:
         """
         for public, local in zip(groups, local_ones(), strict=True):
             _set_options(local, public)
-        self._follow_members(groups, local_ones())
+        self._follow_members(groups, local_ones)
         before = list(map(changeable, local_ones()))
         yield
         for number, (public, local) in enumerate(zip(groups, local_ones(), strict=True)):
@@ -66,11 +68,11 @@ class FollowedGroups:
                 self.written.update((number, str(key)) for key in changed)
             _set_options(public, local)
 
-    def _follow_members(self, groups: list[ParamGroup], local_ones: list[ParamGroup]) -> None:
+    def _follow_members(self, groups: list[ParamGroup], local_ones: LocalOnes) -> None:
         """Give the local groups the leaves of what the public ones hold by now."""
         members = member_ids(groups)
         if members != self._members:
-            for public, local in zip(groups, local_ones, strict=True):
+            for public, local in zip(groups, local_ones(), strict=True):
                 local["params"] = [self._leaf_of[p] for p in public["params"] if p in self._leaf_of]
             self._members = members
 
