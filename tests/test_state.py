@@ -32,7 +32,9 @@ from zero_optim import (
     ZeroRedundancyOptimizer,
 )
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.wire import PIECE_NBYTES, decode, encode, recv_value, send_value
+from zero_optim.comm.copies import PIECE_NBYTES
+from zero_optim.comm.encoding import decode, encode
+from zero_optim.comm.wire import recv_value, send_value
 from zero_optim.run import progress
 
 
