@@ -293,7 +293,7 @@ def test_parameters_in_shared_memory_stay_there_and_train(ranks2: Ranks, early: 
 
 
 def check_without_dlpack() -> None:
-    with mock.patch("zero_optim.shard.storage.to_dlpack", side_effect=BufferError("no such device")):
+    with mock.patch("zero_optim.shard.places.to_dlpack", side_effect=BufferError("no such device")):
         params = make_params()
         mine = twin(params)
         addresses = [param.data_ptr() for param in mine]
