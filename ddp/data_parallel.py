@@ -26,7 +26,7 @@ from zero_optim.comm.traffic import Waitable
 from zero_optim.comm.watchdog import check_patience
 from zero_optim.compat.engine import after_backward, eager, eager_itself, require
 from zero_optim.ddp.assignment import ReducerOptions
-from zero_optim.ddp.logging_data import LoggingSource, has_sync_batch_norm
+from zero_optim.ddp.logging_data import LoggingSource, about_wrapper
 from zero_optim.ddp.mixed_precision import Casting, Precision, cast_buffers
 from zero_optim.ddp.model_agreement import agree_on_model
 from zero_optim.ddp.rebindable import RebindableWrapper
@@ -71,6 +71,9 @@ NEEDED: tuple[tuple[object, str], ...] = (  # see Note [Private names] in zero_o
 require(NEEDED, __name__)
 
 _SIGNATURE = inspect.signature(TorchDistributedDataParallel.__init__)
+_DEFAULTS = {
+    name: each.default for name, each in _SIGNATURE.parameters.items() if each.default is not each.empty
+}
 
 
 class DistributedDataParallel(RebindableWrapper):
@@ -122,34 +125,30 @@ class DistributedDataParallel(RebindableWrapper):
         on_stall: str = "raise",
         **kwargs: Any,  # noqa: ANN401
     ) -> None:
-        given = _SIGNATURE.bind(self, module, *args, **kwargs)
-        given.apply_defaults()
-        if given.arguments.get("init_sync", True):
-            self._agree_on_model(module, *args, timeout=timeout, on_stall=on_stall, **kwargs)
+        bound = _SIGNATURE.bind(self, module, *args, **kwargs)
+        given = _DEFAULTS | bound.arguments
+        if given.get("init_sync", True):
+            agree_on_model(given, self, timeout, on_stall)
         check_patience(timeout, on_stall)
         vars(self).update(_timeout=timeout, _on_stall=on_stall)  # nn.Module is not set up yet
-        self._precision = Precision.of(given.arguments)
+        self._precision = Precision.of(given)
         if self._precision is None:
             super().__init__(module, *args, **kwargs)
             return
-        without = _SIGNATURE.bind(self, module, *args, **kwargs)
-        without.arguments["mixed_precision"] = None  # PyTorch's constructor would set up its own
-        super().__init__(*without.args[1:], **without.kwargs)
-        self.mixed_precision = given.arguments["mixed_precision"]  # PyTorch's forward casts the inputs
+        bound.arguments["mixed_precision"] = None  # PyTorch's constructor would set up its own
+        super().__init__(*bound.args[1:], **bound.kwargs)
+        self.mixed_precision = given["mixed_precision"]  # PyTorch's forward casts the inputs
         cast_buffers(self.module, self._precision.buffer_dtype, self.parameters_to_ignore)
 
     def _agree_on_model(
         self,
         module: nn.Module,
-        *args: Any,  # noqa: ANN401 - PyTorch's
         timeout: float | None = None,
         on_stall: str = "raise",
-        **kwargs: Any,  # noqa: ANN401
+        **options: Any,  # noqa: ANN401 - PyTorch's
     ) -> None:
-        """See `agree_on_model`; takes what the constructor takes."""
-        given = _SIGNATURE.bind(self, module, *args, **kwargs)
-        given.apply_defaults()
-        agree_on_model(given.arguments, self, timeout, on_stall)
+        """See `agree_on_model`; for a subclass that has something to do between that and the constructor."""
+        agree_on_model(_DEFAULTS | {"module": module, **options}, self, timeout, on_stall)
 
     # ------------------------------------------------------------------ built by PyTorch's constructor
 
@@ -186,7 +185,7 @@ class DistributedDataParallel(RebindableWrapper):
         )
         reducer = self._make_reducer(pairs, options, sparse)
         self.reducer: Any = TorchReducerAdapter(reducer)
-        self.logger: Any = TorchLoggerAdapter(LoggingSource(reducer, self._about()))
+        self.logger: Any = TorchLoggerAdapter(LoggingSource(reducer, about_wrapper(self)))
         for hook, state in self.__dict__.get("_comm_hooks", ()):  # when a copy is made whole
             self._set_comm_hook(state, hook)
         self._passing_sync_batchnorm_handle(self.module)  # type: ignore[no-untyped-call]
@@ -227,15 +226,6 @@ class DistributedDataParallel(RebindableWrapper):
         cap = max(1, self.bucket_bytes_cap)
         first: int = dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
         return (first, cap) if self.bucket_bytes_cap_default else (cap,)
-
-    def _about(self) -> dict[str, int | str]:
-        return {
-            "module_name": type(self.module).__name__,
-            "device_ids": ", ".join(map(str, self.device_ids or [])),
-            "output_device": -1 if self.output_device is None else int(self.output_device),
-            "broadcast_buffers": int(self.broadcast_buffers),
-            "has_sync_bn": int(has_sync_batch_norm(self.module)),
-        }
 
     def _set_static_graph(self) -> None:
         reducer = getattr(self, "reducer", None)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from zero_optim.ddp.reducer import Reducer
 
@@ -92,6 +93,13 @@ def _nbytes(params: Sequence[Tensor]) -> int:
     return sum(param.numel() * param.element_size() for param in params)
 
 
-def has_sync_batch_norm(module: nn.Module) -> bool:
-    """Whether a module holds a ``SyncBatchNorm``."""
-    return any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules())
+def about_wrapper(wrapper: DistributedDataParallel) -> dict[str, int | str]:
+    """Tell what is known of a wrapper at construction, see `LoggingSource`."""
+    has_sync_bn = any(isinstance(layer, nn.SyncBatchNorm) for layer in wrapper.module.modules())
+    return {
+        "module_name": type(wrapper.module).__name__,
+        "device_ids": ", ".join(map(str, wrapper.device_ids or [])),
+        "output_device": -1 if wrapper.output_device is None else int(wrapper.output_device),
+        "broadcast_buffers": int(wrapper.broadcast_buffers),
+        "has_sync_bn": int(has_sync_bn),
+    }

@@ -22,7 +22,7 @@ from zero_optim.step import spec as asking
 
 SHAPES = ((64, 16), (32, 8), (7,))
 LARGE = ((1024, 128),)  # its bucket is uneven enough to be told if it is not cut
-RESULTS = "zero_optim.step.spec.why_not_cut"
+RESULTS = "zero_optim.step.spec.why_class_not_cut"
 
 
 def built(
@@ -178,7 +178,7 @@ def check_rarely_asked() -> None:
     plain, sharded = torch.optim.Adam(params), built(twin(params), torch.optim.Adam)
     assert num_cut(sharded) == 2
     asked: list[Any] = []
-    ask = asking.why_not_cut
+    ask = asking.why_class_not_cut
 
     def counting(*args: Any) -> str | None:
         asked.append(args)

@@ -6,9 +6,7 @@ import gc
 import inspect
 import io
 import pickle
-import resource
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from ddp_pairs import SMALL_MB, assert_same, averaged, mlp, mlp_loss
 from pool import Ranks
+from process_memory import resident_nbytes
 from zero_optim.ddp import DistributedDataParallel, Reducer
 
 VIEW = {"gradient_as_bucket_view": True}
@@ -84,11 +83,6 @@ def test_hooks_go_after_a_pass_that_broke_off(ranks1: Ranks) -> None:
 M_MMAP_THRESHOLD = -3  # malloc.h
 
 
-def resident_mib() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize() / 2**20
-
-
 def build_and_drop(net: nn.Module, **options: Any) -> list[weakref.ref[Any]]:
     model = DistributedDataParallel(net, **options)
     for _ in range(2):
@@ -107,12 +101,12 @@ def check_no_leak() -> None:
     for options in ({}, VIEW):
         references = build_and_drop(net, **options)
         gc.collect()
-        before = resident_mib()
+        before = resident_nbytes()
         for _ in range(20):
             references += build_and_drop(net, **options)
         gc.collect()
         assert not any(reference() is not None for reference in references)
-        assert resident_mib() - before < 8  # one model; 20 times as much if buckets stayed
+        assert resident_nbytes() - before < 8 * 2**20  # one model; 20 times as much if buckets stayed
 
 
 def test_twenty_wrappers_leave_nothing_behind(ranks1: Ranks) -> None:

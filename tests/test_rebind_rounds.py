@@ -3,7 +3,6 @@
 import ctypes
 import gc
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from ddp_pairs import SMALL_MB, mlp_loss
 from forked import fork_context
 from pool import Ranks
+from process_memory import resident_nbytes
 from training import assert_same_bits, assert_same_state, make_params, params_of, set_grads
 from waiting import wait_until
 from worlds import enter, leave, world
@@ -82,11 +82,6 @@ class Trainer:
         self.register()
 
 
-def resident_mib() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize() / 2**20
-
-
 def left() -> dict[str, int]:
     """What there is without a process group."""
     gc.collect()
@@ -125,10 +120,10 @@ def run_rounds(folder: Path, kind: str, width: int) -> None:
             checkpoint.save(folder / "saved", model=trainer.model, optimizer=trainer.optimizer)
             trainer.detach()
         if number == WARM:
-            before, resident = left(), resident_mib()
+            before, resident = left(), resident_nbytes()
     wait_until(lambda: left()["tasks"] <= before["tasks"])  # threads of the last group end by themselves
     assert left() == before
-    assert resident_mib() - resident < 4  # 16 times 0.6 MiB if the parameters stayed
+    assert resident_nbytes() - resident < 4 * 2**20  # 16 times 0.6 MiB if the parameters stayed
     assert trainer is not None
     with world(folder, "in one", rank, (0, 1)):
         other = Trainer(kind, width)

@@ -4,7 +4,6 @@ They look at storages: parameters that share one are taken for tied, or written 
 """
 
 import copy
-import ctypes
 import gc
 import io
 import pickle
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from pool import Ranks
+from process_memory import resident_nbytes, trim
 from training import assert_same_bits, make_params, set_grads, train_both, twin
 from zero_optim import ZeroRedundancyOptimizer
 
@@ -201,28 +201,27 @@ def test_dtypes_that_dlpack_does_not_know_have_storages_too(ranks2: Ranks) -> No
     ranks2.run(check_odd_dtypes)
 
 
-def resident_nbytes() -> int:
-    """Bytes of memory this process holds, without what the C library keeps of earlier tests to use again."""
-    ctypes.CDLL(None).malloc_trim(0)
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096
+def held_nbytes() -> int:
+    """What this process holds, without what the C library keeps of earlier tests to use again."""
+    trim()
+    return resident_nbytes()
 
 
 def check_lifetime() -> None:
     gc.collect()
-    start, size = resident_nbytes(), 72 * 2**20  # the C library gives freed blocks above 32 MiB back at once
+    start, size = held_nbytes(), 72 * 2**20  # the C library gives freed blocks above 32 MiB back at once
     params = [Parameter(torch.ones(size // 8)) for _ in range(2)]
     optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, bucket_cap_mb=1000, lr=0.1)
-    assert resident_nbytes() - start < 1.5 * size
+    assert held_nbytes() - start < 1.5 * size
     del optimizer
     gc.collect()
     params.pop()
     assert bool((params[0] == 1).all())
     params[0].data.fill_(2)
-    assert resident_nbytes() - start > 0.9 * size
+    assert held_nbytes() - start > 0.9 * size
     params.pop()
     gc.collect()
-    assert resident_nbytes() - start < 0.5 * size
+    assert held_nbytes() - start < 0.5 * size
 
 
 def test_the_memory_of_a_bucket_lives_as_long_as_any_of_its_parameters(ranks1: Ranks) -> None:
@@ -293,7 +292,7 @@ def test_parameters_in_shared_memory_stay_there_and_train(ranks2: Ranks, early: 
 
 
 def check_without_dlpack() -> None:
-    with mock.patch("zero_optim.shard.storage.to_dlpack", side_effect=BufferError("no such device")):
+    with mock.patch("zero_optim.shard.places.to_dlpack", side_effect=BufferError("no such device")):
         params = make_params()
         mine = twin(params)
         addresses = [param.data_ptr() for param in mine]

@@ -5,7 +5,6 @@ import io
 import sys
 import warnings
 from collections import OrderedDict
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pool import Ranks
+from process_memory import forget_peak, peak_nbytes, resident_nbytes
 from training import (
     MIXED,
     adamw_pair,
@@ -32,7 +32,9 @@ from zero_optim import (
     ZeroRedundancyOptimizer,
 )
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.wire import PIECE_NBYTES, decode, encode, recv_value, send_value
+from zero_optim.comm.copies import PIECE_NBYTES
+from zero_optim.comm.encoding import decode, encode
+from zero_optim.comm.wire import recv_value, send_value
 from zero_optim.run import progress
 
 
@@ -500,19 +502,14 @@ def grown(numel: int) -> int:
         state = {i: {"step": torch.ones(()), **{k: torch.ones(numel) for k in KEYS}} for i in range(8)}
         whole = {"state": state, "param_groups": torch.optim.AdamW(params).state_dict()["param_groups"]}
     dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")
-    before = status("VmRSS")
+    forget_peak()
+    before = resident_nbytes()
     sharded.load_state_dict(whole, src=0)
     assert all(float(entries["exp_avg"][-1]) == 1 for entries in sharded.state.values())
-    return status("VmHWM") - before
+    return (peak_nbytes() - before) // 2**20
 
 
 KEYS = ("exp_avg", "exp_avg_sq")
-
-
-def status(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(key)) // 1024
 
 
 def test_a_rank_that_is_dealt_its_part_grows_by_little_more(ranks4: Ranks) -> None:

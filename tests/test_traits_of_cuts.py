@@ -9,7 +9,15 @@ import torch_optimizer
 from torch.optim import Optimizer
 
 from optimizer_cases import CASES, MISSING, write_options
-from test_traits import ClipsGlobally, GlobalCounter, Langevin, LargeFactored, RoundsStochastically, Small
+from own_classes import (
+    ClipsGlobally,
+    Counted,
+    GlobalCounter,
+    Langevin,
+    LargeFactored,
+    RoundsStochastically,
+    Small,
+)
 from zero_optim.probe.probe import probe, why_not_cut
 from zero_optim.probe.trials import Feed, by_rows, starts_of
 
@@ -213,16 +221,6 @@ def test_weight_decay_is_awake_though_another_number_must_stay_zero() -> None:
             super().step()
 
     assert "weight_decay=0.05" in (why_not_cut(Decays, {"k": 0, "weight_decay": 0.0}) or "")
-
-
-class Counted(Small):
-    """Counts how often it was built."""
-
-    built = 0
-
-    def __init__(self, params: Any, **options: Any) -> None:
-        type(self).built += 1
-        super().__init__(params, **options)
 
 
 def test_cuts_are_tried_once_and_only_when_asked_for() -> None:

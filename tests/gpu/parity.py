@@ -217,7 +217,7 @@ def sent(here: Here, as_views: bool) -> Figures:
     """Handles for another process, as ``torch.multiprocessing`` makes them; then training goes on as before.
 
     Whether CUDA gives a handle for a parameter in a bucket is a figure, no claim: see
-    Note [A storage for each parameter] in `zero_optim.shard.storage`.
+    Note [A storage for each parameter] in `zero_optim.shard.places`.
     """
     params = here.moved(make_params(MATRICES))
     mine = twin(params)

@@ -29,8 +29,8 @@ from zero_optim.checkpoint.undo import Undo
 from zero_optim.checkpoint.values import key_of, tensors_in
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.encoding import Nested
 from zero_optim.comm.watchdog import check_patience, watching
-from zero_optim.comm.wire import Nested
 from zero_optim.errors import StateMismatchError
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.pieces import piece_of

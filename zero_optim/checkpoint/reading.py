@@ -7,7 +7,7 @@ from torch import Tensor
 
 from zero_optim.checkpoint.storage import CheckpointReader, Rows
 from zero_optim.checkpoint.values import Json, unpack
-from zero_optim.comm.wire import Nested
+from zero_optim.comm.encoding import Nested
 from zero_optim.plan.memory import strides_of_rows
 
 

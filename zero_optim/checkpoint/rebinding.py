@@ -14,8 +14,8 @@ from zero_optim.checkpoint.storage import CheckpointReader
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.arguments import ranks_of
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.encoding import Nested
 from zero_optim.comm.watchdog import check_patience, patient, watching
-from zero_optim.comm.wire import Nested
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 
 

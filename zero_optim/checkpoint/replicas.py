@@ -8,8 +8,9 @@ from zero_optim.checkpoint.names import Objects
 from zero_optim.checkpoint.values import key_of
 from zero_optim.comm.agreement import encoded, failure_of_others
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.encoding import encode
 from zero_optim.comm.mesh import RankMesh
-from zero_optim.comm.wire import encode, recv_value, send_value
+from zero_optim.comm.wire import recv_value, send_value
 
 
 def add_random_of_replicas(part: RankContent, objects: Objects) -> None:

@@ -24,10 +24,11 @@ from zero_optim.checkpoint.safetensors import Box
 from zero_optim.checkpoint.storage import complete, discard, entries_of, new_token, write_tensors
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.encoding import encode
 from zero_optim.comm.lanes import Lease, lease
 from zero_optim.comm.mesh import RankMesh
 from zero_optim.comm.watchdog import check_patience, watching
-from zero_optim.comm.wire import encode, recv_value, send_value
+from zero_optim.comm.wire import recv_value, send_value
 from zero_optim.errors import CheckpointError
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 

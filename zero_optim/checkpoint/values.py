@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.checkpoint.manifest import dtype_named
-from zero_optim.comm.wire import Nested, Skeleton, decode, encode
+from zero_optim.comm.encoding import Nested, Skeleton, decode, encode
 
 Json = Any  # whatever json reads and writes
 _DICTS = ("dict", "ordered", "counter")
@@ -28,7 +28,7 @@ def pack(key: str, value: object, where: str) -> tuple[Json, dict[str, Tensor]]:
 
     Args:
         key: of the value; the tensors' keys begin with it.
-        value: as `wire.encode` takes it.
+        value: as `comm.encoding.encode` takes it.
         where: what it is, for error messages.
 
     Returns:

@@ -69,7 +69,6 @@ class Display:
         self._done = done
         self._steps = steps
         self._began = perf_counter()
-        self._val_loss: float | None = None
 
     def __enter__(self) -> "Self":
         """Start the clock."""
@@ -97,8 +96,6 @@ class Display:
     def update(self, record: "Metric") -> None:
         """Show an update, or the validation before the first."""
         every = max(1, self._steps // _LINES)
-        if record.val_loss is not None:
-            self._val_loss = record.val_loss
         if record.step % every == 0 or record.val_loss is not None or record.step == self._steps:
             self.say(self._line(record))
 
@@ -160,7 +157,6 @@ class BarDisplay(Display):
     def update(self, record: "Metric") -> None:
         """Move the bar."""
         if record.val_loss is not None:
-            self._val_loss = record.val_loss
             self.say(self._line(record))
         if record.train_loss is not None:
             rate, left = record.tokens_per_second or 0, clock(self._seconds_left(record.step))

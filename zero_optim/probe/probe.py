@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zero_optim.comm.wire import inner_tensors
+from zero_optim.comm.encoding import inner_tensors
 from zero_optim.probe.acceptance import first_accepted
 from zero_optim.probe.comparison import difference, state_difference
 from zero_optim.probe.subject import OptimizerUnderTest

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_optim.comm.wire import inner_tensors
+from zero_optim.comm.encoding import inner_tensors
 from zero_optim.plan.pieces import Piece
 from zero_optim.probe.acceptance import first_line_of
 from zero_optim.probe.sameness import same_pieces

@@ -24,7 +24,7 @@ from zero_optim.plan.groups import (
     param_names,
     params_of,
 )
-from zero_optim.plan.layout import Layout, Span, spans
+from zero_optim.plan.layout import Span, spans
 from zero_optim.plan.memory import check_shardable
 from zero_optim.plan.pieces import Piece, Pieces, piece_of
 from zero_optim.plan.plan import (
@@ -35,9 +35,9 @@ from zero_optim.plan.plan import (
     make_plan,
 )
 from zero_optim.shard.gathers import Gathers, UnderWay
-from zero_optim.shard.rooms import layouts_with_rooms
+from zero_optim.shard.making import BucketMaker
 from zero_optim.shard.stamps import Call, Stamps
-from zero_optim.shard.storage import ParamBucket, is_active, make_bucket
+from zero_optim.shard.storage import ParamBucket, is_active
 from zero_optim.shard.units import UnitBucket, UnitForms, is_freed
 
 _DIFFERS_ON_PURPOSE = (
@@ -87,15 +87,10 @@ class Sharding:
         self.gathers = Gathers() if gathers is None else gathers
         self.gathers.stamps = None if group.size == 1 else Stamps(own_options)
         self._places: dict[Tensor, tuple[int, int]] = {}
-        self._heard: set[int] = set()  # ranks with room for a stamp in a bucket that trains
         self._group = group
-        self._as_views = as_views
-        self._units = {} if units is None else units
-        self._forms = UnitForms() if forms is None else forms
+        self._maker = BucketMaker(as_views, {} if units is None else units, forms or UnitForms())
         self.cap_nbytes = _nbytes(cap_mb)
         self._active: list[bool] = []
-        self._made_before: dict[Tensor, UnitBucket] = {}  # by their first parameter
-        self._layouts_before: list[Layout] = []  # of the buckets to be added next
         self._checked: list[list[int]] = []  # the groups' members when all had an owner at the last check
 
     @property
@@ -130,18 +125,19 @@ class Sharding:
         """
         new = groups[before:]
         with failing_together(self._group):
-            check_shardable(groups, {param for param in self._units if is_freed(param)})
+            check_shardable(groups, {param for param in self._maker.units if is_freed(param)})
             by_group = [group["params"] for group in new]
             spent = [[cost(p) for p in params] for params, cost in zip(by_group, costs, strict=True)]
             known = by_group, spent, len(self.loads), self.cap_nbytes, self.loads
-            units = [self._units.get(param) for params in by_group for param in params]
-            used = [self._forms.compute_dtypes.get(p, p.dtype) for params in by_group for p in params]
+            every = params_of(new)
+            units = [self._maker.units.get(param) for param in every]
+            used = [self._maker.forms.compute_dtypes.get(param, param.dtype) for param in every]
             plan = make_plan(*known, None if bear_cuts is None else [True] * len(units), units, used)
             answer = [] if bear_cuts is None or not plan.is_cut else bear_cuts()
             described = [*describe_params(new), *describe_options(new), *about]
             # Owners come last: they differ where anything else does, and the first difference is told.
             items = [*described, f"buckets of {self.cap_nbytes} bytes"]
-            items += [f"units of the parameters: {units}, used as {used}"] if self._units else []
+            items += [f"units of the parameters: {units}, used as {used}"] if self._maker.units else []
             items += describe_owners(new, plan)
             if answer:
                 items += describe_costs(new, plan)
@@ -201,30 +197,15 @@ class Sharding:
         self.pieces.update(zip(params, plan.pieces, strict=True))
         more = plan.loads(len(self.loads))
         self.loads = [load + extra for load, extra in zip(self.loads, more, strict=True)]
-        layouts, self._layouts_before = self._layouts_before or self._layouts(params, plan), []
-        for bucket, layout in zip(plan.buckets, layouts, strict=True):
-            members = [params[index] for index in bucket.params]
-            self._places.update({param: (len(self.buckets), index) for index, param in enumerate(members)})
-            label = bucket_text(len(self.buckets), [names[index] for index in bucket.params])
-            self.buckets.append(self._made(members, layout, label))
-            self._active.append(is_active(self.buckets[-1]))
-
-    def _made(self, members: list[Tensor], layout: Layout, label: str) -> ParamBucket:
-        if members[0] in self._units:
-            made = self._made_before.pop(members[0], None)
-            if made is None:
-                return self._made_unit(members, layout, label)
-            made.label = label
-            return made
-        return make_bucket(members, layout, self._group.rank, label, as_views=self._as_views)
-
-    def _made_unit(self, members: list[Tensor], layout: Layout, label: str = "") -> UnitBucket:
-        return UnitBucket(members, layout, self._group.rank, label, self._forms)
-
-    def _layouts(self, params: Sequence[Tensor], plan: Plan) -> list[Layout]:
-        """Give the layouts of the buckets of a plan, with room for stamps."""
-        known = self._units, self._forms.compute_dtypes, self._heard
-        return layouts_with_rooms(plan, params, self._group.size, *known)
+        labels = [
+            bucket_text(number, [names[index] for index in bucket.params])
+            for number, bucket in enumerate(plan.buckets, len(self.buckets))
+        ]
+        made = self._maker.make(self._group, params, plan, labels)
+        for number, bucket in enumerate(made, len(self.buckets)):
+            self._places.update({param: (number, index) for index, param in enumerate(bucket.params)})
+        self.buckets += made
+        self._active += map(is_active, made)
 
     def make_unit_buckets(self, params: Sequence[Tensor], plan: Plan) -> list[UnitBucket]:
         """Make the buckets of a plan that `add`, which is called next, will use for units.
@@ -235,14 +216,7 @@ class Sharding:
             params: of the plan.
             plan: the plan.
         """
-        made = []
-        self._layouts_before = self._layouts(params, plan)
-        for bucket, layout in zip(plan.buckets, self._layouts_before, strict=True):
-            members = [params[index] for index in bucket.params]
-            if members[0] in self._units:
-                made.append(self._made_unit(members, layout))
-        self._made_before = {bucket.params[0]: bucket for bucket in made}
-        return made
+        return self._maker.make_units(self._group, params, plan)
 
     def unit_buckets(self) -> list[UnitBucket]:
         """List the buckets whose parameters can be freed."""

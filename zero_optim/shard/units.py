@@ -47,7 +47,7 @@ from torch import Tensor
 from zero_optim.plan.layout import Layout
 from zero_optim.plan.memory import STRIDES_WHEN_WHOLE
 from zero_optim.shard.keeping import Keeping
-from zero_optim.shard.storage import Form, views_in
+from zero_optim.shard.places import Form, views_in
 
 if TYPE_CHECKING:
     from zero_optim.comm.pending import Pending

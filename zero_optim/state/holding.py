@@ -15,7 +15,8 @@ from torch import Tensor
 
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.wire import decode, encode, recv_encoded, send_value
+from zero_optim.comm.encoding import decode, encode
+from zero_optim.comm.wire import recv_encoded, send_value
 from zero_optim.errors import LostStateError, RankMismatchError
 from zero_optim.plan.groups import ParamGroup, describe_options, options_of, param_names
 from zero_optim.plan.pieces import Piece, Pieces, num_rows

@@ -32,7 +32,7 @@ Note [Versions]
 
 Note [Forms]
     A copy is one flat tensor of bytes: the memory of all tensors, one after the other. Its *form* says which
-    tensors these are, and holds all other values (`comm.wire`). The form is sent only if it has changed,
+    tensors these are, and holds all other values (`comm.encoding`). The form is sent only if it has changed,
     behind the bytes. A class that counts its steps in plain numbers changes it at each step.
 """
 
@@ -47,18 +47,10 @@ from torch import Tensor
 
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup, bytes_to_tensor, tensor_to_bytes
+from zero_optim.comm.copies import pack, unpack
+from zero_optim.comm.encoding import Nested, Skeleton, decode, encode, skeleton_from_bytes, skeleton_to_bytes
 from zero_optim.comm.lanes import Lease, lease
 from zero_optim.comm.traffic import Waitable
-from zero_optim.comm.wire import (
-    Nested,
-    Skeleton,
-    decode,
-    encode,
-    pack,
-    skeleton_from_bytes,
-    skeleton_to_bytes,
-    unpack,
-)
 from zero_optim.plan.pieces import Pieces
 from zero_optim.state.versions import Common, Kept
 

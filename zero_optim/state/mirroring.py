@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zero_optim.comm.wire import inner_tensors
+from zero_optim.comm.encoding import inner_tensors
 from zero_optim.plan.groups import ParamGroup, options_of
 from zero_optim.state.moving import Held
 from zero_optim.state.state_dicts import ShardedStateDicts

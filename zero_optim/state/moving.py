@@ -25,7 +25,8 @@ from torch import Tensor
 
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup, ranks_text
-from zero_optim.comm.wire import Nested, decode, encode, recv_encoded, send_value
+from zero_optim.comm.encoding import Nested, decode, encode
+from zero_optim.comm.wire import recv_encoded, send_value
 from zero_optim.errors import LostStateError, RankMismatchError
 from zero_optim.plan.pieces import Piece, Pieces
 from zero_optim.state.cut_state import CutState, Joined

@@ -1,29 +1,23 @@
-"""A ``torch.optim.Optimizer`` whose parameters have owners: how it is built, given groups, and copied.
+"""A ``torch.optim.Optimizer`` whose parameters have owners: how it is built, given groups, and gathered.
 
 All its parts exist when its constructor returns. Subclasses add the state dicts and the step.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_optim.comm.agreement import failing_together, said_by_all
+from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.backends import held
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.mesh import RankMesh
-from zero_optim.comm.traffic import PHASES
 from zero_optim.comm.watchdog import learn_addresses, patient, watch
-from zero_optim.explain import Explanation, explain
 from zero_optim.plan.costs import cost_named
-from zero_optim.plan.groups import ParamGroup, describe_options, param_names, params_of, short_names
-from zero_optim.plan.pieces import Pieces, owned_by_text
-from zero_optim.plan.plan import describe_params
+from zero_optim.plan.groups import ParamGroup, params_of, short_names
 from zero_optim.shard.claims import UnitsClaim, claim_of
 from zero_optim.shard.lazy import LazyGather, check_reader
 from zero_optim.shard.sharding import Sharding
@@ -37,16 +31,17 @@ from zero_optim.state.given import (
     taken_cuts,
 )
 from zero_optim.state.mirror import Mirror
-from zero_optim.state.whole import Snapshot, nbytes_held
+from zero_optim.state.owning import OwningOptimizer
+from zero_optim.state.whole import Snapshot
 from zero_optim.step.leaves import Leaves, WeightAverage
-from zero_optim.step.local import LocalOptimizer, OptimizerView, why_not_cut
+from zero_optim.step.local import LocalOptimizer
 from zero_optim.step.owned import OwnedState
-from zero_optim.step.spec import OptimizerSpec
+from zero_optim.step.spec import OptimizerSpec, why_not_cut
 
 logger = logging.getLogger("zero_optim")
 
 
-class ShardedOptimizer(Optimizer):
+class ShardedOptimizer(OwningOptimizer):
     """An optimizer whose parameters are owned by the ranks of a group; all ranks construct it.
 
     Args:
@@ -59,14 +54,7 @@ class ShardedOptimizer(Optimizer):
 
     Raises:
         Exception: on every rank, see `ZeroRedundancyOptimizer`.
-
-    Attributes:
-        mesh: of the replicas that hold what this rank's group holds, where a wrapper has a mesh; else None,
-            and in a copy. Checkpoints ask for it.
     """
-
-    mesh: RankMesh | None = None
-    _units: Mapping[Tensor, int] = MappingProxyType({})
 
     def __init__(
         self,
@@ -178,61 +166,6 @@ class ShardedOptimizer(Optimizer):
             self._units = claim.units
         return claim
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickle everything but the hooks, as ``torch.optim`` does; does not communicate."""
-        self.wait_for_gathers()
-        names = (
-            "_ranks",
-            "_options",
-            "_costs",
-            "_sharding",
-            "_owned",
-            "_snapshot",
-            "_mirror",
-            "_kept_whole",
-        )
-        return {**super().__getstate__(), **{name: self.__dict__[name] for name in names}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over a copied or unpickled state; what it shows of it waits for the gathers of the copy."""
-        super().__setstate__(state)
-        self._owned.leaves.let_go()
-        if self.state is self._owned.shown:
-            self._show_state()
-        if not self._ranks.is_let_go:
-            watch(self, self._ranks, self._options.on_stall)
-
-    @property
-    def _group(self) -> RankGroup:
-        """The ranks, for what communicates.
-
-        Raises:
-            RuntimeError: the optimizer is detached.
-        """
-        self.check_attached()
-        return self._ranks
-
-    @_group.setter
-    def _group(self, group: RankGroup) -> None:
-        self._ranks = group
-
-    def check_attached(self) -> None:
-        """Raise if the optimizer is detached; does not communicate.
-
-        Raises:
-            RuntimeError: it is; says what to do.
-        """
-        if self._ranks.is_let_go:
-            raise RuntimeError("the optimizer is detached: call rebind(), on all ranks of the new group")
-
-    def _show_state(self) -> None:
-        self.state = self._owned.show(self._sharding.under_way.wait)  # type: ignore[assignment]
-
-    def _follow_state(self) -> None:
-        """Go on with what the user or the class put in the place of the state; does not communicate."""
-        if self._owned.take_over_state(self.state):
-            self._show_state()
-
     # ------------------------------------------------------------------ groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -280,157 +213,6 @@ class ShardedOptimizer(Optimizer):
         self._sharding.add(group["params"], plan, names)
         self._kept_whole |= kept_whole_in([group], [may_cut])
 
-    # ------------------------------------------------------------------ who owns what
-
-    def _params(self) -> list[Tensor]:
-        return params_of(self.param_groups)
-
-    @property
-    def ranks(self) -> RankGroup:
-        """The ranks that share the state."""
-        return self._group
-
-    def owned_parameters(self) -> list[Tensor]:
-        """List the parameters of which this rank owns all rows, or some; in order."""
-        return [param for param in self._params() if self._sharding.piece_here(param) is not None]
-
-    def owners(self) -> dict[Tensor, int]:
-        """List for each parameter the group rank that keeps its state; equal on every rank.
-
-        Of a parameter that is cut it is the rank that keeps the state of the first rows; see `pieces`.
-        """
-        return {param: self._sharding.first_owner(param) for param in self._params()}
-
-    def pieces(self) -> dict[Tensor, Pieces]:
-        """List for each parameter its pieces; equal on every rank.
-
-        Each is (owner, start, stop): the group rank that keeps the state of rows ``[start, stop)`` of
-        dimension 0. A parameter that is not cut has one.
-        """
-        return {param: self._sharding.pieces[param] for param in self._params()}
-
-    def describe(self) -> list[str]:
-        """Describe all that optimizers of one model in several replicas must have in common.
-
-        That is parameters, options, and who owns what; does not communicate.
-        """
-        groups, options = self.param_groups, self._options.describe()
-        pieces = zip(param_names(groups), self.pieces().values(), strict=True)
-        owners = [f"parameter {name} {owned_by_text(each)}" for name, each in pieces]
-        members = [
-            f"buckets of {self.bucket_cap_nbytes} bytes",
-            *self._owned.local.describe_specs(),
-            *options,
-        ]
-        return [*describe_params(groups), *describe_options(groups), *members, *owners]
-
-    def kept_dtype(self, param: Tensor) -> torch.dtype:
-        """Tell the dtype in which the owners of a parameter keep it; equal on every rank.
-
-        It is the parameter's, unless a fully sharded model computes in another one.
-        """
-        return self._owned.leaves.kept_dtype(param)
-
-    def bucket_members(self) -> list[list[Tensor]]:
-        """List the parameters of each bucket; equal on every rank."""
-        return [list(bucket.params) for bucket in self._sharding.buckets]
-
-    @property
-    def num_buckets(self) -> int:
-        """How many buckets there are; parameters that are added have buckets of their own."""
-        return len(self._sharding.buckets)
-
-    @property
-    def bucket_cap_nbytes(self) -> int:
-        """Capacity of a bucket in bytes; ``sys.maxsize`` for no limit."""
-        return self._sharding.cap_nbytes
-
-    def begin_averages_anew(self) -> None:
-        """Begin the averages (``ema_decay``) at the present weights. Does not communicate.
-
-        For whoever gives the weights other values after construction, as `ShardedDataParallel` does, whose
-        ranks take those of the first. Once a step was taken, or a state was loaded, it does nothing.
-        """
-        self._owned.average.begin_anew()
-
-    @property
-    def overlaps_with_ddp(self) -> bool:
-        """Whether the step is only ever taken during the backward pass."""
-        return self._options.overlap_with_ddp
-
-    @property
-    def optim(self) -> Optimizer | OptimizerView:
-        """The local optimizer of this rank, or with several classes a view of all local optimizers.
-
-        PyTorch's class has it too. Its ``state`` and ``param_groups`` are those of what this rank owns, or of
-        the master copies. Only read it. Does not communicate. The rows that it steps of a cut parameter have
-        values until the next step; after that, ask again.
-        """
-        self._owned.leaves.follow()
-        return self._owned.local.shown()
-
-    def state_nbytes(self) -> int:
-        """Return the bytes of the optimizer state that this rank holds now, each storage counted once."""
-        return nbytes_held(self.state)
-
-    def mirror_nbytes(self) -> int:
-        """Return the bytes of the tensors that go to the buddy after a step; 0 without mirrors."""
-        return 0
-
-    def metrics(self, *, reset: bool = True) -> dict[str, float]:
-        """Tell what this rank communicated since the last call, for any logger. Does not communicate.
-
-        The first call counts from the construction. A copy of the optimizer counts from zero.
-
-        - ``exposed_seconds/PHASE``: how long communication held callers up: they waited, also for ranks that
-          came late, or on the CPU packed, added up and handed out what is sent. What a thread does beside
-          them is left out. On an accelerator these are waits of the CPU alone: with NCCL it does not wait,
-          and the figure says nothing of the device. See Note [Exposed seconds] in `zero_optim.comm.traffic`.
-        - ``sent_bytes/PHASE``: what this rank's network interface sends, see Note [Bytes sent] in
-          `zero_optim.comm.traffic`.
-        - ``collectives/PHASE``: how many were started.
-        - ``steps``: how many were taken, to divide by.
-
-        The phases:
-
-        - ``gather``: owners send parameters.
-        - ``reduce``: gradients go to their owners, or are averaged by `zero_optim.hooks.zero_step` itself.
-          Other reductions are DDP's. Ours has ``metrics()`` too, where its wait for a comm hook is counted.
-        - ``clip``: `clip_grad_norm_`.
-        - ``agree``: what ranks tell each other at construction, for a ``GradScaler``, a closure or ``Join``.
-        - ``state``: consolidated states, and state dicts that one rank deals out. Not checkpoints.
-        - ``mirror``: what goes to the buddy, with ``mirror=True``.
-        - ``total``: all of them.
-
-        Args:
-            reset: count from zero again; False leaves the counts alone, for a second reader.
-        """
-        return self._ranks.phase.traffic.figures(PHASES, "steps", reset=reset)
-
-    def explain(self, *, quiet: bool = False) -> Explanation:
-        """Print on rank 0 what each rank really holds: parameters, state, balance, buckets; all ranks call.
-
-        Args:
-            quiet: print nothing.
-
-        Returns:
-            The same as data, on every rank.
-        """
-        local, groups, nbytes = self._owned.local, self.param_groups, self.state_nbytes()
-        reasons = dict.fromkeys(self._kept_whole, "cuts=False")
-        params = self._params()
-        if len(reasons) < len(params):
-            reasons = local.whole_because(groups, self._owned.leaves.tried_dtype) | reasons
-            everywhere = said_by_all(self._group, [param not in reasons for param in params])
-            for param, is_borne in zip(params, everywhere, strict=True):
-                if not is_borne:
-                    reasons.setdefault(param, "another rank, with another processor, found a difference")
-        mirrored = self.mirror_nbytes()
-        explanation = explain(self._group, self._sharding, local, groups, reasons, nbytes, mirrored)
-        if self._group.rank == 0 and not quiet:
-            print(explanation)  # noqa: T201 - what it is for
-        return explanation
-
     # ------------------------------------------------------------------ the parameters' values
 
     def gather_parameters(self) -> None:
@@ -456,12 +238,13 @@ class ShardedOptimizer(Optimizer):
         """
         return LazyGather(model, self._sharding)
 
-    def wait_for_gathers(self) -> None:
-        """Wait until every parameter has its new value on this rank; returns at once if no gather runs.
+    def begin_averages_anew(self) -> None:
+        """Begin the averages (``ema_decay``) at the present weights. Does not communicate.
 
-        On CUDA with NCCL the current stream waits, not the CPU.
+        For whoever gives the weights other values after construction, as `ShardedDataParallel` does, whose
+        ranks take those of the first. Once a step was taken, or a state was loaded, it does nothing.
         """
-        self._sharding.under_way.wait()
+        self._owned.average.begin_anew()
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:

@@ -12,16 +12,9 @@ from torch import Tensor
 
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.wire import (
-    copied,
-    copied_to_cpu,
-    decode,
-    encode,
-    inner_tensors,
-    map_tensors,
-    recv_encoded,
-    send_value,
-)
+from zero_optim.comm.copies import copied, copied_to_cpu
+from zero_optim.comm.encoding import decode, encode, inner_tensors, map_tensors
+from zero_optim.comm.wire import recv_encoded, send_value
 from zero_optim.errors import NotConsolidatedError, StateMismatchError
 from zero_optim.plan.groups import ParamGroup
 from zero_optim.plan.pieces import Pieces, piece_of
@@ -108,7 +101,7 @@ def consolidate(
     """Bring the whole state to some ranks; all ranks call.
 
     The owners send directly to the targets, one owner after the other. Other ranks receive nothing; while
-    they send, they need extra memory for one piece of `wire.PIECE_NBYTES`. State on an accelerator is sent
+    they send, they need extra memory for one piece of 16 MiB. State on an accelerator is sent
     from the CPU where the group has a backend for it; in a group of NCCL alone it goes from device to device,
     and each pair of ranks makes a communicator for that. The rows of a cut parameter's state are received
     where they belong in the whole. After a second, the first target shows a bar on a terminal.

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.wire import decode, encode, recv_encoded, send_value
+from zero_optim.comm.encoding import decode, encode
+from zero_optim.comm.wire import recv_encoded, send_value
 from zero_optim.plan.groups import ParamGroup, options_of
 from zero_optim.plan.pieces import Pieces, piece_of
 from zero_optim.step.gradients import owned_gradient, set_owned_gradient

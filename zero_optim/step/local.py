@@ -1,16 +1,11 @@
 """The local optimizer: the user's class or classes over the leaves this rank owns.
 
-The public ``param_groups``, with every parameter, are the one truth for options. The local groups
-hold only this rank's leaves; their options are overwritten from the public ones before each step
-and read back after it, so that schedulers act on the former and classes that count in their groups
-(schedule-free ones do) act on the latter.
-
 A group may name its own ``optimizer_class``. Groups that do have an optimizer each, built with the
 group's options as arguments; all others share the default one, as in ``torch.optim``.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_optim.plan.groups import PARAM_KEYS, ParamGroup, member_ids, options_of, params_of
-from zero_optim.plan.options import OptionKey, Plain, are_close, changeable
+from zero_optim.plan.groups import ParamGroup, options_of, params_of
+from zero_optim.plan.options import OptionKey, Plain
 from zero_optim.probe.shaped import ShapedKeys
 from zero_optim.probe.traits import Traits
 from zero_optim.step.built import BuiltOptimizer
+from zero_optim.step.local_groups import FollowedGroups, fill_in, group_of_leaves
 from zero_optim.step.spec import OptimizerSpec
 
 
@@ -70,17 +66,15 @@ class LocalOptimizer:
     ) -> None:
         self._default = default
         self._assume_separable = assume_separable
-        self._leaf_of = dict(owned)
+        self._followed = FollowedGroups(owned)
         self._steps_parts = False
-        self._members: list[list[int]] = []  # the public groups' members that the local ones follow
         self._built: list[BuiltOptimizer] = []
-        self._written: set[OptionKey] = set()
         for number, (group, spec) in enumerate(zip(groups, specs, strict=True)):
             if spec is not None:
-                self._build(spec, [number], [_owned_group(group, owned)])
+                self._build(spec, [number], [self._followed.part_of(group)])
         shared = [number for number, spec in enumerate(specs) if spec is None]
         if shared:
-            self._build(default, shared, [_owned_group(groups[number], owned) for number in shared])
+            self._build(default, shared, [self._followed.part_of(groups[number]) for number in shared])
         self._fill_in(groups)
 
     def _build(self, spec: OptimizerSpec, numbers: list[int], groups: list[ParamGroup]) -> None:
@@ -231,29 +225,14 @@ class LocalOptimizer:
             for built in self._built:
                 built.step_some(chosen, **kwargs)
 
-    @contextmanager
-    def _under_options_of(self, groups: list[ParamGroup]) -> Iterator[None]:
-        """Give the local groups options and members of the public ones, and these what the class changed."""
+    def _under_options_of(self, groups: list[ParamGroup]) -> AbstractContextManager[None]:
+        """Have local groups and public ones follow each other, see `FollowedGroups.following`."""
         if len(groups) != self.num_groups:
             raise ValueError(
                 f"the optimizer has {self.num_groups} parameter groups, but param_groups lists {len(groups)}"
                 ": leave the list as it is, and add groups with add_param_group(), on all ranks"
             )
-        for public, local in zip(groups, self._groups(), strict=True):
-            _set_options(local, public)
-        self._follow_members(groups)
-        before = list(map(changeable, self._groups()))
-        yield
-        for number, (public, local) in enumerate(zip(groups, self._groups(), strict=True)):
-            known = public.get
-            for key, value in local.items():
-                if known(key) is not value and key not in PARAM_KEYS:
-                    self._written.add((number, str(key)))
-            if before[number]:
-                now = changeable(local)
-                changed = [key for key, was in before[number].items() if not are_close(was, now.get(key))]
-                self._written.update((number, str(key)) for key in changed)
-            _set_options(public, local)
+        return self._followed.following(groups, self._groups)
 
     def origins(self, options: Sequence[Mapping[str, Plain]]) -> tuple[list[OptionKey], set[OptionKey]]:
         """Tell which options the classes made, and which they changed in steps.
@@ -273,37 +252,27 @@ class LocalOptimizer:
             for key, value in options[number].items()
             if key not in given and built.is_default(key, value)
         ]
-        return made, self._written
-
-    def _follow_members(self, groups: list[ParamGroup]) -> None:
-        """Give the local groups the leaves of what the public ones hold by now."""
-        members = member_ids(groups)
-        if members != self._members:
-            for public, local in zip(groups, self._groups(), strict=True):
-                local["params"] = [self._leaf_of[p] for p in public["params"] if p in self._leaf_of]
-            self._members = members
+        return made, self._followed.written
 
     def add_group(
         self, group: ParamGroup, spec: OptimizerSpec | None, owned: Mapping[Tensor, Tensor]
     ) -> None:
         """Add what this rank owns of a public group, and what the class fills in to the public one."""
         number, shared = self.num_groups, self._shared()
-        self._leaf_of.update(owned)
+        self._followed.add(owned)
+        part = self._followed.part_of(group)
         if spec is not None or shared is None:
-            self._build(spec or self._default, [number], [_owned_group(group, owned)])
+            self._build(spec or self._default, [number], [part])
         else:
-            shared.add_group(number, _owned_group(group, owned), steps_parts=self._steps_parts)
-        for key, value in self._groups()[number].items():
-            if key not in PARAM_KEYS:
-                group.setdefault(key, value)
+            shared.add_group(number, part, steps_parts=self._steps_parts)
+        fill_in(group, self._groups()[number])
 
     def drop_groups(self, count: int) -> None:
         """Keep only the first ``count`` groups: another rank could not add the rest."""
         for built in self._built:
             built.drop_groups(count)
         self._built = [built for built in self._built if built.numbers]
-        kept = {leaf for group in self._groups() for leaf in group["params"]}
-        self._leaf_of = {param: leaf for param, leaf in self._leaf_of.items() if leaf in kept}
+        self._followed.keep({leaf for group in self._groups() for leaf in group["params"]})
 
     def load(self, groups: list[ParamGroup], state: Mapping[Any, Any], *, exact: bool) -> None:
         """Replace the state, through the classes' own ``load_state_dict``.
@@ -361,7 +330,7 @@ class LocalOptimizer:
         everything = {param: param for param in params_of(groups)}
         state: dict[Any, Any] = {}
         for built in self._built:
-            of_all = [_owned_group(groups[number], everything) for number in built.numbers]
+            of_all = [group_of_leaves(groups[number], everything) for number in built.numbers]
             state.update(built.spec.build(of_all).state)
         return state
 
@@ -389,43 +358,4 @@ class LocalOptimizer:
     def _fill_in(self, groups: list[ParamGroup]) -> None:
         """Give public groups the options they lack and the local ones have."""
         for public, local in zip(groups, self._groups(), strict=True):
-            for key, value in local.items():
-                if key not in PARAM_KEYS:
-                    public.setdefault(key, value)
-
-
-def why_not_cut(
-    default: OptimizerSpec,
-    groups: Sequence[ParamGroup],
-    specs: Sequence[OptimizerSpec | None],
-    dtype_of: Callable[[Tensor], torch.dtype],
-    *,
-    is_tried: bool,
-) -> list[str | None]:
-    """Find out for each parameter of groups why ranks cannot share its rows; None if they can.
-
-    Args:
-        default: what steps the groups that name no class of their own.
-        groups: the public groups, as they were given.
-        specs: for each group the spec of its own optimizer, or None.
-        dtype_of: tells for which dtype a class must bear cuts, see `Leaves.tried_dtype`.
-        is_tried: whether to try what sharding does to classes; an untried one bears no cuts.
-    """
-    shared = [options_of(group) for group, spec in zip(groups, specs, strict=True) if spec is None]
-    found: list[str | None] = []
-    for group, spec in zip(groups, specs, strict=True):
-        given = shared if spec is None else [options_of(group)]
-        dtypes = list(map(dtype_of, group["params"]))
-        found += (spec or default).why_not_cut(given, dtypes, is_tried=is_tried)
-    return found
-
-
-def _owned_group(group: ParamGroup, owned: Mapping[Tensor, Tensor]) -> ParamGroup:
-    return {"params": [owned[p] for p in group["params"] if p in owned], **options_of(group)}
-
-
-def _set_options(target: ParamGroup, source: ParamGroup) -> None:
-    """Give a group the options of another, and no others."""
-    for key in [key for key in target if key not in PARAM_KEYS and key not in source]:
-        del target[key]
-    target.update(options_of(source))
+            fill_in(public, local)

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_optim.plan.description import describe
 from zero_optim.plan.groups import ParamGroup, options_of
-from zero_optim.probe.probe import why_not_cut
+from zero_optim.probe.probe import why_not_cut as why_class_not_cut
 from zero_optim.probe.sparse import why_not_sparse_rows
 from zero_optim.probe.traits import Traits
 from zero_optim.step.gradients import rows_of
@@ -70,7 +71,7 @@ class OptimizerSpec:
         for dtype in dict.fromkeys(dtypes):
             reason: str | None = "not tried (assume_separable=True)"
             if is_tried:
-                reason = why_not_cut(self.optimizer_class, self.arguments, given, dtype)
+                reason = why_class_not_cut(self.optimizer_class, self.arguments, given, dtype)
             reasons[dtype] = None if reason is None else f"{self.name}: {reason}"
         return [reasons[dtype] for dtype in dtypes]
 
@@ -97,3 +98,29 @@ class OptimizerSpec:
                 f"{self.name} cannot be stepped during the backward pass, some parameters at a time: "
                 f"{traits.counting}. Use it without zero_step (overlap_with_ddp)"
             )
+
+
+def why_not_cut(
+    default: OptimizerSpec,
+    groups: Sequence[ParamGroup],
+    specs: Sequence[OptimizerSpec | None],
+    dtype_of: Callable[[Tensor], torch.dtype],
+    *,
+    is_tried: bool,
+) -> list[str | None]:
+    """Find out for each parameter of groups why ranks cannot share its rows; None if they can.
+
+    Args:
+        default: what steps the groups that name no class of their own.
+        groups: the public groups, as they were given.
+        specs: for each group the spec of its own optimizer, or None.
+        dtype_of: tells for which dtype a class must bear cuts, see `Leaves.tried_dtype`.
+        is_tried: whether to try what sharding does to classes; an untried one bears no cuts.
+    """
+    shared = [options_of(group) for group, spec in zip(groups, specs, strict=True) if spec is None]
+    found: list[str | None] = []
+    for group, spec in zip(groups, specs, strict=True):
+        given = shared if spec is None else [options_of(group)]
+        dtypes = list(map(dtype_of, group["params"]))
+        found += (spec or default).why_not_cut(given, dtypes, is_tried=is_tried)
+    return found

@@ -1,0 +1,252 @@
+"""Optimizer classes of our own, each with one habit that the library has to find out by trying."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class Small(Optimizer):
+    """The usual shape of an optimizer; those below say what they do with one parameter."""
+
+    def __init__(self, params: Any, **defaults: Any) -> None:
+        super().__init__(params, {"lr": 0.1, **defaults})
+
+    def each(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    yield group, p
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, p in self.each():
+            p.add_(p.grad, alpha=-group["lr"])
+
+
+class ClipsGlobally(Small):
+    """Scales all gradients by their common norm, when it is above a threshold."""
+
+    def __init__(self, params: Any, max_norm: float = 1.0, **options: Any) -> None:
+        super().__init__(params, max_norm=max_norm, **options)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        total = sum((p.grad.square().sum() for _, p in self.each()), torch.zeros(())).sqrt()
+        for group, p in self.each():
+            p.add_(p.grad * (group["max_norm"] / total).clamp(max=1), alpha=-group["lr"])
+
+
+class DAdaptation(Small):
+    """Estimates one distance per group from inner products over all its parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group.setdefault("d", 1e-6)
+            group.setdefault("numerator", 0.0)
+            norm = 0.0
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                s = self.state[p].setdefault("s", torch.zeros_like(p))
+                group["numerator"] += group["d"] * float((p.grad * s).sum())
+                s.add_(p.grad, alpha=group["d"])
+                norm += float(s.norm() ** 2)
+            group["d"] = max(group["d"], group["numerator"] / (norm**0.5 + 1e-12))
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad.sign(), alpha=-group["lr"] * group["d"])
+
+
+class Prodigy(Small):
+    """Hides its distance in an attribute of its own, over all groups."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.d = getattr(self, "d", 1e-6)
+        moved = 0.0
+        for _, p in self.each():
+            first = self.state[p].setdefault("p0", p.clone())
+            moved = max(moved, float((p.grad * (first - p)).sum()))
+        self.d = max(self.d, min(moved, 1e-2))
+        for group, p in self.each():
+            p.add_(p.grad.sign(), alpha=-group["lr"] * self.d)
+
+
+class GlobalCounter(Small):
+    """Decays by steps it counts in an entry of the state that is no parameter's."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        k = self.state["k"] = self.state.get("k") or torch.zeros(())
+        k += 1
+        for group, p in self.each():
+            p.sub_(p.grad * group["lr"] / k)
+
+
+class GroupCoupled(Small):
+    """Groups after the first are damped when the first has large gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        first = [p.grad.abs().max() for p in self.param_groups[0]["params"] if p.grad is not None]
+        damp = 0.1 if any(size > 100 for size in first) else 1.0
+        for number, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] * (damp if number else 1.0))
+
+
+class Langevin(Small):
+    """Adds noise, from the global random numbers of one library or another."""
+
+    def __init__(self, params: Any, source: str = "torch", unused: object = None) -> None:
+        super().__init__(params, source=source)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, p in self.each():
+            draw = {"torch": torch.randn_like, "numpy": _numpy_normal, "python": _python_normal}[
+                group["source"]
+            ]
+            p.add_(p.grad, alpha=-group["lr"]).add_(draw(p), alpha=1e-2)
+
+
+def _numpy_normal(p: Tensor) -> Tensor:
+    return torch.from_numpy(np.random.standard_normal(tuple(p.shape))).to(p.dtype)
+
+
+def _python_normal(p: Tensor) -> Tensor:
+    return torch.full_like(p, random.gauss(0, 1))
+
+
+class OwnNoise(Small):
+    """Noise of a generator that nobody can seed."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.numbers = np.random.default_rng()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, p in self.each():
+            p.add_(p.grad, alpha=-group["lr"] * float(self.numbers.uniform()))
+
+
+class RoundsStochastically(Small):
+    """Draws random numbers for half-precision parameters alone."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, p in self.each():
+            noise = torch.rand_like(p) * 1e-2 if p.dtype == torch.bfloat16 else 0.0
+            p.sub_((p.grad + noise) * group["lr"])
+
+
+class ScheduleFree(Small):
+    """Averages its iterates, with weights counted in the group; has to be told its mode."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, train_mode=False, k=0, weight_sum=0.0)
+
+    def _blend(self, weight: float, mode: bool) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if group["train_mode"] != mode and "z" in self.state[p]:
+                    p.data.lerp_(self.state[p]["z"], weight)
+            group["train_mode"] = mode
+
+    def train(self) -> None:
+        self._blend(0.1, True)
+
+    def eval(self) -> None:
+        self._blend(1 - 1 / 0.9, False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            if not group["train_mode"]:
+                raise RuntimeError("call train() first")
+            group["k"] += 1
+            group["weight_sum"] += group["lr"] ** 2 * group["k"]
+            share = group["lr"] ** 2 * group["k"] / group["weight_sum"]
+            for p in group["params"]:
+                if p.grad is not None:
+                    z = self.state[p].setdefault("z", p.clone())
+                    p.lerp_(z, share).add_(p.grad, alpha=-0.1 * group["lr"])
+                    z.sub_(p.grad, alpha=group["lr"])
+
+
+class SharpnessAware(Small):
+    """Needs a closure, though its signature does not say so."""
+
+    def step(self, closure: Any = None) -> None:
+        assert closure is not None, "needs a closure"
+        with torch.enable_grad():
+            closure()
+        super().step()
+
+
+class OnGpuOnly(Small):
+    """Raises on the CPU."""
+
+    def step(self, closure: Any = None) -> None:
+        raise RuntimeError("expected CUDA tensors")
+
+
+class NeverMoves(Small):
+    """Warms up for longer than anything is tried."""
+
+    def step(self, closure: Any = None) -> None:
+        pass
+
+
+class LargeFactored(Small):
+    """Divides by row means, but only for matrices of 128 rows and columns."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, p in self.each():
+            factored = p.dim() == 2 and min(p.shape) >= 128
+            scale = p.grad.square().mean(1, keepdim=True).sqrt() + 1e-8 if factored else 1.0
+            p.sub_(group["lr"] * p.grad / scale)
+
+
+class StacksEqualShapes(Small):
+    """Normalises parameters of equal shape together."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        by_shape: dict[torch.Size, list[Tensor]] = {}
+        for _, p in self.each():
+            by_shape.setdefault(p.shape, []).append(p)
+        for members in by_shape.values():
+            together = torch.stack([p.grad for p in members])
+            for p, update in zip(members, together / (together.norm() + 1e-8), strict=True):
+                p.sub_(update)
+
+
+class ChangesItsRate(Small):
+    """Changes in place the tensor it was given as rate."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, p in self.each():
+            p.sub_(p.grad * group["lr"])
+        for group in self.param_groups:
+            group["lr"].mul_(0.9)
+
+
+class Counted(Small):
+    """Counts how often it was built."""
+
+    built = 0
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        type(self).built += 1
+        super().__init__(params, **options)

@@ -1,0 +1,143 @@
+"""Copies between the host and a device, and the streams of a device; without a GPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from device_names import CPU, GPU3, META, XPU1, tensor_on
+from zero_optim.checkpoint.content import RankContent, random_state, set_random_state
+from zero_optim.checkpoint.names import Objects
+from zero_optim.comm import copies, wire
+from zero_optim.compat import streams
+
+
+class Recorder:
+    """A device's module, and its contexts, that say in which order they were entered and left."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    @contextmanager
+    def _context(self, what: str) -> Iterator[None]:
+        self.log.append(f"enter {what}")
+        yield
+        self.log.append(f"leave {what}")
+
+    def device(self, device: torch.device) -> Any:
+        return self._context(f"device {device}")
+
+    def stream(self, stream: Any) -> Any:
+        return self._context("stream")
+
+
+def test_a_stream_is_used_within_its_device_so_that_a_thread_never_returns_to_device_0() -> None:
+    module = Recorder()
+    with streams.Accelerator(module).using(SimpleNamespace(device=GPU3)):
+        pass
+    assert module.log == ["enter device cuda:3", "enter stream", "leave stream", "leave device cuda:3"]
+
+
+def test_a_device_whose_module_has_no_streams_is_taken_for_one_that_works_in_order() -> None:
+    assert not streams.is_asynchronous(torch.device("mps"))
+    assert streams.is_asynchronous(GPU3)
+    given = torch.arange(6.0).reshape(2, 3).t()
+    copy = streams.HostCopy(given).read()
+    assert torch.equal(copy, given)
+    assert (copy.stride(), copy.device) == (given.stride(), CPU)
+    assert copy.data_ptr() != given.data_ptr()
+
+
+class CountingAccelerator:
+    """Takes the CPU for an asynchronous device; counts copies that the CPU has waited for."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def host_tensor(self, like: Tensor) -> Tensor:
+        return torch.empty_like(like, device="cpu")
+
+    def recorded_event(self, device: torch.device) -> Any:
+        return self
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+@contextmanager
+def counting() -> Iterator[CountingAccelerator]:
+    accelerator = CountingAccelerator()
+    with mock.patch.object(streams, "accelerator_of", return_value=accelerator):
+        yield accelerator
+
+
+def test_a_save_in_the_background_waits_for_the_device_once_however_many_tensors() -> None:
+    part = RankContent()
+    given = {"a": torch.arange(6.0).reshape(2, 3).t(), "b": [torch.ones(4, dtype=torch.bfloat16)] * 2}
+    part.add("state", given)
+    with counting() as accelerator:
+        staged = part.staged()
+    assert accelerator.waits == 1
+    assert part.tensors.keys() == staged.tensors.keys()
+    for key, tensor in part.tensors.items():
+        assert torch.equal(tensor, staged.tensors[key])
+        assert tensor.stride() == staged.tensors[key].stride()
+        assert tensor.data_ptr() != staged.tensors[key].data_ptr()
+
+
+def test_a_save_in_the_background_pins_one_piece_at_a_time_and_keeps_ordinary_memory() -> None:
+    part, pinned = RankContent(), []
+    part.add(
+        "state", [torch.arange(15, dtype=torch.int16).reshape(3, 5).t(), torch.arange(7.0), torch.ones(0)]
+    )
+    with counting() as accelerator, mock.patch.object(copies, "PIECE_NBYTES", 16):
+        make = accelerator.host_tensor
+        accelerator.host_tensor = lambda like: pinned.append(make(like)) or pinned[-1]  # type: ignore[method-assign]
+        staged = part.staged()
+    assert [tensor.nbytes for tensor in pinned] == [16, 16, 16, 10]
+    assert accelerator.waits == 4
+    kept = {tensor.data_ptr() for tensor in pinned}
+    for key, tensor in part.tensors.items():
+        assert torch.equal(tensor, staged.tensors[key])
+        assert tensor.stride() == staged.tensors[key].stride()
+        assert staged.tensors[key].data_ptr() not in kept
+
+
+def test_a_tensor_of_the_host_comes_to_a_device_by_way_of_pinned_memory() -> None:
+    with mock.patch.object(streams, "to_device", return_value="pinned") as to_device:
+        assert streams.brought_to(torch.ones(2), META) == "pinned"
+        given = torch.ones(2, device=META)
+        assert streams.brought_to(given, META) is given
+        assert streams.brought_to(torch.ones(1), CPU).tolist() == [1.0]
+    to_device.assert_called_once()
+
+
+def test_the_random_state_is_that_of_the_parameters_device_not_of_the_current_one() -> None:
+    cuda = {"is_available": True, "is_initialized": True, "get_rng_state": torch.zeros(16, dtype=torch.uint8)}
+    with mock.patch.multiple(
+        torch.cuda, **{name: mock.Mock(return_value=value) for name, value in cuda.items()}
+    ):
+        for device, asked in [(GPU3, GPU3), (None, torch.device("cuda")), (XPU1, torch.device("cuda"))]:
+            state = random_state(device)
+            torch.cuda.get_rng_state.assert_called_with(asked)  # type: ignore[attr-defined]
+            with mock.patch.object(torch.cuda, "set_rng_state") as setting:
+                set_random_state(state, device)
+            assert setting.call_args.args[1] == asked
+    assert Objects(model=nn.Linear(2, 2)).device is None
+
+
+def test_a_piece_of_many_tensors_is_brought_to_the_host_with_one_wait() -> None:
+    parts = [torch.full((number,), number, dtype=torch.uint8) for number in range(4)]
+    with counting() as accelerator:
+        assert torch.equal(streams.HostCopy(*parts).read(), torch.cat(parts))
+    assert accelerator.waits == 1
+    assert torch.equal(streams.HostCopy(*parts).read(), torch.cat(parts))
+    on_device = [tensor_on(GPU3), tensor_on(CPU)]
+    with mock.patch.object(wire, "HostCopy") as copy:
+        assert wire._joined(on_device, CPU) is copy.return_value.read.return_value
+        assert wire._joined(parts[:1], CPU) is parts[0]
+    copy.assert_called_once_with(*on_device)

@@ -1,0 +1,215 @@
+"""How a group sends what it is given: exchanges, lanes and rows, by the backend that serves the data."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d as c10d
+
+from device_names import CPU, GLOO, GPU0, GPU3, MIXED, XCCL, XPU1
+from pool import Ranks
+from zero_optim.comm import collectives, lanes
+from zero_optim.comm import ranks as comm_ranks
+from zero_optim.comm.backends import parse_config
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.lanes import lanes_beside
+from zero_optim.compat.engine import coalesced, coalesces, make_group
+from zero_optim.hooks.order import LaterStage
+
+# ---------------------------------------------------------------------- exchanges and lanes
+
+
+def pieces_of(rank: int, dtype: torch.dtype) -> list[Tensor]:
+    """Rank r's piece has r + 1 elements, and that for rank 0 has none."""
+    return [torch.full((to * 3,), 10.0 * rank + to, dtype=dtype) for to in range(2)]
+
+
+def check_packed_exchange() -> None:
+    group = RankGroup.of(None)
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        sent = pieces_of(group.rank, dtype)
+        into = [torch.empty_like(sent[group.rank]) for _ in range(2)]
+        works, came = group._exchange_packed(sent, into, group)
+        for work in works:
+            work.wait()
+        assert came[group.rank] is sent[group.rank]
+        for rank in range(2):
+            assert torch.equal(came[rank], pieces_of(rank, dtype)[group.rank]), (dtype, rank)
+
+
+def test_gloo_exchanges_what_is_not_on_the_cpu_as_one_tensor_of_bytes(ranks2: Ranks) -> None:
+    ranks2.run(check_packed_exchange)
+
+
+def check_exchange_by_backend() -> None:
+    group = RankGroup.of(None)
+    sent = pieces_of(group.rank, torch.float32)
+    started = mock.Mock(spec=dist.Work)
+    with mock.patch.object(dist, "all_to_all", return_value=started) as asked:
+        works, came = group.exchange(sent, [replace(group, backends={"cpu": "nccl"})])
+    assert [work.handle for work in works] == [started]
+    into, pieces = asked.call_args.args
+    assert [part.numel() for part in pieces] == [0 if to == group.rank else to * 3 for to in range(2)]
+    assert [part.numel() for part in into] == [0 if r == group.rank else group.rank * 3 for r in range(2)]
+    assert came[group.rank] is sent[group.rank]
+
+
+def test_another_backend_exchanges_at_once_whatever_the_device(ranks2: Ranks) -> None:
+    ranks2.run(check_exchange_by_backend)
+
+
+def check_lanes_by_backend() -> None:
+    group, asked = RankGroup.of(None, nn.Linear(2, 2)), []
+
+    def lease(group: RankGroup, number: int, backend: str) -> None:
+        asked.append((number, backend))
+
+    mixed = parse_config(MIXED)
+    with mock.patch.object(lanes, "lease", lease):
+        lanes_beside(group)
+        lanes_beside(replace(group, backends=mixed))
+        lanes_beside(replace(group, backends=mixed, data_devices=(GPU3,)))
+        lanes_beside(replace(group, backends={"cpu": "mine"}))
+        lanes_beside(replace(group, backends={}))  # a subclass of ProcessGroup: its name is all there is
+    assert asked == [(2, "gloo"), (2, "gloo"), (1, "nccl"), (1, "mine"), (2, "gloo")]
+
+
+def test_lanes_have_the_backend_that_sends_the_data_and_are_many_on_gloo_alone(ranks2: Ranks) -> None:
+    ranks2.run(check_lanes_by_backend)
+
+
+def check_lanes_know_the_data() -> None:
+    group = RankGroup.of(None, GPU3)
+    assert [lane.data_devices for lane in lanes_beside(group).groups] == [(GPU3,)]
+
+
+def test_lanes_know_where_the_data_lie(ranks1: Ranks) -> None:
+    ranks1.run(check_lanes_know_the_data)
+
+
+def check_later_stage() -> None:
+    world: Any = dist.group.WORLD
+    for config, device, same in [(MIXED, GPU3, True), (XCCL, XPU1, True), (GLOO, CPU, False)]:
+        with mock.patch.object(comm_ranks, "backends_of", return_value=parse_config(config)):
+            stage = LaterStage.beside(world, device)
+        assert (stage.lease.groups[0].process_group is world) == same, config
+
+
+def test_what_follows_a_collective_has_a_group_of_its_own_unless_futures_are_queued_work(
+    ranks1: Ranks,
+) -> None:
+    ranks1.run(check_later_stage)
+
+
+# ---------------------------------------------------------------------- rows at once
+
+
+class CoalescingGroup:
+    """Records what a group is asked for."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.work = mock.Mock(spec=dist.Work)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.calls.append(f"start on {device}")
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        self.calls.append(f"end on {device}")
+        return self.work
+
+
+def test_collectives_started_as_one_have_one_handle_and_are_ended_after_an_error_too() -> None:
+    group: Any = CoalescingGroup()
+    with coalesced(group, GPU3) as works:
+        assert works == []
+        group.calls.append("collective")
+    assert works == [group.work]
+    assert group.calls == ["start on cuda:3", "collective", "end on cuda:3"]
+    with pytest.raises(ValueError, match="wrong"), coalesced(group, GPU3):
+        raise ValueError("wrong")
+    assert group.calls[-1] == "end on cuda:3"
+    group.work = None  # nothing was started
+    with coalesced(group, GPU3) as works:
+        pass
+    assert works == []
+
+
+def check_rows_at_once() -> None:
+    group, log = RankGroup.of(None), []
+    real = dist.broadcast
+
+    def broadcast(row: Tensor, source: int, **options: Any) -> Any:
+        log.append((row.dtype, row.numel(), source))
+        return real(row, source, **options)
+
+    @contextmanager
+    def one(process_group: dist.ProcessGroup, device: torch.device) -> Iterator[list[dist.Work]]:
+        log.append("start")
+        works: list[dist.Work] = []
+        yield works
+        log.append("end")
+        works.append(mock.Mock(spec=dist.Work))
+
+    world: Any = dist.group.WORLD
+    assert not coalesces(world, CPU)  # gloo
+    rows = [(0, torch.ones(3)), (1, torch.ones(0)), (1, torch.ones(2, dtype=torch.int16))]
+    with (
+        mock.patch.object(collectives, "coalesces", return_value=True),
+        mock.patch.object(collectives, "coalesced", one),
+        mock.patch.object(dist, "broadcast", broadcast),
+    ):
+        assert len(group.broadcast_rows(iter(rows))) == 1
+        # An empty row takes part: every rank starts the same ones.
+        whole = [(torch.uint8, 12, 0), (torch.uint8, 0, 1), (torch.uint8, 4, 1)]
+        assert log == ["start", *whole, "end"]
+        log.clear()
+        assert len(group.broadcast_rows(rows[:1])) == 1
+        assert log == whole[:1]  # one alone needs no more
+        assert group.broadcast_rows([]) == []
+    for work in group.broadcast_rows(rows):  # so that no rank ends while the other still waits
+        work.wait()
+
+
+def test_the_rows_of_a_bucket_are_one_launch_where_the_backend_can(ranks2: Ranks) -> None:
+    ranks2.run(check_rows_at_once)
+
+
+# ---------------------------------------------------------------------- groups beside a bound one
+
+
+class BoundGroup:
+    """A group as PyTorch makes it beside a default group with ``device_id=``: to be split from that."""
+
+    _device_types = (torch.device("cuda"),)
+
+    def __init__(self) -> None:
+        self.options = SimpleNamespace(split_from=object(), _timeout=None)
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return SimpleNamespace(wrapped_pg=SimpleNamespace(options=self.options))
+
+
+def check_not_split() -> None:
+    world: Any = dist.group.WORLD
+    made = BoundGroup()
+    with mock.patch.object(c10d, "_new_process_group_helper", return_value=(made, None)) as helper:
+        world.bound_device_id = GPU0
+        try:
+            assert make_group([0], "nccl", "lane", None) is made  # type: ignore[comparison-overlap]
+        finally:
+            world.bound_device_id = None
+            c10d._world.pg_group_ranks.pop(made, None)  # type: ignore[call-overload]
+    assert helper.call_args.kwargs.get("device_id") is None  # else it is split at once
+    assert made.options.split_from is None  # else with its first collective
+
+
+def test_a_lane_beside_a_bound_group_is_not_split_from_it(ranks1: Ranks) -> None:
+    ranks1.run(check_not_split)

@@ -1,0 +1,243 @@
+"""Nested values with tensors, split in two without pickle: a skeleton, and the tensors in it.
+
+A skeleton has the containers, plain values, and for each tensor its dtype, shape and strides. It travels as
+bytes for ``torch.load(weights_only=True)``, which cannot run code. `comm.wire` sends both; checkpoints write
+them. Nothing here communicates.
+"""
+
+import io
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zero_optim.compat.engine import wraps_tensors
+from zero_optim.plan.memory import dense_strides
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+# The first class that fits counts: dict fits all.
+_DICTS: dict[str, type[dict[Any, Any]]] = {"ordered": OrderedDict, "counter": Counter, "dict": dict}
+
+Skeleton = list[Any]
+Nested = Any  # dicts, lists and tuples of tensors and plain values
+
+
+def encode(value: object, where: str) -> tuple[Skeleton, list[Tensor]]:
+    """Split a nested value into a skeleton of plain values and its tensors.
+
+    Args:
+        value: dicts, lists, tuples, tensors (dense, sparse, subclasses), arrays, numbers, strings, None,
+            nested as deeply as needed.
+        where: what the value is, for the message.
+
+    Raises:
+        TypeError: something in it is none of these.
+    """
+    tensors: list[Tensor] = []
+    return _encode(value, where, tensors), tensors
+
+
+def _encode(value: object, where: str, tensors: list[Tensor]) -> Skeleton:
+    if isinstance(value, Tensor):
+        return _encode_tensor(value, where, tensors)
+    if isinstance(value, np.ndarray):
+        return ["array", [_encode_tensor(torch.from_numpy(np.array(value)), where, tensors)]]
+    if isinstance(value, dict):
+        kind = next(name for name, container in _DICTS.items() if isinstance(value, container))
+        return [kind, [[_plain(k, where), _encode(v, f"{where}[{k!r}]", tensors)] for k, v in value.items()]]
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return [kind, [_encode(v, f"{where}[{i}]", tensors) for i, v in enumerate(value)]]
+    return ["plain", _plain(value, where)]
+
+
+def _plain(value: object, where: str) -> object:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if type(value) not in _PLAIN:
+        raise TypeError(
+            f"{where} holds a {type(value).__name__}, which cannot be sent without running its code"
+        )
+    return value
+
+
+def _encode_tensor(tensor: Tensor, where: str, tensors: list[Tensor]) -> Skeleton:
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        return _encode_subclass(tensor, where, tensors)
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor.coalesce()
+        parts = [_encode_tensor(part, where, tensors) for part in (tensor.indices(), tensor.values())]
+        return ["sparse", [tuple(tensor.shape), *parts]]
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise TypeError(f"{where} is a tensor of layout {tensor.layout}, which is not supported")
+    strides = dense_strides(tensor)
+    tensors.append(tensor)
+    return ["tensor", [tensor.dtype, tuple(tensor.shape), strides]]
+
+
+def _encode_subclass(tensor: Tensor, where: str, tensors: list[Tensor]) -> Skeleton:
+    """Split a tensor subclass: by its own rule if it wraps tensors, else into tensor and attributes."""
+    name = [type(tensor).__module__, type(tensor).__qualname__]
+    if wraps_tensors(tensor):
+        attributes, context = flattened(tensor)
+        rest = _encode(context, f"the context of {where}", [])
+        form = [tuple(tensor.shape), tensor.stride()]
+        return ["wrapper", [name, rest, form, *(_inner(tensor, a, where, tensors) for a in attributes)]]
+    with torch._C.DisableTorchFunctionSubclass():
+        inner = tensor.detach().as_subclass(Tensor)
+    return ["subclass", [name, _encode(vars(tensor), where, tensors), _encode(inner, where, tensors)]]
+
+
+def flattened(tensor: Any) -> tuple[list[str], Any]:  # noqa: ANN401 - a class that only has the method in common
+    """Ask a tensor that wraps others for their attribute names, and for its context (its other data)."""
+    attributes, context = tensor.__tensor_flatten__()
+    return attributes, context
+
+
+def _inner(tensor: Tensor, attribute: str, where: str, tensors: list[Tensor]) -> list[Any]:
+    return [attribute, _encode(getattr(tensor, attribute), f"{where}.{attribute}", tensors)]
+
+
+def decode(skeleton: Skeleton, tensors: Iterator[Tensor]) -> Nested:  # noqa: PLR0911 - one a kind
+    """Rebuild a value from its skeleton and its tensors, in order.
+
+    Raises:
+        TypeError: it holds a tensor subclass whose module has not been imported here.
+    """
+    kind, body = skeleton
+    if kind == "plain":
+        return body
+    if kind == "tensor":
+        return next(tensors)
+    if kind == "array":
+        return decode(body[0], tensors).numpy()
+    if kind == "sparse":
+        shape, indices, values = body
+        return torch.sparse_coo_tensor(
+            decode(indices, tensors), decode(values, tensors), shape, check_invariants=True, is_coalesced=True
+        )
+    if kind in ("wrapper", "subclass"):
+        return _decode_subclass(kind, body, tensors)
+    if kind in _DICTS:
+        return _DICTS[kind]({key: decode(part, tensors) for key, part in body})
+    items = [decode(part, tensors) for part in body]
+    return items if kind == "list" else tuple(items)
+
+
+def _decode_subclass(kind: str, body: list[Any], tensors: Iterator[Tensor]) -> Tensor:
+    found: Any = _loaded_subclass(*body[0])
+    if kind == "wrapper":
+        _, context, (shape, strides), *parts = body
+        inner = {attribute: decode(part, tensors) for attribute, part in parts}
+        whole = found.__tensor_unflatten__(inner, decode(context, tensors), torch.Size(shape), tuple(strides))
+    else:
+        attributes, plain = (decode(part, tensors) for part in body[1:])
+        with torch._C.DisableTorchFunctionSubclass():
+            whole = plain.as_subclass(found)
+        vars(whole).update(attributes)
+    assert isinstance(whole, Tensor)
+    return whole
+
+
+def _loaded_subclass(module: str, name: str) -> type[Tensor]:
+    """Find a tensor subclass among what this process has imported. A file never causes an import.
+
+    Attributes are looked up without the module's ``__getattr__``, which may import something.
+    """
+    found: object = sys.modules.get(module)
+    for part in name.split("."):
+        try:
+            found = object.__getattribute__(found, "__dict__").get(part)
+        except AttributeError:
+            found = None
+    if not (isinstance(found, type) and issubclass(found, Tensor)):
+        raise TypeError(f"a value needs the tensor subclass {module}.{name}: import {module} first")
+    return found
+
+
+def parts_of(skeleton: Skeleton) -> list[Skeleton]:
+    """List the skeletons inside a skeleton, in the order of their tensors."""
+    kind, body = skeleton
+    if kind in ("plain", "tensor"):
+        return []
+    if kind in ("sparse", "subclass"):
+        return list(body[1:])
+    if kind == "wrapper":
+        return [part for _, part in body[3:]]
+    return [part for _, part in body] if kind in _DICTS else list(body)
+
+
+# Returns memory for a tensor, on the CPU: its path of keys in the value, dtype, shape, dense strides.
+Place = Callable[[tuple[Any, ...], torch.dtype, tuple[int, ...], tuple[int, ...]], Tensor]
+
+
+def new_memory(
+    _path: tuple[Any, ...], dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> Tensor:
+    """Allocate a tensor on the CPU, uninitialised."""
+    return torch.empty_strided(shape, strides, dtype=dtype)
+
+
+def blank_tensors(skeleton: Skeleton, place: Place = new_memory, path: tuple[Any, ...] = ()) -> list[Tensor]:
+    """Allocate the tensors that a skeleton describes, uninitialised."""
+    kind, body = skeleton
+    if kind == "tensor":
+        return [place(path, *body)]
+    parts = parts_of(skeleton)
+    keys = [key for key, _ in body] if kind in _DICTS else range(len(parts))
+    return [
+        tensor
+        for key, part in zip(keys, parts, strict=True)
+        for tensor in blank_tensors(part, place, (*path, key))
+    ]
+
+
+def skeleton_to_bytes(skeleton: Skeleton) -> bytes:
+    """Write a skeleton down, for `skeleton_from_bytes` on another rank."""
+    buffer = io.BytesIO()
+    torch.save(_replaced(skeleton, bytes, bytearray), buffer)  # torch.load(weights_only=True) refuses b""
+    return buffer.getvalue()
+
+
+def skeleton_from_bytes(content: bytes) -> Skeleton:
+    """Read what `skeleton_to_bytes` wrote; runs no code."""
+    skeleton: Skeleton = _replaced(torch.load(io.BytesIO(content), weights_only=True), bytearray, bytes)
+    return skeleton
+
+
+def _replaced(part: Any, old: type, new: Callable[[Any], object]) -> Any:  # noqa: ANN401 - a part of a skeleton
+    """Replace values of one class in a skeleton by those that another makes of them."""
+    if isinstance(part, list):
+        return [_replaced(inner, old, new) for inner in part]
+    return new(part) if type(part) is old else part
+
+
+def map_tensors(value: Nested, change: Callable[[Tensor], Tensor]) -> Nested:
+    """Rebuild a nested value with every tensor changed; containers are new, plain values shared."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        container = next(container for container in _DICTS.values() if isinstance(value, container))
+        return container({key: map_tensors(part, change) for key, part in value.items()})
+    if isinstance(value, list | tuple):
+        parts = [map_tensors(part, change) for part in value]
+        return parts if isinstance(value, list) else tuple(parts)
+    return value
+
+
+def inner_tensors(value: Nested) -> list[Tensor]:
+    """List the tensors in a nested value that have memory of their own, also those inside other tensors."""
+    if isinstance(value, Tensor):
+        if wraps_tensors(value):
+            attributes, _ = flattened(value)
+            return [tensor for name in attributes for tensor in inner_tensors(getattr(value, name))]
+        return [value._indices(), value._values()] if value.is_sparse else [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    children = value if isinstance(value, list | tuple) else ()
+    return [tensor for child in children for tensor in inner_tensors(child)]

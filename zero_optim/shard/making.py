@@ -1,0 +1,75 @@
+"""Makes the buckets of plans. Nothing here communicates."""
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.plan.layout import Layout
+from zero_optim.plan.plan import Plan
+from zero_optim.shard.rooms import layouts_with_rooms
+from zero_optim.shard.storage import ParamBucket, make_bucket
+from zero_optim.shard.units import UnitBucket, UnitForms
+
+
+class BucketMaker:
+    """Makes the buckets of one plan after the other, with rooms for stamps.
+
+    Args:
+        as_views: whether to move parameters into their bucket, see `make_bucket`.
+        units: parameters that are whole only while their unit is in use, with the number of the unit.
+        forms: how these are kept.
+    """
+
+    def __init__(self, as_views: bool, units: Mapping[Tensor, int], forms: UnitForms) -> None:
+        self.units = units
+        self.forms = forms
+        self._as_views = as_views
+        self._heard: set[int] = set()  # ranks with room for a stamp in a bucket that trains
+        self._made_before: dict[Tensor, UnitBucket] = {}  # by their first parameter
+        self._layouts_before: list[Layout] = []  # of the buckets to be made next
+
+    def make(
+        self, group: RankGroup, params: Sequence[Tensor], plan: Plan, labels: Sequence[str]
+    ) -> list[ParamBucket]:
+        """Make the buckets of a plan, or take those that `make_units` has made of it.
+
+        Args:
+            group: the ranks.
+            params: of the plan.
+            plan: the plan.
+            labels: of each bucket, for messages.
+        """
+        layouts, self._layouts_before = self._layouts_before or self._layouts(group, params, plan), []
+        made: list[ParamBucket] = []
+        for bucket, layout, label in zip(plan.buckets, layouts, labels, strict=True):
+            members = [params[index] for index in bucket.params]
+            if members[0] not in self.units:
+                made.append(make_bucket(members, layout, group.rank, label, as_views=self._as_views))
+            elif members[0] in self._made_before:
+                made.append(self._made_before.pop(members[0]))
+                made[-1].label = label
+            else:
+                made.append(UnitBucket(members, layout, group.rank, label, self.forms))
+        return made
+
+    def make_units(self, group: RankGroup, params: Sequence[Tensor], plan: Plan) -> list[UnitBucket]:
+        """Make the buckets of a plan that hold units, for `make`, which is called next.
+
+        Args:
+            group: the ranks.
+            params: of the plan.
+            plan: the plan.
+        """
+        made = []
+        self._layouts_before = self._layouts(group, params, plan)
+        for bucket, layout in zip(plan.buckets, self._layouts_before, strict=True):
+            members = [params[index] for index in bucket.params]
+            if members[0] in self.units:
+                made.append(UnitBucket(members, layout, group.rank, "", self.forms))
+        self._made_before = {bucket.params[0]: bucket for bucket in made}
+        return made
+
+    def _layouts(self, group: RankGroup, params: Sequence[Tensor], plan: Plan) -> list[Layout]:
+        known = self.units, self.forms.compute_dtypes, self._heard
+        return layouts_with_rooms(plan, params, group.size, *known)
