@@ -3,10 +3,15 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from typing import Any
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from training import twin
+from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.plan import cuts as plan_of_cuts
 from zero_optim.plan.buckets import assign_buckets
 from zero_optim.plan.layout import Extent, Layout, Row
@@ -34,6 +39,36 @@ def finely_cut() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan_of_cuts, "MIN_ROW_NBYTES", ALIGNMENT)
         yield
+
+
+def cut_pair(
+    params: list[nn.Parameter],
+    optimizer_class: type[Optimizer] = torch.optim.AdamW,
+    *,
+    cap: float = ONE_A_BUCKET,
+    options: dict[str, Any] | None = None,
+    **sharded_options: Any,
+) -> tuple[Optimizer, ZeroRedundancyOptimizer]:
+    """An unsharded optimizer over parameters, and one over equal ones that are cut."""
+    options = {"lr": 0.01} if options is None else options
+    mine = twin(params)
+    with cutting():
+        sharded = ZeroRedundancyOptimizer(
+            mine, optimizer_class, bucket_cap_mb=cap, **sharded_options, **options
+        )
+    assert any(len(pieces) > 1 for pieces in sharded.pieces().values())
+    return optimizer_class(params, **options), sharded
+
+
+def sparse_gradient(param: Tensor, step: int, *, coalesced: bool) -> Tensor:
+    """Some rows of a gradient, one of them twice unless it is coalesced; few lie on the first rank."""
+    generator = torch.Generator().manual_seed(step)
+    rows = torch.randint(param.shape[0], (7,), generator=generator)
+    rows[3] = rows[1]
+    grad = torch.sparse_coo_tensor(
+        rows[None], torch.randn(7, *param.shape[1:], generator=generator), param.shape, check_invariants=True
+    )
+    return grad.coalesce() if coalesced else grad
 
 
 def plan_cuts(

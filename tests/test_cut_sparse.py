@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.optim import SGD
 
-from cuts import cutting, finely_cut
+from cuts import cut_pair, cutting, finely_cut, sparse_gradient
 from pool import Ranks
-from test_cut_runs import cut_pair, sparse_gradient
 from test_overlap_uneven import Embedder
 from training import assert_same_bits, make_params, params_of, set_grads, twin
 from zero_optim import RankMismatchError, ZeroRedundancyOptimizer

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from cuts import ONE_A_BUCKET, cutting
+from cuts import ONE_A_BUCKET, cut_pair, cutting
 from pool import Ranks
 from training import assert_same_bits, assert_same_state, make_params, params_of, set_grads, train_both, twin
 from zero_optim import StateMismatchError, ZeroRedundancyOptimizer
@@ -20,15 +20,8 @@ from zero_optim.step.state_view import OwnedEntries
 SHAPES = ((32, 8), (7,), (64, 16))
 
 
-def cut_pair(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Optimizer, ZeroRedundancyOptimizer]:
-    """AdamW unsharded, and sharded with parameters that are cut."""
-    params = make_params(SHAPES, dtype)
-    with cutting():
-        sharded = ZeroRedundancyOptimizer(
-            twin(params), torch.optim.AdamW, bucket_cap_mb=ONE_A_BUCKET, lr=0.01, **options
-        )
-    assert any(len(pieces) > 1 for pieces in sharded.pieces().values())
-    return torch.optim.AdamW(params, lr=0.01), sharded
+def pair(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Optimizer, ZeroRedundancyOptimizer]:
+    return cut_pair(make_params(SHAPES, dtype), **options)
 
 
 def owned(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -101,7 +94,7 @@ ACTS = (
 
 
 def check_write(act: Callable[[Optimizer], None]) -> None:
-    plain, sharded = cut_pair()
+    plain, sharded = pair()
     train_both(plain, sharded, 2)
     for optimizer in (plain, sharded):
         act(optimizer)
@@ -118,7 +111,7 @@ def test_a_write_to_the_state_of_cut_parameters_does_what_it_does_to_torch_optim
 
 
 def check_missing() -> None:
-    _, sharded = cut_pair()
+    _, sharded = pair()
     param = params_of(sharded)[0]
     assert param not in sharded.state
     assert sharded.state.get(param) is None
@@ -143,7 +136,7 @@ def test_asking_for_state_that_is_not_there_makes_an_empty_entry(ranks2: Ranks) 
 
 
 def check_put_back() -> None:
-    plain, sharded = cut_pair()
+    plain, sharded = pair()
     train_both(plain, sharded, 2)
     before = [optimizer.state for optimizer in (plain, sharded)]
     for optimizer in (plain, sharded):
@@ -161,7 +154,7 @@ def test_a_state_that_was_put_aside_can_be_put_back(ranks2: Ranks) -> None:
 
 
 def check_wrong_state() -> None:
-    plain, sharded = cut_pair()
+    plain, sharded = pair()
     train_both(plain, sharded, 1)
     sharded.state = [1]  # type: ignore[assignment]
     with pytest.raises(TypeError, match=r"expected optimizer.state to be a dict, got list"):
@@ -205,7 +198,7 @@ def test_a_class_may_replace_its_state(ranks2: Ranks, cut: bool) -> None:
 
 
 def with_masters() -> tuple[ZeroRedundancyOptimizer, list[Parameter]]:
-    _, sharded = cut_pair(torch.bfloat16, master_dtype=torch.float32, ema_decay=0.5)
+    _, sharded = pair(torch.bfloat16, master_dtype=torch.float32, ema_decay=0.5)
     mine = params_of(sharded)
     for step in range(2):
         set_grads(mine, step)
