@@ -12,6 +12,7 @@ from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.arguments import ranks_of
 from zero_optim.comm.lanes import lanes_for_rows
 from zero_optim.ddp.assignment import ReducerOptions
+from zero_optim.ddp.fsdp_options import OF_FSDP, OWN_OPTIONS
 from zero_optim.ddp.inbox import weakly
 from zero_optim.ddp.offload import Offload, keeping_for
 from zero_optim.ddp.owner_reducer import Accumulate
@@ -76,8 +77,9 @@ class FullyShardedDataParallel(ShardedDataParallel):
         optimizer: has all of its parameters that require a gradient. Parameters that it does not have
             stay whole on every rank. None if it is built later, over the wrapper's parameters, before the
             first backward pass: then no rank needs memory for more than the model and one unit.
-        units: "auto", modules, or a function that tells of a module whether it is a unit. Parameters in no
-            unit belong to the outermost one, which is whole from the forward to the backward pass.
+        units: "auto", modules, classes of modules, or a function that tells of a module whether it is a unit.
+            Parameters in no unit belong to the outermost one, which is whole from the forward to the backward
+            pass.
         reshard_after_forward: False keeps units whole from the forward to the backward pass: 2 (W-1)/W times
             the parameters' bytes are sent in an iteration, and not 3. A number keeps so many, the last ones.
         guards_reads: let the backward pass come to a unit by a tensor that its modules kept aside, and did
@@ -103,6 +105,9 @@ class FullyShardedDataParallel(ShardedDataParallel):
             was not.
         OSError: on the rank where the disk is too small for ``offload``; a `RemoteRankError` on the others.
     """
+
+    _refused = {**ShardedDataParallel._refused, **OF_FSDP}  # noqa: RUF012 - the base class's
+    _own_options = OWN_OPTIONS
 
     def __init__(  # noqa: PLR0913 - keyword-only
         self,

@@ -1,7 +1,7 @@
 """`ShardedDataParallel`: data parallelism whose gradients are sharded, for an optimizer that is sharded."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -114,6 +114,8 @@ class ShardedDataParallel(DistributedDataParallel):
     """
 
     _mesh: RankMesh | None
+    _refused: ClassVar[Mapping[str, str]] = _REFUSED  # options, each with what to do instead
+    _own_options: ClassVar[tuple[str, ...]] = ("accumulate", "mesh")
 
     def __init__(
         self,
@@ -131,7 +133,7 @@ class ShardedDataParallel(DistributedDataParallel):
             vars(self)["_mesh"] = RankMesh.of(mesh, optimizer.ranks)  # nn.Module is not set up yet
             everyone = self._everyone(optimizer)
             with failing_together(everyone):
-                _check_arguments(accumulate, options)
+                self._check_arguments(accumulate, options)
                 _check_group(optimizer, process_group)
                 _check_module(module, optimizer)
                 more = self._check_more(module)
@@ -148,6 +150,16 @@ class ShardedDataParallel(DistributedDataParallel):
     def _everyone(self, optimizer: ZeroRedundancyOptimizer) -> RankGroup:
         """Give all ranks that train the model: those of the optimizer, or of the mesh."""
         return optimizer.ranks if self._mesh is None else self._mesh.everyone
+
+    def _check_arguments(self, accumulate: object, options: Mapping[str, object]) -> None:
+        if accumulate not in ("owner", "local"):
+            raise ValueError(f'expected accumulate to be "owner" or "local", got {accumulate!r}')
+        for name in options:
+            if name in self._refused:
+                raise TypeError(f"{type(self).__name__} takes no {name}: {self._refused[name]}")
+            if name not in _OPTIONS:
+                every = ", ".join(sorted({*_OPTIONS, *self._own_options}))
+                raise TypeError(f"expected options among {every}, got {name}")
 
     def _check_more(self, module: nn.Module) -> list[str]:
         """Check what a subclass is given, and describe what must be alike; does not communicate."""
@@ -221,6 +233,13 @@ class ShardedDataParallel(DistributedDataParallel):
             )
         return super().join_hook(**kwargs)
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, **options: Any) -> Tensor:  # noqa: ANN401 - as there
+        """Clip the gradients as ``optimizer.clip_grad_norm_`` does, which this calls; all ranks call.
+
+        PyTorch's ``FullyShardedDataParallel`` has it at the wrapper.
+        """
+        return self._optimizer.clip_grad_norm_(max_norm, norm_type, **options)
+
     def no_sync(self) -> Any:  # noqa: ANN401 - PyTorch's context
         """Add up gradients on each rank, whole, in the passes of this context; with ``accumulate="local"``.
 
@@ -254,16 +273,6 @@ class ShardedDataParallel(DistributedDataParallel):
         )
 
 
-def _check_arguments(accumulate: object, options: Mapping[str, object]) -> None:
-    if accumulate not in ("owner", "local"):
-        raise ValueError(f'expected accumulate to be "owner" or "local", got {accumulate!r}')
-    for name in options:
-        if name in _REFUSED:
-            raise TypeError(f"ShardedDataParallel takes no {name}: {_REFUSED[name]}")
-        if name not in _OPTIONS:
-            raise TypeError(f"expected options among {', '.join(_OPTIONS)}, got {name}")
-
-
 def _check_group(optimizer: ZeroRedundancyOptimizer, process_group: dist.ProcessGroup | None) -> None:
     if process_group is not None and process_group is not optimizer.ranks.process_group:
         raise ValueError(
@@ -275,6 +284,11 @@ def _check_group(optimizer: ZeroRedundancyOptimizer, process_group: dist.Process
 def _check_module(module: object, optimizer: ZeroRedundancyOptimizer) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a module to wrap, got {type(module).__name__}")
+    if any(isinstance(each, nn.parallel.DistributedDataParallel) for each in module.modules()):
+        raise ValueError(
+            "the module is, or contains, a DistributedDataParallel, which reduces gradients itself: wrap "
+            "what is inside of it, its .module"
+        )
     if optimizer.overlaps_with_ddp:
         raise ValueError(
             "the optimizer has overlap_with_ddp=True, and would wait for a comm hook that steps it: leave "

@@ -10,7 +10,15 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-Units = Literal["auto"] | nn.ModuleList | nn.ModuleDict | Iterable[nn.Module] | Callable[[nn.Module], bool]
+Kind = type[nn.Module]
+Units = (
+    Literal["auto"]
+    | nn.ModuleList
+    | nn.ModuleDict
+    | Kind
+    | Iterable[nn.Module | Kind]
+    | Callable[[nn.Module], bool]
+)
 
 # With "auto" a unit has at least this part of the model's bytes, unless it is the outermost one.
 AUTO_PART = 1 / 32
@@ -36,24 +44,28 @@ def choose_units(model: nn.Module, units: Units) -> UnitChoice:
 
     Args:
         model: the outermost module.
-        units: modules of the model, in a list or a container such as ``nn.ModuleList``; or a function that
-            tells of a module whether it is one; or "auto": as small as possible, but with at least a 32nd of
-            the model's bytes, see `AUTO_PART`.
+        units: modules of the model, in a list or a container such as ``nn.ModuleList``; or a class, or
+            several in a list, whose instances are units; or a function that tells of a module whether it is
+            one; or "auto": as small as possible, but with at least a 32nd of the model's bytes, see
+            `AUTO_PART`.
 
     Raises:
         TypeError: ``units`` is something else.
-        ValueError: a module is none of the model's, or is never called itself, so that nobody sees its turn.
+        ValueError: a module is none of the model's, or is never called itself, so that nobody sees its turn;
+            or no module is of a class.
     """
     named = dict(_named(model))
     read_by = _read_by_others(model)
     if units == "auto":
         chosen = _by_size(model, read_by)
+    elif isinstance(units, type):
+        chosen = _listed([units], named)
     elif callable(units) and not isinstance(units, nn.Module):
         chosen = {module for module in named if units(module)}
     elif isinstance(units, nn.ModuleDict):
         chosen = set(units.values())
     elif isinstance(units, Iterable):  # ModuleList and Sequential too
-        chosen = set(units)
+        chosen = _listed(units, named)
     elif isinstance(units, nn.Module):
         raise TypeError(f"expected units to be modules, got one, {type(units).__name__}: put it in a list")
     else:
@@ -62,8 +74,6 @@ def choose_units(model: nn.Module, units: Units) -> UnitChoice:
             f"it is a unit, got {units!r}"
         )
     for module in chosen:
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"expected units to be modules, got {type(module).__name__}")
         if module not in named:
             raise ValueError(f"a unit, {type(module).__name__}, is no module of the model")
         if not _has_forward(module) and module is not model:
@@ -79,6 +89,27 @@ def choose_units(model: nn.Module, units: Units) -> UnitChoice:
     modules = tuple(module for module in named if module is model or module in chosen)
     names = tuple(named[module] for module in modules)
     return UnitChoice(modules, names, _assigned(model, modules))
+
+
+def _listed(units: Iterable[object], model: Iterable[nn.Module]) -> set[nn.Module]:
+    """Take modules as they are, and for a class the model's modules of it.
+
+    Raises:
+        TypeError: something is neither.
+        ValueError: the model has no module of a class.
+    """
+    modules, chosen = [*model], set[nn.Module]()
+    for unit in units:
+        if isinstance(unit, nn.Module):
+            chosen.add(unit)
+        elif isinstance(unit, type):
+            of_kind = [module for module in modules if isinstance(module, unit)]
+            if not of_kind:
+                raise ValueError(f"no module of the model is a {unit.__name__}, which was given as a unit")
+            chosen.update(of_kind)
+        else:
+            raise TypeError(f"expected units to be modules, got {type(unit).__name__}")
+    return chosen
 
 
 def _named(model: nn.Module) -> Iterable[tuple[nn.Module, str]]:

@@ -64,7 +64,7 @@ def adamw(model: nn.Module) -> ZeroRedundancyOptimizer:
 
 def trains_alike(how: str, reshards: bool | int) -> None:
     model = Tower(how=how)
-    whole, plain = DistributedDataParallel(copy.deepcopy(model)), copy.deepcopy(model)
+    whole = DistributedDataParallel(copy.deepcopy(model))
     one = adamw(whole)
     optimizer = adamw(model)
     wrapped = FullyShardedDataParallel(
@@ -77,7 +77,6 @@ def trains_alike(how: str, reshards: bool | int) -> None:
         for param, want in zip(model.parameters(), whole.module.parameters(), strict=True):
             assert torch.equal(param, want)
     assert wrapped.units.nbytes_live() == 0
-    del plain
 
 
 @pytest.mark.parametrize("how", ["", "reentrant", "not reentrant"])
@@ -127,6 +126,7 @@ def counts_live_bytes(reshards: bool | int, kept: int) -> None:
         "back in 0": [root, whole, empty, empty],
         "after": [empty] * 4,
     }
+    assert {where for where, _ in seen} == set(forward), "somebody looked everywhere"
     for where, live in seen:
         assert live == forward[where], (where, live, forward[where])
 
@@ -213,6 +213,9 @@ def compiles() -> None:
     optimizer = adamw(model)
     wrapped = FullyShardedDataParallel(model, optimizer, units=[*model.blocks])
     assert train(wrapped, optimizer) == train(whole, one)
+    with unsharded(model):
+        for param, want in zip(model.parameters(), whole.module.parameters(), strict=True):
+            assert torch.equal(param, want)
 
 
 # torch.compile warns of its own innards here and there.

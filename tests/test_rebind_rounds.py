@@ -190,14 +190,15 @@ def compare(me: Trainer, other: Trainer) -> None:
 
 
 class Survivor(Trainer):
-    """A rank of three, of which one is killed."""
+    """A rank of some, the last of which is killed."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Path, rank: int, size: int = 3) -> None:
         self.folder = folder
         self.rank = rank
+        self.size = size
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         torch.set_num_threads(1)
-        enter(folder, "three", rank, 3)
+        enter(folder, "all", rank, size)
         super().__init__("plain", 64)
 
     def save(self, step: int) -> None:
@@ -209,16 +210,16 @@ class Survivor(Trainer):
         self.optimizer.zero_grad()  # of the pass that broke off
         self.detach()
         dist.destroy_process_group()
-        enter(self.folder, "two", self.rank, 2)
+        enter(self.folder, "left", self.rank, self.size - 1)
 
 
 def go_back(folder: Path, rank: int, result: Any) -> None:
-    """Rank 2 is killed in the middle of step 5; the newest checkpoint is of step 4."""
-    me = Survivor(folder, rank)
+    """Rank 3 of four is killed in the middle of step 5; the newest checkpoint is of step 4."""
+    me = Survivor(folder, rank, 4)
     me.train(0, 4)
     me.save(4)
     me.train(4, 5)
-    if rank == 2:
+    if rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(StalledError):
         me.train(5, 100)
@@ -289,21 +290,23 @@ def go_on_without_a_file(folder: Path, rank: int, result: Any) -> None:
     result.send((rank, 4, len(optimizer.owned_parameters())))
 
 
-def run_until_killed(folder: Path, function: Callable[..., None]) -> list[tuple[int, int, int]]:
-    """Run a function on three ranks, of which the last kills itself; gives what the others sent."""
+def run_until_killed(
+    folder: Path, function: Callable[..., None], size: int = 3
+) -> list[tuple[int, int, int]]:
+    """Run a function on some ranks, of which the last kills itself; gives what the others sent."""
     context = fork_context()
     ours, theirs = context.Pipe(duplex=False)
-    processes = [context.Process(target=function, args=(folder, rank, theirs)) for rank in range(3)]
+    processes = [context.Process(target=function, args=(folder, rank, theirs)) for rank in range(size)]
     for process in processes:
         process.start()
     theirs.close()
     got = []
     try:
-        while len(got) < 2 and ours.poll(240):
+        while len(got) < size - 1 and ours.poll(240):
             got.append(ours.recv())
         for process in processes:
             process.join(240)
-        assert [process.exitcode for process in processes] == [0, 0, -signal.SIGKILL]
+        assert [process.exitcode for process in processes] == [0] * (size - 1) + [-signal.SIGKILL]
     finally:
         for process in processes:
             process.kill()
@@ -312,8 +315,8 @@ def run_until_killed(folder: Path, function: Callable[..., None]) -> list[tuple[
 
 
 def test_survivors_of_a_killed_rank_go_back_to_the_checkpoint_in_the_same_processes(tmp_path: Path) -> None:
-    got = run_until_killed(tmp_path, go_back)
-    assert [each[:2] for each in got] == [(0, 4), (1, 4)]
+    got = run_until_killed(tmp_path, go_back, 4)
+    assert [each[:2] for each in got] == [(0, 4), (1, 4), (2, 4)]
     assert sum(number for *_, number in got) == 2 * 6  # both averages of all parameters
 
 

@@ -26,8 +26,7 @@ from zero_optim.step.partial import PartialGradient
 WIDTH, NUM_LAYERS = 128, 24
 LAYER_NBYTES = WIDTH * WIDTH * 4  # above what is copied in batches
 BUCKET_LAYERS = 4
-# Activations and their gradients, for one row of input; the word of a failure.
-SLACK_NBYTES = NUM_LAYERS * WIDTH * 4 * 8
+SLACK_NBYTES = 8 * WIDTH * 4  # gradients of activations, of one row each; the word of a failure
 
 
 class LivingStorages(TorchDispatchMode):
@@ -99,8 +98,8 @@ def holds_little(num_passes: int, defers: bool = False, whole: bool = False) -> 
     if num_passes > 1:  # where reports are read at once, the sums of a pass are apart until then
         own += 2 * BUCKET_LAYERS * LAYER_NBYTES / size if defers else own
     bucket = BUCKET_LAYERS * LAYER_NBYTES
-    buckets = 1.5 if size == 2 else 2
-    assert peak <= own + buckets * bucket + LAYER_NBYTES + SLACK_NBYTES, (peak, own, bucket)
+    more = {2: 1.5 * bucket + LAYER_NBYTES, 3: 2 * bucket + LAYER_NBYTES}.get(size, 2 * bucket)
+    assert peak <= own + more + SLACK_NBYTES, (peak, own, bucket)
     return peak
 
 

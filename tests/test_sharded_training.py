@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from overlap import Net, adamw, inputs, loss_of
 from pool import Ranks
 from sharded import Setting, assert_same_run, plain_step
-from training import HAS_MUON
+from training import HAS_MUON, assert_same_state
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 from zero_optim.step.partial import PartialGradient
@@ -380,7 +380,7 @@ def saves_alike() -> None:
     for optimizer in (one, other):
         optimizer.consolidate_state_dict(to=0)
     if dist.get_rank() == 0:
-        assert str(one.state_dict()) == str(other.state_dict())
+        assert_same_state(other.state_dict(), one.state_dict())
         other.load_state_dict(one.state_dict(), src=0)
     else:
         other.load_state_dict(None, src=0)

@@ -29,6 +29,11 @@ def resolved(path: object) -> Path:
     Raises:
         TypeError: it is no path.
     """
+    if path is None:
+        raise TypeError(
+            "expected path to be a str or a path, got None: checkpoint.latest() gives None where there is no "
+            "complete checkpoint, as before the first save"
+        )
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str):
         raise TypeError(f"expected path to be a str or a path, got {type(path).__name__}: {path!r}")

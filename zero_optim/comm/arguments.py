@@ -7,6 +7,8 @@ import torch.distributed as dist
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 
+_OF_A_MESH = "of a DeviceMesh, give mesh.get_group()"
+
 
 def check_flags(**flags: object) -> None:
     """Refuse flags that are not True or False: another value was most likely meant for another argument.
@@ -34,9 +36,11 @@ def ranks_of(process_group: object) -> RankGroup:
     is_outside = type(process_group) is type(outside) and process_group == outside
     if process_group is None or isinstance(process_group, dist.ProcessGroup) or is_outside:
         return RankGroup.of(process_group)  # type: ignore[arg-type]
+    is_option = isinstance(process_group, int | float) and not isinstance(process_group, bool)
     wrong = (
         "expected process_group to be a torch.distributed.ProcessGroup, or None for the default group, "
-        f"got {type(process_group).__name__} (of a DeviceMesh, give mesh.get_group())"
+        f"got {type(process_group).__name__} "
+        f"({f'options are given by name: lr={process_group}' if is_option else _OF_A_MESH})"
     )
     return raise_together(TypeError(wrong))
 

@@ -42,7 +42,16 @@ class OptimizerSpec:
         return getattr(self.optimizer_class, "__qualname__", type(self.optimizer_class).__qualname__)
 
     def describe(self) -> str:
-        """Tell the class and its arguments, for messages and for comparison between ranks."""
+        """Tell the class and its arguments, for messages and for comparison between ranks.
+
+        Raises:
+            TypeError: ``optimizer_class`` builds nothing: it is a name, or an optimizer that was built.
+        """
+        if not callable(self.optimizer_class):
+            raise TypeError(
+                "expected optimizer_class to be a class such as torch.optim.AdamW, or a function that builds "
+                f"an optimizer from groups, got {_shown(self.optimizer_class)}"
+            )
         options = sorted(f"{key}={describe(value)}" for key, value in self.arguments.items())
         return f"{describe(self.optimizer_class)} with {', '.join(options) or 'no options'}"
 
@@ -98,6 +107,13 @@ class OptimizerSpec:
                 f"{self.name} cannot be stepped during the backward pass, some parameters at a time: "
                 f"{traits.counting}. Use it without zero_step (overlap_with_ddp)"
             )
+
+
+def _shown(given: object) -> str:
+    if isinstance(given, Optimizer):
+        name = type(given).__name__
+        return f"an optimizer, {name}: give the class, {name}, and its options by name"
+    return f"{type(given).__name__}: {given!r}"
 
 
 def why_not_cut(

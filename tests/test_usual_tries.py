@@ -1,0 +1,124 @@
+"""What users of PyTorch try first works, or is answered with what to do."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pool import Ranks
+from test_fully_sharded import Block, Tower, adamw, batch
+from training import make_params
+from zero_optim import ZeroRedundancyOptimizer, checkpoint
+from zero_optim.ddp import FullyShardedDataParallel, ShardedDataParallel
+
+
+def what_is_no_class() -> None:
+    params = make_params()
+    built = torch.optim.AdamW(make_params())
+    for given, words in (
+        ("AdamW", r"a class such as torch\.optim\.AdamW, .* got str: 'AdamW'"),
+        (built, r"got an optimizer, AdamW: give the class, AdamW, and its options by name"),
+    ):
+        wrong: Any = given
+        with pytest.raises(TypeError, match=words):
+            ZeroRedundancyOptimizer(params, wrong, lr=0.1)
+        with pytest.raises(TypeError, match=words):
+            ZeroRedundancyOptimizer([{"params": params, "optimizer_class": wrong}], torch.optim.SGD, lr=0.1)
+    with pytest.raises(TypeError, match=r"got float \(options are given by name: lr=0\.001\)"):
+        ZeroRedundancyOptimizer(params, torch.optim.AdamW, 1e-3)  # type: ignore[arg-type]
+    ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.1)
+
+
+def test_what_is_no_optimizer_class_is_answered_with_what_to_give(ranks2: Ranks) -> None:
+    ranks2.run(what_is_no_class)
+
+
+def loads_what_is_not_there(folder: Path) -> None:
+    optimizer = ZeroRedundancyOptimizer(make_params(), torch.optim.SGD, lr=0.1)
+    newest: Any = checkpoint.latest(folder)
+    assert newest is None
+    with pytest.raises(TypeError, match="no complete checkpoint, as before the first save"):
+        checkpoint.load(newest, optimizer=optimizer)
+
+
+def test_a_load_before_the_first_save_is_told_that_there_is_none(ranks2: Ranks, tmp_path: Path) -> None:
+    ranks2.run(loads_what_is_not_there, tmp_path)
+
+
+def units_by_class() -> None:
+    for units in (Block, [Block], {Block}, (Block, nn.LayerNorm)):
+        model = Tower()
+        wrapped = FullyShardedDataParallel(model, adamw(model), units=units)
+        names = [unit.name for unit in wrapped.units.units[1:]]
+        assert [name for name in names if not name.endswith("norm")] == ["blocks.0", "blocks.1", "blocks.2"]
+        assert ("blocks.1.norm" in names) == (units == (Block, nn.LayerNorm))
+    model = Tower()
+    wrapped = FullyShardedDataParallel(model, adamw(model), units=lambda module: isinstance(module, Block))
+    assert [unit.name for unit in wrapped.units.units[1:]] == ["blocks.0", "blocks.1", "blocks.2"]
+    other = Tower()
+    with pytest.raises(ValueError, match="no module of the model is a Conv2d, which was given as a unit"):
+        FullyShardedDataParallel(other, adamw(other), units=[nn.Conv2d])
+
+
+def test_units_are_given_by_class_or_by_a_function(ranks1: Ranks) -> None:
+    ranks1.run(units_by_class)
+
+
+FSDPS: dict[str, str] = {
+    "auto_wrap_policy": "takes no auto_wrap_policy: give the modules .* as units=",
+    "sharding_strategy": "mesh= makes replicas",
+    "cpu_offload": r"offload=zero_optim\.ddp\.Offload",
+    "mp_policy": "give it as mixed_precision=",
+    "sync_module_states": "the values of rank 0",
+    "shards": "expected options among accumulate, .*reshard_after_forward, .*units, got shards",
+}
+
+
+def options_of_fsdp() -> None:
+    model = Tower()
+    optimizer = adamw(model)
+    for name, words in FSDPS.items():
+        for given in (optimizer, None):
+            with pytest.raises(TypeError, match=words):
+                FullyShardedDataParallel(model, given, **{name: None})
+    with pytest.raises(TypeError, match=r"expected options among accumulate, .*, got auto_wrap_policy"):
+        ShardedDataParallel(model, optimizer, auto_wrap_policy=None)
+
+
+def test_options_of_pytorchs_fsdp_are_answered_with_ours(ranks1: Ranks) -> None:
+    ranks1.run(options_of_fsdp)
+
+
+def clips_at_the_wrapper(kind: Any) -> None:
+    params = []
+    for at_wrapper in (True, False):
+        model = Tower()
+        optimizer = adamw(model)
+        wrapped = kind(model, optimizer)
+        wrapped(batch(0)).square().mean().backward()
+        norm = (wrapped if at_wrapper else optimizer).clip_grad_norm_(0.1, 2.0)
+        optimizer.step()
+        state = [value.clone() for value in wrapped.state_dict().values()]
+        params.append([*state, norm])
+    assert all(map(torch.equal, *params))
+
+
+@pytest.mark.parametrize("kind", [ShardedDataParallel, FullyShardedDataParallel])
+def test_gradients_are_clipped_at_the_wrapper_too(ranks2: Ranks, kind: Any) -> None:
+    ranks2.run(clips_at_the_wrapper, kind)
+
+
+def wraps_a_wrapper() -> None:
+    for inner in (nn.parallel.DistributedDataParallel, ShardedDataParallel):
+        for outer in (ShardedDataParallel, FullyShardedDataParallel):
+            model = Tower()
+            optimizer = adamw(model)
+            wrapped = inner(model, optimizer) if inner is ShardedDataParallel else inner(model)
+            with pytest.raises(ValueError, match=r"wrap what is inside of it, its \.module"):
+                outer(nn.Sequential(wrapped), optimizer)
+
+
+def test_a_module_that_is_wrapped_already_is_refused(ranks1: Ranks) -> None:
+    ranks1.run(wraps_a_wrapper)
