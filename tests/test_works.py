@@ -318,6 +318,11 @@ def test_ranks_that_wait_for_different_things_are_told_apart() -> None:
     )
 
 
+def test_ranks_that_all_wait_for_the_same_are_not_said_to_wait_for_different_things() -> None:
+    told = judge({rank: status("an agreement") for rank in range(2)}, 0, 1.0)
+    assert "every rank waits, all for the same; ranks 0, 1 wait in an agreement" in told.message
+
+
 def test_of_ranks_that_wait_for_different_things_it_is_told_who_made_a_call_more_often() -> None:
     stepping = status("the gather of bucket 0 (a)", **{"step()": 3, "backward pass": 3})
     behind = status("the reduction of bucket 0 (a)", **{"step()": 2, "backward pass": 4})

@@ -123,7 +123,7 @@ def judge(seen: Seen, own: int, seconds: float | None) -> Verdict:
             missing.append(rank)
             told.append(f"rank {rank} {what.value if isinstance(what, Presence) else _doing(what, call)}")
     if not missing:
-        told.append("every rank waits, but not for the same")
+        told.append(f"every rank waits, {'but not' if len(waiting) > 1 else 'all'} for the same")
     for work, ranks in waiting.items():
         told.append(f"{_listed(ranks)} wait{'s' * (len(ranks) == 1)} in {work}")
     if not ended and (len(waiting) > 1 or not missing):

@@ -260,11 +260,17 @@ class Watchdog:
         if seconds >= record.timeout / 2 and not record.is_warned:
             record.is_warned = True
             _beside(lambda: self._warn(record, seconds))
-        if seconds >= max(min(_FIRST_QUESTION, record.timeout / 4), 2 * record.asked):
-            record.asked = seconds
-            if works.whole[0] == self._directory.rank and record.waiter and works.whole not in self._proving:
-                self._proving.add(works.whole)
-                _beside(lambda: self._prove(record))
+        if self._is_to_prove(record, seconds):
+            record.asked = record.waiting_since, seconds
+            self._proving.add(works.whole)
+            _beside(lambda: self._prove(record))
+
+    def _is_to_prove(self, record: Record, seconds: float) -> bool:
+        whole, since = record.group.whole, record.waiting_since
+        if whole[0] != self._directory.rank or whole in self._proving or not record.waiter:
+            return False
+        asked = record.asked[1] if record.asked is not None and record.asked[0] == since else 0.0
+        return seconds >= max(min(_FIRST_QUESTION, record.timeout / 4), 2 * asked)
 
     # ------------------------------------------------------------------ questions
 

@@ -22,7 +22,6 @@ Note [Groups that end]
 """
 
 import itertools
-import threading
 import time
 import weakref
 from collections import deque
@@ -30,6 +29,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from threading import get_ident
 from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -93,7 +93,8 @@ class Record:
         is_warned: somebody was warned of this wait.
         runs_hook: a comm hook runs in it, so what it raises need not come from the backend.
         waiter: the thread that waits for it, and does nothing else; 0 if none does.
-        asked: for how long it had been waited for when other ranks were asked whether they wait crosswise.
+        asked: since when, and for how long, it had been waited for when other ranks were last asked whether
+            they wait crosswise; None if they never were.
     """
 
     group: "GroupWorks"
@@ -109,7 +110,7 @@ class Record:
     is_warned: bool = False
     runs_hook: bool = False
     waiter: int = 0
-    asked: float = 0.0
+    asked: tuple[float | None, float] | None = None
 
     @property
     def text(self) -> str:
@@ -149,7 +150,7 @@ class _Watched:
 
     def __enter__(self) -> None:
         record = self._record
-        record.waiter, record.asked = threading.get_ident() if self._ends else 0, 0.0
+        record.waiter = get_ident() if self._ends else 0
         record.waiting_since = time.monotonic()
         record.group.log.waits[id(record)] = record
         if is_profiling():
@@ -269,17 +270,15 @@ class GroupWorks:
         if self.verdict is not None:
             raise self.verdict.error()
         timeout = self.limit if phase.timeout is None else phase.timeout
-        place = self._next_place() if by_all else 0
+        place = 0
+        if by_all:
+            thread = get_ident()
+            if self.home != thread:
+                self.home = -1 if self.home else thread
+            self.begun = place = self.begun + 1
         record = Record(self, next(self._numbers), place, phase.name, about, timeout, time.monotonic())
         self.log.ring.append(record)
         return record
-
-    def _next_place(self) -> int:
-        thread = threading.get_ident()
-        if self.home != thread:
-            self.home = -1 if self.home else thread
-        self.begun += 1
-        return self.begun
 
 
 def explain_nothing(_record: Record, _error: RuntimeError) -> None:
