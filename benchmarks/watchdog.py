@@ -47,7 +47,7 @@ def seconds_of_a_label() -> float:
             Work(handle, group.phase, begun).wait()
         labelled = time.thread_time()
         for _ in range(REPEATS):
-            with group.phase.waiting():
+            with group.phase.held_up():
                 handle.wait()
         taken.append((labelled - start - (time.thread_time() - labelled)) / REPEATS)
     return min(taken)

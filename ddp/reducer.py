@@ -24,11 +24,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from zero_optim.comm.activity import Activity
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.backends import held
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.watchdog import learn_addresses, watch
-from zero_optim.comm.works import Activity, Record
+from zero_optim.comm.works import Record
 from zero_optim.compat.streams import is_asynchronous, to_device
 from zero_optim.ddp.assignment import BucketAssignment, ReducedParams, ReducerOptions, assign
 from zero_optim.ddp.backward_pass import BackwardPass, PassTerms, PassWithGraph, Phase

@@ -176,6 +176,7 @@ def check_groups_that_are_gone() -> None:
     for _ in range(3):
         group = dist.new_group()
         RankGroup.of(group)
+        dist.barrier()  # else a rank may destroy it while the other one still connects
         dist.destroy_process_group(group)
         del group
         gc.collect()

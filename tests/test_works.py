@@ -18,11 +18,12 @@ from stalling import linear
 from waiting import wait_until
 from worlds import enter, leave
 from zero_optim import StalledError, ZeroRedundancyOptimizer
+from zero_optim.comm.activity import OVERLAPPED_STEP, Activity
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.diagnosis import Status, judge
 from zero_optim.comm.lanes import gloo_lanes_beside
 from zero_optim.comm.peers import Presence
-from zero_optim.comm.works import KEPT, OVERLAPPED_STEP, Activity, Record, Verdict
+from zero_optim.comm.works import KEPT, Record, Verdict
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 from zero_optim.ddp.bucket import GradBucket
 
@@ -315,6 +316,11 @@ def test_ranks_that_wait_for_different_things_are_told_apart() -> None:
         "not for the same; rank 0 waits in an agreement; rank 1 waits in the gather of bucket 0"
         in told.message
     )
+
+
+def test_ranks_that_all_wait_for_the_same_are_not_said_to_wait_for_different_things() -> None:
+    told = judge({rank: status("an agreement") for rank in range(2)}, 0, 1.0)
+    assert "every rank waits, all for the same; ranks 0, 1 wait in an agreement" in told.message
 
 
 def test_of_ranks_that_wait_for_different_things_it_is_told_who_made_a_call_more_often() -> None:

@@ -255,7 +255,7 @@ class RankGroup(Ranks):
         Returns when all have read it; where `device` is asynchronous, only the current stream waits for that.
         """
         staged = tensor.to(self.device)
-        record = self.begin_work()
+        record = self.begin_work(by_all=False)
         with record.starting():
             works = [dist.isend(staged, self._global(rank), group=self.process_group) for rank in to]
         self.phase.sent(staged.nbytes * len(works), len(works))
@@ -270,7 +270,7 @@ class RankGroup(Ranks):
         Returns when it has arrived; for a tensor on an asynchronous device, only the current stream waits.
         """
         staged = tensor if tensor.device == self.device else torch.empty_like(tensor, device=self.device)
-        with self.phase.held_up(), self.begin_work().waiting():
+        with self.phase.held_up(), self.begin_work(by_all=False).waiting():
             dist.recv(staged, self._global(source), group=self.process_group)
         if staged is not tensor:
             tensor.copy_(staged)
@@ -280,7 +280,7 @@ class RankGroup(Ranks):
 
         The handle has to be kept until the tensor was received, or the group has ended.
         """
-        record = self.begin_work()
+        record = self.begin_work(by_all=False)
         with record.starting():
             work = dist.isend(tensor, self._global(to), group=self.process_group)
         assert work is not None  # this process is a member
@@ -289,7 +289,7 @@ class RankGroup(Ranks):
 
     def start_recv(self, tensor: Tensor, source: int) -> Waitable:
         """Start to fill a contiguous tensor of the CPU, on gloo, with what ``source`` sends."""
-        record = self.begin_work()
+        record = self.begin_work(by_all=False)
         with record.starting():
             work = dist.irecv(tensor, self._global(source), group=self.process_group)
         assert work is not None  # likewise

@@ -5,8 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from zero_optim.comm.activity import OVERLAPPED_STEP, Activity, Mark
+from zero_optim.comm.crosswise import Standing, Standings, Stuck
 from zero_optim.comm.peers import Message, Presence
-from zero_optim.comm.works import OVERLAPPED_STEP, Activity, Mark, Record, Verdict
+from zero_optim.comm.works import Record, Verdict
 
 _ADVICE = (
     "The process group cannot be used any more: end the processes, or destroy all groups and begin again"
@@ -24,6 +26,7 @@ class Status:
         last: what it began or ended last, as text; empty for nothing.
         verdict: message and missing ranks, if it has given up the group that it is asked about.
         is_deciding: it is about to give up that group.
+        standing: where its threads stand on that group, if that was asked.
     """
 
     waits: tuple[str, ...]
@@ -32,10 +35,17 @@ class Status:
     last: str = ""
     verdict: tuple[str, tuple[int, ...]] | None = None
     is_deciding: bool = False
+    standing: Standing | None = None
 
     @classmethod
     def of(
-        cls, waits: Iterable[Record], activity: Activity, verdict: Verdict | None, *, is_deciding: bool
+        cls,
+        waits: Iterable[Record],
+        activity: Activity,
+        verdict: Verdict | None,
+        *,
+        is_deciding: bool,
+        standing: Standing | None = None,
     ) -> "Status":
         """Make it of what a process knows of itself."""
         now = time.monotonic()
@@ -47,6 +57,7 @@ class Status:
             "" if activity.last is None else _mark_text(activity.last, now),
             None if verdict is None else (verdict.message, verdict.missing),
             is_deciding,
+            standing,
         )
 
     def to_message(self) -> Message:
@@ -64,6 +75,7 @@ class Status:
             str(message["last"]),
             None if verdict is None else (str(verdict[0]), tuple(map(int, verdict[1]))),
             bool(message["is_deciding"]),
+            None if message["standing"] is None else Standing.read(message["standing"]),
         )
 
 
@@ -111,13 +123,58 @@ def judge(seen: Seen, own: int, seconds: float | None) -> Verdict:
             missing.append(rank)
             told.append(f"rank {rank} {what.value if isinstance(what, Presence) else _doing(what, call)}")
     if not missing:
-        told.append("every rank waits, but not for the same")
+        told.append(f"every rank waits, {'but not' if len(waiting) > 1 else 'all'} for the same")
     for work, ranks in waiting.items():
         told.append(f"{_listed(ranks)} wait{'s' * (len(ranks) == 1)} in {work}")
     if not ended and (len(waiting) > 1 or not missing):
         told += _differences(seen)
     why = "stalled" if seconds is None else f"stalled for {seconds:.3g} s"
     return Verdict(f"{why}: {'; '.join(told)}. {_ADVICE}", tuple(missing))
+
+
+def standings(seen: Seen) -> Standings:
+    """Pick where the ranks stand that have said so."""
+    told = {rank: what.standing for rank, what in seen.items() if isinstance(what, Status)}
+    return {rank: standing for rank, standing in told.items() if standing is not None}
+
+
+def judge_crosswise(seen: Seen, found: Sequence[Stuck]) -> Verdict:
+    """Say which ranks wait for each other, and which of them made other calls.
+
+    Args:
+        seen: what each rank of the group says.
+        found: the waits that cannot end.
+    """
+    ranks_of: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for each in found:
+        ranks = ranks_of.setdefault((each.text, each.lacking), [])
+        if each.rank not in ranks:
+            ranks.append(each.rank)
+    told = ["ranks have made different calls, and now wait for each other, which no timeout can end"]
+    told += _irregular(seen)
+    for (text, lacking), ranks in ranks_of.items():
+        other = f", which {_listed(lacking)} ha{'ve' if len(lacking) > 1 else 's'} not begun"
+        told.append(f"{_listed(ranks)} wait{'s' * (len(ranks) == 1)} in {text}{other if lacking else ''}")
+    return Verdict(f"stalled: {'; '.join(told + _differences(seen))}. {_ADVICE}")
+
+
+def _irregular(seen: Seen) -> list[str]:
+    """Say which ranks have left out a step or made one too many, where the others step once in each pass."""
+    told, regular = [], 0
+    for rank, what in sorted(seen.items()):
+        if not isinstance(what, Status):
+            continue
+        passes, steps = what.counts.get("backward pass", 0), what.counts.get("step()", 0)
+        is_inside = any(name == "backward pass" for name, _ in what.open)
+        if steps == passes - is_inside:
+            regular += 1
+        elif steps == passes + 1:
+            told.append(f"rank {rank} has called step() {steps} times after {passes} backward passes")
+        elif is_inside and steps == passes - 2:
+            told.append(f"rank {rank} has left out step() {steps + 1}")
+        else:
+            return []
+    return told if regular else []
 
 
 def _listed(ranks: Sequence[int]) -> str:

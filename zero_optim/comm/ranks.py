@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_optim.comm.activity import Doing
 from zero_optim.comm.backends import (
     backend_for,
     backends_of,
@@ -16,7 +17,7 @@ from zero_optim.comm.backends import (
     unserved,
 )
 from zero_optim.comm.traffic import Phase, Traffic
-from zero_optim.comm.works import Doing, GroupWorks, Record, log_of
+from zero_optim.comm.works import GroupWorks, Record, log_of
 from zero_optim.compat.engine import timeout_of
 
 R = TypeVar("R", bound="Ranks")
@@ -146,7 +147,7 @@ class Ranks:
         """
         return Doing(self.works.log.activity, name)
 
-    def begin_work(self, about: str = "") -> Record:
+    def begin_work(self, about: str = "", *, by_all: bool = True) -> Record:
         """Begin a work of the current phase, see `GroupWorks.begin`.
 
         Raises:
@@ -154,7 +155,7 @@ class Ranks:
         """
         if self.is_let_go:
             raise RuntimeError(LET_GO)
-        return self.works.begin(self.phase, about)
+        return self.works.begin(self.phase, about, by_all=by_all)
 
     def uncounted(self: R) -> R:
         """Give the same ranks, with traffic that nobody reads."""

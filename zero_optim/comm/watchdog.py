@@ -16,6 +16,10 @@ Note [Giving up together]
     A wait may also fail before its time, for example because the process of another rank was killed: gloo
     sees that the connection is closed. Then the thread that waited asks, and if ranks have ended, it decides.
 
+    Nor does a rank wait for the timeout where it is proven that waits cannot end: Note [Crosswise waits] in
+    `zero_optim.comm.crosswise`. The lowest rank of a group asks for that, once a wait has lasted some
+    seconds, then each time that it has lasted twice as long.
+
 Note [Watching NCCL]
     With NCCL the CPU does not wait, and a stream that waits cannot be made to raise. So the watchdog asks the
     handle of one work of each group at a time whether it is completed. If that takes too long the ranks give
@@ -40,7 +44,8 @@ import torch.distributed as dist
 
 from zero_optim.comm.awake import AwakeTime
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.diagnosis import Seen, Status, closed, gone, judge
+from zero_optim.comm.crosswise import Standing, stuck
+from zero_optim.comm.diagnosis import Seen, Status, closed, gone, judge, judge_crosswise, standings
 from zero_optim.comm.directory import Directory
 from zero_optim.comm.peers import ANSWER_LIMIT, Listener, Message, Presence
 from zero_optim.comm.works import GroupWorks, Record, Verdict, WorkLog, explain_nothing, log_of
@@ -50,6 +55,8 @@ OnStall = Literal["raise", "exit"]
 EXIT_CODE = 75  # of a process that was ended because a wait took too long: "try again" in sysexits.h
 
 _LONGEST_LOOK = 1.0  # seconds between two looks at the waits
+_FIRST_QUESTION = 2.0  # seconds that a wait has lasted when ranks are first asked whether they wait crosswise
+_BETWEEN_QUESTIONS = 0.5  # seconds between both questions; the proof needs none
 _LONGEST_END = 10.0  # seconds that a process may take to end on a busy host, once it has been killed
 # In what gloo raises where a rank does not come, and where it is gone.
 _LATE = ("imed out",)
@@ -143,6 +150,7 @@ class Watchdog:
         self._log = log
         self._users: WeakKeyDictionary[Any, weakref.finalize[Any, Any]] = WeakKeyDictionary()
         self._deciding: set[tuple[int, ...]] = set()
+        self._proving: set[tuple[int, ...]] = set()
         self._exits = False
         self._interval = _LONGEST_LOOK
         self._awake = AwakeTime()
@@ -243,14 +251,26 @@ class Watchdog:
 
     def _judge_wait(self, record: Record, seconds: float) -> None:
         works = record.group
-        if works.verdict is not None or works.whole in self._deciding or seconds < record.timeout / 2:
+        if works.verdict is not None or works.whole in self._deciding:
             return
         if seconds >= record.timeout:
             self._deciding.add(works.whole)
             _beside(lambda: self._decide(record, seconds))
-        elif not record.is_warned:
+            return
+        if seconds >= record.timeout / 2 and not record.is_warned:
             record.is_warned = True
             _beside(lambda: self._warn(record, seconds))
+        if self._is_to_prove(record, seconds):
+            record.asked = record.waiting_since, seconds
+            self._proving.add(works.whole)
+            _beside(lambda: self._prove(record))
+
+    def _is_to_prove(self, record: Record, seconds: float) -> bool:
+        whole, since = record.group.whole, record.waiting_since
+        if whole[0] != self._directory.rank or whole in self._proving or not record.waiter:
+            return False
+        asked = record.asked[1] if record.asked is not None and record.asked[0] == since else 0.0
+        return seconds >= max(min(_FIRST_QUESTION, record.timeout / 4), 2 * asked)
 
     # ------------------------------------------------------------------ questions
 
@@ -262,14 +282,17 @@ class Watchdog:
             if ranks not in self._log.verdicts:
                 self._log.give_up(ranks, told)
                 _beside(lambda: self._act(ranks, told))
-        return self._status(ranks).to_message()
+        return self._status(ranks, stands="standing" in question).to_message()
 
-    def _status(self, ranks: tuple[int, ...], record: Record | None = None) -> Status:
+    def _status(
+        self, ranks: tuple[int, ...], record: Record | None = None, *, stands: bool = False
+    ) -> Status:
         waits = {id(each): each for each in list(self._log.waits.values())}
         if record is not None:
             waits[id(record)] = record
         verdict, deciding = self._log.verdicts.get(ranks), ranks in self._deciding
-        return Status.of(waits.values(), self._log.activity, verdict, is_deciding=deciding)
+        standing = Standing.of(self._log, ranks) if stands else None
+        return Status.of(waits.values(), self._log.activity, verdict, is_deciding=deciding, standing=standing)
 
     def _ask_all(self, works: GroupWorks, own: Status, question: Message) -> dict[int, Status | Presence]:
         """Ask all ranks of a group; gives what they say by group rank, with what this one says."""
@@ -291,7 +314,24 @@ class Watchdog:
             told = _judged(works, seen, self._rank_in(works), seconds).message.partition(". ")[0]
             logger.warning("%s. All ranks give up after %g s", told, record.timeout)
 
-    def _decide(self, record: Record, seconds: float | None, seen: Seen | None = None) -> Verdict:
+    def _prove(self, record: Record) -> None:
+        """Ask whether ranks wait crosswise, and give up if so. See Note [Crosswise waits] in `crosswise`."""
+        works, told = record.group, list[Seen]()
+        try:
+            for pause in (0.0, _BETWEEN_QUESTIONS):
+                time.sleep(pause)
+                own = self._status(works.whole, stands=True)
+                told.append(self._ask_all(works, own, {"standing": True}))
+                found = stuck(standings(told[0]), standings(told[-1]))
+                if not found:
+                    return
+            self._decide(record, None, told[-1], judge_crosswise(told[-1], found))
+        finally:
+            self._proving.discard(works.whole)
+
+    def _decide(
+        self, record: Record, seconds: float | None, seen: Seen | None = None, proven: Verdict | None = None
+    ) -> Verdict:
         """Find out who is missing, and give up with all other ranks. See Note [Giving up together]."""
         works = record.group
         me = self._rank_in(works)
@@ -302,7 +342,7 @@ class Watchdog:
             found = _verdict_in(seen)
             if found is None and any(_is_deciding(what) for rank, what in seen.items() if rank < me):
                 found = self._verdict_within(works, 2 * ANSWER_LIMIT)
-            verdict = self._log.give_up(works.whole, found or _judged(works, seen, me, seconds))
+            verdict = self._log.give_up(works.whole, found or proven or _judged(works, seen, me, seconds))
         finally:
             self._deciding.discard(works.whole)
         if found is None:

@@ -29,6 +29,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from threading import get_ident
 from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -36,13 +37,13 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from zero_optim.comm.activity import Activity
 from zero_optim.comm.backends import raised_by_backend
 from zero_optim.comm.traffic import Phase, Waitable
 from zero_optim.compat.engine import is_profiling
 from zero_optim.errors import StalledError, ZeroOptimError
 
 KEPT = 512  # records in the ring
-OVERLAPPED_STEP = "an overlapped step"  # the mark of one bucket's local step, on whichever thread
 _NO_TAG = 2**31 - 1  # of messages that nobody sends
 
 # How a work is named in messages, by its phase.
@@ -74,64 +75,6 @@ class Verdict:
         return StalledError(self.message, self.missing)
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """Something that this process began or ended.
-
-    Attributes:
-        name: such as ``step()``.
-        count: how often it was begun.
-        time: when, in seconds of `time.monotonic`.
-        is_over: it ended then; otherwise it began.
-    """
-
-    name: str
-    count: int
-    time: float
-    is_over: bool
-
-
-class Activity:
-    """What this process does beside works: marks set where calls and passes begin and end.
-
-    Attributes:
-        counts: by name, how often it was begun.
-        open: by name, what was begun and has not ended; the outermost first.
-        last: the last mark, None before any.
-    """
-
-    def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
-        self.open: dict[str, Mark] = {}
-        self.last: Mark | None = None
-
-    def begin(self, name: str) -> None:
-        """Note that something begins."""
-        count = self.counts[name] = self.counts.get(name, 0) + 1
-        self.last = self.open[name] = Mark(name, count, time.monotonic(), is_over=False)
-
-    def end(self, name: str) -> None:
-        """Note that it has ended."""
-        self.open.pop(name, None)
-        self.last = Mark(name, self.counts.get(name, 0), time.monotonic(), is_over=True)
-
-
-class Doing:
-    """A context in which this process does something that has a name."""
-
-    __slots__ = ("_activity", "_name")
-
-    def __init__(self, activity: Activity, name: str) -> None:
-        self._activity = activity
-        self._name = name
-
-    def __enter__(self) -> None:
-        self._activity.begin(self._name)
-
-    def __exit__(self, *_: object) -> None:
-        self._activity.end(self._name)
-
-
 @dataclass(slots=True, eq=False)
 class Record:
     """What is known of one work; times are seconds of `time.monotonic`.
@@ -139,6 +82,7 @@ class Record:
     Attributes:
         group: the works of its process group.
         number: its place among them, counted from 1 on this process.
+        place: likewise among those that all ranks of the group begin; 0 for others.
         phase: one of `zero_optim.comm.traffic.PHASES`, ``checkpoint`` or ``buffers``.
         about: what it brings, such as ``bucket 3 (layers.7.weight, …)``; may be empty.
         timeout: seconds after which a wait for it is given up.
@@ -148,10 +92,14 @@ class Record:
         failure: what its wait raised, as text.
         is_warned: somebody was warned of this wait.
         runs_hook: a comm hook runs in it, so what it raises need not come from the backend.
+        waiter: the thread that waits for it, and does nothing else; 0 if none does.
+        asked: since when, and for how long, it had been waited for when other ranks were last asked whether
+            they wait crosswise; None if they never were.
     """
 
     group: "GroupWorks"
     number: int
+    place: int
     phase: str
     about: str
     timeout: float
@@ -161,6 +109,8 @@ class Record:
     failure: str | None = None
     is_warned: bool = False
     runs_hook: bool = False
+    waiter: int = 0
+    asked: tuple[float | None, float] | None = None
 
     @property
     def text(self) -> str:
@@ -200,6 +150,7 @@ class _Watched:
 
     def __enter__(self) -> None:
         record = self._record
+        record.waiter = get_ident() if self._ends else 0
         record.waiting_since = time.monotonic()
         record.group.log.waits[id(record)] = record
         if is_profiling():
@@ -248,6 +199,9 @@ class GroupWorks:
         verdict: why the group was given up, if it was: no work begins any more.
         has_failed: a wait raised what came from the backend.
         group: a weak reference to it.
+        begun: works begun that all ranks of the group begin.
+        home: the thread that has begun those; 0 if there are none, -1 if several threads have.
+        is_uneven: ranks may count them differently.
         outstanding: a work that an accelerator does while the CPU goes on, and its handle; at most one is
             looked at, since the works of a group end in order. So no more than one handle is kept, and what
             that holds, until the watchdog looks again.
@@ -267,6 +221,9 @@ class GroupWorks:
         self.limit = float("inf") if limit is None else limit.total_seconds()
         self.verdict = log.verdicts.get(log.wholes.get(ranks, ranks))
         self.has_failed = False
+        self.begun = 0
+        self.home = 0
+        self.is_uneven = False
         self.outstanding: tuple[Record, Any] | None = None
         self.group = weakref.ref(process_group)
         self._numbers = itertools.count(1)
@@ -276,6 +233,12 @@ class GroupWorks:
     def whole(self) -> tuple[int, ...]:
         """Global ranks that are given up with this group: of the mesh that it is a part of, or its own."""
         return self.log.wholes.get(self.ranks, self.ranks)
+
+    @property
+    def name(self) -> str:
+        """Name the group, alike on all its ranks; empty if it is gone, or has no name."""
+        name = getattr(self.group(), "group_name", "")
+        return f"{name} of {self.ranks}" if name else ""
 
     def cut(self) -> None:
         """Break the connections of the group to other ranks, on any thread: see Note [Waits that end].
@@ -293,8 +256,13 @@ class GroupWorks:
                 work = group.recv([torch.empty(1, dtype=torch.uint8)], other, _NO_TAG)
                 work.wait(timedelta(milliseconds=1))
 
-    def begin(self, phase: Phase, about: str = "") -> Record:
-        """Begin a work: give it a number, and a place in the ring.
+    def begin(self, phase: Phase, about: str = "", *, by_all: bool = True) -> Record:
+        """Begin a work: give it a number, and room in the ring.
+
+        Args:
+            phase: of the work.
+            about: what it brings.
+            by_all: all ranks of the group begin it, in the same order with others.
 
         Raises:
             StalledError: the group was given up.
@@ -302,7 +270,13 @@ class GroupWorks:
         if self.verdict is not None:
             raise self.verdict.error()
         timeout = self.limit if phase.timeout is None else phase.timeout
-        record = Record(self, next(self._numbers), phase.name, about, timeout, time.monotonic())
+        place = 0
+        if by_all:
+            thread = get_ident()
+            if self.home != thread:
+                self.home = -1 if self.home else thread
+            self.begun = place = self.begun + 1
+        record = Record(self, next(self._numbers), place, phase.name, about, timeout, time.monotonic())
         self.log.ring.append(record)
         return record
 

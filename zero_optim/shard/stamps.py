@@ -21,8 +21,9 @@ Note [What may differ]
 Note [What a count cannot tell]
     Calls are counted as they gather, so ranks whose gathers meet have counted alike: name and number tell of
     another method, or another optimizer, in the place of a step. That a rank has left out a step, or taken
-    two, shows where its next collective meets another one; then the watchdog tells. Where no step gathers,
-    it shows in the next forward pass: Note [Stamps of units] in `unit_stamps`.
+    two, shows where its next collective meets another one; then the watchdog tells, in some seconds: Note
+    [Crosswise waits] in `zero_optim.comm.crosswise`. Where no step gathers, it shows in the next forward
+    pass: Note [Stamps of units] in `unit_stamps`.
 
     A count of something else would not help. Take backward passes. A rank that left out a step is ahead by
     one of them when its next gather meets the gather that it left out. But it does not come to that: what

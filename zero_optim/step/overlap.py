@@ -18,10 +18,10 @@ from enum import Enum
 
 from torch import Tensor
 
+from zero_optim.comm.activity import OVERLAPPED_STEP
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease, lanes_beside, may_run_beside
 from zero_optim.comm.ranks import LET_GO
-from zero_optim.comm.works import OVERLAPPED_STEP
 from zero_optim.errors import RemoteRankError
 from zero_optim.plan.groups import ParamGroup, params_of
 from zero_optim.plan.layout import Span
