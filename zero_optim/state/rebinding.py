@@ -14,7 +14,6 @@ Note [Rebinding is building anew]
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,6 @@ from zero_optim.comm.watchdog import learn_addresses, unwatch, watch
 from zero_optim.plan.description import describe
 from zero_optim.plan.groups import ParamGroup, param_names, params_of, short_names
 from zero_optim.plan.plan import Plan, describe_params
-from zero_optim.shard.keeping import Keeping
 from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.storage import ParamBucket
 from zero_optim.shard.units import KeptRows, UnitBucket, UnitForms
@@ -37,7 +35,6 @@ from zero_optim.state.whole import Snapshot, check_targets
 from zero_optim.step.leaves import EMA, MASTER, Leaves, WeightAverage
 from zero_optim.step.owned import OwnedState
 from zero_optim.step.partial import PartialGradient
-from zero_optim.step.portions import KeptState
 
 
 class RebindableOptimizer(HoldingOptimizer):
@@ -182,21 +179,7 @@ class RebindableOptimizer(HoldingOptimizer):
 
     # ------------------------------------------------------------------ units
 
-    _compute_dtypes: Mapping[Tensor, torch.dtype] = MappingProxyType({})
-    _kept_dtypes: Mapping[Tensor, torch.dtype] = MappingProxyType({})
-    _keeping: Keeping | None = None
-
-    @property
-    def keeping(self) -> Keeping | None:
-        """Keeps what this rank owns elsewhere than in ordinary memory; None if nothing does."""
-        return self._keeping
-
-    def shard_parameters(
-        self,
-        units: Mapping[Tensor, int],
-        compute_dtypes: Mapping[Tensor, torch.dtype] | None = None,
-        keeping: Keeping | None = None,
-    ) -> list[UnitBucket]:
+    def shard_parameters(self, units: Mapping[Tensor, int], forms: UnitForms) -> list[UnitBucket]:
         """Keep the parameters of units on their owners alone, and plan who owns what anew; all ranks call.
 
         Every parameter has its value on every rank when this is called.
@@ -205,9 +188,7 @@ class RebindableOptimizer(HoldingOptimizer):
 
         Args:
             units: the parameters concerned, each with the number of its unit; equal on every rank.
-            compute_dtypes: the dtypes that some of them get, the same for all of one dtype. Owners keep the
-                rows of these as they are.
-            keeping: keeps what this rank owns; None for ordinary memory. On all ranks or none.
+            forms: how they are kept; in files on all ranks or none.
 
         Returns:
             The buckets of the units; they are freed.
@@ -226,19 +207,16 @@ class RebindableOptimizer(HoldingOptimizer):
                         "into one, or give each an optimizer"
                     )
                 self._options.check_units()
-            agree(group, [f"offload={keeping is not None}"], "where a rank keeps what it owns")
+            agree(group, [f"offload={forms.keeping is not None}"], "where a rank keeps what it owns")
             self.wait_for_gathers()
-            before = self._units, self._compute_dtypes, self._kept_dtypes
-            self._units, self._compute_dtypes = units, {} if compute_dtypes is None else compute_dtypes
-            self._kept_dtypes = {param: param.dtype for param in self._compute_dtypes}
-            self._keeping = keeping
+            before = self._units, self._unit_forms
+            self._units, self._unit_forms = units, forms
             try:
                 with failing_together(group):
                     self.check_weights()
                 self._go_over(group, range(group.size), keep_state=True)
             except Exception:
-                self._units, self._compute_dtypes, self._kept_dtypes = before
-                self._keeping = None
+                self._units, self._unit_forms = before
                 raise
         return self._sharding.unit_buckets()
 
@@ -380,8 +358,8 @@ class RebindableOptimizer(HoldingOptimizer):
         options, gathers = self._options, self._sharding.gathers
         as_views, cap_mb = options.parameters_as_bucket_view, options.bucket_cap_mb
         own = options.own_options
-        forms = UnitForms(self._compute_dtypes or {}, self._keeping)
-        sharding = Sharding(group, as_views, cap_mb, num_owners, gathers, own, self._units or None, forms)
+        units = self._units or None, self._unit_forms
+        sharding = Sharding(group, as_views, cap_mb, num_owners, gathers, own, *units)
         costs = [self._costs.__getitem__ for _ in groups]
 
         def bear_cuts() -> list[bool]:
@@ -417,14 +395,9 @@ class RebindableOptimizer(HoldingOptimizer):
             return list(dict.fromkeys(leaves.tried_dtype(param) for param in of["params"] if param in cut))
 
         with failing_together(group):
-            leaves = Leaves(self._options.master_dtype, self._units or (), self._kept_dtypes or None)
+            leaves = Leaves(self._options.master_dtype, self._units or ())
             average = WeightAverage(self._options.ema_decay, leaves)
             leaf_of = {param: leaves.add(param, piece) for param, piece in owned.items()}
             local = self._owned.local.again(groups, leaf_of)
             local.check_cuts(groups, dtypes_of_cut)  # options may have changed, and other parameters are cut
-            kept = None if self._keeping is None else KeptState(self._keeping, leaves, average, local)
-        state = OwnedState(group, leaves, average, local, owned, kept)
-        if kept is not None:
-            with failing_together(group):
-                kept.reserve(groups, owned)
-        return state
+        return self._owned_state(group, leaves, average, local, groups, owned)
