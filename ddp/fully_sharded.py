@@ -17,12 +17,13 @@ from zero_optim.ddp.owner_reducer import Accumulate
 from zero_optim.ddp.precision import PrecisionPolicy, sparse_names
 from zero_optim.ddp.reducer import Reducer
 from zero_optim.ddp.sharded import ShardedDataParallel
+from zero_optim.ddp.unit import Unit
 from zero_optim.ddp.unit_choice import UnitChoice, Units, choose_units
 from zero_optim.ddp.unit_filling import Init, check_init, has_meta, leave_meta, take_values_of_first
 from zero_optim.ddp.unit_hooks import begin_anew, hook_params, hook_up, units_of
 from zero_optim.ddp.unit_making import Made
 from zero_optim.ddp.unit_ranks import RanksToBe
-from zero_optim.ddp.units import Unit, UnitsInUse
+from zero_optim.ddp.units import UnitsInUse
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.shard.units import UnitBucket, UnitForms
 
