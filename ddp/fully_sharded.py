@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_optim.comm.agreement import failing_together
-from zero_optim.comm.arguments import ranks_of
 from zero_optim.comm.lanes import lanes_for_rows
 from zero_optim.ddp.assignment import ReducerOptions
 from zero_optim.ddp.fsdp_options import OF_FSDP, OWN_OPTIONS
@@ -19,13 +18,15 @@ from zero_optim.ddp.owner_reducer import Accumulate
 from zero_optim.ddp.precision import PrecisionPolicy, sparse_names
 from zero_optim.ddp.reducer import Reducer
 from zero_optim.ddp.sharded import ShardedDataParallel
+from zero_optim.ddp.unit import Unit
 from zero_optim.ddp.unit_choice import UnitChoice, Units, choose_units
 from zero_optim.ddp.unit_filling import Init, check_init, has_meta, leave_meta, take_values_of_first
 from zero_optim.ddp.unit_hooks import begin_anew, hook_params, hook_up, units_of
 from zero_optim.ddp.unit_making import Made
-from zero_optim.ddp.units import Unit, UnitsInUse
+from zero_optim.ddp.unit_ranks import RanksToBe
+from zero_optim.ddp.units import UnitsInUse
 from zero_optim.optimizer import ZeroRedundancyOptimizer
-from zero_optim.shard.units import UnitBucket
+from zero_optim.shard.units import UnitBucket, UnitForms
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,20 +41,6 @@ class _Asked:
     accumulate: str
     device: torch.device | str | None
     init: Init | None
-
-    def check_without_optimizer(self, mesh: object) -> None:
-        """Refuse what needs the optimizer when the model is wrapped.
-
-        Raises:
-            ValueError: names it.
-        """
-        given = {"mesh": mesh, "mixed_precision": self.precision, "offload": self.offload}
-        for name, value in given.items():
-            if value is not None:
-                raise ValueError(
-                    f"{name} needs the optimizer when the model is wrapped: build the optimizer first, and "
-                    "give it to the wrapper"
-                )
 
 
 class FullyShardedDataParallel(ShardedDataParallel):
@@ -88,7 +75,7 @@ class FullyShardedDataParallel(ShardedDataParallel):
         offload: keeps what this rank owns in files, see `Offload`; on all ranks or none. The class must bear
             to be stepped some parameters at a time. None keeps it in memory.
         accumulate: as in `ShardedDataParallel`, as are ``mesh`` and the other options. With a mesh units are
-            gathered inside each replica.
+            gathered inside each replica, also before there is an optimizer.
         mixed_precision: a `PrecisionPolicy`; or one of PyTorch's for its own wrappers. Then ``param.dtype``
             is the dtype to compute with, and owners keep and step the parameters as they were. None leaves
             all dtypes alone.
@@ -130,10 +117,18 @@ class FullyShardedDataParallel(ShardedDataParallel):
             units, reshard_after_forward, guards_reads, offload, mixed_precision, accumulate, device, init
         )
         self._made: Made | None = None
-        stand_in = None if optimizer is not None else self._stand_in(module, mesh, options)
-        untyped: Any = optimizer if stand_in is None else stand_in  # the base class checks what it is
-        super().__init__(module, untyped, accumulate=accumulate, mesh=mesh, **options)
-        self._chosen.claim.is_open = stand_in is not None
+        try:
+            stand_in = None if optimizer is not None else self._stand_in(module, mesh, options)
+            untyped: Any = optimizer if stand_in is None else stand_in  # the base class checks what it is
+            super().__init__(module, untyped, accumulate=accumulate, mesh=mesh, **options)
+        except BaseException:
+            made = vars(self).get("_made")  # nn.Module may not be set up yet
+            if made is not None:
+                made.give_up()
+            raise
+        claim = self._chosen.claim
+        claim.is_open = stand_in is not None
+        claim.everyone = None if self._mesh is None else self._mesh.everyone
 
     @property
     def _chosen(self) -> Made:
@@ -145,13 +140,28 @@ class FullyShardedDataParallel(ShardedDataParallel):
         self, module: nn.Module, mesh: object, options: Mapping[str, object]
     ) -> ZeroRedundancyOptimizer:
         """Choose the units, and make an optimizer that keeps them until another one comes; all ranks call."""
-        with failing_together(ranks_of(options.get("process_group"))):
-            self._asked.check_without_optimizer(mesh)
+        ranks, offload = RanksToBe(mesh, options.get("process_group")), self._asked.offload
+        with ranks.failing_together():
             self._choose(module)
-        made = self._chosen
-        optimizer = made.made_stand_in(options)
+            made = self._chosen
+            forms = self._forms_of(made.take(None), module)
+        items = [f"mixed_precision: {self._policy.describe()}", f"offload={offload is not None}"]
+        ranks.agree(items, f"the arguments of {type(self).__name__}")
+        with ranks.failing_together():
+            optimizer = made.made_stand_in(ranks.process_group, forms, options)
         made.claim.told = weakly(self._change_optimizer)
         return optimizer
+
+    def _forms_of(self, names: Mapping[Tensor, str], module: nn.Module) -> UnitForms:
+        """Check how parameters are to be kept; does not communicate.
+
+        Args:
+            names: of those that are to be sharded.
+            module: the model.
+        """
+        keeping = keeping_for(self._asked.offload, self._chosen.choice.unit_of)
+        self._policy.check(names, sparse_names(module), self._asked.accumulate)
+        return UnitForms(self._policy.compute_dtypes(names), keeping)
 
     def _choose(self, module: nn.Module) -> None:
         """Check what was asked for, and choose the units; does not communicate."""
@@ -182,7 +192,7 @@ class FullyShardedDataParallel(ShardedDataParallel):
         if syncs:
             self._agree_on_model(module, process_group=everyone.process_group, **options)
         if made.stands_in:
-            made.fill(optimizer, syncs=syncs)
+            made.fill(optimizer, everyone, syncs=syncs)
         else:
             self._fill(module, ignored, syncs=syncs)
         if syncs and options.get("broadcast_buffers") is not False:
@@ -196,15 +206,11 @@ class FullyShardedDataParallel(ShardedDataParallel):
         optimizer, made, everyone = self._optimizer, self._chosen, self._everyone(self._optimizer)
         named: dict[Tensor, str] = {p: n for n, p in module.named_parameters() if n not in ignored}
         with failing_together(everyone):
-            made.take_from(optimizer)
-            owned = {param: name for param, name in named.items() if param in made.claim.units}
-            keeping = keeping_for(self._asked.offload, made.choice.unit_of)
-            self._policy.check(owned, sparse_names(module), self._asked.accumulate)
+            forms = self._forms_of(made.take(optimizer), module)
         if syncs:
             take_values_of_first(everyone.during("agree"), named)
-        dtypes = self._policy.compute_dtypes(owned)
         with failing_together(everyone):  # it fails on all ranks of a replica alike
-            made.placed(optimizer.shard_parameters(made.claim.units, dtypes, keeping), optimizer)
+            made.placed(optimizer.shard_parameters(made.claim.units, forms), optimizer)
 
     def _make_reducer(
         self, pairs: Sequence[tuple[str, Tensor]], options: ReducerOptions, sparse: Sequence[str]
@@ -233,6 +239,8 @@ class FullyShardedDataParallel(ShardedDataParallel):
     def _change_optimizer(self, optimizer: ZeroRedundancyOptimizer) -> None:
         """Reduce gradients for an optimizer that has come later; all ranks call, and it communicates."""
         self._optimizer = optimizer
+        if self._mesh is not None:
+            optimizer.mesh = self._mesh = replace(self._mesh, inner=optimizer.ranks)
         for handle in self._handles:
             handle.remove()
         self._renew_reducer()

@@ -35,7 +35,7 @@ from zero_optim.compat.engine import has_saved_tensors_hooks, in_backward
 from zero_optim.shard.units import is_freed
 
 if TYPE_CHECKING:
-    from zero_optim.ddp.units import Unit
+    from zero_optim.ddp.unit import Unit
 
 _WRITTEN = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: a "

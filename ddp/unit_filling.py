@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.ddp.unit_choice import UnitChoice
-from zero_optim.plan.memory import STRIDES_WHEN_WHOLE, dense_strides
+from zero_optim.plan.memory import STRIDES_WHEN_WHOLE, dense_strides, kept_dtype
 from zero_optim.shard.units import UnitBucket, shown_when_freed
 
 Init = Callable[[nn.Module], object]
@@ -118,9 +118,26 @@ def leave_meta(model: nn.Module, device: torch.device) -> dict[Tensor, Tensor]:
     return new
 
 
+def back_to_meta(model: nn.Module, replaced: Mapping[Tensor, Tensor]) -> None:
+    """Undo `leave_meta`.
+
+    Args:
+        model: the model.
+        replaced: what that returned.
+    """
+    former = {new: old for old, new in replaced.items()}
+    for module in model.modules():
+        for held, name, tensor in own_tensors(module):
+            held[name] = former.get(tensor, tensor)
+
+
 def _new_values(tensor: Tensor, device: torch.device) -> Tensor:
-    """Make memory for a parameter or a buffer, which shows where nobody has written."""
-    made = torch.empty_strided(tensor.shape, dense_strides(tensor), dtype=tensor.dtype, device=device)
+    """Make memory for a parameter or a buffer, which shows where nobody has written.
+
+    A parameter that was released already gets the dtype in which it is kept, not the one that it shows:
+    random numbers give other values in another dtype.
+    """
+    made = torch.empty_strided(tensor.shape, dense_strides(tensor), dtype=kept_dtype(tensor), device=device)
     return made.fill_(float("nan")) if made.is_floating_point() or made.is_complex() else made.zero_()
 
 

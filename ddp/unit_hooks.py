@@ -11,8 +11,9 @@ from torch.utils.hooks import RemovableHandle
 from zero_optim.compat.engine import eager
 from zero_optim.ddp.graph import replaced, tensors_in
 from zero_optim.ddp.inbox import weakly
+from zero_optim.ddp.unit import Unit
 from zero_optim.ddp.unit_choice import UnitChoice
-from zero_optim.ddp.units import Unit, UnitsInUse
+from zero_optim.ddp.units import UnitsInUse
 from zero_optim.ddp.wide_state import hook_wide_state, wide_units
 
 

@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from zero_optim.comm.collectives import RankGroup
 from zero_optim.ddp.unit_choice import UnitChoice
-from zero_optim.ddp.unit_filling import Init, UnitFiller
+from zero_optim.ddp.unit_filling import Init, UnitFiller, back_to_meta
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.shard.claims import UnitsClaim, claim_of
-from zero_optim.shard.units import UnitBucket
+from zero_optim.shard.units import UnitBucket, UnitForms
 
 
 class Made:
@@ -42,61 +43,79 @@ class Made:
         self.claim = UnitsClaim({}, len(choice.modules))
         hook = register_optimizer_step_pre_hook(_refuse_others)
         weakref.finalize(self.claim, hook.remove).atexit = False
+        self._replaced = replaced
         self._unfilled = set(replaced.values())
         self._init = init
-        self._stands_in = False
+        self._stands_in = self._is_filled = False
 
     @property
     def stands_in(self) -> bool:
         """Whether an optimizer that is never stepped keeps the units."""
         return self._stands_in
 
-    def take_from(self, optimizer: ZeroRedundancyOptimizer) -> None:
-        """Take the parameters that an optimizer has, for their units; does not communicate."""
-        owned = set(optimizer.pieces())
-        unit_of = self.choice.unit_of
-        self.claim.units = {param: number for param, number in unit_of.items() if param in owned}
-
-    def placed(self, buckets: list[UnitBucket], optimizer: ZeroRedundancyOptimizer) -> None:
-        """Have the parameters tell who keeps them."""
-        self.claim.mark()
-        self.claim.place(buckets, optimizer.ranks)
-
-    def made_stand_in(self, options: Mapping[str, object]) -> ZeroRedundancyOptimizer:
-        """Make an optimizer that is never stepped, and keeps all parameters until one comes for them.
-
-        All ranks call, and it communicates.
+    def take(self, optimizer: ZeroRedundancyOptimizer | None) -> dict[Tensor, str]:
+        """Take the parameters that an optimizer has, for their units; does not communicate.
 
         Args:
-            options: of the wrapper.
+            optimizer: the optimizer; None takes all that are not to be ignored.
+
+        Returns:
+            Their names, but for those to be ignored.
         """
         model, unit_of = self.choice.modules[0], self.choice.unit_of
         ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
-        owned: set[Tensor] = {param for name, param in model.named_parameters() if name not in ignored}
+        named: dict[Tensor, str] = {p: name for name, p in model.named_parameters() if name not in ignored}
+        owned = set(named) if optimizer is None else set(optimizer.pieces())
         self.claim.units = {param: number for param, number in unit_of.items() if param in owned}
-        self._stands_in = True
+        return {param: name for param, name in named.items() if param in self.claim.units}
+
+    def placed(self, buckets: list[UnitBucket], optimizer: ZeroRedundancyOptimizer) -> None:
+        """Have the parameters tell who keeps them."""
+        self._is_filled = True
         self.claim.mark()
-        names: tuple[str, ...] = ("process_group", "timeout", "on_stall")
+        self.claim.place(buckets, optimizer.ranks)
+
+    def made_stand_in(
+        self, process_group: object, forms: UnitForms, options: Mapping[str, object]
+    ) -> ZeroRedundancyOptimizer:
+        """Make an optimizer that is never stepped, and keeps all parameters until one comes for them.
+
+        All ranks call, after `take`, and it communicates.
+
+        Args:
+            process_group: its ranks; None for the default group.
+            forms: how it keeps them.
+            options: of the wrapper.
+        """
+        self._stands_in = True
+        self.claim.forms = forms
+        self.claim.mark()
+        names: tuple[str, ...] = ("timeout", "on_stall")
         given = {name: options[name] for name in names if options.get(name) is not None}
         untyped: type = ZeroRedundancyOptimizer
-        try:
-            # A class that bears cuts, so that rows are even. It is never stepped.
-            optimizer: ZeroRedundancyOptimizer = untyped(
-                [*self.claim.units], torch.optim.SGD, lr=0.0, **given
-            )
-        except BaseException:
-            self.claim.unmark([*self.claim.units])
-            raise
+        # A class that bears cuts, so that rows are even. It is never stepped.
+        optimizer: ZeroRedundancyOptimizer = untyped(
+            [*self.claim.units], torch.optim.SGD, process_group, lr=0.0, **given
+        )
         return optimizer
 
-    def fill(self, optimizer: ZeroRedundancyOptimizer, *, syncs: bool) -> None:
+    def give_up(self) -> None:
+        """Leave the model as it was, if it was not filled yet; does not communicate."""
+        if self._is_filled:
+            return
+        self.claim.unmark([*self.claim.units])
+        back_to_meta(self.choice.modules[0], self._replaced)
+
+    def fill(self, optimizer: ZeroRedundancyOptimizer, everyone: RankGroup, *, syncs: bool) -> None:
         """Have this rank keep its rows, and free the parameters; all ranks call, and it communicates.
 
         Args:
             optimizer: what `made_stand_in` has given.
+            everyone: all ranks, those of all replicas.
             syncs: take rank 0's values.
         """
-        model, group = self.choice.modules[0], optimizer.ranks.during("agree")
+        self._is_filled = True
+        model, group = self.choice.modules[0], everyone.during("agree")
         buckets = [bucket for of_unit in self.claim.buckets for bucket in of_unit]
         filler = UnitFiller(group, self.choice, buckets, self._unfilled, self._init, syncs=syncs)
         filler.fill(model)

@@ -14,16 +14,11 @@ Note [When a unit is whole]
     before it is whole. A hook on the outputs sees to that. If a module returns no tensor that can be
     found (`tensors_in`), its unit is not freed after the forward pass.
 
-Note [The next unit]
-    The order in which units were needed in the pass before tells which one is needed next. Its gather is
-    started when the one before is whole. An order is noted for each outermost module that is called, and for
-    backward passes. It is the same on every rank if the ranks call the same modules. That they do is needed
-    anyway, as every gather is a collective.
+    Which unit is fetched beside another one, Note [The next unit] in `zero_optim.ddp.unit_order` says.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -36,81 +31,16 @@ from zero_optim.compat.engine import in_backward
 from zero_optim.ddp.graph import tensors_in
 from zero_optim.ddp.inbox import weakly, when_backward_ends
 from zero_optim.ddp.saved_reads import SavedReads
+from zero_optim.ddp.unit import Unit
+from zero_optim.ddp.unit_order import UnitOrder
 from zero_optim.shard.gathers import start_gather
 from zero_optim.shard.storage import ParamBucket
 from zero_optim.shard.unit_stamps import UnitStamps
-from zero_optim.shard.units import UnitBucket
 
 _SECOND = (
     "create_graph=True is not possible with FullyShardedDataParallel: the gradients of gradients would read "
     "parameters that are freed by then. Use ShardedDataParallel"
 )
-
-
-@dataclass(slots=True, eq=False)
-class Unit:
-    """The parameters of a unit.
-
-    Attributes:
-        number: among all units; 0 is the outermost.
-        name: of its module.
-        buckets: one for each dtype, and for frozen parameters.
-        waits_for: indices of the parameters whose gradients must be there before it is freed in a backward
-            pass; none if some parameter is frozen, as nobody knows when that was used last.
-        depth: how many calls of its modules are under way.
-        arrived: indices of the parameters whose gradients have come in this backward pass.
-    """
-
-    number: int
-    name: str
-    buckets: list[UnitBucket]
-    waits_for: frozenset[int]
-    depth: int = 0
-    arrived: set[int] = field(default_factory=set)
-
-    @property
-    def params(self) -> list[Tensor]:
-        """Its parameters, bucket by bucket."""
-        return [param for bucket in self.buckets for param in bucket.params]
-
-    @property
-    def is_rounded(self) -> bool:
-        """Whether owners keep some of its parameters in another dtype than these have."""
-        return any(bucket.is_rounded for bucket in self.buckets)
-
-    @property
-    def is_left(self) -> bool:
-        """Whether state dicts are to show its parameters as they are."""
-        return any(bucket.is_left for bucket in self.buckets)
-
-    def shares_memory(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a view of what is freed with the unit."""
-        return any(bucket.shares_memory(tensor) for bucket in self.buckets)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether its parameters can be read."""
-        return all(bucket.is_whole for bucket in self.buckets)
-
-
-class _Order:
-    """The order in which units are needed in passes of one kind."""
-
-    def __init__(self) -> None:
-        self.before: list[int] = []
-        self.now: list[int] = []
-
-    def reached(self, number: int) -> int | None:
-        """Take note that a unit is needed; tell which one came next in the pass before."""
-        place = len(self.now)
-        self.now.append(number)
-        if self.before[place : place + 1] == [number] and place + 1 < len(self.before):
-            return self.before[place + 1]
-        return None
-
-    def end(self) -> None:
-        """End a pass."""
-        self.before, self.now = self.now, []
 
 
 class UnitsInUse:
@@ -142,8 +72,8 @@ class UnitsInUse:
         self._lanes = lanes
         self._keeps = keeps
         self._stamps = stamps
-        self._forward: dict[int, _Order] = {}  # by the unit whose call is the outermost
-        self._backward = _Order()
+        self._forward: dict[int, UnitOrder] = {}  # by the unit whose call is the outermost
+        self._backward = UnitOrder()
         self._calls: list[int] = []  # units whose calls are under way, the outermost first
         self._reads = SavedReads(units, weakly(self._output_reached), is_on=guards_reads)
         self._guarding = list[bool]()  # for each call under way, whether it has begun to watch what is saved
@@ -252,7 +182,7 @@ class UnitsInUse:
             return
         self._begin_to_tell(tells=tells)
         self.need(unit, tells=tells)
-        order = self._forward.setdefault(self._calls[0], _Order())
+        order = self._forward.setdefault(self._calls[0], UnitOrder())
         if len(self._calls) == 1:
             order.now.clear()
         self._fetch(order.reached(unit.number), tells=tells)
@@ -280,7 +210,7 @@ class UnitsInUse:
             keeps = self._watch(unit, output, is_outermost=not self._calls)
         if in_backward():
             return
-        order = self._forward.get(outermost, _Order())
+        order = self._forward.get(outermost, UnitOrder())
         if not keeps:
             self._free(unit)
         if not self._calls:

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zero_optim.ddp.units import Unit, UnitsInUse
+from zero_optim.ddp.unit import Unit
+from zero_optim.ddp.units import UnitsInUse
 from zero_optim.shard.wide import WideBucket
 
 

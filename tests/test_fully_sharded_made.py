@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from pool import Ranks
 from test_fully_sharded import Tower, adamw, batch
@@ -17,8 +16,6 @@ from zero_optim import ZeroRedundancyOptimizer, checkpoint
 from zero_optim.ddp import (
     DistributedDataParallel,
     FullyShardedDataParallel,
-    Offload,
-    PrecisionPolicy,
     fully_shard,
     fully_sharded,
     unsharded,
@@ -164,24 +161,6 @@ def refuses_what_cannot_be() -> None:
 
 def test_a_later_optimizer_that_cannot_be_is_refused_and_changes_nothing(ranks2: Ranks) -> None:
     ranks2.run(refuses_what_cannot_be)
-
-
-def refuses_what_needs_the_optimizer() -> None:
-    model = Tower()
-    given: dict[str, Any] = {
-        "mixed_precision": PrecisionPolicy(params=torch.bfloat16),
-        "offload": Offload(".", budget=2**20),
-        "mesh": init_device_mesh("cpu", (2, 1)),
-    }
-    for name, value in given.items():
-        with pytest.raises(ValueError, match=f"{name} needs the optimizer when the model is wrapped"):
-            FullyShardedDataParallel(model, **{name: value})
-    wrapped = FullyShardedDataParallel(model)  # nothing has changed
-    train(wrapped, adamw(wrapped), loss_of)
-
-
-def test_what_needs_the_optimizer_is_refused_where_it_comes_later(ranks2: Ranks) -> None:
-    ranks2.run(refuses_what_needs_the_optimizer)
 
 
 def leaves_frozen_ones_whole() -> None:

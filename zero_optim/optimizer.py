@@ -13,9 +13,11 @@ from torch.optim import Optimizer
 
 from zero_optim.comm.agreement import SharedCall
 from zero_optim.comm.arguments import raise_together, ranks_of
+from zero_optim.comm.backends import held
 from zero_optim.comm.watchdog import OnStall
 from zero_optim.compat.kinship import make_known
 from zero_optim.plan.costs import Cost, CostName
+from zero_optim.shard.claims import group_of_claim
 from zero_optim.state.given import Params, ShardingOptions
 from zero_optim.step.clip import ClipArguments
 from zero_optim.step.join import JoinNotes
@@ -45,7 +47,8 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
             them; the same on every rank. Any dtypes and shapes; dense.
         optimizer_class: the class to shard, or a callable that builds one from groups. Ranks compare its
             code and arguments; what shall differ between ranks it finds out itself when it is called.
-        process_group: ranks to shard over; None for the default group.
+        process_group: ranks to shard over; None for the default group, or for the group of the fully sharded
+            model that has the parameters.
         parameters_as_bucket_view: True moves the parameters into flat tensors, so that gathers land in place,
             and gives each a storage of its own there; False leaves ``param.data`` alone and copies at each
             step, as is also done for parameters in shared memory and on devices without DLPack.
@@ -148,6 +151,9 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
             own_options=own_options,
             mirror=mirror,
         )
+        params = held(params)
+        if process_group is None:
+            process_group = group_of_claim(params)
         default, group = OptimizerSpec(optimizer_class, defaults), ranks_of(process_group)
         super().__init__(params, default, group, options, gather_lazily)
         if overlap_with_ddp:

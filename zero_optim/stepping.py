@@ -17,7 +17,7 @@ from zero_optim.plan.options import Plain
 from zero_optim.plan.pieces import Pieces
 from zero_optim.shard.stamps import Call, Origins
 from zero_optim.shard.unit_stamps import UnitStamps
-from zero_optim.state.rebinding import RebindableOptimizer
+from zero_optim.state.unit_rows import UnitRowsOptimizer
 from zero_optim.step.amp import Scaling, drop_scale
 from zero_optim.step.clip import ClipArguments, clip_together
 from zero_optim.step.gradients import is_sparse
@@ -27,7 +27,7 @@ from zero_optim.step.sparse_rows import check_sparse_rows
 from zero_optim.step.words import Word, exchange, is_skipped_by_all, ranks_that
 
 
-class SteppedOptimizer(RebindableOptimizer, Joinable):
+class SteppedOptimizer(UnitRowsOptimizer, Joinable):
     """The parts of a step; the subclass puts them together for its users.
 
     All ranks call its methods together.

@@ -13,6 +13,17 @@ from zero_optim.plan.groups import ParamGroup, param_names, params_of
 
 # The attribute of a parameter that shows no memory of its own for much of the time: its strides when it does.
 STRIDES_WHEN_WHOLE = "_zero_optim_strides"
+# The attribute of a parameter whose owners keep it in another dtype than it has: that dtype.
+DTYPE_AS_KEPT = "_zero_optim_dtype"
+
+
+def kept_dtype(param: Tensor) -> torch.dtype:
+    """Tell the dtype in which owners keep a parameter, and in which it is planned: its own as a rule.
+
+    A parameter of a unit may have another one, to be computed with; see `zero_optim.shard.units`.
+    """
+    known: torch.dtype | None = getattr(param, DTYPE_AS_KEPT, None)
+    return param.dtype if known is None else known
 
 
 def dense_strides(param: Tensor) -> tuple[int, ...]:

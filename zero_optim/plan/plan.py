@@ -27,7 +27,7 @@ from zero_optim.plan.buckets import assign_buckets
 from zero_optim.plan.cuts import cut_step
 from zero_optim.plan.groups import ParamGroup, param_names, params_of
 from zero_optim.plan.layout import Layout, whole
-from zero_optim.plan.memory import dense_strides
+from zero_optim.plan.memory import dense_strides, kept_dtype
 from zero_optim.plan.partition import assign_owners
 from zero_optim.plan.pieces import Piece, Pieces, owned_by_text, whole_piece
 from zero_optim.plan.rows import Planned, choose_rows
@@ -115,12 +115,12 @@ def make_plan(
     """
     params = list(chain.from_iterable(groups))
     bears = [False] * len(params) if bears_cuts is None else bears_cuts
-    numels, item_nbytes = [p.numel() for p in params], [p.element_size() for p in params]
+    numels, item_nbytes = [p.numel() for p in params], [kept_dtype(p).itemsize for p in params]
     nbytes = [numel * size for numel, size in zip(numels, item_nbytes, strict=True)]
     buckets = _buckets(_travel_keys(params, bears), nbytes, cap_nbytes, units or [None] * len(params))
     alignments = [alignment_of(params[bucket[0]]) for bucket in buckets]
     if used is not None:
-        narrow = [params[bucket[0]].element_size() // used[bucket[0]].itemsize for bucket in buckets]
+        narrow = [item_nbytes[bucket[0]] // used[bucket[0]].itemsize for bucket in buckets]
         alignments = [count * max(1, times) for count, times in zip(alignments, narrow, strict=True)]
     all_costs = tuple(chain.from_iterable(costs))
     if bears_cuts is None:
@@ -158,7 +158,7 @@ def _buckets(
 def alignment_of(param: Tensor) -> int:
     """Return at which multiples of elements extents start."""
     nbytes = ALIGNMENT_NBYTES if param.device.type == "cpu" else ACCELERATOR_ALIGNMENT_NBYTES
-    return max(1, nbytes // param.element_size())
+    return max(1, nbytes // kept_dtype(param).itemsize)
 
 
 def _cut_step(param: Tensor, alignment: int) -> int:
@@ -197,7 +197,9 @@ def _travel_keys(params: Sequence[Tensor], bears_cuts: Sequence[bool]) -> list[H
     those that may be cut, since their buckets can be divided in equal rows.
     """
     slots = _device_slots(params)
-    return [(p.dtype, slots[p.device], p.requires_grad, b) for p, b in zip(params, bears_cuts, strict=True)]
+    return [
+        (kept_dtype(p), slots[p.device], p.requires_grad, b) for p, b in zip(params, bears_cuts, strict=True)
+    ]
 
 
 def _device_slots(params: Sequence[Tensor]) -> dict[torch.device, int]:
@@ -213,7 +215,7 @@ def describe_params(groups: Sequence[ParamGroup]) -> list[str]:
     params = params_of(groups)
     slots = _device_slots(params)
     return [
-        f"{name}, {p.dtype}, {p.device.type}[{slots[p.device]}], strides {dense_strides(p)}, "
+        f"{name}, {kept_dtype(p)}, {p.device.type}[{slots[p.device]}], strides {dense_strides(p)}, "
         f"{'trainable' if p.requires_grad else 'frozen'}"
         for name, p in zip(param_names(groups), params, strict=True)
     ]

@@ -9,20 +9,32 @@ Note [An optimizer that comes later]
     that suit its class, and makes buckets for them. Unit by unit the former buckets are gathered, each rank
     copies the rows that it is to keep, and the unit is freed. Until everything is checked the former rows
     stay, so a constructor that raises changes nothing.
+
+    What the wrapper was given for the units goes over with them. Rows that are kept in another dtype than the
+    model computes in are gathered in that dtype, so nothing is rounded. Rows in files move to files of their
+    own; the former ones are gone with the former rows. Over a mesh each replica moves its own, and all
+    replicas fail together, and agree on the optimizers, before any rank has changed something.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
+import torch.distributed as dist
 from torch import Tensor
 
+from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.plan.memory import STRIDES_WHEN_WHOLE
+from zero_optim.plan.groups import ParamGroup, describe_options
+from zero_optim.plan.memory import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE
+from zero_optim.plan.plan import Plan, describe_owners, describe_params
 from zero_optim.shard.gathers import start_gather
-from zero_optim.shard.units import UnitBucket
+from zero_optim.shard.units import UnitBucket, UnitForms
+from zero_optim.shard.wide import WideBucket
 
 _CLAIM = "_zero_optim_claim"
+_HINTS = {"parameter": "Replicas must plan alike: build the optimizers with cuts=False, or on equal machines"}
 
 
 class UnitsClaim:
@@ -35,7 +47,9 @@ class UnitsClaim:
     Attributes:
         units: as given, but for those that an optimizer that came later has left out.
         buckets: those of each unit. These lists stay; what is in them changes with the optimizer.
+        forms: how they keep them.
         group: the ranks that keep the rows; None before anybody does.
+        everyone: with a mesh, the ranks of all replicas; None without one.
         is_open: an optimizer may come and take them over.
         told: called with an optimizer that has.
     """
@@ -43,7 +57,9 @@ class UnitsClaim:
     def __init__(self, units: dict[Tensor, int], num_units: int) -> None:
         self.units = units
         self.buckets: list[list[UnitBucket]] = [[] for _ in range(num_units)]
+        self.forms = UnitForms()
         self.group: RankGroup | None = None
+        self.everyone: RankGroup | None = None
         self.is_open = False
         self.told: Callable[[Any], None] | None = None
 
@@ -62,8 +78,9 @@ class UnitsClaim:
     def unmark(self, params: Iterable[Tensor]) -> None:
         """Have some parameters tell nothing any more."""
         for param in params:
-            for name in (_CLAIM, STRIDES_WHEN_WHOLE):
-                vars(param).pop(name, None)
+            if getattr(param, _CLAIM, None) is self:
+                for name in (_CLAIM, STRIDES_WHEN_WHOLE, DTYPE_AS_KEPT):
+                    vars(param).pop(name, None)
 
     def place(self, buckets: Iterable[UnitBucket], group: RankGroup) -> None:
         """Take note of the buckets that hold the units from now on, and of the ranks that share them."""
@@ -125,15 +142,40 @@ class UnitsClaim:
         bucket_of = {param: bucket for bucket in buckets for param in bucket.params}
         for of_unit in self.buckets:
             for bucket in of_unit:
-                bucket.free()
-                start_gather((self.group.during("state"),), bucket).wait()
-                for param in bucket.params:
-                    if param in bucket_of:
-                        bucket_of[param].take_in({param: param})
-                bucket.free()
+                with _values_as_kept(bucket, self.group.during("state")) as values:
+                    for param, value in values.items():
+                        if param in bucket_of:
+                            bucket_of[param].take_in({param: value})
+
+    def failing_together(self) -> Any:  # noqa: ANN401 - a context
+        """Give a context that fails on the ranks of all replicas alike; all of them enter and leave it.
+
+        What is in it communicates inside each replica alone: another may have failed.
+        """
+        return nullcontext() if self.everyone is None else failing_together(self.everyone)
+
+    def agree(self, groups: Sequence[ParamGroup], about: Sequence[str], plan: Plan) -> None:
+        """Check that the replicas of a mesh are given equal optimizers; all ranks of it call.
+
+        Args:
+            groups: all public groups.
+            about: further descriptions.
+            plan: of this replica.
+
+        Raises:
+            RankMismatchError: on every rank: they are not equal.
+        """
+        if self.everyone is not None:
+            described = [*describe_params(groups), *describe_options(groups), *about]
+            items = [*described, *describe_owners(groups, plan)]
+            agree(self.everyone, items, "the optimizers of the replicas", _HINTS)
 
     def passed_on(
-        self, buckets: Sequence[UnitBucket], group: RankGroup, params: Sequence[Tensor]
+        self,
+        buckets: Sequence[UnitBucket],
+        forms: UnitForms,
+        group: RankGroup,
+        params: Sequence[Tensor],
     ) -> Callable[[Any], None] | None:
         """Have other buckets hold the units, filled by `fill` if somebody held them before; all ranks call.
 
@@ -141,6 +183,7 @@ class UnitsClaim:
 
         Args:
             buckets: the new ones.
+            forms: how they keep what they hold.
             group: the ranks.
             params: all of the optimizer.
 
@@ -152,7 +195,7 @@ class UnitsClaim:
             for bucket in buckets:
                 bucket.let_go()
                 bucket.has_new_place()
-        self.is_open = False
+        self.is_open, self.forms = False, forms
         self.place(buckets, group)
         return self.told
 
@@ -169,6 +212,52 @@ class UnitsClaim:
         self.unmark(params)
         for param in params:
             del self.units[param]
+
+
+@contextmanager
+def _values_as_kept(bucket: UnitBucket, group: RankGroup) -> Iterator[Mapping[Tensor, Tensor]]:
+    """Give the values of a bucket as its owners keep them, not rounded; all ranks enter and leave it.
+
+    Communicates at the start. The parameters are freed when it ends.
+    """
+    bucket.free()
+    if bucket.is_rounded:
+        wide = WideBucket(bucket)
+        start_gather((group,), wide).wait()
+        yield wide.values
+        return
+    start_gather((group,), bucket).wait()
+    yield {param: param for param in bucket.params}
+    bucket.free()
+
+
+def first_claim(params: object) -> UnitsClaim | None:
+    """Find the claim of the first parameter that has one.
+
+    Args:
+        params: as optimizers take them, but no iterators. What is wrong in them is passed over.
+    """
+    return next(filter(None, (getattr(param, _CLAIM, None) for param in _tensors_in(params))), None)
+
+
+def group_of_claim(params: object) -> dist.ProcessGroup | None:
+    """Find the process group of the fully sharded model that some parameters belong to; None if to none.
+
+    Args:
+        params: see `first_claim`.
+    """
+    claim = first_claim(params)
+    return None if claim is None or claim.group is None else claim.group.process_group
+
+
+def _tensors_in(params: object) -> Iterator[Tensor]:
+    if isinstance(params, Tensor):
+        yield params
+    elif isinstance(params, dict):
+        yield from _tensors_in(params.get("params"))
+    elif isinstance(params, list | tuple):
+        for each in params:
+            yield from _tensors_in(each)
 
 
 def claim_of(params: Iterable[Tensor]) -> UnitsClaim | None:

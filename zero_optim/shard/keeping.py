@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from zero_optim.shard.mapped import PAGE, MappedMemory
+from zero_optim.shard.mapped import PAGE, MappedMemory, in_pages
 
 Item = TypeVar("Item")
 
@@ -33,9 +33,25 @@ class Keeping:
         self._memory = memory
         self.budget = budget
 
+    def anew(self) -> "Keeping":
+        """Make one with as large a budget, and files of its own in the same folder."""
+        return Keeping(self._memory.anew(), self.budget)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor is in the files."""
+        return self._memory.holds(tensor)
+
     def reserve(self, nbytes: int) -> None:
         """See `MappedMemory.reserve`."""
         self._memory.reserve(nbytes)
+
+    def reserve_rows(self, nbytes: Iterable[int]) -> None:
+        """Reserve what `new_row` will take for rows of so many bytes.
+
+        Raises:
+            OSError: the disk has less left; says how much is needed.
+        """
+        self._memory.reserve(sum(in_pages(max(1, each)) for each in nbytes))
 
     def _is_kept(self, tensor: Tensor) -> bool:
         """Whether a tensor belongs here."""

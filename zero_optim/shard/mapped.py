@@ -108,13 +108,18 @@ class MappedMemory:
         self._files: list[_File] = []
         self._free: dict[int, list[tuple[_File, int]]] = {}  # by bytes; see Note [Memory that comes back]
 
+    def anew(self) -> "MappedMemory":
+        """Make one for the same folder, with files of its own."""
+        return MappedMemory(self._folder)
+
     def reserve(self, nbytes: int) -> None:
         """Make a file for so many bytes, so that taking them cannot fail.
 
         Raises:
             OSError: the disk has less left; says how much is needed.
         """
-        self._add_file(in_pages(nbytes))
+        if nbytes > 0:
+            self._add_file(in_pages(nbytes))
 
     def _add_file(self, nbytes: int) -> _File:
         free = shutil.disk_usage(self._folder).free

@@ -38,14 +38,14 @@ Note [Freed one by one]
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
 
 from zero_optim.plan.layout import Layout
-from zero_optim.plan.memory import STRIDES_WHEN_WHOLE
+from zero_optim.plan.memory import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE, kept_dtype
 from zero_optim.shard.keeping import Keeping
 from zero_optim.shard.places import Form, views_in
 
@@ -81,12 +81,19 @@ class UnitForms:
     """How the parameters of units are kept.
 
     Attributes:
-        compute_dtypes: of those that get another dtype than their owners keep, see `UnitBucket`.
+        compute_dtypes: of those that have, or get, another dtype than their owners keep, see `UnitBucket`.
         keeping: keeps their rows; None for ordinary memory.
     """
 
     compute_dtypes: Mapping[Tensor, torch.dtype] = field(default_factory=dict)
     keeping: Keeping | None = None
+
+    def anew(self) -> "UnitForms":
+        """Give the same forms for another optimizer, which keeps what it owns in files of its own.
+
+        So the files of the former one are given up with its rows.
+        """
+        return self if self.keeping is None else replace(self, keeping=self.keeping.anew())
 
 
 def is_freed(tensor: Tensor) -> bool:
@@ -140,8 +147,9 @@ class UnitBucket:
         self._own = next(((row.start, row.stop) for row in layout.rows if row.owner == rank), (0, 0))
         self._nans = [_nan_like(param, compute_dtype) for param in params]
         is_all = self._own == (0, layout.end_of_rows) and self._keeping is None
-        self._owns_all = is_all and compute_dtype == first.dtype
-        self.row = self._own_row() if self._owns_all else first.detach().new_empty(0)
+        kept = kept_dtype(first)  # the parameters have the other one already where another bucket held them
+        self._owns_all = is_all and compute_dtype == kept
+        self.row = self._own_row() if self._owns_all else first.detach().new_empty(0, dtype=kept)
         self._has_row = False
         self._flat.untyped_storage().resize_(0)
         self.is_whole = False
@@ -179,6 +187,11 @@ class UnitBucket:
     def nbytes_to_gather(self) -> int:
         """See `ParamBucket`."""
         return self.nbytes
+
+    @property
+    def nbytes_of_row(self) -> int:
+        """The size of what this rank keeps."""
+        return (self._own[1] - self._own[0]) * self.row.element_size()
 
     @property
     def nbytes_live(self) -> int:
@@ -223,6 +236,8 @@ class UnitBucket:
         for param, form, nan in zip(self.params, self._forms, self._nans, strict=True):
             if params is None or param in params:
                 setattr(param, STRIDES_WHEN_WHOLE, form.stride)
+                if self.is_rounded:
+                    setattr(param, DTYPE_AS_KEPT, self.row.dtype)
                 param.data = nan
         self._versions = _versions(self.params)
 

@@ -18,9 +18,12 @@ from zero_optim.comm.traffic import PHASES
 from zero_optim.comm.watchdog import watch
 from zero_optim.explain import Explanation, explain
 from zero_optim.plan.groups import describe_options, param_names, params_of
+from zero_optim.plan.memory import kept_dtype
 from zero_optim.plan.pieces import Pieces, owned_by_text
 from zero_optim.plan.plan import describe_params
+from zero_optim.shard.keeping import Keeping
 from zero_optim.shard.sharding import Sharding
+from zero_optim.shard.units import UnitForms
 from zero_optim.state.given import ShardingOptions
 from zero_optim.state.mirror import Mirror
 from zero_optim.state.whole import Snapshot, nbytes_held
@@ -38,6 +41,7 @@ class OwningOptimizer(Optimizer):
 
     mesh: RankMesh | None = None
     _units: Mapping[Tensor, int] = MappingProxyType({})
+    _unit_forms = UnitForms()
     _ranks: RankGroup
     _options: ShardingOptions
     _costs: dict[Tensor, float]
@@ -160,7 +164,12 @@ class OwningOptimizer(Optimizer):
 
         It is the parameter's, unless a fully sharded model computes in another one.
         """
-        return self._owned.leaves.kept_dtype(param)
+        return kept_dtype(param)
+
+    @property
+    def keeping(self) -> Keeping | None:
+        """Keeps what this rank owns elsewhere than in ordinary memory; None if nothing does."""
+        return self._unit_forms.keeping
 
     def bucket_members(self) -> list[list[Tensor]]:
         """List the parameters of each bucket; equal on every rank."""

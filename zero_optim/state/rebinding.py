@@ -11,10 +11,8 @@ Note [Rebinding is building anew]
     the optimizer is detached as it was.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -27,17 +25,14 @@ from zero_optim.comm.watchdog import learn_addresses, unwatch, watch
 from zero_optim.plan.description import describe
 from zero_optim.plan.groups import ParamGroup, param_names, params_of, short_names
 from zero_optim.plan.plan import Plan, describe_params
-from zero_optim.shard.keeping import Keeping
 from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.storage import ParamBucket
-from zero_optim.shard.units import KeptRows, UnitBucket, UnitForms
 from zero_optim.state.holding import Found, HoldingOptimizer
 from zero_optim.state.moving import Forms, Moved, move_state, refuse_lost
 from zero_optim.state.whole import Snapshot, check_targets
 from zero_optim.step.leaves import EMA, MASTER, Leaves, WeightAverage
 from zero_optim.step.owned import OwnedState
 from zero_optim.step.partial import PartialGradient
-from zero_optim.step.portions import KeptState
 
 
 class RebindableOptimizer(HoldingOptimizer):
@@ -180,91 +175,6 @@ class RebindableOptimizer(HoldingOptimizer):
         learn_addresses(group)
         return lost
 
-    # ------------------------------------------------------------------ units
-
-    _compute_dtypes: Mapping[Tensor, torch.dtype] = MappingProxyType({})
-    _kept_dtypes: Mapping[Tensor, torch.dtype] = MappingProxyType({})
-    _keeping: Keeping | None = None
-
-    @property
-    def keeping(self) -> Keeping | None:
-        """Keeps what this rank owns elsewhere than in ordinary memory; None if nothing does."""
-        return self._keeping
-
-    def shard_parameters(
-        self,
-        units: Mapping[Tensor, int],
-        compute_dtypes: Mapping[Tensor, torch.dtype] | None = None,
-        keeping: Keeping | None = None,
-    ) -> list[UnitBucket]:
-        """Keep the parameters of units on their owners alone, and plan who owns what anew; all ranks call.
-
-        Every parameter has its value on every rank when this is called.
-
-        Memory is released bucket by bucket of before: beside the rows that are kept there is no copy.
-
-        Args:
-            units: the parameters concerned, each with the number of its unit; equal on every rank.
-            compute_dtypes: the dtypes that some of them get, the same for all of one dtype. Owners keep the
-                rows of these as they are.
-            keeping: keeps what this rank owns; None for ordinary memory. On all ranks or none.
-
-        Returns:
-            The buckets of the units; they are freed.
-
-        Raises:
-            RuntimeError: on every rank: there are units already.
-            ValueError: likewise: the optimizer has mirrors, which go with `rebind` alone.
-            Exception: likewise, as `rebind`. Nothing has changed after either.
-        """
-        group = self._group
-        with group.doing("shard_parameters()"):
-            with failing_together(group):
-                if self._units:
-                    raise RuntimeError(
-                        "the optimizer has the parameters of a fully sharded model already: put all modules "
-                        "into one, or give each an optimizer"
-                    )
-                self._options.check_units()
-            agree(group, [f"offload={keeping is not None}"], "where a rank keeps what it owns")
-            self.wait_for_gathers()
-            before = self._units, self._compute_dtypes, self._kept_dtypes
-            self._units, self._compute_dtypes = units, {} if compute_dtypes is None else compute_dtypes
-            self._kept_dtypes = {param: param.dtype for param in self._compute_dtypes}
-            self._keeping = keeping
-            try:
-                with failing_together(group):
-                    self.check_weights()
-                self._go_over(group, range(group.size), keep_state=True)
-            except Exception:
-                self._units, self._compute_dtypes, self._kept_dtypes = before
-                self._keeping = None
-                raise
-        return self._sharding.unit_buckets()
-
-    @contextmanager
-    def leaving_freed(self) -> Iterator[dict[Tensor, KeptRows]]:
-        """Have state dicts of the model show parameters of units as they are; does not communicate.
-
-        Yields:
-            The parameters of units, each with what this rank keeps of it.
-        """
-        buckets = self._sharding.unit_buckets()
-        for bucket in buckets:
-            bucket.is_left = True
-        try:
-            yield {param: kept for bucket in buckets for param, kept in bucket.all_kept()}
-        finally:
-            for bucket in buckets:
-                bucket.is_left = False
-
-    def keep_unit_rows(self) -> None:
-        """Step the rows that the buckets of units keep, once these are filled; does not communicate.
-
-        For whoever builds an optimizer over parameters that have no values yet.
-        """
-        self._owned.leaves.keep(self._sharding.unit_buckets())
-
     def _keep_unit_rows(self, former: list[ParamBucket]) -> None:
         """Have the buckets of units keep this rank's rows, and free them, one former bucket after the other.
 
@@ -380,8 +290,8 @@ class RebindableOptimizer(HoldingOptimizer):
         options, gathers = self._options, self._sharding.gathers
         as_views, cap_mb = options.parameters_as_bucket_view, options.bucket_cap_mb
         own = options.own_options
-        forms = UnitForms(self._compute_dtypes or {}, self._keeping)
-        sharding = Sharding(group, as_views, cap_mb, num_owners, gathers, own, self._units or None, forms)
+        units = self._units or None, self._unit_forms
+        sharding = Sharding(group, as_views, cap_mb, num_owners, gathers, own, *units)
         costs = [self._costs.__getitem__ for _ in groups]
 
         def bear_cuts() -> list[bool]:
@@ -417,14 +327,9 @@ class RebindableOptimizer(HoldingOptimizer):
             return list(dict.fromkeys(leaves.tried_dtype(param) for param in of["params"] if param in cut))
 
         with failing_together(group):
-            leaves = Leaves(self._options.master_dtype, self._units or (), self._kept_dtypes or None)
+            leaves = Leaves(self._options.master_dtype, self._units or ())
             average = WeightAverage(self._options.ema_decay, leaves)
             leaf_of = {param: leaves.add(param, piece) for param, piece in owned.items()}
             local = self._owned.local.again(groups, leaf_of)
             local.check_cuts(groups, dtypes_of_cut)  # options may have changed, and other parameters are cut
-            kept = None if self._keeping is None else KeptState(self._keeping, leaves, average, local)
-        state = OwnedState(group, leaves, average, local, owned, kept)
-        if kept is not None:
-            with failing_together(group):
-                kept.reserve(groups, owned)
-        return state
+        return self._owned_state(group, leaves, average, local, groups, owned)

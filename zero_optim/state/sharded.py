@@ -4,8 +4,8 @@ All its parts exist when its constructor returns. Subclasses add the state dicts
 """
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.watchdog import learn_addresses, patient, watch
 from zero_optim.plan.costs import cost_named
 from zero_optim.plan.groups import ParamGroup, params_of, short_names
-from zero_optim.shard.claims import UnitsClaim, claim_of
+from zero_optim.plan.pieces import Piece
+from zero_optim.shard.claims import UnitsClaim, claim_of, first_claim
 from zero_optim.shard.lazy import LazyGather, check_reader
 from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.units import UnitBucket
@@ -36,6 +37,7 @@ from zero_optim.state.whole import Snapshot
 from zero_optim.step.leaves import Leaves, WeightAverage
 from zero_optim.step.local import LocalOptimizer
 from zero_optim.step.owned import OwnedState
+from zero_optim.step.portions import KeptState
 from zero_optim.step.spec import OptimizerSpec, why_not_cut
 
 logger = logging.getLogger("zero_optim")
@@ -80,59 +82,71 @@ class ShardedOptimizer(OwningOptimizer):
         options: ShardingOptions,
         read_by: torch.nn.Module | None,
     ) -> None:
-        with failing_together(group):
-            group.check_serves(params)
-            options.check_flags()
-            reader = GroupReader(params)
-            groups = reader.param_groups
-            claim = self._claim_on(params_of(groups), group, options)
-            as_views, cap_mb = options.parameters_as_bucket_view, options.bucket_cap_mb
-            own, units = options.own_options, {} if claim is None else claim.units
-            sharding = Sharding(group, as_views, cap_mb, own_options=own, units=units)
-            leaves = Leaves(options.master_dtype, units)
-            average = WeightAverage(options.ema_decay, leaves)
-            costs = [cost_named(each.pop("cost", options.cost)) for each in groups]
-            may_cut = [taken_cuts(each, options.cuts) for each in groups]
-            specs = [OptimizerSpec.taken_from(each) for each in groups]
-            about = [f"optimizer {spec.describe()}" for spec in (default, *filter(None, specs))]
-            about += [*options.describe(), f"cuts of groups {may_cut}"]
-            about += [f"gather_lazily={'None' if read_by is None else 'a model'}"]
-            check_reader(read_by, params_of(groups))
-        every = params_of(groups)
+        first = first_claim(params)
+        together = nullcontext if first is None else first.failing_together
+        with together():
+            with failing_together(group):
+                group.check_serves(params)
+                options.check_flags()
+                reader = GroupReader(params)
+                groups = reader.param_groups
+                claim = self._claim_on(params_of(groups), group, options)
+                sharding = self._sharding_for(group, options)
+                leaves = Leaves(options.master_dtype, self._units or ())
+                average = WeightAverage(options.ema_decay, leaves)
+                costs = [cost_named(each.pop("cost", options.cost)) for each in groups]
+                may_cut = [taken_cuts(each, options.cuts) for each in groups]
+                specs = [OptimizerSpec.taken_from(each) for each in groups]
+                about = _about(default, specs, options, may_cut, read_by)
+                check_reader(read_by, params_of(groups))
+            every = params_of(groups)
 
-        def bear_cuts() -> list[bool]:
-            is_tried = not options.assume_separable
-            reasons = why_not_cut(default, groups, specs, leaves.tried_dtype, is_tried=is_tried)
-            allowed = [may for may, each in zip(may_cut, groups, strict=True) for _ in each["params"]]
-            return [reason is None and may for reason, may in zip(reasons, allowed, strict=True)]
+            def bear_cuts() -> list[bool]:
+                is_tried = not options.assume_separable
+                reasons = why_not_cut(default, groups, specs, leaves.tried_dtype, is_tried=is_tried)
+                allowed = [may for may, each in zip(may_cut, groups, strict=True) for _ in each["params"]]
+                return [reason is None and may for reason, may in zip(reasons, allowed, strict=True)]
 
-        plan = sharding.plan(groups, costs, 0, about, bear_cuts if any(may_cut) else None)
+            plan = sharding.plan(groups, costs, 0, about, bear_cuts if any(may_cut) else None)
+        if claim is not None:
+            claim.agree(groups, about, plan)
         self._costs = dict(zip(every, plan.costs, strict=True))
         owned = sharding.owned(every, plan)
-        buckets = self._taken_over(claim, sharding.make_unit_buckets(every, plan), leaves)
-        with failing_together(group):
-            leaf_of = {param: leaves.add(param, piece) for param, piece in owned.items()}
-            local = LocalOptimizer(default, groups, specs, leaf_of, options.assume_separable)
-            if options.mirror:
-                local.check_dicts()
-        state = OwnedState(group, leaves, average, local, owned)
+        with together():
+            buckets = self._taken_over(claim, sharding.make_unit_buckets(every, plan), leaves, group)
+            with failing_together(group):
+                leaf_of = {param: leaves.add(param, piece) for param, piece in owned.items()}
+                local = LocalOptimizer(default, groups, specs, leaf_of, options.assume_separable)
+                if options.mirror:
+                    local.check_dicts()
+            state = self._owned_state(group, leaves, average, local, groups, owned)
+            state.keep()
         # Now that no leaf holds the memory that parameters leave.
         sharding.add(every, plan, short_names(groups))
-        told = None if claim is None else claim.passed_on(buckets, group, every)
+        told = None if claim is None else claim.passed_on(buckets, self._unit_forms, group, every)
         # Takes the attributes of the reader, also the hooks, as an optimizer does when it is unpickled.
         Optimizer.__setstate__(self, vars(reader))
         self._group = group
         self._options = options
         self._sharding = sharding
         self._owned = state
-        self._snapshot = Snapshot()
-        self._mirror = Mirror()
+        self._snapshot, self._mirror = Snapshot(), Mirror()
         self._kept_whole = kept_whole_in(groups, may_cut)
         self.defaults = local.defaults
         self._show_state()
         self._begin_gathers(group, read_by)
         if told is not None:
             told(self)
+
+    def _sharding_for(self, group: RankGroup, options: ShardingOptions) -> Sharding:
+        return Sharding(
+            group,
+            options.parameters_as_bucket_view,
+            options.bucket_cap_mb,
+            own_options=options.own_options,
+            units=self._units or None,
+            forms=self._unit_forms,
+        )
 
     def _begin_gathers(self, group: RankGroup, read_by: torch.nn.Module | None) -> None:
         if read_by is not None:
@@ -143,13 +157,33 @@ class ShardedOptimizer(OwningOptimizer):
             logger.warning("mirror=True mirrors nothing in a group of one rank, which has no other")
 
     def _taken_over(
-        self, claim: UnitsClaim | None, buckets: list[UnitBucket], leaves: Leaves
+        self, claim: UnitsClaim | None, buckets: list[UnitBucket], leaves: Leaves, group: RankGroup
     ) -> list[UnitBucket]:
         """Fill the buckets of units that somebody else has kept so far; all ranks call."""
         if claim is not None and claim.is_open:
+            if self.keeping is not None:
+                with failing_together(group):
+                    self.keeping.reserve_rows(bucket.nbytes_of_row for bucket in buckets)
             claim.fill(buckets)
             leaves.keep(buckets)
         return buckets
+
+    def _owned_state(
+        self,
+        group: RankGroup,
+        leaves: Leaves,
+        average: WeightAverage,
+        local: LocalOptimizer,
+        groups: Sequence[ParamGroup],
+        owned: Mapping[Tensor, Piece],
+    ) -> OwnedState:
+        """Put together what this rank owns, with files for it if it is kept in files; all ranks call."""
+        kept = None if self.keeping is None else KeptState(self.keeping, leaves, average, local)
+        state = OwnedState(group, leaves, average, local, owned, kept)
+        if kept is not None:
+            with failing_together(group):
+                kept.reserve(groups, owned)
+        return state
 
     def _claim_on(
         self, params: Sequence[Tensor], group: RankGroup, options: ShardingOptions
@@ -164,6 +198,7 @@ class ShardedOptimizer(OwningOptimizer):
             options.check_units()
             claim.check(params, group)
             self._units = claim.units
+            self._unit_forms = claim.forms.anew() if claim.is_open else claim.forms
         return claim
 
     # ------------------------------------------------------------------ groups
@@ -271,3 +306,16 @@ class ShardedOptimizer(OwningOptimizer):
         """
         self._owned.average.check_out()
         self._sharding.check_unpinned()
+
+
+def _about(
+    default: OptimizerSpec,
+    specs: Sequence[OptimizerSpec | None],
+    options: ShardingOptions,
+    may_cut: Sequence[bool],
+    read_by: torch.nn.Module | None,
+) -> list[str]:
+    """Describe what the constructor was given beside the parameters and their options."""
+    about = [f"optimizer {spec.describe()}" for spec in (default, *filter(None, specs))]
+    about += [*options.describe(), f"cuts of groups {may_cut}"]
+    return [*about, f"gather_lazily={'None' if read_by is None else 'a model'}"]

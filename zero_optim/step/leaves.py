@@ -34,6 +34,7 @@ from torch.nn import Parameter
 
 from zero_optim.compat.streams import is_asynchronous
 from zero_optim.errors import StateMismatchError
+from zero_optim.plan.memory import kept_dtype
 from zero_optim.plan.pieces import Piece, is_whole
 from zero_optim.shard.units import UnitBucket
 from zero_optim.step.gradients import owned_gradient, rows_of
@@ -49,7 +50,6 @@ class Leaves:
         master_dtype: parameters of a narrower floating-point dtype are stepped in this one; None
             steps every parameter itself.
         apart: parameters whose rows will be in `kept`.
-        kept_dtypes: of rows in `kept`, where the parameters have, or will have, another dtype.
 
     Attributes:
         masters: parameter -> the master copy of what this rank owns of it.
@@ -61,7 +61,6 @@ class Leaves:
         self,
         master_dtype: torch.dtype | None,
         apart: Collection[Tensor] = (),
-        kept_dtypes: Mapping[Tensor, torch.dtype] | None = None,
     ) -> None:
         if master_dtype is not None and not isinstance(master_dtype, torch.dtype):
             raise TypeError(f"expected master_dtype to be a torch.dtype or None, got {master_dtype!r}")
@@ -72,7 +71,6 @@ class Leaves:
         self.separate: dict[Tensor, Tensor] = {}
         self.kept: dict[Tensor, Tensor] = {}
         self._apart = apart
-        self._kept_dtypes = {} if kept_dtypes is None else kept_dtypes
         self._pieces: dict[Tensor, Piece] = {}
         self._nothing: dict[tuple[torch.dtype, torch.device], Tensor] = {}  # what stand-ins are made of
 
@@ -109,13 +107,9 @@ class Leaves:
         """Give the present value of what is stepped for an owned parameter: its master, or its rows."""
         return self.masters[param] if param in self.masters else self.rows(param)
 
-    def kept_dtype(self, param: Tensor) -> torch.dtype:
-        """Tell the dtype in which the owners of a parameter keep its rows."""
-        return self._kept_dtypes.get(param, param.dtype)
-
     def stepped_dtype(self, param: Tensor) -> torch.dtype:
         """Tell the dtype in which a parameter is stepped."""
-        dtype, kept = self._dtype, self.kept_dtype(param)
+        dtype, kept = self._dtype, kept_dtype(param)
         if dtype is not None and kept.is_floating_point and kept.itemsize < dtype.itemsize:
             return dtype
         return kept
@@ -226,7 +220,7 @@ class Leaves:
         Raises:
             StateMismatchError: a master does not have its parameter's shape, or is no dense tensor.
         """
-        wide = {param: self.kept[param] for param in self._kept_dtypes if param in self.kept}
+        wide = {param: rows for param, rows in self.kept.items() if rows.dtype != param.dtype}
         return _taken_from(MASTER, {**wide, **self.masters}, entries)
 
     def load(self, saved_masters: Mapping[Tensor, Tensor], params: Iterable[Tensor] | None = None) -> None:

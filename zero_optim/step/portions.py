@@ -50,7 +50,7 @@ class KeptState:
         self._has_warned = False
 
     def reserve(self, groups: Sequence[ParamGroup], owned: Mapping[Tensor, Piece]) -> None:
-        """Check that the budget is enough for each parameter, and reserve files for all.
+        """Check that the budget is enough for each parameter, and reserve files for all that is not there.
 
         Args:
             groups: the public groups.
@@ -78,7 +78,9 @@ class KeptState:
                 f"owns of {param_names(groups)[place]}, got {self.keeping.budget}"
             )
         ends = 8 * PAGE  # of tensors that end inside a page
-        self.keeping.reserve(in_pages(sum(needs.values())) + ends * len(needs))
+        rows = map(self._leaves.rows, needs)
+        there = sum(nbytes_of(each) for each in rows if self.keeping.holds(each))
+        self.keeping.reserve(in_pages(sum(needs.values()) - there) + ends * len(needs))
 
     def _expect(self, number: int, group: ParamGroup, owned: Mapping[Tensor, Piece]) -> None:
         keys = self._local.shaped_keys(number)

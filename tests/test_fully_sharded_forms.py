@@ -1,0 +1,329 @@
+"""A wrapper before its optimizer takes every form of units: dtypes, files and meshes, also together."""
+
+import errno
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from pool import Ranks
+from test_fully_sharded import Tower, adamw, batch, train
+from test_fully_sharded_made import on_meta
+from zero_optim import RankMismatchError, RemoteRankError, ZeroRedundancyOptimizer, checkpoint
+from zero_optim.ddp import (
+    DistributedDataParallel,
+    FullyShardedDataParallel,
+    Offload,
+    PrecisionPolicy,
+    fully_shard,
+    unsharded,
+)
+from zero_optim.shard.mapped import MappedMemory
+
+BF16, FP32 = torch.bfloat16, torch.float32
+NARROW = PrecisionPolicy(params=BF16, gradients=FP32, outputs=FP32)
+BUDGET = 240_000  # what the largest parameter of a tower of width 48 takes in a step, and a bit more
+
+
+def mesh_of(replicas: int) -> DeviceMesh:
+    size = dist.get_world_size()
+    return init_device_mesh("cpu", (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+def forms(names: Collection[str], folder: str) -> dict[str, Any]:
+    """Options of the wrapper, by name."""
+    given: dict[str, Any] = {}
+    if "dtypes" in names:
+        given["mixed_precision"] = NARROW
+    if "files" in names:
+        given["offload"] = Offload(folder, BUDGET)
+    if "mesh" in names:
+        given["mesh"] = mesh_of(2)
+    return given
+
+
+def adam(params: Any, name: str = "AdamW", **options: Any) -> ZeroRedundancyOptimizer:
+    given = {"lr": 1e-2, "ema_decay": 0.9} | options
+    return ZeroRedundancyOptimizer(params, getattr(torch.optim, name), **given)
+
+
+def before(names: Collection[str], folder: str, name: str = "AdamW") -> tuple[Any, ZeroRedundancyOptimizer]:
+    """Build the optimizer, then the wrapper."""
+    model, given = Tower(width=48), forms(names, folder)
+    ranks = {"process_group": given["mesh"].get_group(1)} if "mesh" in given else {}
+    optimizer = adam(model.parameters(), name, **ranks)
+    return FullyShardedDataParallel(model, optimizer, units=[*model.blocks], **given), optimizer
+
+
+def after(names: Collection[str], folder: str, name: str = "AdamW") -> tuple[Any, ZeroRedundancyOptimizer]:
+    """Build the wrapper, then the optimizer."""
+    model = on_meta(Tower, 48) if "meta" in names else Tower(width=48)
+    given = forms(names, folder) | {"units": [*model.blocks]}
+    wrapped: Any = FullyShardedDataParallel(model, **given) if "wrapper" in names else model
+    if wrapped is model:
+        fully_shard(model, **given)
+    saved = wrapped.state_dict()
+    optimizer = adam(wrapped.parameters(), name)
+    for key, value in wrapped.state_dict().items():  # the values that owners keep have moved, unrounded
+        assert torch.equal(value, saved[key]), key
+    return wrapped, optimizer
+
+
+def assert_same_states(first: Any, later: Any) -> None:
+    """The state dicts of two models, with their optimizers, have the same names, dtypes and bits."""
+    (model, one), (other, two) = first, later
+    plain = model.module.state_dict()
+    found = (other.module if other is not model and hasattr(other, "module") else other).state_dict()
+    assert plain.keys() == found.keys()
+    for key, value in plain.items():
+        assert value.dtype == found[key].dtype == FP32, key
+        assert torch.equal(value, found[key]), key
+    for param, twin in zip(one.param_groups[0]["params"], two.param_groups[0]["params"], strict=True):
+        assert one.pieces()[param] == two.pieces()[twin]
+        assert (param in one.state) == (twin in two.state)
+        for key, value in one.state.get(param, {}).items():
+            assert torch.equal(value, two.state[twin][key]), key
+
+
+def trains_as_optimizer_first(names: Collection[str], folder: str, name: str) -> None:
+    first, later = before(names, folder, name), after(names, folder, name)
+    assert_same_states(first, later)
+    for _ in range(2):
+        assert train(*first, steps=2) == train(*later, steps=2)
+    assert_same_states(first, later)
+    assert not [*Path(folder).iterdir()]
+
+
+SOME = [
+    ("AdamW", ["wrapper", "dtypes"]),
+    ("Adafactor", ["dtypes", "meta"]),  # takes no cuts: owners change
+    ("AdamW", ["wrapper", "files"]),
+    ("Adafactor", ["wrapper", "dtypes", "files", "meta"]),
+]
+
+
+@pytest.mark.parametrize(("name", "names"), SOME)
+def test_a_wrapper_before_its_optimizer_trains_to_the_bits_of_one_behind_it(
+    ranks2: Ranks, tmp_path: Path, name: str, names: list[str]
+) -> None:
+    ranks2.run(trains_as_optimizer_first, names, str(tmp_path), name)
+
+
+ON_MESHES = [
+    ("AdamW", ["wrapper", "mesh"]),
+    ("AdamW", ["mesh", "dtypes", "files", "meta"]),
+    pytest.param("Adafactor", ["wrapper", "mesh", "dtypes"], marks=pytest.mark.exhaustive),
+    pytest.param("Adafactor", ["mesh", "meta"], marks=pytest.mark.exhaustive),
+]
+
+
+@pytest.mark.parametrize(("name", "names"), ON_MESHES)
+def test_over_a_mesh_too(ranks4: Ranks, tmp_path: Path, name: str, names: list[str]) -> None:
+    ranks4.run(trains_as_optimizer_first, names, str(tmp_path), name)
+
+
+# ---------------------------------------------------------------------- what the optimizer is built from
+
+
+class Tied(nn.Module):
+    """Modules of two units that share a weight, and a module whose parameters do not train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+        self.blocks[2].weight = self.blocks[0].weight
+        self.blocks[1].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def fills_in_the_kept_dtype() -> None:
+    torch.manual_seed(3)
+    want = Tied().state_dict()
+    model = on_meta(Tied)
+    torch.manual_seed(3)
+    wrapped = FullyShardedDataParallel(model, units=[*model.blocks], mixed_precision=NARROW)
+    for key, value in wrapped.module.state_dict().items():
+        assert torch.equal(value, want[key]), key
+
+
+def test_a_meta_model_gets_its_first_values_in_the_dtype_that_owners_keep(ranks2: Ranks) -> None:
+    ranks2.run(fills_in_the_kept_dtype)
+
+
+def leaves_frozen_ones_out() -> None:
+    models = []
+    for is_first in (True, False):
+        torch.manual_seed(3)
+        model = Tied()
+        params = [param for param in model.parameters() if param.requires_grad]
+        optimizer = adam(params) if is_first else None
+        wrapped = FullyShardedDataParallel(
+            model, optimizer, units=[*model.blocks], mixed_precision=NARROW, guards_reads=False
+        )
+        models.append((wrapped, adam(params) if optimizer is None else optimizer))
+    (one, _), (other, _) = models
+    frozen = (each.module.blocks[1].parameters() for each in (one, other))
+    for param, twin in zip(*frozen, strict=True):
+        assert param.dtype == twin.dtype == BF16
+        assert torch.equal(param, twin)
+    assert train(*models[0]) == train(*models[1])
+    for (key, value), found in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
+        assert value.dtype == found.dtype, key
+        assert torch.equal(value, found), key
+
+
+def test_frozen_parameters_that_the_optimizer_lacks_become_whole_in_the_dtype_of_the_policy(
+    ranks2: Ranks,
+) -> None:
+    ranks2.run(leaves_frozen_ones_out)
+
+
+def loads_before_there_is_an_optimizer(folder: str) -> None:
+    wrapped = FullyShardedDataParallel(Tower(width=48), **forms(["dtypes", "files"], folder))
+    state = {key: value + 0.001 for key, value in wrapped.module.state_dict().items()}
+    wrapped.module.load_state_dict(state)
+    with unsharded(wrapped), torch.no_grad():
+        wrapped.module.last.bias.fill_(0.5)
+    with torch.no_grad():
+        assert wrapped(batch(0)).isfinite().all()
+    wrapped(batch(0)).sum().backward()  # for the owners until then
+    wrapped.zero_grad()
+    optimizer = adam(wrapped.parameters())
+    state["last.bias"] = torch.full_like(state["last.bias"], 0.5)
+    for key, value in wrapped.module.state_dict().items():
+        assert torch.equal(value, state[key]), key
+    train(wrapped, optimizer)
+
+
+def test_what_is_loaded_before_the_optimizer_is_built_is_not_rounded(ranks2: Ranks, tmp_path: Path) -> None:
+    ranks2.run(loads_before_there_is_an_optimizer, str(tmp_path))
+
+
+def saves_and_loads_over_a_mesh(folder: str, files: str) -> None:
+    wrapped, optimizer = after(["mesh", "dtypes", "wrapper", "meta"], files)
+    train(wrapped, optimizer)
+    checkpoint.save(folder, model=wrapped, optimizer=optimizer)
+    first = before(["dtypes"], files)
+    checkpoint.load(folder, model=first[0], optimizer=first[1])
+    state = first[0].module.state_dict()
+    for key, value in wrapped.module.state_dict().items():
+        assert torch.equal(value, state[key]), key
+    again = after(["mesh", "dtypes", "wrapper"], files)
+    checkpoint.load(folder, model=again[0], optimizer=again[1])
+    assert train(*again) == train(wrapped, optimizer)
+
+
+def test_checkpoints_of_a_mesh_take_an_optimizer_that_came_later(ranks4: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    ranks4.run(saves_and_loads_over_a_mesh, str(tmp_path / "saved"), str(tmp_path / "files"))
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+def refuses_and_goes_on(folder: str) -> None:
+    """What cannot be is refused on every rank, and another optimizer takes over."""
+    first, model = before(["dtypes", "files"], folder), Tower(width=48)
+    units = [*model.blocks]
+    given = {"mixed_precision": NARROW, "units": units}
+    with pytest.raises(ValueError, match="expected a budget of at least"):
+        FullyShardedDataParallel(model, **given, offload=Offload(folder, 10_000))
+    with pytest.raises(RankMismatchError, match=r"about the arguments of Fully.*rank 0 has mixed"):
+        FullyShardedDataParallel(model, mixed_precision=NARROW if dist.get_rank() else None)
+    with pytest.raises(ValueError, match="does not go with sparse gradients"):
+        FullyShardedDataParallel(nn.Embedding(4, 4, sparse=True), mixed_precision=NARROW)
+    assert not any(param.isnan().any() for param in model.parameters())
+    tight = Offload(folder, 150_000)  # enough for rows and gradients, and not for their state
+    wrapped = FullyShardedDataParallel(model, **given, offload=tight)
+    with pytest.raises(ValueError, match="expected a budget of at least"):
+        adam(wrapped.parameters())
+    reserve = MappedMemory.reserve
+
+    def is_full(memory: MappedMemory, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, "no space is left")
+
+    if dist.get_rank():
+        MappedMemory.reserve = is_full  # type: ignore[method-assign]
+    try:
+        with pytest.raises(OSError if dist.get_rank() else RemoteRankError, match="no space is left"):
+            ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.SGD, lr=1e-2)
+    finally:
+        MappedMemory.reserve = reserve  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="another process group"):
+        ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.SGD, process_group=dist.new_group())
+    want = first[0].module.state_dict()
+    for key, value in wrapped.module.state_dict().items():
+        assert torch.equal(value, want[key]), key
+    train(wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.SGD, lr=1e-2))
+
+
+def test_a_later_optimizer_that_does_not_fit_the_forms_is_refused_and_changes_nothing(
+    ranks2: Ranks, tmp_path: Path
+) -> None:
+    ranks2.run(refuses_and_goes_on, str(tmp_path))
+
+
+class Failing(torch.optim.AdamW):
+    """Cannot be built on the last rank."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, lr=lr)
+        if dist.get_rank() == 3:
+            raise ArithmeticError("on purpose")
+
+
+def refuses_a_bad_mesh() -> None:
+    model = Tower()
+    with pytest.raises(TypeError, match="expected mesh to be a torch DeviceMesh, got str"):
+        FullyShardedDataParallel(model, mesh="2x2")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected a mesh of 2 dimensions"):
+        FullyShardedDataParallel(model, mesh=init_device_mesh("cpu", (4,)))
+    some = [mesh_of(2), mesh_of(4)]
+    with pytest.raises(RankMismatchError, match=r"rank 3 has mesh=None"):
+        FullyShardedDataParallel(model, mesh=None if dist.get_rank() == 3 else some[0])
+    with pytest.raises(RankMismatchError, match=r"has mesh=\[\[0\], \[1\]"):
+        FullyShardedDataParallel(model, mesh=some[dist.get_rank() // 3])
+    with pytest.raises(ValueError, match="expected an optimizer over one row of the mesh"):
+        FullyShardedDataParallel(model, mesh=some[0], process_group=dist.group.WORLD)
+    wrapped = FullyShardedDataParallel(model, mesh=some[0])
+    with pytest.raises(RankMismatchError, match="optimizers of the replicas"):  # in one replica alike
+        adam(wrapped.parameters(), lr=0.1 * (1 + dist.get_rank() // 2))
+    with pytest.raises(Exception, match="on purpose"):
+        ZeroRedundancyOptimizer(wrapped.parameters(), Failing, lr=1e-2)
+    train(wrapped, adamw(wrapped))
+
+
+def test_replicas_refuse_a_mesh_or_a_later_optimizer_together(ranks4: Ranks) -> None:
+    ranks4.run(refuses_a_bad_mesh)
+
+
+def is_left_as_it_was() -> None:
+    model, want = Tower(), Tower()
+    with pytest.raises(TypeError, match="expected options among"):
+        FullyShardedDataParallel(model, bogus=1)
+    whole = DistributedDataParallel(want)
+    other = DistributedDataParallel(model)  # an ordinary one again
+    assert train(other, adamw(other)) == train(whole, adamw(whole))
+    from_meta = on_meta(Tower)
+    with pytest.raises(TypeError, match="expected options among"):
+        FullyShardedDataParallel(from_meta, bogus=1)
+    assert all(param.is_meta for param in from_meta.parameters())
+    torch.manual_seed(1)
+    wrapped = FullyShardedDataParallel(from_meta)
+    assert all(
+        torch.equal(value, param)
+        for value, param in zip(wrapped.state_dict().values(), Tower().parameters(), strict=True)
+    )
+
+
+def test_a_wrapper_that_raises_leaves_the_model_as_it_was(ranks2: Ranks) -> None:
+    ranks2.run(is_left_as_it_was)
