@@ -1,5 +1,6 @@
 """`FullyShardedDataParallel`: parameters, gradients and state sharded, with plain tensors (ZeRO stage 3)."""
 
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -24,6 +25,8 @@ from zero_optim.ddp.unit_hooks import begin_anew, hook_params, hook_up, units_of
 from zero_optim.ddp.unit_making import Made
 from zero_optim.ddp.units import Unit, UnitsInUse
 from zero_optim.optimizer import ZeroRedundancyOptimizer
+from zero_optim.shard.unit_gathers import GathersFromOwners, GathersInReplicas, UnitGathers
+from zero_optim.shard.unit_stamps import UnitStamps
 from zero_optim.shard.units import UnitBucket
 
 
@@ -103,6 +106,8 @@ class FullyShardedDataParallel(ShardedDataParallel):
             was not.
         OSError: on the rank where the disk is too small for ``offload``; a `RemoteRankError` on the others.
     """
+
+    _may_split_state = True
 
     def __init__(  # noqa: PLR0913 - keyword-only
         self,
@@ -209,17 +214,35 @@ class FullyShardedDataParallel(ShardedDataParallel):
         )
         optimizer, choice, claim = self._optimizer, self._chosen.choice, self._chosen.claim
         ranks, stamps = optimizer.ranks, optimizer.unit_stamps()
-        lanes = lanes_for_rows(ranks, claim.units)
+        gathers = self._unit_gathers(reducer, stamps)
         units = units_of(self.module)
         if units is None:
             made, guards = _units(choice, claim.buckets, reducer.params), self._asked.guards_reads
-            self.units = units = UnitsInUse(ranks, lanes, made, self._keeps, stamps, guards_reads=guards)
+            self.units = units = UnitsInUse(ranks, gathers, made, self._keeps, stamps, guards_reads=guards)
             hook_up(choice, units)
             self._policy.hook_up(choice.modules)
         else:
-            units.use(ranks, lanes, stamps)
+            units.use(ranks, gathers, stamps)
         self._handles = hook_params(units, choice.unit_of, reducer.params)
         return reducer
+
+    def _unit_gathers(self, reducer: Reducer, stamps: UnitStamps) -> UnitGathers:
+        """Choose how units are gathered; all ranks call, and it communicates."""
+        ranks, mesh, claim = self._optimizer.ranks, self._mesh, self._chosen.claim
+        if mesh is None or not mesh.splits_state:
+            return GathersFromOwners(ranks, lanes_for_rows(ranks, claim.units))
+        inner, across = (
+            lanes_for_rows(replace(part, phase=ranks.phase), claim.units)
+            for part in (mesh.inner, mesh.across)
+        )
+        buckets = [bucket for of_unit in claim.buckets for bucket in of_unit]
+        found = weakref.ref(reducer)
+
+        def num_reduced() -> int:
+            reducer = found()
+            return 0 if reducer is None else reducer.history.num_passes
+
+        return GathersInReplicas(mesh, inner, across, buckets, stamps, reducer.params, num_reduced)
 
     def _run_ddp_forward(self, *inputs: object, **kwargs: object) -> object:
         begin_anew(self.units)
