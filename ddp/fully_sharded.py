@@ -88,8 +88,11 @@ class FullyShardedDataParallel(ShardedDataParallel):
             modules call ``torch.func.grad`` or ``torch.func.vjp``.
         offload: keeps what this rank owns in files, see `Offload`; on all ranks or none. The class must bear
             to be stepped some parameters at a time. None keeps it in memory.
-        accumulate: as in `ShardedDataParallel`, as are ``mesh`` and the other options. With a mesh units are
-            gathered inside each replica.
+        accumulate: as in `ShardedDataParallel`, as are the other options.
+        mesh: as in `ShardedDataParallel`; units are gathered inside each replica. The optimizer is built over
+            one row of it, so that each replica has all state; or over all its ranks: then state is there
+            once, and a rank holds copies of the rows that other replicas own, so that units are gathered
+            inside all the same. See Note [Held by a replica] in `zero_optim.shard.unit_gathers`.
         mixed_precision: a `PrecisionPolicy`; or one of PyTorch's for its own wrappers. Then ``param.dtype``
             is the dtype to compute with, and owners keep and step the parameters as they were. None leaves
             all dtypes alone.
@@ -251,6 +254,9 @@ class FullyShardedDataParallel(ShardedDataParallel):
     def _change_optimizer(self, optimizer: ZeroRedundancyOptimizer) -> None:
         """Reduce gradients for an optimizer that has come later; all ranks call, and it communicates."""
         self._optimizer = optimizer
+        if self._mesh is not None:
+            self._mesh = self._mesh.owned_by(optimizer.ranks)
+            optimizer.mesh = self._mesh.of_owners
         for handle in self._handles:
             handle.remove()
         self._renew_reducer()

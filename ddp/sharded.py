@@ -145,7 +145,7 @@ class ShardedDataParallel(DistributedDataParallel):
         options = self._prepared(module, options)
         base: Any = super()
         base.__init__(module, process_group=everyone.process_group, **options)
-        optimizer.mesh = None if self._mesh is None or self._mesh.splits_state else self._mesh
+        optimizer.mesh = None if self._mesh is None else self._mesh.of_owners
         optimizer.begin_averages_anew()  # from the weights that the ranks have by now
 
     def _everyone(self, optimizer: ZeroRedundancyOptimizer) -> RankGroup:

@@ -81,6 +81,15 @@ class RankMesh:
             part.works.log.wholes[part.works.ranks] = found.everyone.works.ranks
         return found
 
+    def owned_by(self, owners: RankGroup) -> "RankMesh":
+        """Give the same ranks for another optimizer, which has the same process group; see `of`."""
+        return replace(self, everyone=owners) if self.splits_state else replace(self, inner=owners)
+
+    @property
+    def of_owners(self) -> "RankMesh | None":
+        """What owners have to know: the mesh, if there are others that own the same."""
+        return None if self.splits_state else self
+
 
 def _part(mesh: DeviceMesh, dimension: int, owners: RankGroup) -> RankGroup:
     """Give this rank's column (dimension 0) or row (1) of a mesh."""
