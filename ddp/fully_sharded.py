@@ -1,5 +1,6 @@
 """`FullyShardedDataParallel`: parameters, gradients and state sharded, with plain tensors (ZeRO stage 3)."""
 
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -26,6 +27,8 @@ from zero_optim.ddp.unit_making import Made
 from zero_optim.ddp.unit_ranks import RanksToBe
 from zero_optim.ddp.units import UnitsInUse
 from zero_optim.optimizer import ZeroRedundancyOptimizer
+from zero_optim.shard.unit_gathers import GathersFromOwners, GathersInReplicas, UnitGathers
+from zero_optim.shard.unit_stamps import UnitStamps
 from zero_optim.shard.units import UnitBucket, UnitForms
 
 
@@ -74,8 +77,11 @@ class FullyShardedDataParallel(ShardedDataParallel):
             modules call ``torch.func.grad`` or ``torch.func.vjp``.
         offload: keeps what this rank owns in files, see `Offload`; on all ranks or none. The class must bear
             to be stepped some parameters at a time. None keeps it in memory.
-        accumulate: as in `ShardedDataParallel`, as are ``mesh`` and the other options. With a mesh units are
-            gathered inside each replica, also before there is an optimizer.
+        accumulate: as in `ShardedDataParallel`, as are the other options.
+        mesh: as in `ShardedDataParallel`; units are gathered inside each replica. The optimizer is built over
+            one row of it, so that each replica has all state; or over all its ranks: then state is there
+            once, and a rank holds copies of the rows that other replicas own, so that units are gathered
+            inside all the same. See Note [Held by a replica] in `zero_optim.shard.unit_gathers`.
         mixed_precision: a `PrecisionPolicy`; or one of PyTorch's for its own wrappers. Then ``param.dtype``
             is the dtype to compute with, and owners keep and step the parameters as they were. None leaves
             all dtypes alone.
@@ -95,6 +101,7 @@ class FullyShardedDataParallel(ShardedDataParallel):
 
     _refused = {**ShardedDataParallel._refused, **OF_FSDP}  # noqa: RUF012 - the base class's
     _own_options = OWN_OPTIONS
+    _may_split_state = True
 
     def __init__(  # noqa: PLR0913 - keyword-only
         self,
@@ -220,17 +227,35 @@ class FullyShardedDataParallel(ShardedDataParallel):
         )
         optimizer, choice, claim = self._optimizer, self._chosen.choice, self._chosen.claim
         ranks, stamps = optimizer.ranks, optimizer.unit_stamps()
-        lanes = lanes_for_rows(ranks, claim.units)
+        gathers = self._unit_gathers(reducer, stamps)
         units = units_of(self.module)
         if units is None:
             made, guards = _units(choice, claim.buckets, reducer.params), self._asked.guards_reads
-            self.units = units = UnitsInUse(ranks, lanes, made, self._keeps, stamps, guards_reads=guards)
+            self.units = units = UnitsInUse(ranks, gathers, made, self._keeps, stamps, guards_reads=guards)
             hook_up(choice, units)
             self._policy.hook_up(choice.modules)
         else:
-            units.use(ranks, lanes, stamps)
+            units.use(ranks, gathers, stamps)
         self._handles = hook_params(units, choice.unit_of, reducer.params)
         return reducer
+
+    def _unit_gathers(self, reducer: Reducer, stamps: UnitStamps) -> UnitGathers:
+        """Choose how units are gathered; all ranks call, and it communicates."""
+        ranks, mesh, claim = self._optimizer.ranks, self._mesh, self._chosen.claim
+        if mesh is None or not mesh.splits_state:
+            return GathersFromOwners(ranks, lanes_for_rows(ranks, claim.units))
+        inner, across = (
+            lanes_for_rows(replace(part, phase=ranks.phase), claim.units)
+            for part in (mesh.inner, mesh.across)
+        )
+        buckets = [bucket for of_unit in claim.buckets for bucket in of_unit]
+        found = weakref.ref(reducer)
+
+        def num_reduced() -> int:
+            reducer = found()
+            return 0 if reducer is None else reducer.history.num_passes
+
+        return GathersInReplicas(mesh, inner, across, buckets, stamps, reducer.params, num_reduced)
 
     def _run_ddp_forward(self, *inputs: object, **kwargs: object) -> object:
         begin_anew(self.units)
@@ -240,7 +265,8 @@ class FullyShardedDataParallel(ShardedDataParallel):
         """Reduce gradients for an optimizer that has come later; all ranks call, and it communicates."""
         self._optimizer = optimizer
         if self._mesh is not None:
-            optimizer.mesh = self._mesh = replace(self._mesh, inner=optimizer.ranks)
+            self._mesh = self._mesh.owned_by(optimizer.ranks)
+            optimizer.mesh = self._mesh.of_owners
         for handle in self._handles:
             handle.remove()
         self._renew_reducer()

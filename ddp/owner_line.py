@@ -13,7 +13,7 @@ Note [Sums across replicas]
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -64,7 +64,7 @@ class OwnerSum:
         self._label = label
         self._rows = rows
         self._failure_word = bucket.word
-        self._sums: deque[RowSum] = deque()
+        self._sums: deque[Waitable] = deque()
         self._num_done = 0
         self._word: Tensor | None = None
         self._start_next()
@@ -80,7 +80,11 @@ class OwnerSum:
         rows = self._rows.pop(number, word=self._failure_word)
         label = self._label if count == 1 else f"{self._label}, portion {number + 1} of {count}"
         # Nobody else reads the own row. So of all that was sent and received it alone stays, with the sum.
-        self._sums.append(RowSum(self._group, self._lanes.groups, rows, in_place=True, about=label))
+        self._sums.append(self._sum_of(rows, label))
+
+    def _sum_of(self, rows: Sequence[Tensor], label: str) -> "Waitable":
+        """Start the sum of a portion, in place in the row of this rank."""
+        return RowSum(self._group, self._lanes.groups, rows, in_place=True, about=label)
 
     def advance_to(self, fraction: float) -> None:
         """Wait until some part of the portions is summed, but never for the last one.
@@ -116,11 +120,21 @@ class OwnerSum:
             self._finish_first()
         assert self._rows is not None  # nothing has failed
         rows, self._rows = self._rows, None
-        if self._across is not None and rows.own.numel():  # the others have as many
-            _, self._work = self._across.start_sum(rows.own, f"{self._label}, across replicas")
+        if self._across is not None:
+            self._start_across(rows.own)
         self._total = rows.own
         if self._across is None:
             self.wait()
+
+    def _start_across(self, own: Tensor) -> None:
+        """Start the sum across replicas, in place."""
+        if self._across is not None and own.numel():  # the others have as many
+            _, self._work = self._across.start_sum(own, f"{self._label}, across replicas")
+
+    def _wait_across(self) -> None:
+        """Wait for what `_start_across` has started."""
+        if self._work is not None:
+            self._work.wait()
 
     def wait(self) -> Tensor:
         """Wait for the sum, and have the bucket take it over; a second call gives the same.
@@ -130,8 +144,7 @@ class OwnerSum:
         """
         self.hand_on()
         if self._word is None:
-            if self._work is not None:
-                self._work.wait()
+            self._wait_across()
             assert self._total is not None  # it was handed on
             self._word = self._bucket.settle(self._total)
             self._total = self._work = None
@@ -150,6 +163,7 @@ class OwnerLine:
         labels: name the buckets in messages, by number.
         everyone: the ranks of all replicas.
         across: see `OwnerSum`.
+        sums: makes the sum of a bucket, of the arguments of `OwnerSum`.
         is_apart: lanes are process groups of their own. If not, a bucket is launched when the one before is
             summed.
     """
@@ -161,10 +175,12 @@ class OwnerLine:
         labels: Sequence[str],
         everyone: RankGroup,
         across: RankGroup | None = None,
+        sums: Callable[..., OwnerSum] = OwnerSum,
         *,
         is_apart: bool = True,
     ) -> None:
         self._group = group
+        self._sums = sums
         self._lanes = lanes
         self._labels = labels
         self._everyone = everyone
@@ -196,7 +212,7 @@ class OwnerLine:
         if not isinstance(bucket, OwnerBucket):
             return SumReduction(self._everyone, bucket, label)
         rows = bucket.pop_rows()
-        self._under_way = OwnerSum(self._group, self._lanes, bucket, rows, label, self._across)
+        self._under_way = self._sums(self._group, self._lanes, bucket, rows, label, self._across)
         if self._ending is None:
             self._under_way.fill()
         return self._under_way

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.lanes import lanes_for_rows
+from zero_optim.comm.lanes import Lease, lanes_for_rows
 from zero_optim.comm.mesh import RankMesh
 from zero_optim.compat.engine import backward_number
 from zero_optim.ddp.assignment import BucketAssignment, ReducedParams, ReducerOptions, indices_of_members
@@ -18,12 +19,13 @@ from zero_optim.ddp.bucket_owners import BucketOwners
 from zero_optim.ddp.graph import accumulates
 from zero_optim.ddp.inbox import weakly
 from zero_optim.ddp.owner_bucket import OwnerBucket
-from zero_optim.ddp.owner_line import OwnerLine
+from zero_optim.ddp.owner_line import OwnerLine, OwnerSum
 from zero_optim.ddp.owner_rows import most_portions, num_portions
 from zero_optim.ddp.reducer import Reducer
 from zero_optim.ddp.reduction import Launch
 from zero_optim.ddp.replica_check import ReplicaCheck
 from zero_optim.ddp.sparse_owner_bucket import SparseOwnerBucket
+from zero_optim.ddp.split_sum import SplitSum
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.pieces import Pieces
 from zero_optim.shard.keeping import Keeping
@@ -65,7 +67,12 @@ class OwnerReducer(Reducer):
         self._check: ReplicaCheck | None = None
         self._num_steps_before: int | None = None  # those of the optimizer before the last pass in Join
         self._local_number = -1  # of the last backward pass that was not reduced
-        self._lanes = lanes_for_rows(optimizer.ranks, optimizer.owners())
+        self._exchanging = optimizer.ranks  # which of them exchange rows
+        self._lanes_across: Lease | None = None  # for rows that go on to owners in other replicas
+        if mesh is not None and mesh.splits_state:
+            self._exchanging = mesh.inner
+            self._lanes_across = lanes_for_rows(mesh.across, optimizer.owners())
+        self._lanes = lanes_for_rows(self._exchanging, optimizer.owners())
         super().__init__(
             params,
             (optimizer.ranks if mesh is None else mesh.everyone).process_group,
@@ -74,7 +81,7 @@ class OwnerReducer(Reducer):
             wanted=wanted,
             checks=False,
         )
-        if mesh is not None:
+        if mesh is not None and not mesh.splits_state:
             self._check = ReplicaCheck(replace(mesh.across, phase=self._group.phase), optimizer)
         self._inbox.announce(weakly(self._coming))
 
@@ -98,15 +105,18 @@ class OwnerReducer(Reducer):
     @property
     def _is_apart(self) -> bool:
         """Whether rows travel on process groups of their own: elsewhere they mix with what else is sent."""
-        return self._lanes.groups[0] is not self._optimizer.ranks
+        return self._lanes.groups[0] is not self._exchanging
 
     def _launcher(self) -> Launch:
         everyone, across = self._group.during("reduce"), None
-        inner = replace(self._optimizer.ranks, phase=everyone.phase)
+        inner = replace(self._exchanging, phase=everyone.phase)
+        sums: Callable[..., OwnerSum] = OwnerSum
         if self._mesh is not None:
             across = replace(self._mesh.across, phase=everyone.phase)
+            if self._lanes_across is not None:
+                sums = partial(SplitSum, mesh=self._mesh, lanes_across=self._lanes_across)
         labels = self._assignment.labels
-        line = OwnerLine(inner, self._lanes, labels, everyone, across, is_apart=self._is_apart)
+        line = OwnerLine(inner, self._lanes, labels, everyone, across, sums, is_apart=self._is_apart)
         for bucket in self._assignment.buckets:
             if isinstance(bucket, OwnerBucket):
                 bucket.pace_by(line.keep_pace)

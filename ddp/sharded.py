@@ -116,6 +116,7 @@ class ShardedDataParallel(DistributedDataParallel):
     _mesh: RankMesh | None
     _refused: ClassVar[Mapping[str, str]] = _REFUSED  # options, each with what to do instead
     _own_options: ClassVar[tuple[str, ...]] = ("accumulate", "mesh")
+    _may_split_state = False  # over all ranks of a mesh
 
     def __init__(
         self,
@@ -130,7 +131,9 @@ class ShardedDataParallel(DistributedDataParallel):
         """Check, agree with the other ranks, and wrap."""
         require_ours(optimizer)
         with optimizer.ranks.doing("ShardedDataParallel()"):
-            vars(self)["_mesh"] = RankMesh.of(mesh, optimizer.ranks)  # nn.Module is not set up yet
+            vars(self)["_mesh"] = RankMesh.of(  # nn.Module is not set up yet
+                mesh, optimizer.ranks, may_split=self._may_split_state
+            )
             everyone = self._everyone(optimizer)
             with failing_together(everyone):
                 self._check_arguments(accumulate, options)
@@ -144,7 +147,7 @@ class ShardedDataParallel(DistributedDataParallel):
         options = self._prepared(module, options)
         base: Any = super()
         base.__init__(module, process_group=everyone.process_group, **options)
-        optimizer.mesh = self._mesh
+        optimizer.mesh = None if self._mesh is None else self._mesh.of_owners
         optimizer.begin_averages_anew()  # from the weights that the ranks have by now
 
     def _everyone(self, optimizer: ZeroRedundancyOptimizer) -> RankGroup:

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.lanes import Lease
 from zero_optim.comm.pending import Pending
 from zero_optim.compat.engine import in_backward
 from zero_optim.ddp.graph import tensors_in
@@ -33,8 +32,8 @@ from zero_optim.ddp.inbox import weakly, when_backward_ends
 from zero_optim.ddp.saved_reads import SavedReads
 from zero_optim.ddp.unit import Unit
 from zero_optim.ddp.unit_order import UnitOrder
-from zero_optim.shard.gathers import start_gather
 from zero_optim.shard.storage import ParamBucket
+from zero_optim.shard.unit_gathers import UnitGathers
 from zero_optim.shard.unit_stamps import UnitStamps
 
 _SECOND = (
@@ -48,7 +47,7 @@ class UnitsInUse:
 
     Args:
         group: the ranks.
-        lanes: for gathers alone.
+        gathers: starts the gathers.
         units: by number.
         keeps: how many of the units that a forward pass used last stay whole until the backward pass; None
             for all.
@@ -60,7 +59,7 @@ class UnitsInUse:
     def __init__(
         self,
         group: RankGroup,
-        lanes: Lease,
+        gathers: UnitGathers,
         units: Sequence[Unit],
         keeps: int | None,
         stamps: UnitStamps,
@@ -69,7 +68,7 @@ class UnitsInUse:
     ) -> None:
         self.units = units
         self._group = group
-        self._lanes = lanes
+        self._gathers = gathers
         self._keeps = keeps
         self._stamps = stamps
         self._forward: dict[int, UnitOrder] = {}  # by the unit whose call is the outermost
@@ -93,20 +92,25 @@ class UnitsInUse:
             "Save model.state_dict(), or use zero_optim.checkpoint.save"
         )
 
-    def use(self, group: RankGroup, lanes: Lease, stamps: UnitStamps) -> None:
+    def use(self, group: RankGroup, gathers: UnitGathers, stamps: UnitStamps) -> None:
         """Gather for another optimizer from now on, with the same ranks, which counts what is sent.
 
         Args:
             group: the ranks.
-            lanes: for gathers alone.
+            gathers: starts the gathers.
             stamps: those of the other optimizer.
         """
-        self._group, self._lanes, self._stamps = group, lanes, stamps
+        self._group, self._gathers, self._stamps = group, gathers, stamps
 
     @property
     def group(self) -> RankGroup:
         """The ranks."""
         return self._group
+
+    @property
+    def gathers(self) -> UnitGathers:
+        """Starts the gathers."""
+        return self._gathers
 
     # ------------------------------------------------------------------ whole and freed
 
@@ -123,8 +127,7 @@ class UnitsInUse:
             bucket: the bucket.
             stamps: travel with it; None for none.
         """
-        lanes = self._lanes.groups or (self._group,)
-        return start_gather([lane.during("gather") for lane in lanes], bucket, stamps)
+        return self._gathers.start(bucket, stamps)
 
     def need(self, unit: Unit, *, tells: bool = False) -> None:
         """Make a unit whole; the current stream, on the CPU the caller, waits.

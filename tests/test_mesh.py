@@ -31,6 +31,8 @@ from zero_optim.ddp import (
 from zero_optim.errors import CheckpointError, StateMismatchError
 
 STAGES: dict[str, Any] = {"gradients": ShardedDataParallel, "fully": FullyShardedDataParallel}
+OVER_ALL = "fully, state over all"
+WAYS = [*STAGES, OVER_ALL]
 
 
 def mesh_of(replicas: int) -> DeviceMesh:
@@ -42,9 +44,9 @@ def built(
     model: nn.Module, stage: str, mesh: DeviceMesh, of_optimizer: dict[str, Any] | None = None, **options: Any
 ) -> tuple[Any, ZeroRedundancyOptimizer]:
     given = {"optimizer_class": torch.optim.AdamW, "lr": 1e-2, **(of_optimizer or {})}
-    given["process_group"] = mesh["shard"].get_group()
+    given["process_group"] = None if stage == OVER_ALL else mesh["shard"].get_group()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), **given)
-    return STAGES[stage](model, optimizer, mesh=mesh, **options), optimizer
+    return STAGES[stage.removesuffix(", state over all")](model, optimizer, mesh=mesh, **options), optimizer
 
 
 def loss_of(model: Any, step: int) -> Tensor:
@@ -113,7 +115,7 @@ def trains_as_by_hand(stage: str) -> None:
     assert_equal_everywhere(model)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", WAYS)
 def test_gradients_are_summed_inside_a_replica_and_then_across(ranks4: Ranks, stage: str) -> None:
     ranks4.run(trains_as_by_hand, stage)
 
@@ -174,6 +176,7 @@ def accumulates(stage: str, how: str) -> None:
 def test_passes_add_up_on_owners_or_on_ranks(ranks4: Ranks, how: str) -> None:
     ranks4.run(accumulates, "gradients", how)
     ranks4.run(accumulates, "fully", how)
+    ranks4.run(accumulates, OVER_ALL, how)
 
 
 def clips_and_scales(stage: str) -> None:
@@ -203,7 +206,9 @@ def clips_and_scales(stage: str) -> None:
     assert_equal_everywhere(wrapped.module)
 
 
-@pytest.mark.parametrize("stage", [pytest.param("gradients", marks=pytest.mark.exhaustive), "fully"])
+@pytest.mark.parametrize(
+    "stage", [pytest.param("gradients", marks=pytest.mark.exhaustive), "fully", OVER_ALL]
+)
 def test_clipping_and_scaling_are_those_of_the_averages(ranks4: Ranks, stage: str) -> None:
     ranks4.run(clips_and_scales, stage)
 
@@ -301,7 +306,7 @@ def test_metrics_count_what_is_sent_inside_and_across(ranks4: Ranks) -> None:
 
 def refuses() -> None:
     mesh, world = mesh_of(2), dist.get_world_size()
-    inner = mesh["shard"].get_group()
+    inner, across = mesh["shard"].get_group(), mesh["replicate"].get_group()
     turned = DeviceMesh("cpu", [[0, 2], [3, 1]])
     of_one = init_device_mesh("cpu", (world,))
     rank = dist.get_rank()
@@ -309,7 +314,6 @@ def refuses() -> None:
         (TypeError, "expected mesh to be a torch DeviceMesh, got str", inner, {"mesh": "2x2"}),
         (ValueError, "expected a mesh of 2 dimensions", inner, {"mesh": of_one}),
         (ValueError, "rise along rows and columns", inner, {"mesh": turned}),
-        (ValueError, r"one row of the mesh .* got one over ranks \[0, 1, 2, 3\]", None, {"mesh": mesh}),
         (TypeError, "takes no device_mesh: .* by the name of mesh", inner, {"device_mesh": mesh}),
         (
             TypeError,
@@ -324,6 +328,14 @@ def refuses() -> None:
             options["units"] = "auto"
         with pytest.raises(kind, match=words):
             FullyShardedDataParallel(model, built_over(model, group), **options)
+    for words, group, wrap in (
+        ("where parameters are whole .* needs no mesh", None, ShardedDataParallel),
+        (r"one row of the mesh .*, or over all its ranks, got .* \[0, 2\]", across, FullyShardedDataParallel),
+    ):
+        model = Tower()
+        if rank % 2 == 0 or group is None:
+            with pytest.raises(ValueError, match=words):
+                wrap(model, built_over(model, group), mesh=mesh)
     for lr, cuts, words in ((0.1 * (rank > 1) + 0.1, True, "lr=0.1.*lr=0.2"), (0.1, rank > 1, "cuts")):
         for wrap in STAGES.values():
             model = Tower()

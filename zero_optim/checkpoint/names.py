@@ -141,7 +141,8 @@ def mesh_of(optimizer: object, process_group: object, timeout: object = None) ->
     if mesh is None or process_group not in (None, mesh.everyone.process_group):
         return None
     groups = (mesh.everyone, mesh.inner, mesh.across)
-    return RankMesh(*(patient(group.uncounted().during("checkpoint"), timeout) for group in groups))
+    everyone, inner, across = (patient(group.uncounted().during("checkpoint"), timeout) for group in groups)
+    return RankMesh(everyone, inner, across)
 
 
 def check_group(process_group: object) -> None:

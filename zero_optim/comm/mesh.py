@@ -1,5 +1,12 @@
 """A 2-D mesh of ranks: replicas, inside of which rows have owners, and copies of these owners across.
 
+Note [Whose state it is]
+    The ranks of the optimizer say how the state is divided; nothing else does. An optimizer over one row of
+    the mesh has all of it inside its replica, and the others have the same once more. One over all ranks of
+    the mesh has it once: each rank owns its part alone, and a replica only gathers parameters inside. Then
+    the optimizer works as without a mesh. Clipping, scaling, state dicts, checkpoints and stamps are those of
+    one group, and a class that needs whole parameters finds an owner for each among all ranks.
+
 Note [Numbers in a mesh]
     An owner is a rank within its replica. The owners of the same rows in all replicas must have the same
     number there, but a process group numbers its ranks as they rise, whatever the mesh has in its order. So
@@ -8,7 +15,7 @@ Note [Numbers in a mesh]
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,45 +34,75 @@ class RankMesh:
     Attributes:
         everyone: all ranks.
         inner: those of this replica; they own what they own for themselves.
-        across: those that own the same in all replicas, by the replica's number.
+        across: those that own the same in all replicas, by the replica's number; if the state is split,
+            those that have the same number in theirs.
+        splits_state: owners are ranks of all replicas, see Note [Whose state it is].
+        places: by rank of all: its replica, and its number there.
     """
 
     everyone: RankGroup
     inner: RankGroup
     across: RankGroup
+    splits_state: bool = False
+    places: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def of(cls, mesh: DeviceMesh | None, inner: RankGroup) -> "RankMesh | None":
+    def of(cls, mesh: DeviceMesh | None, owners: RankGroup, *, may_split: bool = False) -> "RankMesh | None":
         """Find the ranks of a mesh; all ranks of it call. Communicates.
 
         Makes a process group where there is none of all ranks.
 
         Args:
             mesh: 2-D, (replicas, ranks of a replica); None for none.
-            inner: the ranks of this replica.
+            owners: the ranks of the optimizer: those of this replica, or all of the mesh.
+            may_split: they may be all.
 
         Returns:
             None without a mesh, and where there is one replica alone.
 
         Raises:
-            TypeError: on every rank of the replica: it is no mesh.
+            TypeError: on every rank of ``owners``: it is no mesh.
             ValueError: likewise: it has another number of dimensions or another order, see Note [Numbers in a
-                mesh]; or ``inner`` has other ranks than this rank's row.
+                mesh]; or ``owners`` has other ranks than this rank's row, and than all.
             RankMismatchError: likewise: ranks have different ones.
         """
-        with failing_together(inner):
-            table = None if mesh is None else _table(mesh, inner)
-        agree(inner, [f"mesh={table}"], "the mesh")
+        with failing_together(owners):
+            table = None if mesh is None else _table(mesh, owners, may_split=may_split)
+        agree(owners, [f"mesh={table}"], "the mesh")
         if mesh is None or table is None or len(table) == 1:
             return None
-        across = RankGroup.of(mesh.get_group(0), inner.data_devices).within(inner.phase.timeout)
-        found = cls(_everyone(table, inner, across), inner, across)
+        across = _part(mesh, 0, owners)
+        ranks = sorted(rank for row in table for rank in row)
+        splits = list(owners.works.ranks) == ranks
+        inner = _part(mesh, 1, owners) if splits else owners
+        everyone = owners if splits else _everyone(ranks, inner, across)
+        found = cls(everyone, inner, across, splits, _places(table, ranks))
         for part in (inner, across):
             part.works.log.wholes[part.works.ranks] = found.everyone.works.ranks
         return found
 
+    def owned_by(self, owners: RankGroup) -> "RankMesh":
+        """Give the same ranks for another optimizer, which has the same process group; see `of`."""
+        return replace(self, everyone=owners) if self.splits_state else replace(self, inner=owners)
 
-def _table(mesh: object, inner: RankGroup) -> _Table:
+    @property
+    def of_owners(self) -> "RankMesh | None":
+        """What owners have to know: the mesh, if there are others that own the same."""
+        return None if self.splits_state else self
+
+
+def _part(mesh: DeviceMesh, dimension: int, owners: RankGroup) -> RankGroup:
+    """Give this rank's column (dimension 0) or row (1) of a mesh."""
+    return replace(RankGroup.of(mesh.get_group(dimension), owners.data_devices), phase=owners.phase)
+
+
+def _places(table: _Table, ranks: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Give the replica, and the number in it, of each of the global ranks of a mesh."""
+    found = {rank: (replica, number) for replica, row in enumerate(table) for number, rank in enumerate(row)}
+    return tuple(found[rank] for rank in ranks)
+
+
+def _table(mesh: object, owners: RankGroup, *, may_split: bool) -> _Table:
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"expected mesh to be a torch DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim != 2:
@@ -76,12 +113,18 @@ def _table(mesh: object, inner: RankGroup) -> _Table:
     table: _Table = mesh.mesh.tolist()
     if not all(_rises(line) for line in (*table, *zip(*table, strict=True))):
         raise ValueError(f"expected ranks that rise along rows and columns of the mesh, got {table}")
-    ranks = list(inner.works.ranks)
-    if ranks not in table:
+    ranks = list(owners.works.ranks)
+    is_all = ranks == sorted(rank for row in table for rank in row)
+    if ranks not in table and not (may_split and is_all):
         name = "1" if mesh.mesh_dim_names is None else repr(mesh.mesh_dim_names[1])
+        or_all = ", or over all its ranks" if may_split else ""
+        why = (
+            ". State over all ranks of a mesh is for FullyShardedDataParallel: where parameters are whole on "
+            "every rank it needs no mesh"
+        )
         raise ValueError(
-            f"expected an optimizer over one row of the mesh {table}, got one over ranks {ranks}: build it "
-            f"with process_group=mesh.get_group({name})"
+            f"expected an optimizer over one row of the mesh {table}{or_all}, got one over ranks {ranks}: "
+            f"build it with process_group=mesh.get_group({name}){why if is_all else ''}"
         )
     return table
 
@@ -90,9 +133,8 @@ def _rises(line: Sequence[int]) -> bool:
     return all(low < high for low, high in pairwise(line))
 
 
-def _everyone(table: _Table, inner: RankGroup, across: RankGroup) -> RankGroup:
+def _everyone(ranks: list[int], inner: RankGroup, across: RankGroup) -> RankGroup:
     """Find a group of all ranks of a mesh, or make one."""
-    ranks = sorted(rank for row in table for rank in row)
     world = RankGroup.of(None, inner.data_devices).within(inner.phase.timeout)
     for known in (world, across):
         if list(known.works.ranks) == ranks and all(map(known.backend_of, inner.data_devices)):

@@ -38,6 +38,9 @@ class UnitStamps:
         stamps_of: gives those of the optimizer, for its present plan; None in a group of one.
         group: the ranks.
         origins: see `zero_optim.shard.stamps.Call`.
+
+    Attributes:
+        num_passes: how many have begun.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class UnitStamps:
         self._stamps_of = stamps_of
         self._group = group
         self._origins = origins
+        self.num_passes = 0
         self._came: list[tuple[Sequence[Room], HostCopy]] = []
         self._seen: dict[int, bytes] = {}  # in this pass, by rank; the last one of each
 
@@ -67,12 +71,28 @@ class UnitStamps:
 
         return take
 
+    def write(self, span: Tensor, start: int, rooms: Sequence[Room], rank: int) -> None:
+        """Write this rank's stamp into what it sends of a flat tensor, if one of some rooms is there.
+
+        Args:
+            span: what is sent.
+            start: where it begins in the flat tensor.
+            rooms: of the layout.
+            rank: this group rank.
+        """
+        stamps, stop = self._stamps_of(), start + span.numel()
+        here = [room for room in rooms if room.owner == rank and start <= room.start < stop]
+        if stamps is not None and here:
+            moved = [room._replace(start=room.start - start, stop=room.stop - start) for room in here]
+            stamps.write(span, moved, rank)
+
     def begin_pass(self) -> None:
         """Begin a pass: forget the one before, and look at what was not looked at there; all ranks call.
 
         Raises:
             Exception: as `look`.
         """
+        self.num_passes += 1
         try:
             self._read()
         finally:

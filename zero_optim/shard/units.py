@@ -122,6 +122,7 @@ class UnitBucket:
         coming: the gather that makes them whole, if one is under way.
         is_left: state dicts are to show the parameters as they are, whole or freed.
         num_pins: how many users need them whole until they say that they are done; nothing may change them.
+        num_changes: how often the rows may have got other values.
     """
 
     def __init__(
@@ -156,6 +157,7 @@ class UnitBucket:
         self.coming: Pending | None = None
         self.is_left = False
         self.num_pins = 0
+        self.num_changes = 0
         self._versions: list[int] = []  # of the parameters when they were freed
         self._has_changed = False
 
@@ -325,6 +327,7 @@ class UnitBucket:
         if self.num_pins:  # refused by `check_unpinned`, so nothing has changed
             return
         self._has_changed = True
+        self.num_changes += 1
         self.free()
         self.pass_over()
 
@@ -340,6 +343,7 @@ class UnitBucket:
             RuntimeError: a parameter was given another dtype, device or shape.
         """
         assert self.is_whole
+        self.num_changes += 1
         for param, form, view in zip(self.params, self._forms, self._views, strict=True):
             if param.numel() and param.data_ptr() != view.data_ptr():
                 form._replace(dtype=view.dtype).check(param)
@@ -380,6 +384,12 @@ class UnitBucket:
         self.has_changed()
 
     # ------------------------------------------------------------------ whole and freed
+
+    def row_as_sent(self) -> Tensor:
+        """Copy this rank's row, in the dtype of the flat tensor."""
+        row = self._flat.new_empty(self._own[1] - self._own[0])
+        self._read_row(row)
+        return row
 
     def fill(self, chosen: Collection[int] | None = None) -> Tensor:
         """Make the flat tensor, with this rank's row in it; for a gather.

@@ -1,0 +1,257 @@
+"""State over all ranks of a mesh, whose replicas hold the parameters: owned once, gathered inside."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pool import Ranks
+from test_fully_sharded import Tower
+from test_mesh import (
+    OVER_ALL,
+    assert_alike,
+    assert_equal_everywhere,
+    built,
+    loss_of,
+    mesh_of,
+    summed_by_hand,
+    train,
+    whole,
+)
+from zero_optim import RankMismatchError, RemoteRankError, ZeroRedundancyOptimizer, checkpoint
+from zero_optim.ddp import FullyShardedDataParallel, PrecisionPolicy, full_state_dict, unsharded
+
+
+class Orthogonal(torch.optim.SGD):
+    """A class that needs whole matrices: a step goes along their singular vectors."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and param.ndim == 2:
+                    u, _, v = torch.linalg.svd(param.grad.double(), full_matrices=False)
+                    param.grad = (u @ v).to(param.dtype)
+        super().step(closure)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "AdamW, a unit a block": {"units": "blocks"},
+    "AdamW, kept": {"units": "blocks", "reshard_after_forward": False},
+    "a class for whole matrices": {"optimizer_class": Orthogonal, "units": "blocks"},
+}
+
+
+def over_all(model: nn.Module, given: dict[str, Any], replicas: int = 2) -> Any:
+    options = dict(given)
+    of_optimizer = {"optimizer_class": options.pop("optimizer_class", torch.optim.AdamW)}
+    if options.get("units") == "blocks":
+        options["units"] = [*model.blocks]  # type: ignore[arg-type,misc]
+    return built(model, OVER_ALL, mesh_of(replicas), of_optimizer, **options)
+
+
+def trains_as_by_hand(kind: str) -> None:
+    """Train, evaluate, write and load: after each of it replicas hold what the owners have."""
+    given = KINDS[kind]
+    plain = Tower()
+    wrapped, optimizer = over_all(copy.deepcopy(plain), given)
+    one = given.get("optimizer_class", torch.optim.AdamW)(plain.parameters(), lr=1e-2)
+    for step in range(4):
+        if step == 2:
+            with torch.no_grad(), unsharded(wrapped.module):
+                wrapped.module.first.weight.mul_(2)
+            with torch.no_grad():
+                plain.first.weight.mul_(2)
+        if step == 3:
+            state = {name: value.clone() / 2 for name, value in wrapped.module.state_dict().items()}
+            wrapped.module.load_state_dict(state)
+            plain.load_state_dict(state)
+        one.zero_grad()
+        want = loss_of(plain, step)
+        want.backward()
+        summed_by_hand(plain, 2)
+        one.step()
+        assert train(wrapped, optimizer, step, 1) == [want.item()]
+        with torch.no_grad():
+            assert torch.equal(loss_of(wrapped, step), loss_of(plain, step))
+    assert_alike(wrapped.module, plain)
+    assert_equal_everywhere(wrapped.module)
+    assert wrapped.units.nbytes_live() == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_gives_the_bits_of_sums_inside_replicas_then_across(ranks4: Ranks, kind: str) -> None:
+    ranks4.run(trains_as_by_hand, kind)
+
+
+def shards_state(replicas: int) -> tuple[int, int, int]:
+    """Give the elements of state of this rank, the bytes that it holds for its replica, and those of all."""
+    model = Tower()
+    nbytes = sum(param.nbytes for param in model.parameters())
+    wrapped, optimizer = over_all(model, {"units": []}, replicas)
+    train(wrapped, optimizer, steps=1)
+    state = sum(value.numel() for entries in optimizer.state.values() for value in entries.values())
+    optimizer.metrics()
+    wrapped.metrics()
+    train(wrapped, optimizer, 1, 1)
+    inner = dist.get_world_size() // replicas
+    reduced = nbytes * (inner - 1) / inner + nbytes / inner * (replicas - 1) / replicas
+    sent = wrapped.metrics()["sent_bytes/reduce"]
+    assert 0.9 * reduced < sent < 1.1 * reduced, (sent, reduced, nbytes)
+    gathered = optimizer.metrics()["sent_bytes/gather"]
+    assert gathered < 2 * nbytes, gathered
+    held = wrapped.units.gathers.nbytes_held
+    return state, held, nbytes
+
+
+@pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_a_rank_has_a_part_of_the_state_and_its_replicas_share_of_the_rest(
+    ranks4: Ranks, replicas: int
+) -> None:
+    told = ranks4.run(shards_state, replicas)
+    nbytes = told[0][2]
+    elements = sum(state for state, _, _ in told)
+    assert elements < 1.1 * 2 * nbytes / 4  # exp_avg and exp_avg_sq, of all ranks together
+    for state, held, _ in told:
+        assert state < 1.5 * elements / 4
+        assert held < 1.5 * nbytes * (replicas - 1) / 4
+
+
+def saves(folder: Path) -> list[Tensor]:
+    wrapped, optimizer = over_all(Tower(), {"units": "blocks"})
+    train(wrapped, optimizer)
+    checkpoint.save(folder / "one", model=wrapped, optimizer=optimizer)
+    state = full_state_dict(wrapped, ranks=[3])
+    assert (state is not None) == (dist.get_rank() == 3)
+    saved = whole(wrapped.module)
+    optimizer.consolidate_state_dict(to=None)
+    whole_state = copy.deepcopy(optimizer.state_dict())
+    train(wrapped, optimizer, 3)
+    other, stepped = over_all(Tower(), {})
+    stepped.load_state_dict(whole_state)
+    with unsharded(other.module):
+        for param, value in zip(other.module.parameters(), saved, strict=True):
+            param.data.copy_(value)
+    train(other, stepped, 3)
+    assert_alike(other.module, wrapped.module)
+    return whole(wrapped.module)
+
+
+def loads(folder: Path, stage: str) -> list[Tensor]:
+    wrapped, optimizer = built(Tower(), stage, mesh_of(2))
+    checkpoint.load(folder / "one", model=wrapped, optimizer=optimizer)
+    train(wrapped, optimizer, 3)
+    return whole(wrapped.module)
+
+
+def test_what_it_saves_loads_with_state_over_all_ranks_or_in_each_replica(
+    ranks4: Ranks, tmp_path: Path
+) -> None:
+    wanted = ranks4.run(saves, tmp_path)
+    for stage in (OVER_ALL, "fully"):
+        for got, want in zip(ranks4.run(loads, tmp_path, stage), wanted, strict=True):
+            assert all(map(torch.equal, got, want))
+
+
+def tells() -> None:
+    """Another learning rate, a step left out, one that raises: each is told on all ranks of all replicas."""
+    rank = dist.get_rank()
+    wrapped, optimizer = over_all(Tower(), {"units": "blocks"})
+    train(wrapped, optimizer)
+    optimizer.param_groups[0]["lr"] *= 1 + (rank == 3)
+    with pytest.raises(RankMismatchError, match=r"lr of group 0: ranks 0, 1, 2 have 0\.01; rank 3 has 0\.02"):
+        train(wrapped, optimizer, 3, 2)
+    optimizer.param_groups[0]["lr"] = 0.01
+    optimizer.zero_grad()
+    train(wrapped, optimizer, 5, 1)
+    optimizer.zero_grad()
+    loss_of(wrapped, 6).backward()
+    if rank != 2:
+        optimizer.step()
+    with pytest.raises(RankMismatchError, match="rank 2"):
+        loss_of(wrapped, 7)
+
+
+def test_what_one_rank_does_alone_is_told_in_all_replicas(ranks4: Ranks) -> None:
+    ranks4.run(tells)
+
+
+class Broken(torch.optim.AdamW):
+    """Raises in a step of rank 3."""
+
+    breaks = False
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        if self.breaks:
+            raise ValueError("no memory for this")
+        return super().step(closure)
+
+
+def hears() -> None:
+    wrapped, optimizer = over_all(Tower(), {"units": "blocks", "optimizer_class": Broken})
+    train(wrapped, optimizer)
+    optimizer.zero_grad()
+    loss_of(wrapped, 3).backward()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Broken, "breaks", dist.get_rank() == 3)
+        if dist.get_rank() == 3:
+            with pytest.raises(ValueError, match="no memory"):
+                optimizer.step()
+        else:
+            optimizer.step()
+    kind: type[Exception] = RemoteRankError if dist.get_rank() == 3 else ValueError
+    with pytest.raises(kind, match=r"^rank 3(: no memory for this| failed with ValueError)"):
+        loss_of(wrapped, 4)
+
+
+def test_a_step_that_raises_in_one_replica_is_heard_in_all(ranks4: Ranks) -> None:
+    ranks4.run(hears)
+
+
+def in_bfloat16(stage: str) -> list[Tensor]:
+    policy = PrecisionPolicy(params=torch.bfloat16, gradients=torch.float32)
+    model = Tower()
+    wrapped, optimizer = built(model, stage, mesh_of(2), mixed_precision=policy, units=[*model.blocks])
+    train(wrapped, optimizer)
+    return [value.clone() for value in wrapped.module.state_dict().values()]
+
+
+def test_mixed_precision_has_the_bits_of_state_in_each_replica(ranks4: Ranks) -> None:
+    for got, want in zip(ranks4.run(in_bfloat16, OVER_ALL), ranks4.run(in_bfloat16, "fully"), strict=True):
+        assert all(map(torch.equal, got, want))
+
+
+def freezes() -> None:
+    """Frozen parameters are held once and for all."""
+    model = Tower()
+    for block in model.blocks[:2]:
+        block.requires_grad_(False)
+    (wrapped, optimizer), other = over_all(model, {"units": "blocks"}), copy.deepcopy(Tower())
+    for block in other.blocks[:2]:
+        block.requires_grad_(False)
+    third, one = built(other, "fully", mesh_of(2), units=[*other.blocks])
+    assert train(wrapped, optimizer) == train(third, one)
+    assert_alike(wrapped.module, third.module)
+
+
+def test_frozen_units_are_gathered_inside_replicas(ranks4: Ranks) -> None:
+    ranks4.run(freezes)
+
+
+def alone() -> None:
+    """Replicas of one rank hold everything, and state is sharded over them."""
+    plain = Tower()
+    wrapped, optimizer = over_all(copy.deepcopy(plain), {"units": "blocks"})
+    other = copy.deepcopy(plain)
+    one = ZeroRedundancyOptimizer(other.parameters(), torch.optim.AdamW, lr=1e-2)
+    fully = FullyShardedDataParallel(other, one, units=[*other.blocks])
+    assert train(wrapped, optimizer) == train(fully, one)
+    assert_alike(wrapped.module, other)
+
+
+def test_replicas_of_one_rank_hold_everything(ranks2: Ranks) -> None:
+    ranks2.run(alone)

@@ -1,0 +1,248 @@
+"""How the buckets of units are gathered: from their owners, or inside a replica from what it holds.
+
+Note [Held by a replica]
+    With state over all ranks of a mesh (Note [Whose state it is] in `zero_optim.comm.mesh`) a parameter's
+    owner may be in another replica, across the slow network. So each replica holds everything: a rank keeps
+    its own row, and copies of the rows of its *column*, the ranks with its number in the other replicas.
+    A unit is gathered from these inside the replica: each rank broadcasts the rows of its column there. So
+    with R replicas of S ranks a rank holds 1/S of the parameters, and the state of 1/(R S).
+
+    Steps, loads and writes change rows on their owners alone. The first gather behind that *renews* the
+    copies: each owner broadcasts its rows in its column. The renewals of all units are started at once, in
+    the order of units, and each is waited for when its unit is gathered. So they run beside the units before.
+
+    A renewal is a collective, so all ranks must begin it at the same gather. They all see loads, writes and
+    calls of ``step()``. If one has left a step out, it would not renew; so what a reduced backward pass may
+    have led to is renewed too, step or no step. With ``accumulate="owner"`` each pass is reduced, and costs a
+    renewal. Both together take as many bytes across as the all-reduce of a mesh with state in each replica.
+
+    The copies have the stamps of the ranks that own them (`zero_optim.shard.unit_stamps`), as they were when
+    they were sent. So a bucket tells of the last call in the pass in which it was renewed, and in no other: a
+    rank's own stamp may be a newer one by then.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.lanes import Lease
+from zero_optim.comm.mesh import RankMesh
+from zero_optim.comm.pending import Pending
+from zero_optim.plan.layout import Layout, Span
+from zero_optim.shard.gathers import start_gather
+from zero_optim.shard.storage import ParamBucket
+from zero_optim.shard.unit_stamps import UnitStamps
+from zero_optim.shard.units import UnitBucket
+
+if TYPE_CHECKING:
+    from zero_optim.comm.traffic import Waitable
+
+
+class UnitGathers(Protocol):
+    """Starts the gathers of units."""
+
+    def start(self, bucket: ParamBucket, stamps: UnitStamps | None = None) -> Pending:
+        """Start the gather of a bucket; all ranks call, in one order.
+
+        Args:
+            bucket: the bucket.
+            stamps: travel with it; None for none.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GathersFromOwners:
+    """Gathers among all ranks, each of which sends what it owns.
+
+    Args:
+        group: the ranks.
+        lanes: for gathers alone.
+    """
+
+    group: RankGroup
+    lanes: Lease
+
+    def start(self, bucket: ParamBucket, stamps: UnitStamps | None = None) -> Pending:
+        """See `UnitGathers.start`."""
+        lanes = self.lanes.groups or (self.group,)
+        return start_gather([lane.during("gather") for lane in lanes], bucket, stamps)
+
+
+class _Column:
+    """What this rank holds of one bucket for its replica.
+
+    Args:
+        bucket: the bucket.
+        mesh: the ranks.
+
+    Attributes:
+        bucket: as given.
+        renewed_in: the number of the pass in which it was renewed last.
+    """
+
+    def __init__(self, bucket: UnitBucket, mesh: RankMesh) -> None:
+        self.bucket = bucket
+        self.renewed_in = -1
+        self._rank = mesh.everyone.rank
+        number = mesh.places[self._rank][1]
+        self._spans = [span for span in _spans(bucket.layout) if mesh.places[span.owner][1] == number]
+        self._copies: dict[Span, Tensor] = {}  # of the other ranks' rows
+        self._coming: Pending | None = None
+        self._seen: tuple[int, int] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies."""
+        return sum(copy.nbytes for copy in self._copies.values())
+
+    def is_due(self, num_reduced: int) -> bool:
+        """Whether rows may have changed since they were renewed.
+
+        Args:
+            num_reduced: see `renew`.
+        """
+        return self._seen != (self.bucket.num_changes, num_reduced)
+
+    def renew(
+        self, across: Sequence[RankGroup], mesh: RankMesh, num_reduced: int, stamps: UnitStamps
+    ) -> None:
+        """Start to renew the copies; all ranks of the column call.
+
+        Args:
+            across: lanes of the column.
+            mesh: the ranks.
+            num_reduced: how many backward passes were reduced that may have led to a change.
+            stamps: of this rank.
+        """
+        self.arrive()
+        self._seen = (self.bucket.num_changes, num_reduced)
+        self.renewed_in = stamps.num_passes
+        rows: list[tuple[int, Tensor]] = []
+        for span in self._spans:
+            is_own = span.owner == self._rank
+            row = self._own(span, stamps) if is_own else self._copy(span)
+            rows.append((mesh.places[span.owner][0], row))
+        if rows:
+            works = _broadcast(across, rows, f"{self.bucket.label}, to the replicas")
+            self._coming = Pending(works, [row for _, row in rows], _nothing)
+
+    def _own(self, span: Span, stamps: UnitStamps) -> Tensor:
+        """Copy what this rank sends, with its stamp."""
+        layout = self.bucket.layout
+        is_behind = span.start >= layout.end_of_rows
+        like = self.bucket.params[0]
+        row = like.new_zeros(span.stop - span.start) if is_behind else self.bucket.row_as_sent()
+        stamps.write(row, span.start, layout.rooms, self._rank)
+        return row
+
+    def _copy(self, span: Span) -> Tensor:
+        if span not in self._copies:
+            self._copies[span] = self.bucket.params[0].new_empty(span.stop - span.start)
+        return self._copies[span]
+
+    def arrive(self) -> None:
+        """Wait for the renewal, if one is under way."""
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            coming.wait()
+
+    def fill(self) -> Tensor:
+        """Make the flat tensor, with what the column has of it."""
+        self.arrive()
+        flat = self.bucket.fill()
+        for span, copy in self._copies.items():
+            flat[span.start : span.stop].copy_(copy)
+        return flat
+
+
+class GathersInReplicas:
+    """Gathers inside each replica of a mesh: Note [Held by a replica]. All ranks of the mesh construct it.
+
+    Args:
+        mesh: the ranks.
+        inner: lanes of this replica, for these gathers alone.
+        across: lanes of this rank's column, likewise.
+        buckets: of all units, by number.
+        stamps: of this rank.
+        trained: parameters that backward passes may lead to a change of.
+        num_reduced: gives how many backward passes were reduced.
+    """
+
+    def __init__(
+        self,
+        mesh: RankMesh,
+        inner: Lease,
+        across: Lease,
+        buckets: Sequence[UnitBucket],
+        stamps: UnitStamps,
+        trained: Collection[Tensor],
+        num_reduced: Callable[[], int],
+    ) -> None:
+        self._mesh = mesh
+        self._inner = inner
+        self._across = across
+        self._columns = {bucket: _Column(bucket, mesh) for bucket in buckets}
+        self._stamps = stamps
+        self._trained = {bucket for bucket in buckets if not set(bucket.params).isdisjoint(trained)}
+        self._num_reduced = num_reduced
+
+    @property
+    def nbytes_held(self) -> int:
+        """Bytes of the copies of other ranks' rows."""
+        return sum(column.nbytes for column in self._columns.values())
+
+    def start(self, bucket: ParamBucket, stamps: UnitStamps | None = None) -> Pending:
+        """See `UnitGathers.start`. What is no bucket of a unit comes from its owners."""
+        column = self._columns.get(bucket) if isinstance(bucket, UnitBucket) else None
+        if column is None:
+            return start_gather((self._mesh.everyone.during("gather"),), bucket)
+        self._renew()
+        flat, rank = column.fill(), self._mesh.everyone.rank
+        tells = stamps is not None and column.renewed_in == stamps.num_passes
+        take = stamps.send(flat, bucket.layout, rank) if stamps is not None and tells else None
+        rows = [
+            (self._mesh.places[span.owner][1], flat[span.start : span.stop]) for span in _spans(bucket.layout)
+        ]
+        works = _broadcast(self._lanes(self._inner), rows, bucket.label)
+        return Pending(works, [flat], partial(_end, bucket, flat, take))
+
+    def _renew(self) -> None:
+        """Start to renew all that may have changed; each is waited for by itself."""
+        num_reduced = self._num_reduced()
+        for bucket, column in self._columns.items():
+            number = num_reduced if bucket in self._trained else 0
+            if column.is_due(number):
+                column.renew(self._lanes(self._across), self._mesh, number, self._stamps)
+
+    def _lanes(self, lease: Lease) -> list[RankGroup]:
+        return [lane.during("gather") for lane in lease.groups]
+
+
+def _spans(layout: Layout) -> list[Span]:
+    """List what owners send of a bucket; the same on every rank."""
+    rows = [Span(row.owner, row.start, row.stop) for row in layout.rows if row.stop > row.start]
+    return rows + [Span(room.owner, room.start, room.stop) for room in layout.rooms_behind]
+
+
+def _broadcast(
+    lanes: Sequence[RankGroup], rows: Sequence[tuple[int, Tensor]], label: str
+) -> "list[Waitable]":
+    works: list[Waitable] = []
+    for number, lane in enumerate(lanes):
+        works += lane.broadcast_rows([row for row in rows if row[0] % len(lanes) == number], label)
+    return works
+
+
+def _end(bucket: ParamBucket, flat: Tensor, take: Callable[[], None] | None) -> None:
+    bucket.settle(flat)
+    if take is not None:
+        take()
+
+
+def _nothing() -> None:
+    """Do nothing: what came is where it belongs."""
