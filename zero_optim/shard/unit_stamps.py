@@ -38,6 +38,7 @@ class UnitStamps:
         stamps_of: gives those of the optimizer, for its present plan; None in a group of one.
         group: the ranks.
         origins: see `zero_optim.shard.stamps.Call`.
+        told: called with what this rank is about to raise, as the others of the group do.
     """
 
     def __init__(
@@ -45,10 +46,12 @@ class UnitStamps:
         stamps_of: Callable[[], Stamps | None],
         group: RankGroup,
         origins: Callable[[Sequence[Mapping[str, Plain]]], Origins],
+        told: Callable[[Exception], None],
     ) -> None:
         self._stamps_of = stamps_of
         self._group = group
         self._origins = origins
+        self._told = told
         self._came: list[tuple[Sequence[Room], HostCopy]] = []
         self._seen: dict[int, bytes] = {}  # in this pass, by rank; the last one of each
 
@@ -102,6 +105,7 @@ class UnitStamps:
         stamps = dict(zip(self._seen, stamps_in(b"".join(self._seen.values())), strict=True))
         error = known.difference(self._group.during("agree"), stamps, self._origins)
         if error is not None:
+            self._told(error)
             raise error
 
 
