@@ -228,6 +228,11 @@ def writes_unseen() -> None:
         assert model.module.blocks[0].up.bias.isnan().all()
         assert_equal(state_of(model), want)
     train(model, optimizer, loss_of, 1)
+    optimizer.zero_grad()
+    model.module.to_empty(device="cpu")
+    for use in (model.module.state_dict, lambda: model(batch(1)), optimizer.step):
+        with pytest.raises(RuntimeError, match=r"written to, or given other memory, while it was not whole"):
+            use()
 
 
 def test_a_write_to_the_data_of_a_freed_parameter_raises_at_the_next_use(ranks2: Ranks) -> None:

@@ -36,8 +36,7 @@ class SteppedOptimizer(RebindableOptimizer, Joinable):
 
     _overlap: Overlap | None  # made when a hook first asks for it
     _join_notes: JoinNotes
-    # Where the optimizer is that of one replica of a mesh: called with what all ranks of the replica raise.
-    tell_replicas: Callable[[BaseException], None] | None = None
+    _tell_replicas: Callable[[BaseException], None] | None = None
 
     # ------------------------------------------------------------------ a step
 
@@ -53,14 +52,24 @@ class SteppedOptimizer(RebindableOptimizer, Joinable):
         with self.telling_replicas():
             return self._run_and_gather(name, work, *args, **kwargs)
 
+    def tell_replicas_by(self, tell: Callable[[BaseException], None]) -> None:
+        """Have the other replicas of a mesh told what all ranks of this one raise, as a step has failed.
+
+        Args:
+            tell: tells them; does not keep the optimizer.
+        """
+        self._tell_replicas = tell
+        if self._sharding.gathers.stamps is not None:
+            self._sharding.gathers.stamps.tell = tell
+
     @contextmanager
     def telling_replicas(self) -> Iterator[None]:
         """Tell the other replicas of a mesh, if any, of an exception that all ranks of this one hear of."""
         try:
             yield
         except BaseException as error:
-            if self.tell_replicas is not None:
-                self.tell_replicas(error)
+            if self._tell_replicas is not None:
+                self._tell_replicas(error)
             raise
 
     def _run_and_gather(self, name: str, work: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
@@ -93,8 +102,8 @@ class SteppedOptimizer(RebindableOptimizer, Joinable):
 
         def told(error: Exception) -> None:
             optimizer = found()
-            if optimizer is not None and optimizer.tell_replicas is not None:
-                optimizer.tell_replicas(error)
+            if optimizer is not None and optimizer._tell_replicas is not None:
+                optimizer._tell_replicas(error)
 
         return UnitStamps(lambda: gathers.stamps, self._group, origins, told)
 
@@ -264,7 +273,7 @@ class SteppedOptimizer(RebindableOptimizer, Joinable):
 
     def _let_go(self, *, waits: bool) -> None:
         super()._let_go(waits=waits)
-        self.tell_replicas = None
+        self._tell_replicas = None
         # PyTorch leaves these as the last Join set them. Ranks that are new to the next group were in none.
         Joinable.__init__(self)
         self._join_notes = JoinNotes()
