@@ -1,4 +1,22 @@
-"""`FullyShardedDataParallel`: parameters, gradients and state sharded, with plain tensors (ZeRO stage 3)."""
+"""`FullyShardedDataParallel`: parameters, gradients and state sharded, with plain tensors (ZeRO stage 3).
+
+Note [No part in Join]
+    A rank that ran out of inputs would have to start each gather that the others start, in their order: in
+    forward and backward passes, passes without gradients among them, and with those of recomputed
+    activations. Which ones these are is known when modules are called, on ranks that still have inputs. Two
+    ways to tell were considered.
+
+    The order of the pass before says which gather probably comes next. For a gather that is fetched early
+    that is enough, as a unit that is not needed after all is freed. A rank that shadows has no calls to
+    correct it. If the others call another unit, for a batch of another kind, their bytes meet those of a unit
+    of another size. A rank without any batch has no order at all.
+
+    Or the active ranks send the number of each unit before its gather: a collective more for each, in which
+    time nothing can be fetched, in all iterations under ``Join``, for the sake of the last ones.
+
+    So ``Join`` is refused. `zero_optim.ddp.ShardedDataParallel` takes part: in its forward pass nothing is
+    gathered for a module, and what is reduced is the same in every pass.
+"""
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -275,8 +293,14 @@ class FullyShardedDataParallel(ShardedDataParallel):
         """Refuse to convert or move parameters that are not here: ``to()``, ``half()``, ``cuda()`` call this.
 
         Raises:
-            RuntimeError: parameters of units would get another dtype or device, or other memory.
+            RuntimeError: parameters of units would get another dtype or device, or other memory; or would be
+                swapped.
         """
+        if torch.__future__.get_swap_module_params_on_conversion():
+            raise RuntimeError(
+                "with torch.__future__.set_swap_module_params_on_conversion(True) PyTorch takes the hooks "
+                "off parameters that it converts or moves, even if nothing changes: do that before wrapping"
+            )
         for bucket in (bucket for unit in self.units.units for bucket in unit.buckets):
             probe = torch.zeros(1, dtype=bucket.row.dtype, device=bucket.device)
             if fn(probe) is not probe:

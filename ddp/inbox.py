@@ -39,6 +39,7 @@ class Inbox:
         self.handles: list[RemovableHandle] = []
         self._take_first = take_first
         self._params = params
+        self._tensors = [_tensor_of(param) for param in params]
         for index, param in enumerate(params):
             untyped: Any = param
             self.handles.append(untyped.register_post_accumulate_grad_hook(self._hook_of(index)))
@@ -52,6 +53,17 @@ class Inbox:
         for index, param in enumerate(self._params):
             untyped: Any = param
             self.handles.append(untyped.register_hook(self._early_hook_of(index, coming)))
+
+    def swapped(self, calls: Sequence[int]) -> list[int]:
+        """List the parameters that are other tensors by now: a swap has taken the hooks away.
+
+        Args:
+            calls: how many gradients each has got: only those without one are looked at.
+        """
+        if all(calls):
+            return []
+        given = enumerate(zip(self._params, self._tensors, calls, strict=True))
+        return [index for index, (param, was, num) in given if not num and _tensor_of(param) != was]
 
     @property
     def is_running(self) -> bool:
@@ -93,6 +105,13 @@ def remove(handles: Sequence[RemovableHandle]) -> None:
     """Take hooks off; a second call does nothing."""
     for handle in handles:
         handle.remove()
+
+
+def _tensor_of(param: Tensor) -> int:
+    """Tell the tensor behind a Python object."""
+    untyped: Any = param
+    found: int = untyped._cdata
+    return found
 
 
 class _Token:

@@ -44,6 +44,7 @@ from zero_optim.ddp.graph import (
 from zero_optim.ddp.history import History
 from zero_optim.ddp.inbox import Inbox, output_hook, remove, weakly, when_backward_ends
 from zero_optim.ddp.reduction import Hook, HookSlot, Launch, launching
+from zero_optim.ddp.report import swapped
 from zero_optim.ddp.shadow import ShadowPass
 from zero_optim.ddp.upcoming import UpcomingPass
 from zero_optim.errors import ReductionError
@@ -358,7 +359,10 @@ class Reducer:
     def _conclude(self, current: BackwardPass) -> None:
         broke_off = current.phase is Phase.BROKEN_OFF
         current.end()
-        if not (any(current.calls) or current.asks_for_use or broke_off):
+        lost = self._inbox.swapped(current.calls)
+        for index in lost:
+            current.note(swapped, index)
+        if not (any(current.calls) or current.asks_for_use or broke_off or lost):
             return  # torch.autograd.grad went through the output, and computed no parameter's gradient
         self.history.carried = [False] * len(self.params)
         self._group.phase.traffic.count_step()

@@ -7,12 +7,13 @@ Note [Replicas that drift]
     steps. Inside a replica ranks hear of each other in their gathers. Across replicas nothing is gathered. A
     scheduler that goes by the loss of one replica, or a step that one replica leaves out, would let them
     drift apart without a word. So the owners of the same rows compare how many steps they have taken and a
-    digest of all options, in a sum of 32 bytes that travels beside each backward pass. Their conclusion
+    digest of all options, in a sum of 240 bytes that travels beside each backward pass. Their conclusion
     depends on the sum and on what a rank has added to it. So where digests differ all of them exchange more,
     and all raise. Where one rank of a replica differs from its own replica too, only its column raises here;
     the other columns miss it in their next gather.
 
     On an accelerator the sum is read when the next pass begins, so that the CPU does not wait for the device.
+    Beside it travels the word of a failure: Note [Failures in one replica] in `replica_word`.
 """
 
 import hashlib
@@ -24,7 +25,9 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.compat.streams import HostCopy, to_device
+from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
+from zero_optim.ddp.inbox import weakly
+from zero_optim.ddp.replica_word import WORD_LENGTH, failure_in, word_of
 from zero_optim.errors import RankMismatchError
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.options import OptionValues, Plain, differing, held_by, text_of
@@ -68,22 +71,58 @@ class ReplicaCheck:
         self._optimizer = optimizer
         self._values = OptionValues()
         self._asked: _Asked | None = None
+        self._told: list[_Asked] = []  # nobody waits for these, but they need their memory
+        self._told_after = -1  # steps
+        optimizer.tell_replicas_by(weakly(self.tell))
 
     def start(self) -> None:
-        """Read what the last call began, and begin anew. Communicates; does not wait for what it begins.
+        """Read what the last call began, and begin anew; with each backward pass. Communicates.
+
+        On the CPU it waits until all replicas have begun; see Note [Failures in one replica].
 
         Raises:
             RankMismatchError: see `read`.
+            RemoteRankError: on every rank of the replicas that did not fail: a step has, in another one.
         """
         self.read()
+        self._asked = self._begun([0] * WORD_LENGTH)
+        if not is_asynchronous(self._across.device):
+            self._hear()
+
+    def tell(self, error: BaseException) -> None:
+        """Tell other replicas that a step has failed in this one; all of its ranks call. Waits for nothing.
+
+        Args:
+            error: what this rank raises. What the ranks raise of the same step later is not told again.
+        """
+        if self._told_after != self._optimizer.num_steps:
+            self._told_after = self._optimizer.num_steps
+            self._told.append(self._begun(word_of(self._across.rank, error)))
+
+    def _begun(self, word: list[int]) -> _Asked:
         values, num_steps = self._values, self._optimizer.num_steps
         values.follow(self._optimizer.param_groups, ())
         told = hashlib.blake2b(values.digest + num_steps.to_bytes(8, "little"), digest_size=2 * _NUM_PARTS)
         octets = told.digest()
         parts = [int.from_bytes(octets[2 * at : 2 * at + 2], "little") for at in range(_NUM_PARTS)]
-        total = to_device(torch.tensor(parts, dtype=torch.int64), self._across.device)
+        total = to_device(torch.tensor([*parts, *word], dtype=torch.int64), self._across.device)
         _, work = self._across.start_sum(total, "the options of replicas")
-        self._asked = _Asked(parts, num_steps, values.by_group, total, work)
+        return _Asked(parts, num_steps, values.by_group, total, work)
+
+    def _hear(self) -> list[int]:
+        """Wait for what was begun; gives the sum of the parts.
+
+        Raises:
+            RemoteRankError: see `start`.
+        """
+        assert self._asked is not None  # asked by the caller
+        self._asked.work.wait()
+        total = HostCopy(self._asked.total).read().tolist()
+        failure = failure_in(total[_NUM_PARTS:], self._across.size)
+        if failure is not None:
+            self._asked = None
+            raise failure
+        return total[:_NUM_PARTS]
 
     def read(self) -> None:
         """Wait for what was begun, if there is something. The CPU waits.
@@ -91,12 +130,13 @@ class ReplicaCheck:
         Raises:
             RankMismatchError: on every rank that owns these rows: replicas have taken different numbers of
                 steps, or have different options.
+            RemoteRankError: see `start`.
         """
-        asked, self._asked = self._asked, None
+        asked = self._asked
         if asked is None:
             return
-        asked.work.wait()
-        if HostCopy(asked.total).read().tolist() == [self._across.size * part for part in asked.parts]:
+        sums, self._asked = self._hear(), None
+        if sums == [self._across.size * part for part in asked.parts]:
             return
         told = json.dumps([asked.num_steps, asked.options]).encode()
         everyone: list[Any] = [json.loads(payload) for payload in self._across.all_gather_bytes(told)]

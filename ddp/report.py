@@ -189,6 +189,15 @@ def no_gradient(names: Sequence[str]) -> str:
     )
 
 
+def swapped(names: Sequence[str]) -> str:
+    """Explain parameters that are other tensors than those that have hooks."""
+    return (
+        f"{names_text(names)} became another tensor after the model was wrapped, so nobody saw its gradient. "
+        "torch.utils.swap_tensors does that, as do conversions and moves of a module with "
+        "torch.__future__.set_swap_module_params_on_conversion(True): do them before wrapping"
+    )
+
+
 def twice(names: Sequence[str]) -> str:
     """Explain second gradients in one backward pass."""
     return (

@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from zero_optim.compat.engine import eager
 from zero_optim.ddp.graph import replaced, tensors_in
 from zero_optim.ddp.inbox import weakly
+from zero_optim.ddp.stand_ins import StandIns
 from zero_optim.ddp.unit import Unit
 from zero_optim.ddp.unit_choice import UnitChoice
 from zero_optim.ddp.units import UnitsInUse
@@ -37,7 +38,7 @@ class _Before:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _BeforeState:
-    """The hook in front of a module's part of a state dict, and of loading it."""
+    """The hook in front of a module's part of a state dict."""
 
     units: UnitsInUse
     unit: Unit
@@ -92,19 +93,42 @@ class _AfterStateDict:
         self.units.leave(self.unit, None)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _AfterLoad:
-    """The hook behind the loading of a module: owners take over what was loaded."""
+@dataclass(slots=True, eq=False)
+class _Load:
+    """The hooks in front of and behind the loading of a module: owners take over what was loaded.
+
+    Attributes:
+        stand_ins: see Note [Loads that replace parameters] in `zero_optim.ddp.stand_ins`.
+    """
 
     units: UnitsInUse
     unit: Unit
+    stand_ins: StandIns | None = None
 
-    def __call__(self, module: nn.Module, _: object) -> None:
-        """Take over what this rank owns, and free the unit."""
+    def before(self, module: nn.Module, *_: object) -> None:
+        """Make the unit whole, unless the dict is loaded into it as it is."""
+        self.break_off()  # if an exception has ended the load before
         if self.unit.is_left:
             return
+        self.units.enter(self.unit, tells=False)  # no hook would come behind it if it raised
+        self.stand_ins = StandIns(module, {param: param for param in self.unit.params})
+        self.units.unfinished.append(self.break_off)
+
+    def after(self, module: nn.Module, _: object) -> None:
+        """Take over what this rank owns, and free the unit."""
+        if self.stand_ins is None:
+            return
+        self.stand_ins.end(written=True)
+        self.break_off()
         self.units.take_written(self.unit)
         self.units.leave(self.unit, None)
+
+    def break_off(self) -> None:
+        """Have the module find its own parameters again; what was loaded is dropped."""
+        if self.stand_ins is not None:
+            self.stand_ins.end(written=False)
+            self.stand_ins = None
+            self.units.unfinished.remove(self.break_off)
 
 
 def hook_up(choice: UnitChoice, units: UnitsInUse) -> None:
@@ -151,12 +175,12 @@ def _hook_calls(module: nn.Module, units: UnitsInUse, unit: Unit) -> None:
 
 
 def _hook_state(module: nn.Module, units: UnitsInUse, unit: Unit) -> None:
-    before = _BeforeState(units, unit)
+    load = _Load(units, unit)
     untyped: Any = module
-    untyped.register_state_dict_pre_hook(before)
+    untyped.register_state_dict_pre_hook(_BeforeState(units, unit))
     untyped.register_state_dict_post_hook(_AfterStateDict(units, unit))
-    untyped.register_load_state_dict_pre_hook(before)
-    untyped.register_load_state_dict_post_hook(_AfterLoad(units, unit))
+    untyped.register_load_state_dict_pre_hook(load.before)
+    untyped.register_load_state_dict_post_hook(load.after)
 
 
 def _hook_param(param: Tensor, units: UnitsInUse, number: int, index: int) -> RemovableHandle:

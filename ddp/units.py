@@ -17,7 +17,7 @@ Note [When a unit is whole]
     Which unit is fetched beside another one, Note [The next unit] in `zero_optim.ddp.unit_order` says.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -54,6 +54,11 @@ class UnitsInUse:
         stamps: what the gathers of forward passes tell of steps.
         guards_reads: whether to see reads in the backward pass that no output announces: Note [Reads that no
             output announces] in `zero_optim.ddp.saved_reads`.
+
+    Attributes:
+        units: as given.
+        unfinished: for each state dict or load that is under way, what gives a module its own parameters back
+            if an exception has ended it. Called when the next forward pass begins.
     """
 
     def __init__(
@@ -77,6 +82,7 @@ class UnitsInUse:
         self._reads = SavedReads(units, weakly(self._output_reached), is_on=guards_reads)
         self._guarding = list[bool]()  # for each call under way, whether it has begun to watch what is saved
         self._in_backward = False  # a callback at the end of a backward pass is queued
+        self.unfinished: list[Callable[[], None]] = []
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         """Refuse to copy a model whose parameters are elsewhere."""
@@ -158,6 +164,8 @@ class UnitsInUse:
 
     def forget_calls(self) -> None:
         """Take note that no call is under way: PyTorch runs no hook when a Ctrl-C ends one."""
+        while self.unfinished:
+            self.unfinished[-1]()
         if not self._calls:
             return
         while self._calls:
@@ -359,6 +367,16 @@ class UnitsInUse:
         finally:
             for bucket in buckets:
                 bucket.is_left = False
+
+    def check_unpinned(self) -> None:
+        """Refuse what is not possible while somebody needs parameters of any unit whole.
+
+        Raises:
+            RuntimeError: somebody does.
+        """
+        for unit in self.units:
+            for bucket in unit.buckets:
+                bucket.check_unpinned()
 
     def take_written(self, unit: Unit) -> None:
         """Have owners take over what was written to the whole parameters of a unit."""

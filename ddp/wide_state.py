@@ -5,13 +5,14 @@ the values as owners keep them, gathered for that. So what is saved has not been
 was loaded, bit for bit. The model's own parameters stay freed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
+from zero_optim.ddp.stand_ins import StandIns
 from zero_optim.ddp.unit import Unit
 from zero_optim.ddp.units import UnitsInUse
 from zero_optim.shard.wide import WideBucket
@@ -32,20 +33,28 @@ class WideUnit:
         self._is_written = False
         self._buckets: list[WideBucket] = []
         self._values: dict[Tensor, nn.Parameter] = {}
+        self._visits: list[Callable[[], None]] = []
 
-    def enter(self) -> None:
+    def enter(self, broke_off: Callable[[], None]) -> None:
         """Gather the values, unless they are there.
 
+        Args:
+            broke_off: called if an exception has ended the walk over the modules, before `leave`.
+
         Raises:
-            RuntimeError: the parameters are whole for somebody to read or write.
+            RuntimeError: parameters of the model are whole for somebody to read or write. Those of any unit,
+                so that a walk over all of them raises before it has changed anything.
         """
         if not self._depth:
+            self._units.check_unpinned()
             buckets = [WideBucket(bucket) for bucket in self.unit.buckets]
             for pending in [self._units.start_gather_of(bucket) for bucket in buckets]:
                 pending.wait()
             self._buckets = buckets
             self._values = {param: value for bucket in buckets for param, value in bucket.values.items()}
+            self._units.unfinished.append(self.break_off)
         self._depth += 1
+        self._visits.append(broke_off)
 
     def leave(self, *, written: bool = False) -> None:
         """Let go of the values when the outermost user leaves; owners keep what was written to them."""
@@ -54,40 +63,35 @@ class WideUnit:
         if self._depth:
             return
         buckets, is_written = self._buckets, self._is_written
-        self._buckets, self._values, self._is_written = [], {}, False
+        self._forget()
         for bucket in buckets if is_written else ():
             bucket.take_over()
+
+    def _forget(self) -> None:
+        self._depth = 0
+        self._buckets, self._values, self._is_written = [], {}, False
+        self._visits.clear()
+        self._units.unfinished.remove(self.break_off)
+
+    def break_off(self) -> None:
+        """Let go of the values when an exception has ended the walk that began with them; all ranks call."""
+        if self._depth:
+            for broke_off in self._visits:
+                broke_off()
+            self._forget()
 
     @contextmanager
     def values(self) -> Iterator[dict[Tensor, nn.Parameter]]:
         """Give the values for the time of a ``with``; all ranks enter and leave it."""
-        self.enter()
+        self.enter(_nothing)
         try:
             yield self._values
         finally:
             self.leave()
 
-    def put(self, module: nn.Module) -> dict[str, Tensor]:
-        """Have a module find the values in the place of its own parameters; gives these, by name."""
-        own: dict[str, Any] = module._parameters
-        hidden = {name: param for name, param in own.items() if param is not None and param in self._values}
-        own.update({name: self._values[param] for name, param in hidden.items()})
-        return hidden
-
-    def take_back(self, module: nn.Module, hidden: dict[str, Tensor], *, written: bool) -> None:
-        """Have a module find its own parameters again.
-
-        Args:
-            module: as given to `put`.
-            hidden: what that returned.
-            written: values were loaded; some ways of loading put others in their place.
-        """
-        own: dict[str, Any] = module._parameters
-        for name, param in hidden.items():
-            value = self._values[param]
-            if written and own[name] is not value:
-                value.data.copy_(own[name].detach())
-            own[name] = param
+    def stand_in(self, module: nn.Module) -> StandIns:
+        """Have a module find the values in the place of its own parameters, until it is ended."""
+        return StandIns(module, self._values)
 
 
 def wide_units(units: UnitsInUse) -> dict[int, WideUnit]:
@@ -103,31 +107,39 @@ class _Visit:
         wide: the unit that has parameters of the module, or is it.
 
     Attributes:
-        hidden: by name, the module's own parameters while others are in their place.
+        stand_ins: what the module finds in the place of its own parameters, while it does.
     """
 
     wide: WideUnit
-    hidden: dict[str, Tensor] | None = None
+    stand_ins: StandIns | None = None
 
     def begin(self, module: nn.Module) -> None:
         """Have the module find the values, unless state dicts are to show it as it is."""
+        if self.stand_ins is not None:  # an exception has ended the walk that began it
+            self.wide.break_off()
         if not self.wide.unit.is_left:
-            self.wide.enter()
-            self.hidden = self.wide.put(module)
+            self.wide.enter(self.break_off)
+            self.stand_ins = self.wide.stand_in(module)
 
-    def copy(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    def copy(self, state: dict[str, Any], prefix: str) -> None:
         """Copy the values in a state dict, which outlive the gathered ones."""
-        for name in self.hidden or ():
-            found, value = state.get(prefix + name), module._parameters[name]
-            if isinstance(found, Tensor) and value is not None and found.data_ptr() == value.data_ptr():
+        for name, value in ({} if self.stand_ins is None else self.stand_ins.places).items():
+            found = state.get(prefix + name)
+            if isinstance(found, Tensor) and found.data_ptr() == value.data_ptr():
                 state[prefix + name] = found.detach().clone()
 
-    def end(self, module: nn.Module, *, written: bool) -> None:
+    def end(self, *, written: bool) -> None:
         """Have the module find its own parameters again."""
-        if self.hidden is not None:
-            hidden, self.hidden = self.hidden, None
-            self.wide.take_back(module, hidden, written=written)
+        if self.stand_ins is not None:
+            stand_ins, self.stand_ins = self.stand_ins, None
+            stand_ins.end(written=written)
             self.wide.leave(written=written)
+
+    def break_off(self) -> None:
+        """Do so when an exception has ended the walk: what was loaded is dropped."""
+        if self.stand_ins is not None:
+            stand_ins, self.stand_ins = self.stand_ins, None
+            stand_ins.end(written=False)
 
 
 def hook_wide_state(module: nn.Module, wide: WideUnit) -> None:
@@ -138,14 +150,18 @@ def hook_wide_state(module: nn.Module, wide: WideUnit) -> None:
         visit.begin(module)
 
     def after_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
-        visit.copy(module, state, prefix)
-        visit.end(module, written=False)
+        visit.copy(state, prefix)
+        visit.end(written=False)
 
     def after_load(module: nn.Module, _: object) -> None:
-        visit.end(module, written=True)
+        visit.end(written=True)
 
     untyped: Any = module
     untyped.register_state_dict_pre_hook(before)
     untyped.register_state_dict_post_hook(after_state_dict)
     untyped.register_load_state_dict_pre_hook(before)
     untyped.register_load_state_dict_post_hook(after_load)
+
+
+def _nothing() -> None:
+    """Do nothing: nobody stands in for a module's parameters."""

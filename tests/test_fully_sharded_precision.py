@@ -1,6 +1,7 @@
 """Fully sharded models compute in one dtype, reduce in another, and step what owners keep, not rounded."""
 
 import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ from zero_optim.ddp import (
 
 BF16, FP32 = torch.bfloat16, torch.float32
 NARROW = PrecisionPolicy(params=BF16, gradients=FP32, outputs=FP32)
+NEEDS_COMPILER = pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="inductor needs a C++ compiler"
+)
 
 
 def wrapped(policy: object, how: str = "", **options: Any) -> tuple[Any, ZeroRedundancyOptimizer]:
@@ -123,6 +127,32 @@ def follows(policy: PrecisionPolicy, how: str, passes: int, autocast: bool = Fal
 )
 def test_bits_are_those_of_rounded_masters_and_sums_in_the_order_of_ranks(ranks2: Ranks, how: str) -> None:
     ranks2.run(follows, NARROW, how, 1)
+
+
+def compiles(backend: str) -> None:
+    torch._dynamo.reset()
+    hand, model = ByHand(BF16, FP32), Tower()
+    for block in (*hand.narrow.blocks, *model.blocks):
+        block.compile(backend=backend)
+    optimizer = adamw(model)
+    fully = FullyShardedDataParallel(model, optimizer, units=[*model.blocks], mixed_precision=NARROW)
+    for step in range(3):
+        hand.steps(range(step, step + 1))
+        steps(fully, optimizer, range(step, step + 1))
+        assert equal(as_kept(fully), hand.masters.state_dict()), step
+    assert fully.units.nbytes_live() == 0
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+# torch.compile warns of its own innards here and there.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.exhaustive, NEEDS_COMPILER])]
+)
+@pytest.mark.slow
+def test_compiled_units_have_the_bits_of_the_same_units_that_are_whole(ranks2: Ranks, backend: str) -> None:
+    ranks2.run(compiles, backend, timeout=250)
 
 
 def test_passes_add_up_on_the_owners_in_their_dtype(ranks2: Ranks) -> None:

@@ -18,7 +18,13 @@ from stalling import TIMEOUT, outcomes, stay_away
 from streams_runs import CAP_MB, Found, Run, clip, on_model, pass_again
 from test_fully_sharded import Tower, batch
 from test_fully_sharded_models import train as train_on
-from zero_optim import RankMismatchError, ReductionError, ZeroRedundancyOptimizer, checkpoint
+from zero_optim import (
+    RankMismatchError,
+    ReductionError,
+    RemoteRankError,
+    ZeroRedundancyOptimizer,
+    checkpoint,
+)
 from zero_optim.checkpoint import loading, saving
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.mesh import made_over
@@ -409,6 +415,74 @@ def drifts(stage: str) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_replicas_that_go_different_ways_are_told(ranks4: Ranks, stage: str) -> None:
     ranks4.run(drifts, stage)
+
+
+class Failing(torch.optim.SGD):
+    """Can raise in a step."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if Failing.fails:
+            raise ArithmeticError("no more than this")
+        return super().step(closure)
+
+
+def fails_in_one_replica(stage: str, lazily: bool) -> None:
+    """One rank raises in its step, and nobody goes on but the other replica."""
+    rank, model = dist.get_rank(), Tower()
+    given = {"optimizer_class": Failing, "gather_lazily": model if lazily else None}
+    wrapped, optimizer = built(model, stage, mesh_of(2), given)
+    train(wrapped, optimizer)
+    loss_of(wrapped, 3).backward()
+    Failing.fails = rank == 1
+    try:
+        if rank == 1 or (rank == 0 and stage == "gradients" and not lazily):
+            with pytest.raises(ArithmeticError if rank else RemoteRankError, match="no more than this"):
+                optimizer.step()
+        else:
+            optimizer.step()
+    finally:
+        Failing.fails = False
+    if (stage == "fully" and rank < 2) or (lazily and rank == 0):  # heard in the next forward pass
+        with pytest.raises(Exception, match="ArithmeticError") as told:
+            wrapped(batch(4))
+        del told
+    if rank > 1:
+        loss = loss_of(wrapped, 4)
+        with pytest.raises(RemoteRankError, match=r"failed in replica 0 of the mesh: .*ArithmeticError"):
+            loss.backward()
+    # Whoever has heard goes on together.
+    optimizer.zero_grad()
+    wrapped.module.load_state_dict(Tower().state_dict())
+    train(wrapped, optimizer, 5)
+    optimizer.wait_for_gathers()
+    assert_equal_everywhere(wrapped.module)
+
+
+@pytest.mark.parametrize(("stage", "lazily"), [("gradients", False), ("gradients", True), ("fully", False)])
+def test_a_step_that_fails_in_one_replica_is_named_in_the_others(
+    ranks4: Ranks, stage: str, lazily: bool
+) -> None:
+    ranks4.run(fails_in_one_replica, stage, lazily)
+
+
+def fails_in_all() -> None:
+    """Each replica hears of its own, and no pass raises once more."""
+    wrapped, optimizer = built(Tower(), "gradients", mesh_of(2), {"optimizer_class": Failing})
+    train(wrapped, optimizer)
+    Failing.fails = True
+    try:
+        with pytest.raises(ArithmeticError):
+            optimizer.step()
+    finally:
+        Failing.fails = False
+    train(wrapped, optimizer, 3)
+    assert_equal_everywhere(wrapped.module)
+
+
+def test_what_all_replicas_have_raised_is_not_told_again(ranks4: Ranks) -> None:
+    ranks4.run(fails_in_all)
 
 
 @dataclass(frozen=True)

@@ -235,8 +235,9 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
                 failure, shared = error, None
         if self._overlap is not None and self._finish_overlapped(self._overlap, kwargs):
             return loss
-        if self.is_skipped_together(kwargs.pop("grad_scaler", None), failure):
-            return loss
+        with self.telling_replicas():
+            if self.is_skipped_together(kwargs.pop("grad_scaler", None), failure):
+                return loss
         self._group.phase.traffic.count_step()
         if shared is not None:
             return self._step_with(shared, kwargs)
@@ -245,6 +246,10 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
 
     def _step_with(self, closure: SharedCall, kwargs: dict[str, Any]) -> float | None:
         """Leave a closure to the class's own step, then gather; the ranks hear of each other in between."""
+        with self.telling_replicas():
+            return self._run_with(closure, kwargs)
+
+    def _run_with(self, closure: SharedCall, kwargs: dict[str, Any]) -> float | None:
         call = self._call("step()")
         try:
             try:

@@ -1,7 +1,8 @@
 """How an optimizer steps whose parameters have owners: after or in the backward pass, beside joined ranks."""
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class SteppedOptimizer(UnitRowsOptimizer, Joinable):
 
     _overlap: Overlap | None  # made when a hook first asks for it
     _join_notes: JoinNotes
+    _tell_replicas: Callable[[BaseException], None] | None = None
 
     # ------------------------------------------------------------------ a step
 
@@ -47,6 +49,30 @@ class SteppedOptimizer(UnitRowsOptimizer, Joinable):
             *args: for ``work``.
             **kwargs: for ``work``.
         """
+        with self.telling_replicas():
+            return self._run_and_gather(name, work, *args, **kwargs)
+
+    def tell_replicas_by(self, tell: Callable[[BaseException], None]) -> None:
+        """Have the other replicas of a mesh told what all ranks of this one raise, as a step has failed.
+
+        Args:
+            tell: tells them; does not keep the optimizer.
+        """
+        self._tell_replicas = tell
+        if self._sharding.gathers.stamps is not None:
+            self._sharding.gathers.stamps.tell = tell
+
+    @contextmanager
+    def telling_replicas(self) -> Iterator[None]:
+        """Tell the other replicas of a mesh, if any, of an exception that all ranks of this one hear of."""
+        try:
+            yield
+        except BaseException as error:
+            if self._tell_replicas is not None:
+                self._tell_replicas(error)
+            raise
+
+    def _run_and_gather(self, name: str, work: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
         self.check_attached()
         call = self._call(name)
         try:
@@ -74,7 +100,12 @@ class SteppedOptimizer(UnitRowsOptimizer, Joinable):
             optimizer = found()
             return Origins((), ()) if optimizer is None else optimizer._call("").origins(options)
 
-        return UnitStamps(lambda: gathers.stamps, self._group, origins)
+        def told(error: Exception) -> None:
+            optimizer = found()
+            if optimizer is not None and optimizer._tell_replicas is not None:
+                optimizer._tell_replicas(error)
+
+        return UnitStamps(lambda: gathers.stamps, self._group, origins, told)
 
     def begin_step(self) -> None:
         """Get ready for a step: look at the parameters, and at what was changed from outside."""
@@ -242,6 +273,7 @@ class SteppedOptimizer(UnitRowsOptimizer, Joinable):
 
     def _let_go(self, *, waits: bool) -> None:
         super()._let_go(waits=waits)
+        self._tell_replicas = None
         # PyTorch leaves these as the last Join set them. Ranks that are new to the next group were in none.
         Joinable.__init__(self)
         self._join_notes = JoinNotes()

@@ -37,6 +37,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 WORKS_WITH = "2.8 to 2.13"  # versions of PyTorch
 
 NEEDED: tuple[tuple[object, str], ...] = (
+    (Tensor, "_cdata"),
     (Tensor, "_indices"),
     (Tensor, "_make_wrapper_subclass"),
     (Tensor, "_values"),

@@ -149,6 +149,9 @@ class Stamps:
 
     Args:
         own_options: names of options that each rank may set for itself.
+
+    Attributes:
+        tell: called with what `check_failures` is about to raise.
     """
 
     def __init__(self, own_options: Collection[str] = ()) -> None:
@@ -159,6 +162,7 @@ class Stamps:
         self._step = _Step(0, "construction", self._values.digest, ())  # the last call; it gathers nothing
         self._unread: list[_Step] = []  # calls that were not looked at; the last one is `_step`
         self._told: frozenset[Stamp] = frozenset()  # by an error, the last ones; the same on every rank
+        self.tell: Callable[[BaseException], None] = _tell_nobody
 
     def __reduce__(self) -> "tuple[type[Stamps], tuple[Collection[str]]]":
         """Copy and pickle as new."""
@@ -244,7 +248,9 @@ class Stamps:
                 stamps = step.stamps()
                 if failed_ranks(stamps):
                     step.is_told = True
-                    raise failure_elsewhere(step.name, stamps)
+                    error = failure_elsewhere(step.name, stamps)
+                    self.tell(error)
+                    raise error
 
     def settle(self, group: RankGroup, call: Call, *, with_last: bool) -> None:
         """Look at the calls not looked at yet; all ranks call, at the same point of their programs.
@@ -343,6 +349,10 @@ def _difference(options: Sequence[Sequence[Mapping[str, Plain]]], key: OptionKey
         f"{ranks_text(ranks)} {'have' if len(ranks) > 1 else 'has'} {text_of(value)}" for value, ranks in held
     )
     return f"{key[1]} of group {key[0]}: {told}"
+
+
+def _tell_nobody(_: BaseException) -> None:
+    """Tell nobody: there are no replicas."""
 
 
 def _nothing() -> None:

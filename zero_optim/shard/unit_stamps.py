@@ -38,6 +38,7 @@ class UnitStamps:
         stamps_of: gives those of the optimizer, for its present plan; None in a group of one.
         group: the ranks.
         origins: see `zero_optim.shard.stamps.Call`.
+        told: called with what this rank is about to raise, as the others of the group do.
 
     Attributes:
         num_passes: how many have begun.
@@ -48,10 +49,12 @@ class UnitStamps:
         stamps_of: Callable[[], Stamps | None],
         group: RankGroup,
         origins: Callable[[Sequence[Mapping[str, Plain]]], Origins],
+        told: Callable[[Exception], None],
     ) -> None:
         self._stamps_of = stamps_of
         self._group = group
         self._origins = origins
+        self._told = told
         self.num_passes = 0
         self._came: list[tuple[Sequence[Room], HostCopy]] = []
         self._seen: dict[int, bytes] = {}  # in this pass, by rank; the last one of each
@@ -122,6 +125,7 @@ class UnitStamps:
         stamps = dict(zip(self._seen, stamps_in(b"".join(self._seen.values())), strict=True))
         error = known.difference(self._group.during("agree"), stamps, self._origins)
         if error is not None:
+            self._told(error)
             raise error
 
 

@@ -18,6 +18,21 @@ Note [Freed by emptying the storage]
     Values that come back are the same as before, unless the parameters were stepped or loaded in between.
     Only then `settle` tells autograd that they changed: a backward pass through an older graph raises.
 
+Note [Views that somebody keeps]
+    A user may keep a view of a whole parameter, such as ``weight.t()`` in a list. It has no memory when the
+    unit is freed, and the memory of other values when the unit is whole again. What a read of it does
+    meanwhile is up to the operator: with PyTorch 2.13 on the CPU, indexing, printing, ``tolist()`` and
+    products of matrices raise; ``sum()`` and others that go from element to element read address 0, and the
+    process ends; ``numpy()`` shows memory of NumPy's. Nothing here can stand in between:
+
+    - No hook runs before an operator but a mode for all operators, which takes some µs for each.
+    - A storage can be told to raise, but only when it is written to.
+    - To tell such views from those that autograd saved by counting who refers to the storage is not possible:
+      for the latter it is emptied, and a graph may be kept. So nobody can be warned when a view is kept.
+    - If the pages were given back and the address was kept (``madvise``), a read would show zeros, silently.
+
+    What autograd reads is guarded (`zero_optim.ddp.saved_reads`), and what a module returns is copied.
+
 Note [Kept in one dtype, computed with in another]
     A bucket may have a compute dtype. Then the row that a rank keeps has the dtype that the parameters had,
     and their values, not rounded. The flat tensor has the compute dtype: each owner rounds its row into it,
@@ -44,6 +59,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import Tensor
 
+from zero_optim.compat.streams import is_asynchronous
 from zero_optim.plan.layout import Layout
 from zero_optim.plan.memory import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE, kept_dtype
 from zero_optim.shard.keeping import Keeping
@@ -146,7 +162,10 @@ class UnitBucket:
         self._flat = torch.empty(layout.numel, dtype=compute_dtype, device=first.device)
         self._views = self.views(self._flat)
         self._own = next(((row.start, row.stop) for row in layout.rows if row.owner == rank), (0, 0))
-        self._nans = [_nan_like(param, compute_dtype) for param in params]
+        self._shown = torch.empty(len(params), dtype=compute_dtype, device=first.device)
+        self._shown.copy_(shown_when_freed(self._shown.shape, compute_dtype, first.device))
+        self._octets = self._shown.view(torch.uint8).clone()
+        self._nans = [one.expand(param.shape) for one, param in zip(self._shown, params, strict=True)]
         is_all = self._own == (0, layout.end_of_rows) and self._keeping is None
         kept = kept_dtype(first)  # the parameters have the other one already where another bucket held them
         self._owns_all = is_all and compute_dtype == kept
@@ -319,8 +338,17 @@ class UnitBucket:
             if param.numel() and param.data_ptr() != tensor.data_ptr():
                 raise RuntimeError(_WRITE.format(name=self.label))
         # Some writes in place do not notice that the elements have one place in memory.
-        if not self.is_whole and self._versions != _versions(self.params):
+        if not self.is_whole and (self._versions != _versions(self.params) or self._is_shown_changed()):
             raise RuntimeError(_WRITE.format(name=self.label))
+
+    def _is_shown_changed(self) -> bool:
+        """Whether somebody has written to ``param.data``, which changes no version; not known of a device."""
+        shown = self._shown.view(torch.uint8)
+        # On an asynchronous device the CPU would have to wait.
+        if is_asynchronous(shown.device) or torch.equal(shown, self._octets):
+            return False
+        shown.copy_(self._octets)  # this is told once
+        return True
 
     def has_changed(self) -> None:
         """Take note that rows have other values than the parameters, and free these."""
@@ -449,11 +477,6 @@ class UnitBucket:
 
 def _versions(params: list[Tensor]) -> list[int]:
     return [param._version for param in params]
-
-
-def _nan_like(param: Tensor, dtype: torch.dtype) -> Tensor:
-    """Make what a freed parameter shows."""
-    return shown_when_freed(param.shape, dtype, param.device)
 
 
 def shown_when_freed(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -115,6 +115,10 @@ class PartialGradient(Tensor):
         """Refuse to be pickled."""
         self._refuse("pickle")
 
+    def share_memory_(self) -> NoReturn:
+        """Refuse: there is no memory, and PyTorch would crash."""
+        self._refuse("share_memory_")
+
     def _with(self, piece: Tensor | None) -> "PartialGradient":
         made = PartialGradient(self, self._pieces, piece, self._name)
         made.is_of_sparse = self.is_of_sparse
