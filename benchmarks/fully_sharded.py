@@ -9,7 +9,6 @@ Peak memory is that of new processes: how much higher resident memory gets than 
 while it is wrapped, and while it is trained.
 """
 
-import ctypes
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -38,7 +37,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.optim import AdamW, Muon
 
-from zero_optim import ZeroRedundancyOptimizer
+from zero_optim import ZeroRedundancyOptimizer, return_freed_memory
 from zero_optim.ddp import FullyShardedDataParallel
 from zero_optim.demo.config import ModelShape
 from zero_optim.demo.model import GPT
@@ -150,8 +149,7 @@ def _nbytes_sent(contender: Contender, link: Link | None) -> dict[str, float]:
 
 def memory_worker(kind: str) -> dict[str, int]:
     """Measure the peak growth of resident memory in bytes; runs on each rank."""
-    # What is freed leaves resident memory at once. By itself glibc would keep more and more of it.
-    ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD
+    return_freed_memory()
     batch = torch.randint(8, (1, 8), generator=torch.Generator().manual_seed(dist.get_rank()))
     small = KINDS[kind](Gpt(2, 12, 8))  # loads the code, opens the connections
     small.model(batch).backward()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from offloaded import status
-from zero_optim import ZeroRedundancyOptimizer
+from zero_optim import ZeroRedundancyOptimizer, return_freed_memory
 from zero_optim.ddp import FullyShardedDataParallel
 
 WIDTH, NUM_LAYERS = 896, 64  # 205 MB of parameters, in units of 3.2 MB
@@ -51,6 +51,7 @@ def train(wrapped: FullyShardedDataParallel, optimizer: ZeroRedundancyOptimizer,
 
 def main(rank: int, world_size: int, folder: str) -> None:
     torch.set_num_threads(1)
+    return_freed_memory()
     store = dist.FileStore(str(Path(folder) / "store"), world_size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     train(*made(8, 2), 8)  # so that all code is there

@@ -212,6 +212,26 @@ def test_a_flush_sends_what_is_left_and_calls_each_callback_with_its_own_sum_in_
         assert seen == [("flush", 0.0), *sums, ("flushed", 0.0)]
 
 
+def called_back_after_each_call() -> list[list[int]]:
+    """The calls that were called back after each call, where nothing collects; and after the flush."""
+    called: list[int] = []
+    seen: list[list[int]] = []
+    collected = ReduceScatterBucketer(0)
+    for number in range(5):
+        collected.reduce_scatter_async(
+            [torch.ones(3)] * 2, None, lambda total, number=number: called.append(number)
+        )
+        seen.append(called.copy())
+    collected.flush()
+    collected.teardown()
+    return [*seen, called]
+
+
+def test_at_most_two_sums_are_under_way_after_a_call(ranks2: Ranks) -> None:
+    want = [[], [], [0], [0, 1], [0, 1, 2], [0, 1, 2, 3, 4]]
+    assert ranks2.run(called_back_after_each_call) == [want] * 2
+
+
 def shapes_given_back() -> list[torch.Size]:
     shapes: list[torch.Size] = []
     collected = ReduceScatterBucketer()

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.plan.layout import Layout
+from zero_optim.shard.padding import zero_padding
 from zero_optim.shard.places import Form, can_be_views, views_in, with_own_storages
 
 
@@ -149,8 +150,8 @@ class ViewBucket:
         self.layout = layout
         self.label = label
         self._forms = list(map(Form.of, params))
-        # Padding is sent too, so it is zero: no NaN from old memory should show in a debugger.
-        self._flat = torch.zeros(layout.numel, dtype=params[0].dtype, device=params[0].device)
+        self._flat = torch.empty(layout.numel, dtype=params[0].dtype, device=params[0].device)
+        zero_padding(self._flat, layout)
         self._views = with_own_storages(self._flat, self._forms, layout)
         self._rank = rank
         self._others = _members(layout, self._forms, rank)[1]

@@ -63,6 +63,7 @@ from zero_optim.compat.streams import is_asynchronous
 from zero_optim.plan.layout import Layout
 from zero_optim.plan.memory import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE, kept_dtype
 from zero_optim.shard.keeping import Keeping
+from zero_optim.shard.padding import zero_padding
 from zero_optim.shard.places import Form, views_in
 
 if TYPE_CHECKING:
@@ -243,10 +244,12 @@ class UnitBucket:
         self._has_row = True
         if self._owns_all:
             self._flat.untyped_storage().resize_(self.nbytes)
-            self._flat.zero_()  # the padding is sent too
+            zero_padding(self._flat, self.layout)
             return
-        zeros = self.row.new_zeros(self._own[1] - self._own[0])
-        self.row = zeros if self._keeping is None else self._keeping.new_row(zeros)
+        row = self.row.new_empty(self._own[1] - self._own[0])
+        if self._keeping is None:
+            zero_padding(row, self.layout, self._own[0])
+        self.row = row if self._keeping is None else self._keeping.new_row(row.zero_())
 
     def let_go(self, params: AbstractSet[Tensor] | None = None) -> None:
         """Have some parameters show NaN from now on, all by default; the memory they had is released.

@@ -1,0 +1,61 @@
+"""`return_freed_memory`: freed blocks go back to the system."""
+
+import ctypes
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import zero_optim
+
+# Blocks of 4 MiB, every second one of which is freed. The C library has freed a larger one before.
+PROGRAM = """
+from pathlib import Path
+import torch, zero_optim
+
+def resident_mib():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 // 2**20
+
+def left_mib():
+    torch.ones(5 * 2**20)
+    before = resident_mib()
+    blocks = [torch.ones(2**20) for _ in range(32)]
+    del blocks[::2]
+    return resident_mib() - before
+
+without = left_mib()
+zero_optim.return_freed_memory()
+print(without, left_mib())
+"""
+
+
+@pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="the C library is not glibc"
+)
+def test_freed_memory_is_returned_once_that_is_asked_for() -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    without, returned = map(int, found.stdout.split())
+    assert without > 100  # all 128 MiB
+    assert 50 < returned < 80  # the half that is in use
+
+
+@pytest.mark.parametrize("wrong", ["65536", 65536.0, True, None])
+def test_a_threshold_that_is_no_integer_is_refused(wrong: Any) -> None:
+    with pytest.raises(TypeError, match="expected threshold to be a number of bytes"):
+        zero_optim.return_freed_memory(wrong)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 4095, 2**25 + 1])
+def test_a_threshold_that_the_c_library_would_not_take_is_refused(wrong: int) -> None:
+    with pytest.raises(ValueError, match=f"got {wrong}"):
+        zero_optim.return_freed_memory(wrong)
+
+
+def test_another_c_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    with pytest.raises(RuntimeError, match="another C library: leave it out here"):
+        zero_optim.return_freed_memory()

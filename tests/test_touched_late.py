@@ -1,0 +1,89 @@
+"""While parameters move into a bucket, its memory becomes resident as theirs is released."""
+
+import gc
+import mmap
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pool import Ranks
+from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.ddp import FullyShardedDataParallel
+from zero_optim.plan.layout import Extent, Layout, Row
+from zero_optim.shard.padding import zero_padding
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of resident memory in /proc")
+
+WIDTH, NUM_LAYERS = 1024, 12
+LAYER_NBYTES = WIDTH * WIDTH * 4
+
+
+def made() -> nn.Sequential:
+    """A model of 48 MiB, whose parameters have memory that goes back to the system with their storages."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, device="meta") for _ in range(NUM_LAYERS)))
+    for layer in model:
+        memory = mmap.mmap(-1, LAYER_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        layer.weight = nn.Parameter(torch.frombuffer(memory, dtype=torch.float32).fill_(1).view(WIDTH, WIDTH))
+    return model
+
+
+def status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+def begin() -> int:
+    """Count the peak of resident memory from here on; gives the bytes that are resident now."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to VmRSS
+    return status("VmRSS")
+
+
+def growth_while_moving_in() -> int:
+    model = made()
+    before = begin()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, bucket_cap_mb=100)
+    grown = status("VmHWM") - before
+    assert len(optimizer.pieces()) == NUM_LAYERS
+    assert all(bool((param == 1).all()) for param in model.parameters())
+    return grown
+
+
+def test_moving_parameters_into_a_bucket_takes_memory_for_one_of_them(ranks2: Ranks) -> None:
+    for grown in ranks2.run(growth_while_moving_in):
+        assert grown < 3 * LAYER_NBYTES
+
+
+def growth_while_sharding() -> int:
+    model = made()
+    before = begin()
+    wrapped = FullyShardedDataParallel(model, units=[])
+    grown = status("VmHWM") - before
+    (unit,) = wrapped.units.units
+    assert sum(bucket.row.nbytes for bucket in unit.buckets) >= NUM_LAYERS * LAYER_NBYTES // 2
+    return grown
+
+
+def test_the_row_of_a_unit_grows_as_its_parameters_are_released(ranks2: Ranks) -> None:
+    for grown in ranks2.run(growth_while_sharding):
+        assert grown < 3 * LAYER_NBYTES
+
+
+def padded(start: int, stop: int) -> list[float]:
+    first = Row(0, 0, 6, (Extent(0, 0, 3, 0), Extent(1, 0, 2, 4)))
+    layout = Layout((3, 2, 2), (first, Row(2, 6, 10, (Extent(2, 0, 2, 7),))))
+    flat: Tensor = torch.full((stop - start,), 5.0)
+    zero_padding(flat, layout, start)
+    return flat.tolist()
+
+
+def test_what_belongs_to_no_parameter_is_zero() -> None:
+    whole = [5, 5, 5, 0, 5, 5, 0, 5, 5, 0]
+    assert padded(0, 10) == whole
+    assert padded(0, 6) == whole[:6]
+    assert padded(6, 10) == whole[6:]
+    assert padded(0, 12) == [*whole, 0, 0]  # rooms behind the rows
+    assert padded(6, 6) == []  # a rank that owns nothing
