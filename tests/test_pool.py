@@ -1,5 +1,6 @@
 """The worker pool itself: the other tests are only worth what it reports."""
 
+import gc
 import os
 import random
 import signal
@@ -101,6 +102,29 @@ def draw_then_spoil_the_state() -> tuple[float, float, torch.dtype]:
 
 def leave_a_subgroup() -> None:
     dist.new_group([0])
+
+
+KEPT = object()  # of a worker
+
+
+class Cycle:
+    """Garbage that only a collection frees, and that leaves more of it for the next one, some times."""
+
+    def __init__(self, holds: object, times: int) -> None:
+        self.holds, self.times, self.itself = holds, times, self
+
+    def __del__(self) -> None:
+        if self.times:
+            Cycle(self.holds, self.times - 1)
+
+
+def leave_garbage_in_garbage() -> None:
+    Cycle(KEPT, times=5)
+
+
+def count_holders() -> int:
+    gc.collect()
+    return sys.getrefcount(KEPT)
 
 
 def print_process_ids_and_hang(folder: str) -> None:
@@ -218,6 +242,12 @@ def test_every_call_starts_from_the_same_state(ranks2: Ranks) -> None:
 def test_groups_left_behind_do_not_disturb_the_next_call(ranks2: Ranks) -> None:
     ranks2.run(leave_a_subgroup)
     assert ranks2.run(rank_and_size) == [(0, 2), (1, 2)]
+
+
+def test_garbage_that_other_garbage_held_is_freed_before_the_next_call(ranks2: Ranks) -> None:
+    before = ranks2.run(count_holders)
+    ranks2.run(leave_garbage_in_garbage)
+    assert ranks2.run(count_holders) == before
 
 
 def finish_at_once() -> None:
