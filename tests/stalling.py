@@ -15,7 +15,7 @@ from torch import nn
 from forked import fork_context
 from waiting import wait_until
 from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.comm.watchdog import Watchdog
+from zero_optim.comm.verdicts import Verdicts
 from zero_optim.comm.works import Record
 from zero_optim.compat.engine import default_store
 from zero_optim.errors import RemoteRankError
@@ -142,14 +142,14 @@ def judge_no_wait_before_the_trouble(notes: Any) -> None:
     Args:
         notes: a client, of this process and for nothing else, of a store that outlives every rank.
     """
-    judge, _TROUBLE.notes = Watchdog._judge_wait, notes
+    judge, _TROUBLE.notes = Verdicts.judge_wait, notes
 
-    def judge_later(watchdog: Watchdog, record: Record, seconds: float) -> None:
+    def judge_later(verdicts: Verdicts, record: Record, seconds: float) -> None:
         _TROUBLE.has_begun = _TROUBLE.has_begun or notes.check([_STALLS])
         if _TROUBLE.has_begun:
-            judge(watchdog, record, seconds)
+            judge(verdicts, record, seconds)
 
-    Watchdog._judge_wait = judge_later  # type: ignore[method-assign]
+    Verdicts.judge_wait = judge_later  # type: ignore[method-assign]
 
 
 def about_to_stall() -> None:

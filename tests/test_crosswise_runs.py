@@ -12,7 +12,7 @@ from stalling import Outcome, about_to_stall, linear, outcomes, sharded
 from waiting import wait_until
 from zero_optim import ZeroRedundancyOptimizer, checkpoint
 from zero_optim.checkpoint import saving
-from zero_optim.comm import watchdog
+from zero_optim.comm import verdicts, watchdog
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 from zero_optim.hooks import zero_step
@@ -22,7 +22,7 @@ LONG = 600.0  # seconds: a run that waits for it is ended before, and fails
 
 def soon() -> None:
     """Have this rank ask early whether ranks wait crosswise."""
-    watchdog._FIRST_QUESTION = 0.1  # type: ignore[attr-defined]
+    verdicts._FIRST_QUESTION = 0.1  # type: ignore[attr-defined]
     watchdog._LONGEST_LOOK = 0.1  # type: ignore[attr-defined]
     about_to_stall()
 
@@ -113,7 +113,7 @@ def wait_beside(folder: Path) -> str:
     """The saver of rank 0 waits for that of rank 1, which computes; the other two threads the other way."""
     soon()
     model, optimizer = built("plain")
-    asked, prove, write = folder / "asked", watchdog.Watchdog._prove, saving.write_tensors
+    asked, prove, write = folder / "asked", verdicts.Verdicts._prove, saving.write_tensors
 
     def prove_and_tell(*args: Any) -> None:
         prove(*args)
@@ -123,7 +123,7 @@ def wait_beside(folder: Path) -> str:
         wait_until(asked.exists)
         return write(*args, **options)
 
-    watchdog.Watchdog._prove = prove_and_tell  # type: ignore[method-assign]
+    verdicts.Verdicts._prove = prove_and_tell  # type: ignore[method-assign]
     if is_odd():
         saving.write_tensors = write_late
     pending = checkpoint.save_async(folder / "saved", model=model, optimizer=optimizer, timeout=LONG)

@@ -25,14 +25,15 @@ from sockets import listening
 from stalling import Others, linear, outcomes, sharded, with_gradients
 from waiting import LIMIT, wait_until
 from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.comm import watchdog as watchdog_module
+from zero_optim.comm import verdicts as verdicts_module
 from zero_optim.comm.awake import AwakeTime
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.diagnosis import Status
 from zero_optim.comm.directory import Directory
 from zero_optim.comm.peers import Address, Listener, Message, Presence, ask, host_towards, in_threads
-from zero_optim.comm.watchdog import EXIT_CODE, Watchdog, unwatch
-from zero_optim.comm.works import Verdict, explain_nothing
+from zero_optim.comm.verdicts import EXIT_CODE, Verdicts
+from zero_optim.comm.watchdog import Watchdog, unwatch
+from zero_optim.comm.works import Verdict, WorkLog, explain_nothing
 from zero_optim.compat.engine import default_store
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.ddp.reducer import Reducer
@@ -284,10 +285,10 @@ class SlowToAnswer:
 
 
 def test_a_rank_that_did_not_answer_is_told_the_verdict_but_not_waited_for() -> None:
-    watchdog, directory = Watchdog.__new__(Watchdog), SlowToAnswer(2)
-    vars(watchdog).update(_directory=directory, _exits=False)
+    directory: Any = SlowToAnswer(2)
+    verdicts = Verdicts(WorkLog(), directory)
     runs = Status((), (), {})
-    watchdog._tell((0, 1, 2), Verdict("why", (2,)), {0: runs, 1: runs, 2: Presence.SILENT})
+    verdicts._tell((0, 1, 2), Verdict("why", (2,)), {0: runs, 1: runs, 2: Presence.SILENT})
     assert directory.answered == [(0, 1)]
     wait_until(lambda: len(directory.asked) == 2)
     directory.may_answer.set()
@@ -311,16 +312,15 @@ class Dying:
 
 def explain_closed(answers: Sequence[Presence], longest: float) -> str | None:
     group = RankGroup.of(None)
-    watchdog = Watchdog(group.works.log, dist.group.WORLD)  # type: ignore[arg-type]
-    watchdog._listener.close()
+    dying: Any = Dying(answers)
+    verdicts = Verdicts(group.works.log, dying)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watchdog, "_directory", Dying(answers))
-        patch.setattr(watchdog_module, "ANSWER_LIMIT", 0.0)  # each question takes longer than that
-        patch.setattr(watchdog_module, "_LONGEST_END", longest)
+        patch.setattr(verdicts_module, "ANSWER_LIMIT", 0.0)  # each question takes longer than that
+        patch.setattr(verdicts_module, "_LONGEST_END", longest)
         works = group.works
         patch.setattr(works, "ranks", (0, 1))
         patch.setattr(works, "_can_cut", False)  # there is no rank 1
-        error = watchdog.explain(group.begin_work(), RuntimeError("Connection reset by peer"))
+        error = verdicts.explain(group.begin_work(), RuntimeError("Connection reset by peer"))
     return None if error is None else str(error)
 
 
@@ -338,12 +338,13 @@ def test_what_was_printed_is_written_out_before_a_process_is_ended(
 ) -> None:
     written, codes = tmp_path / "out", []
     monkeypatch.setattr(os, "_exit", lambda code: codes.append((code, written.read_text())))
-    watchdog = Watchdog.__new__(Watchdog)
-    vars(watchdog).update(_exits=True)
+    nobody: Any = None
+    verdicts = Verdicts(WorkLog(), nobody)
+    verdicts.exits = True
     with written.open("w") as out:
         monkeypatch.setattr(sys, "stdout", out)
         out.write("step 7\n")
-        watchdog._exit_if_asked()
+        verdicts._exit_if_asked()
     assert codes == [(EXIT_CODE, "step 7\n")]
 
 
@@ -388,10 +389,10 @@ def check_asleep(kind: str) -> None:
         group.works.outstanding = record, Never()
     done: list[tuple[str, float]] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watchdog_module, "_beside", lambda work: work())
+        patch.setattr(verdicts_module, "_beside", lambda work: work())
         patch.setattr(watchdog, "_awake", AwakeTime(lambda: now[0]))
-        patch.setattr(watchdog, "_warn", lambda _, seconds: done.append(("warned", seconds)))
-        patch.setattr(watchdog, "_decide", lambda _, seconds: done.append(("gave up", seconds)))
+        patch.setattr(watchdog._verdicts, "_warn", lambda _, seconds: done.append(("warned", seconds)))
+        patch.setattr(watchdog._verdicts, "_decide", lambda _, seconds: done.append(("gave up", seconds)))
         for pause in (0, 1, 1, 3600, 1.5, 1, 86400, 60, 1, 1, 1):  # what it plans is at most 1 s
             now[0] += pause
             watchdog._look()
