@@ -45,6 +45,7 @@ from zero_optim.ddp.unit_making import Made
 from zero_optim.ddp.unit_ranks import RanksToBe
 from zero_optim.ddp.units import UnitsInUse
 from zero_optim.optimizer import ZeroRedundancyOptimizer
+from zero_optim.shard.claims import first_claim
 from zero_optim.shard.unit_gathers import GathersFromOwners, GathersInReplicas, UnitGathers
 from zero_optim.shard.unit_stamps import UnitStamps
 from zero_optim.shard.units import UnitBucket, UnitForms
@@ -334,6 +335,11 @@ class FullyShardedDataParallel(ShardedDataParallel):
 def _check(module: object) -> None:
     if isinstance(module, nn.Module) and units_of(module) is not None:
         raise ValueError("the model is fully sharded already, or a part of it: wrap the whole of it, once")
+    if isinstance(module, nn.Module) and first_claim([*module.parameters()]) is not None:
+        raise ValueError(
+            "some parameters are those of another fully sharded model, or of one whose wrapping broke off: "
+            "put all modules into one, or build the model anew"
+        )
 
 
 def _num_kept(reshards: object) -> int | None:

@@ -325,5 +325,26 @@ def is_left_as_it_was() -> None:
     )
 
 
+def is_refused_when_half_of_it_is_gone() -> None:
+    half = on_meta(Tower)
+    with pytest.raises(ValueError, match=r"last\.weight has no values after init"):
+        FullyShardedDataParallel(
+            half, init=lambda module: None if module is half.last else module.reset_parameters()
+        )
+    with pytest.raises(ValueError, match="whose wrapping broke off"):  # it would train NaN
+        FullyShardedDataParallel(half)
+    model = Tower()
+    wrapped = FullyShardedDataParallel(model)
+    other = nn.Sequential(nn.Linear(2, 2), nn.Linear(8, 48))
+    other[1].weight = model.first.weight
+    with pytest.raises(ValueError, match="some parameters are those of another fully sharded model"):
+        FullyShardedDataParallel(other)
+    train(wrapped, adamw(wrapped))
+
+
+def test_parameters_that_another_wrapper_has_taken_are_refused(ranks2: Ranks) -> None:
+    ranks2.run(is_refused_when_half_of_it_is_gone)
+
+
 def test_a_wrapper_that_raises_leaves_the_model_as_it_was(ranks2: Ranks) -> None:
     ranks2.run(is_left_as_it_was)

@@ -227,8 +227,10 @@ def _values_as_kept(bucket: UnitBucket, group: RankGroup) -> Iterator[Mapping[Te
         yield wide.values
         return
     start_gather((group,), bucket).wait()
-    yield {param: param for param in bucket.params}
-    bucket.free()
+    try:
+        yield {param: param for param in bucket.params}
+    finally:
+        bucket.free()
 
 
 def first_claim(params: object) -> UnitsClaim | None:
