@@ -1,7 +1,7 @@
 """The backend that lies in wait: it finds waits that are missing, and right code does not notice it."""
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +14,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn import parallel
 
 import late_backend
+import test_fully_sharded
 import test_lazy_gather
 import test_overlap_training
 import test_parity
@@ -25,8 +26,13 @@ from sharded import Setting
 from test_checkpoint import resume, save_at_three
 from training import assert_same_bits
 from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.comm import pending
-from zero_optim.ddp import DistributedDataParallel
+from zero_optim.comm.works import Work
+from zero_optim.ddp import (
+    DistributedDataParallel,
+    FullyShardedDataParallel,
+    ShardedDataParallel,
+    unsharded,
+)
 from zero_optim.hooks import zero_step
 
 EVERY_SEED = (1, 2)
@@ -133,6 +139,7 @@ SELECTION: dict[str, tuple[Callable[..., None], tuple[object, ...]]] = {
     "lazy gathers": (test_lazy_gather.check_training, ("ours", False, True)),
     "DDP": (trains_as_pytorchs_wrapper, ()),
     "sharded gradients": (test_sharded_training.trains_alike, (Setting(),)),
+    "sharded parameters": (test_fully_sharded.trains_alike, ("", True)),
 }
 
 
@@ -157,11 +164,15 @@ def test_a_checkpoint_saved_and_loaded_late_goes_on_with_the_same_bits(late2: Ra
 # ---------------------------------------------------------------------- planted defects are found
 
 
-def train(kind: str) -> list[Tensor]:
-    """Trains a small model for some steps, and returns its parameters."""
+def build(kind: str) -> tuple[nn.Module, nn.Module, ZeroRedundancyOptimizer]:
+    """A small model, the wrapper that trains it, and the optimizer."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.05, bucket_cap_mb=0.0005)
+    if kind == "sharded":
+        return model, ShardedDataParallel(model, optimizer), optimizer
+    if kind == "fully":
+        return model, FullyShardedDataParallel(model, optimizer, units=[model[2], model[4]]), optimizer
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.0005)
     if kind == "overlap":
         ddp.register_comm_hook(None, zero_step(optimizer))
@@ -169,13 +180,20 @@ def train(kind: str) -> list[Tensor]:
         ddp.register_comm_hook(None, zero_step(optimizer, gradients="owners"))
     if kind == "lazy":
         optimizer.gather_lazily(model)
+    return model, ddp, optimizer
+
+
+def train(kind: str) -> list[Tensor]:
+    """Trains a small model for some steps, and returns its parameters."""
+    model, wrapper, optimizer = build(kind)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(5):
         optimizer.zero_grad()
-        ddp(torch.randn(4, 6, generator=generator)).square().mean().backward()
+        wrapper(torch.randn(4, 6, generator=generator)).square().mean().backward()
         optimizer.step()
     optimizer.wait_for_gathers()
-    return [param.detach().clone() for param in model.parameters()]
+    with unsharded(model) if kind == "fully" else nullcontext():
+        return [param.detach().clone() for param in model.parameters()]
 
 
 def trained_right(kind: str) -> bool:
@@ -186,7 +204,7 @@ def trained_right(kind: str) -> bool:
     return bool(params.isfinite().all() and torch.equal(params, other))
 
 
-KINDS = ["plain", "overlap", "owners", "lazy"]
+KINDS = ["plain", "overlap", "owners", "lazy", "sharded", "fully"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -194,24 +212,34 @@ def test_right_code_trains_right(late2: Ranks, kind: str) -> None:
     assert late2.run(trained_right, kind) == [True, True]
 
 
-def without_waiting(self: Any) -> None:
-    """The old body of `Pending.wait`, without the wait."""
-    self.works = []
-    then, self.then = self.then, lambda: None
-    then()
+def planted(phase: str) -> Callable[..., Any]:
+    """Give what takes the place of `Work.wait`, and does not wait for works of a phase."""
+    right = Work.wait
+
+    def wait(work: Work, timeout: float | None = None) -> Any:
+        return None if work.record.phase == phase else right(work, timeout)
+
+    return wait
 
 
-def trained_without_waits(kind: str) -> bool:
+def trained_without_waits(kind: str, phase: str) -> bool:
     # Not found only if each of many gathers were late to be read by as much.
     delays = patch.object(late_backend, "DELAYS", (0.05,))
-    with delays, patch.object(pending.Pending, "wait", without_waiting):
+    with delays, patch.object(Work, "wait", planted(phase)):
         return trained_right(kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_missing_wait_for_gathers_is_found(late2: Ranks, kind: str) -> None:
-    with suppress(RankError):  # found as well
-        assert late2.run(trained_without_waits, kind) != [True, True]
+    with suppress(RankError):  # found as well: stamps are garbage
+        assert late2.run(trained_without_waits, kind, "gather") != [True, True]
+
+
+@one_seed
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_found_where_no_wait_is_missing(late2: Ranks, kind: str) -> None:
+    """So it is no fault of the planting itself that is found."""
+    assert late2.run(trained_without_waits, kind, "no phase") == [True, True]
 
 
 def a_hook_that_does_not_wait(state: object, bucket: Any) -> "torch.futures.Future[Tensor]":

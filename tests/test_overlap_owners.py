@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDdp
 from pool import Ranks
 from training import assert_same_bits
 from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.ddp import DistributedDataParallel
+from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 from zero_optim.hooks import allreduce_hook, zero_step
 from zero_optim.hooks.overlap.owners import BucketOwnership
 from zero_optim.plan.pieces import whole_piece
@@ -71,6 +71,24 @@ def check_equal(wrapper: str) -> None:
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_training_equals_that_with_gradients_everywhere(ranks: Ranks, wrapper: str) -> None:
     ranks.run(check_equal, wrapper)
+
+
+def check_order() -> None:
+    """A step in the hook has the bits of one behind it; both sum gradients in the order of ranks."""
+    hooked = train("ours", "owners", 4)
+    module = Net()
+    optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+    wrapped = ShardedDataParallel(module, optimizer, find_unused_parameters=True)
+    for step in range(4):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        optimizer.zero_grad()
+        wrapped(torch.randn(4, 6, generator=generator), dist.get_rank() == 0).square().mean().backward()
+        optimizer.step()
+    assert_same_bits(list(hooked.parameters()), list(module.parameters()))
+
+
+def test_four_ranks_give_the_bits_of_sharded_gradients(ranks4: Ranks) -> None:
+    ranks4.run(check_order)
 
 
 def check_refusals() -> None:
