@@ -64,6 +64,21 @@ class Net(nn.Module):
         return out
 
 
+class Embedder(nn.Module):
+    """A sparse table between dense layers; a table that some batches leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.table = nn.Embedding(20, 6, sparse=True)
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(self.table(tokens)).tanh())
+        return out
+
+
 def inputs(step: int, rank: int | None = None) -> Tensor:
     """A batch for `Net`, different for each rank and step."""
     rank = dist.get_rank() if rank is None else rank
@@ -146,6 +161,23 @@ def plain_step(model: nn.Module, optimizer: ZeroRedundancyOptimizer, step: int) 
     """Train one step and return the gradients after the backward pass."""
     optimizer.zero_grad()
     loss_of(model, step).backward()
+    grads = grads_of(model)
+    optimizer.step()
+    return grads
+
+
+def step_bag(model: nn.Module, optimizer: ZeroRedundancyOptimizer, step: int) -> Grads:
+    optimizer.zero_grad()
+    model(100 * step + dist.get_rank()).backward()
+    grads = grads_of(model)
+    optimizer.step()
+    return grads
+
+
+def step_tokens(model: nn.Module, optimizer: ZeroRedundancyOptimizer, step: int) -> Grads:
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    optimizer.zero_grad()
+    model(torch.randint(20, (4,), generator=generator)).square().mean().backward()
     grads = grads_of(model)
     optimizer.step()
     return grads

@@ -11,8 +11,8 @@ from torch.distributed.algorithms.join import Join
 from torch.optim import SGD
 
 from cuts import cut_pair, cutting, finely_cut, sparse_gradient
+from overlap import Embedder
 from pool import Ranks
-from test_overlap_uneven import Embedder
 from training import assert_same_bits, make_params, params_of, set_grads, twin
 from zero_optim import RankMismatchError, ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fake_streams import fake_streams, without_thread
 from overlap import (
     WRAPPERS,
+    Embedder,
     Grads,
     Net,
     Setting,
@@ -20,6 +21,7 @@ from overlap import (
     inputs,
     loss_of,
     plain_step,
+    step_tokens,
 )
 from pool import Ranks
 from test_overlap_errors import assert_trains_on, check_failing_hook, check_failing_step, run_broken_off
@@ -27,7 +29,7 @@ from test_overlap_hooks import OURS, THEIRS
 from test_overlap_order import check_rebuilding
 from test_overlap_owners import check_equal
 from test_overlap_training import KINDS, LOOPS, check_no_step
-from test_overlap_uneven import UNUSED, Embedder, check_uneven, sgd, step_tokens
+from test_overlap_uneven import UNUSED, check_uneven, sgd
 from zero_optim import ZeroRedundancyOptimizer, hooks
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.hooks import allreduce_hook

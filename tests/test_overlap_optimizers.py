@@ -1,10 +1,9 @@
 """Every optimizer class gives the bits of the run without overlap, or is refused."""
 
 import pytest
-import torch
 
 from optimizer_cases import BITWISE, CASES, Case, Options
-from overlap import Bag, Grads, Setting, assert_same_run, grads_of
+from overlap import Bag, Setting, assert_same_run, step_bag
 from pool import Ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.hooks import zero_step
@@ -14,14 +13,6 @@ REFUSED_IN_PARTS = {"torch_optimizer.Lookahead", "torch_optimizer.MADGRAD"}  # t
 SOME = tuple(
     name for name in ("torch.optim.AdamW", "torch.optim.Muon", "torch_optimizer.AccSGD") if name in BITWISE
 )
-
-
-def step_bag(model: torch.nn.Module, optimizer: ZeroRedundancyOptimizer, step: int) -> Grads:
-    optimizer.zero_grad()
-    model(100 * step + torch.distributed.get_rank()).backward()
-    grads = grads_of(model)
-    optimizer.step()
-    return grads
 
 
 def setting_of(case: Case, options: Options, wrapper: str) -> Setting:

@@ -25,6 +25,7 @@ from overlap import (
     inputs,
     loss_of,
     plain_step,
+    step_bag,
 )
 from pool import Ranks
 from training import HAS_MUON, make_params
@@ -67,14 +68,6 @@ def params_of(dtype: torch.dtype, seed: int) -> list[nn.Parameter]:
 
 def channels_last() -> nn.Module:
     return Net().to(memory_format=torch.channels_last)
-
-
-def step_bag(model: nn.Module, optimizer: ZeroRedundancyOptimizer, step: int) -> Grads:
-    optimizer.zero_grad()
-    model(100 * step + dist.get_rank()).backward()
-    grads = grads_of(model)
-    optimizer.step()
-    return grads
 
 
 KINDS: dict[str, tuple[dict[str, Any], Callable[..., Grads]]] = {

@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler
 from fake_streams import fake_streams
 from overlap import (
     WRAPPERS,
+    Embedder,
     Grads,
     Net,
     Setting,
@@ -22,6 +23,7 @@ from overlap import (
     grads_of,
     inputs,
     loss_of,
+    step_tokens,
 )
 from pool import Ranks
 from zero_optim import ZeroRedundancyOptimizer
@@ -100,30 +102,6 @@ def check_unused_without_step(wrapper: str) -> None:
 @both_wrappers
 def test_unused_parameters_are_left_alone_without_step(ranks2: Ranks, wrapper: str) -> None:
     ranks2.run(check_unused_without_step, wrapper)
-
-
-class Embedder(nn.Module):
-    """A sparse table between dense layers; a table that some batches leave out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.table = nn.Embedding(20, 6, sparse=True)
-        self.first = nn.Linear(6, 6)
-        self.second = nn.Linear(6, 3)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        out: Tensor = self.second(self.first(self.table(tokens)).tanh())
-        return out
-
-
-def step_tokens(model: nn.Module, optimizer: ZeroRedundancyOptimizer, step: int) -> Grads:
-    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-    optimizer.zero_grad()
-    model(torch.randint(20, (4,), generator=generator)).square().mean().backward()
-    grads = grads_of(model)
-    optimizer.step()
-    return grads
 
 
 def sgd(model: nn.Module) -> ZeroRedundancyOptimizer:
