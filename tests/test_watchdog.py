@@ -176,6 +176,7 @@ def check_groups_that_are_gone() -> None:
     for _ in range(3):
         group = dist.new_group()
         RankGroup.of(group)
+        dist.barrier()  # a rank may still connect to this one
         dist.destroy_process_group(group)
         del group
         gc.collect()
