@@ -8,6 +8,11 @@ def resident_nbytes() -> int:
     return _status("VmRSS")
 
 
+def anonymous_nbytes() -> int:
+    """What is resident but for pages of files: the system drops those of a library at any time."""
+    return _status("RssAnon")
+
+
 def peak_nbytes() -> int:
     """The most that was resident at a time, since `forget_peak`."""
     return _status("VmHWM")

@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from ddp_pairs import SMALL_MB, mlp_loss
 from forked import fork_context
 from pool import Ranks
-from process_memory import resident_nbytes
+from process_memory import anonymous_nbytes
 from training import assert_same_bits, assert_same_state, make_params, params_of, set_grads
 from waiting import wait_until
 from worlds import enter, leave, world
@@ -120,10 +120,10 @@ def run_rounds(folder: Path, kind: str, width: int) -> None:
             checkpoint.save(folder / "saved", model=trainer.model, optimizer=trainer.optimizer)
             trainer.detach()
         if number == WARM:
-            before, resident = left(), resident_nbytes()
+            before, resident = left(), anonymous_nbytes()
     wait_until(lambda: left()["tasks"] <= before["tasks"])  # threads of the last group end by themselves
     assert left() == before
-    assert resident_nbytes() - resident < 4 * 2**20  # 16 times 0.6 MiB if the parameters stayed
+    assert anonymous_nbytes() - resident < 4 * 2**20  # 16 times 0.6 MiB if the parameters stayed
     assert trainer is not None
     with world(folder, "in one", rank, (0, 1)):
         other = Trainer(kind, width)
