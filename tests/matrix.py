@@ -280,7 +280,8 @@ def _run(cell: Cell, folder: Path) -> list[Ending]:
         bad = processes[cell.bad]
         endings = {rank: each.ending(deadline) for rank, each in enumerate(processes) if each is not bad}
         if cell.kind == "stopped":
-            kill(bad.pid, signal.SIGCONT)
+            with suppress(ProcessLookupError):  # it never came to the trouble
+                kill(bad.pid, signal.SIGCONT)
         endings[cell.bad] = bad.ending(deadline)
         return [endings[rank] for rank in range(cell.size)]
     finally:

@@ -79,11 +79,28 @@ class RankGroup(Ranks):
         return started
 
     def works_of(
-        self, handles: Sequence[Waitable | None], record: Record, device: torch.device
+        self,
+        handles: Sequence[Waitable | None],
+        record: Record,
+        device: torch.device,
+        *,
+        is_paired: bool = False,
     ) -> list[Waitable]:
-        """Make works of handles that the backend gave for one record; for tensors on a device."""
-        is_late = is_asynchronous(device) and self.backend_of(device) != "gloo"
-        return [Work(handle, self.phase, record, is_late=is_late) for handle in handles if handle is not None]
+        """Make works of handles that the backend gave for one record; for tensors on a device.
+
+        Args:
+            handles: as the backend gave them.
+            record: of all of them.
+            device: of the tensors.
+            is_paired: they may be of sends and receives, not of collectives.
+        """
+        is_gloo, is_async = self.backend_of(device) == "gloo", is_asynchronous(device)
+        is_late, looks_up = is_async and not is_gloo, is_gloo and not is_async and not is_paired
+        return [
+            Work(handle, self.phase, record, is_late=is_late, looks_up=looks_up)
+            for handle in handles
+            if handle is not None
+        ]
 
     def _nbytes_sent(self, row: Tensor, source: int) -> int:
         behind, is_gloo = (self.rank - source) % self.size, self.backend_of(row.device) == "gloo"
@@ -206,7 +223,7 @@ class RankGroup(Ranks):
             works, received = self._start_exchange(pieces, received, lanes)
         nbytes = sum(piece.nbytes for rank, piece in enumerate(pieces) if rank != self.rank)
         self.phase.sent(nbytes)
-        return lane.works_of(works, record, mine.device), received
+        return lane.works_of(works, record, mine.device, is_paired=True), received
 
     def _start_exchange(
         self, pieces: Sequence[Tensor], received: list[Tensor], lanes: "Sequence[RankGroup]"

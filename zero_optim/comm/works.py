@@ -40,6 +40,7 @@ import torch.distributed as dist
 from zero_optim.comm.activity import Activity
 from zero_optim.comm.backends import raised_by_backend
 from zero_optim.comm.traffic import Phase, Waitable
+from zero_optim.comm.unended import keep_for_ever, wait_and_look_up
 from zero_optim.compat.engine import is_profiling
 from zero_optim.errors import StalledError, ZeroOptimError
 
@@ -256,6 +257,21 @@ class GroupWorks:
                 work = group.recv([torch.empty(1, dtype=torch.uint8)], other, _NO_TAG)
                 work.wait(timedelta(milliseconds=1))
 
+    def wait_for(self, handle: dist.Work) -> bool:
+        """Wait for a collective of gloo. See Note [Waits that nothing ends] in `zero_optim.comm.unended`.
+
+        Raises:
+            RuntimeError: it failed.
+            StalledError: the group was given up, and it does not end.
+        """
+        if wait_and_look_up(handle, lambda: self.verdict is not None):
+            return True
+        group = self.group()
+        if group is not None:
+            keep_for_ever(group)
+        assert self.verdict is not None  # the group was given up, for good
+        raise self.verdict.error()
+
     def begin(self, phase: Phase, about: str = "", *, by_all: bool = True) -> Record:
         """Begin a work: give it a number, and room in the ring.
 
@@ -376,16 +392,26 @@ class Work:
         phase: where waits are counted.
         record: the label.
         is_late: the CPU does not wait for it, so the watchdog asks the handle.
+        looks_up: it is a collective of gloo, see Note [Waits that nothing ends] in `zero_optim.comm.unended`.
 
     Attributes:
         handle: as given.
         record: the label, and what is known of it.
     """
 
-    __slots__ = ("_phase", "handle", "record")
+    __slots__ = ("_looks_up", "_phase", "handle", "record")
 
-    def __init__(self, handle: Waitable, phase: Phase, record: Record, *, is_late: bool = False) -> None:
+    def __init__(
+        self,
+        handle: Waitable,
+        phase: Phase,
+        record: Record,
+        *,
+        is_late: bool = False,
+        looks_up: bool = False,
+    ) -> None:
         self.handle = handle
+        self._looks_up = looks_up
         self._phase = phase
         self.record = record
         if is_late and record.group.outstanding is None:
@@ -404,4 +430,6 @@ class Work:
         if timeout is not None:
             self.record.timeout = timeout
         with self._phase.held_up(), self.record.waiting():
+            if self._looks_up and isinstance(self.handle, dist.Work):
+                return self.record.group.wait_for(self.handle)
             return self.handle.wait()

@@ -1,0 +1,87 @@
+"""A rank that was stopped while a collective was on its way, and goes on when the others have given up."""
+
+import gc
+import os
+import re
+import signal
+import time
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from pool import Ranks
+from stalling import TIMEOUT, Others, about_to_stall, linear, outcomes, sharded
+from waiting import wait_until
+from zero_optim.comm import unended
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.compat.engine import default_store
+from zero_optim.errors import StalledError
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def stop_in_a_sum(folder: Path) -> str:
+    """Rank 1 is stopped while it waits for the other's part, and goes on when the other has given up."""
+    optimizer = sharded(linear())  # so that somebody watches
+    sums = dist.new_group()
+    dist.barrier()
+    about_to_stall()
+    said = "came through"
+    try:
+        add(RankGroup.of(sums, [torch.device("cpu")]).within(TIMEOUT))
+    except StalledError as error:
+        said = str(error)
+    (folder / str(dist.get_rank())).touch()
+    dist.destroy_process_group(sums)
+    del sums
+    gc.collect()  # the end of the group waits for no thread
+    assert optimizer is not None
+    return said
+
+
+def add(group: RankGroup) -> None:
+    if dist.get_rank() == 1:
+        _, work = group.start_sum(torch.ones(64))
+        time.sleep(0.2)  # for gloo's thread to ask the other rank for its part; if it does not, all is well
+        default_store().set("pid", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        pid = int(default_store().get("pid"))
+        wait_until(lambda: state_of(pid) == "T")
+        _, work = group.start_sum(torch.ones(64))
+    work.wait()
+
+
+def sum_that_takes_many_looks() -> None:
+    group = RankGroup.of(None, [torch.device("cpu")])
+    with patch.object(unended, "LOOK", timedelta(milliseconds=1)):
+        for late in range(2):
+            total = torch.full((64,), float(dist.get_rank() + 1))
+            if dist.get_rank() == late:
+                wait_until(lambda late=late: default_store().check([f"waits {late}"]))
+                time.sleep(0.05)
+            else:
+                default_store().set(f"waits {late}", "")
+            group.start_sum(total)[1].wait()
+            assert torch.equal(total, torch.full((64,), 3.0))
+
+
+def test_a_wait_that_looks_up_many_times_brings_the_sum(ranks2: Ranks) -> None:
+    ranks2.run(sum_that_takes_many_looks)
+
+
+def let_go_on(folder: Path, others: Others) -> None:
+    wait_until((folder / "0").exists)
+    others.kill(1, signal.SIGCONT)
+
+
+def test_a_rank_that_was_stopped_in_a_collective_is_told_when_it_goes_on(tmp_path: Path) -> None:
+    ended = outcomes(2, stop_in_a_sum, tmp_path, meanwhile=partial(let_go_on, tmp_path), limit=60.0)
+    for outcome in ended:
+        assert re.search("rank 1 does not answer", str(outcome.said)), ended
