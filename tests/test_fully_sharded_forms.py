@@ -293,7 +293,7 @@ def refuses_a_bad_mesh() -> None:
     with pytest.raises(RankMismatchError, match=r"has mesh=\[\[0\], \[1\]"):
         FullyShardedDataParallel(model, mesh=some[dist.get_rank() // 3])
     with pytest.raises(ValueError, match="expected an optimizer over one row of the mesh"):
-        FullyShardedDataParallel(model, mesh=some[0], process_group=dist.group.WORLD)
+        FullyShardedDataParallel(model, mesh=some[0], process_group=some[0].get_group(0))
     wrapped = FullyShardedDataParallel(model, mesh=some[0])
     with pytest.raises(RankMismatchError, match="optimizers of the replicas"):  # in one replica alike
         adam(wrapped.parameters(), lr=0.1 * (1 + dist.get_rank() // 2))

@@ -255,3 +255,21 @@ def alone() -> None:
 
 def test_replicas_of_one_rank_hold_everything(ranks2: Ranks) -> None:
     ranks2.run(alone)
+
+
+def comes_later() -> None:
+    """Wrap over all ranks of the mesh, then build the optimizer, which takes the group of the model."""
+    first, of_first = over_all(Tower(), {"units": "blocks"})
+    model: Any = Tower()
+    second: Any = FullyShardedDataParallel(
+        model, mesh=mesh_of(2), process_group=dist.group.WORLD, units=[*model.blocks]
+    )
+    of_second = ZeroRedundancyOptimizer(second.parameters(), torch.optim.AdamW, lr=1e-2)
+    assert of_second.ranks.size == of_first.ranks.size == 4
+    assert train(first, of_first) == train(second, of_second)
+    for one, other in zip(whole(first), whole(second), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_optimizer_over_all_ranks_may_come_later(ranks4: Ranks) -> None:
+    ranks4.run(comes_later)
