@@ -66,11 +66,13 @@ OUTCOMES = {
     ),
     "its error": Outcome(
         "the error that the rank raised itself, with its number",
-        rf"\w+: .*rank {{bad}}.*{PLANNED}|StalledError: .*rank {{bad}} has (ended|let go)",
+        rf"\w+: .*rank {{bad}}.*({PLANNED}|given other memory)"
+        r"|StalledError: .*rank {bad} has (ended|let go)",
         False,
     ),
     "raised, ended": Outcome(
-        "the rank raises the reason, and the script ends; the others raise `StalledError`: it has ended",
+        "the rank raises the reason, in a mesh perhaps its replica too, and the script ends; the others "
+        "raise `StalledError`: it has ended",
         r"\w+: .*rank {bad}\b",
         False,
     ),
@@ -83,7 +85,8 @@ OUTCOMES = {
         True,
     ),
     "apart": Outcome(
-        "`StalledError`: who waits for what, and which rank made a call more often or less often than others",
+        "`StalledError`: who waits for what, and which rank made a call more often or less often than others"
+        "; after a step of a fully sharded model `RankMismatchError`: how many calls each rank has made",
         r"StalledError: .*times of .* on rank {bad}\b|(?!StalledError)\w+: .*rank {bad}\b",
         False,
     ),
@@ -149,7 +152,14 @@ _USUAL = {
 _OTHER = {
     **{(phase, "error"): "raised, ended" for phase in PHASES if PHASES[phase].raises_alone},
     ("overlap", "extra"): "raised, ended",
-    ("plain step", "shape"): "raised, ended",
+    **{(phase, "shape"): "raised, ended" for phase in PHASES if phase.endswith("step")},
+    ("fully sharded: later optimizer", "shape"): "its error",
+    # The optimizer is over one replica, and so is what comes before the mesh is known: only that hears why.
+    ("mesh: construction", "error"): "raised, ended",
+    ("mesh: construction", "shape"): "raised, ended",
+    # Stamps are those of a replica, and the other one sees it end.
+    ("mesh: step", "skipped"): "raised, ended",
+    ("mesh: step", "extra"): "raised, ended",
     ("Join", "skipped"): "apart, late",
     ("Join", "extra"): "apart, late",
 }
@@ -166,6 +176,7 @@ _SIZES = {
     **{("Join", failure): 3 for failure in FAILURES},
     **{(phase, failure): 3 for phase in ("forward", "consolidate", "save") for failure in FAILURES},
     **{("plain step", failure): 4 for failure in ("killed", "stopped", "slow")},
+    **{(phase, failure): 4 for phase in PHASES if PHASES[phase].kind == "mesh" for failure in FAILURES},
     ("construction", "shape"): 4,
     ("overlap", "killed"): 4,
 }

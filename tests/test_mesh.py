@@ -1,6 +1,7 @@
 """Over a mesh gradients are averaged over all ranks, and everything is sharded inside each replica."""
 
 import copy
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -465,6 +466,37 @@ def test_a_step_that_fails_in_one_replica_is_named_in_the_others(
     ranks4: Ranks, stage: str, lazily: bool
 ) -> None:
     ranks4.run(fails_in_one_replica, stage, lazily)
+
+
+def differs_in_one_replica(stage: str) -> None:
+    """The last rank has another rate than the other one of its replica, and all hear of it."""
+    wrapped, optimizer = built(Tower(), stage, mesh_of(2))
+    train(wrapped, optimizer)
+    rank, rate = dist.get_rank(), optimizer.param_groups[0]["lr"]
+    loss_of(wrapped, 3).backward()
+    optimizer.param_groups[0]["lr"] = 2 * rate if rank == 3 else rate
+    differ = pytest.raises(RankMismatchError, match=r"rank 2 has 0\.01; rank 3 has 0\.02")
+    with differ if rank > 1 and stage == "gradients" else nullcontext():
+        optimizer.step()
+    if rank < 2:
+        loss = loss_of(wrapped, 4)
+        with pytest.raises(RemoteRankError, match=r"failed in replica 1 of the mesh: .*rank 3 has"):
+            loss.backward()
+    elif stage == "fully":
+        with differ:
+            wrapped(batch(4))
+    optimizer.param_groups[0]["lr"] = rate
+    optimizer.zero_grad()
+    wrapped.module.load_state_dict(Tower().state_dict())
+    train(wrapped, optimizer, 5)
+    assert_equal_everywhere(wrapped.module)
+
+
+@pytest.mark.parametrize("stage", ["gradients", "fully"])
+def test_a_rank_that_differs_from_its_replica_is_called_by_its_number_in_the_mesh(
+    ranks4: Ranks, stage: str
+) -> None:
+    ranks4.run(differs_in_one_replica, stage)
 
 
 def fails_in_all() -> None:

@@ -283,6 +283,13 @@ def test_a_verdict_names_who_is_missing_and_what_the_others_wait_for() -> None:
     )
 
 
+def test_a_verdict_tells_in_what_a_rank_is_where_the_others_are_in_nothing() -> None:
+    told = judge({0: status("an agreement"), 1: status(inside=("step()", 8), **{"step()": 8})}, 0, 1.0)
+    assert "rank 1 is in step() and waits for nothing" in told.message
+    told = judge({0: status("an agreement"), 1: status(**{"step()": 8})}, 0, 1.0)
+    assert "rank 1 waits for nothing" in told.message
+
+
 @pytest.mark.parametrize(
     ("what", "said"),
     [

@@ -19,10 +19,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from stalling import about_to_stall, stay_away
 from zero_optim import ZeroRedundancyOptimizer, checkpoint
-from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
+from zero_optim.ddp import (
+    DistributedDataParallel,
+    FullyShardedDataParallel,
+    Offload,
+    ShardedDataParallel,
+)
 from zero_optim.errors import ZeroOptimError
 from zero_optim.hooks import zero_step
 from zero_optim.plan import cuts
@@ -115,13 +121,15 @@ class Scene:
 
     Attributes:
         folder: of its checkpoints.
-        kind: of the wrapper: "averaged", "sharded", or "overlapped".
+        kind: of the wrapper: "averaged", "sharded", "overlapped", or fully sharded: "units", "offloaded", and
+            "mesh", of two replicas.
         timeout: of each wait, in seconds.
         width: of the model that is built next.
         times: how often the next iteration calls ``step()``.
         steps: passes that were begun.
         built: model, wrapper and optimizer.
         loaded: a state dict.
+        mesh: of two replicas, if there are some. It is made once, by PyTorch, where no timeout of ours holds.
     """
 
     folder: Path
@@ -132,6 +140,7 @@ class Scene:
     steps: int = 0
     built: tuple[nn.Module, nn.Module, ZeroRedundancyOptimizer] = field(init=False)
     loaded: dict[str, Any] = field(default_factory=dict)
+    mesh: DeviceMesh | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -148,17 +157,65 @@ class Scene:
     def build(self) -> None:
         """Build all; this communicates. Each parameter has a bucket of its own, and matrices are cut."""
         model = make_model(self.width)
-        with patch.object(cuts, "MIN_ROW_NBYTES", 64):
-            optimizer = ZeroRedundancyOptimizer(
-                model.named_parameters(), Troubled, lr=0.1, timeout=self.timeout, bucket_cap_mb=1e-5
-            )
-        if self.kind == "sharded":
-            wrapper: nn.Module = ShardedDataParallel(model, optimizer, timeout=self.timeout)
+        if self.kind == "mesh" and self.mesh is None:
+            self.mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+        optimizer = self.optimizer_of(model, None if self.mesh is None else self.mesh.get_group(1))
+        if self.kind in ("units", "offloaded", "mesh"):
+            wrapper: nn.Module = self.fully_sharded(model, optimizer, mesh=self.mesh, offload=self.offload())
+        elif self.kind == "sharded":
+            wrapper = ShardedDataParallel(model, optimizer, timeout=self.timeout)
         else:
             wrapper = DistributedDataParallel(model, timeout=self.timeout, bucket_cap_mb=1e-5)
             if self.kind == "overlapped":
                 wrapper.register_comm_hook(None, zero_step(optimizer, gradients="owners"))
         self.built = model, wrapper, optimizer
+
+    def optimizer_of(
+        self, model: nn.Module, group: dist.ProcessGroup | None = None
+    ) -> ZeroRedundancyOptimizer:
+        """Build an optimizer with the options of this run; this communicates."""
+        with patch.object(cuts, "MIN_ROW_NBYTES", 64):
+            return ZeroRedundancyOptimizer(
+                model.named_parameters(),
+                Troubled,
+                lr=0.1,
+                timeout=self.timeout,
+                bucket_cap_mb=1e-5,
+                process_group=group,
+            )
+
+    def fully_sharded(
+        self, model: nn.Sequential, optimizer: ZeroRedundancyOptimizer | None, **options: Any
+    ) -> nn.Module:
+        """Wrap a model, each of whose layers is a unit; this communicates."""
+        units = [model[0], model[2], model[3]]
+        return FullyShardedDataParallel(model, optimizer, units=units, timeout=self.timeout, **options)
+
+    def offload(self) -> Offload | None:
+        """Where a rank keeps what it owns, if not in memory."""
+        if self.kind != "offloaded":
+            return None
+        place = self.folder / f"kept by rank {dist.get_rank()}"
+        place.mkdir(parents=True, exist_ok=True)
+        return Offload(place, budget=2**16)
+
+    def build_optimizer(self) -> None:
+        """Build another model and its optimizer, without a wrapper; this communicates."""
+        model = make_model(self.width)
+        self.built = model, model, self.optimizer_of(model)
+
+    def wrap(self) -> None:
+        """Make the model fully sharded; this communicates."""
+        self.built = self.model, self.fully_sharded(self.model, self.optimizer), self.optimizer
+
+    def build_wrapper(self) -> None:
+        """Build another model, fully sharded, that has no optimizer; this communicates."""
+        model = make_model(self.width)
+        self.built = model, self.fully_sharded(model, None), self.optimizer
+
+    def build_later_optimizer(self) -> None:
+        """Build the optimizer of a model that is fully sharded; this communicates."""
+        self.built = self.model, self.wrapper, self.optimizer_of(self.model)
 
     def forward(self) -> Tensor:
         self.steps += 1
@@ -300,6 +357,16 @@ PHASES = {
         lambda scene: scene.save_async("during").wait(), "zero_optim.checkpoint.saving.write_tensors"
     ),
     "Join": Phase(_join, "step", repeats_step=True, raises_alone=True),
+    "fully sharded: wrapping": Phase(
+        Scene.wrap, "zero_optim.ddp.fully_sharded.choose_units", before=Scene.build_optimizer
+    ),
+    "fully sharded: later optimizer": Phase(
+        Scene.build_later_optimizer, "zero_optim.state.sharded.check_reader", before=Scene.build_wrapper
+    ),
+    "fully sharded: step": Phase(_step, "step", kind="units", before=_begin_step, raises_alone=True),
+    "offloaded step": Phase(_step, "step", kind="offloaded", before=_begin_step, raises_alone=True),
+    "mesh: construction": Phase(Scene.build, "zero_optim.comm.mesh._table", kind="mesh", reshape=_widen),
+    "mesh: step": Phase(_step, "step", kind="mesh", before=_begin_step, raises_alone=True),
 }
 
 

@@ -61,6 +61,7 @@ class SteppedOptimizer(UnitRowsOptimizer, Joinable):
         self._tell_replicas = tell
         if self._sharding.gathers.stamps is not None:
             self._sharding.gathers.stamps.tell = tell
+            self._sharding.gathers.stamps.numbers = self._group.numbers
 
     @contextmanager
     def telling_replicas(self) -> Iterator[None]:

@@ -53,7 +53,9 @@ def agree(group: RankGroup, items: Sequence[str], what: str, hints: Mapping[str,
         everyone = [
             json.loads(payload) for payload in group.all_gather_bytes(json.dumps(list(items)).encode())
         ]
-        raise RankMismatchError(f"ranks disagree about {what}: {_first_difference(everyone, hints or {})}")
+        raise RankMismatchError(
+            f"ranks disagree about {what}: {_first_difference(group, everyone, hints or {})}"
+        )
 
 
 def said_by_all(group: RankGroup, answers: Sequence[bool]) -> list[bool]:
@@ -65,11 +67,11 @@ def said_by_all(group: RankGroup, answers: Sequence[bool]) -> list[bool]:
     return [all(said) for said in zip(*everyone, strict=True)]
 
 
-def _first_difference(everyone: list[list[str]], hints: Mapping[str, str]) -> str:
+def _first_difference(group: RankGroup, everyone: list[list[str]], hints: Mapping[str, str]) -> str:
     """Say what each rank has at the first place where they differ, and what to do about it."""
     for index in range(max(map(len, everyone))):
         held: dict[str, list[int]] = {}
-        for rank, items in enumerate(everyone):
+        for rank, items in zip(group.numbers, everyone, strict=True):
             held.setdefault(items[index] if index < len(items) else "nothing more", []).append(rank)
         if len(held) > 1:
             difference = "; ".join(f"{ranks_text(ranks)} has {item}" for item, ranks in held.items())
@@ -100,7 +102,7 @@ def failing_together(group: RankGroup) -> Iterator[None]:
         raise mine from unanswered  # it tells more, and may be why nobody answered: a device of no use
     if not any(flag != b"\0" for flag in flags):
         return
-    _raise_any(mine, group.all_gather_bytes(b"" if mine is None else encoded(mine)))
+    _raise_any(mine, group, group.all_gather_bytes(b"" if mine is None else encoded(mine)))
 
 
 class SharedCall:
@@ -144,7 +146,8 @@ def failure_of_others(group: RankGroup, mine: bytes) -> Exception | None:
     Returns:
         What a rank raises that did not fail itself, as by `failing_together`; None on one that did.
     """
-    failed = [(rank, payload) for rank, payload in enumerate(group.all_gather_bytes(mine)) if payload]
+    payloads = group.all_gather_bytes(mine)
+    failed = [(rank, payload) for rank, payload in zip(group.numbers, payloads, strict=True) if payload]
     if mine or not failed:
         return None
     rank, payload = failed[0]
@@ -156,11 +159,11 @@ def encoded(error: BaseException) -> bytes:
     return json.dumps([type(error).__name__, str(error)]).encode()
 
 
-def _raise_any(mine: Exception | None, payloads: Sequence[bytes]) -> None:
+def _raise_any(mine: Exception | None, group: RankGroup, payloads: Sequence[bytes]) -> None:
     """Raise this rank's error, or else the first one that another rank sent."""
     if mine is not None:
         raise mine
-    for rank, payload in enumerate(payloads):
+    for rank, payload in zip(group.numbers, payloads, strict=True):
         if payload:
             raise _rebuild(rank, *json.loads(payload))
 

@@ -209,7 +209,8 @@ def _doing(status: Status, call: tuple[str, int] | None) -> str:
     """
     seen = f" (last seen: {status.last})" if status.last else ""
     if call is None:
-        return f"waits for nothing{seen}"
+        inside = f"is in {status.open[0][0]} and " if status.open else ""
+        return f"{inside}waits for nothing{seen}"
     if _steps_beside(status):
         call = next(each for each in status.open if each[0] == OVERLAPPED_STEP)
     name, count = call

@@ -206,7 +206,8 @@ def _exchange(
     payloads = group.all_gather_bytes(json.dumps(wish).encode())
     everyone: list[dict[str, Any]] = [json.loads(payload) for payload in payloads]
     if len({str(wish["want"]) for wish in everyone}) > 1:
-        wants = "; ".join(f"rank {rank} wants {wish['want']}" for rank, wish in enumerate(everyone))
+        wishes = zip(group.numbers, everyone, strict=True)
+        wants = "; ".join(f"rank {rank} wants {wish['want']}" for rank, wish in wishes)
         raise RankMismatchError(f"ranks disagree about the process groups that they need: {wants}")
     return everyone
 

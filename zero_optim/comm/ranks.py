@@ -94,6 +94,11 @@ class Ranks:
         """Whether the process group was let go."""
         return isinstance(self.process_group, _LetGo)
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """What messages call each rank: its number in the mesh that the group is part of, or in it."""
+        return tuple(map(self.works.whole.index, self.works.ranks))
+
     @classmethod
     def of(cls: type[R], process_group: dist.ProcessGroup | None, data: object = None) -> R:
         """Make one for a process group, as this process sees it. Does not communicate.

@@ -35,7 +35,7 @@ Note [What a count cannot tell]
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -152,6 +152,7 @@ class Stamps:
 
     Attributes:
         tell: called with what `check_failures` is about to raise.
+        numbers: see `Ranks.numbers`; empty where ranks are called by their group ranks.
     """
 
     def __init__(self, own_options: Collection[str] = ()) -> None:
@@ -163,6 +164,7 @@ class Stamps:
         self._unread: list[_Step] = []  # calls that were not looked at; the last one is `_step`
         self._told: frozenset[Stamp] = frozenset()  # by an error, the last ones; the same on every rank
         self.tell: Callable[[BaseException], None] = _tell_nobody
+        self.numbers: Sequence[int] = ()
 
     def __reduce__(self) -> "tuple[type[Stamps], tuple[Collection[str]]]":
         """Copy and pickle as new."""
@@ -248,7 +250,7 @@ class Stamps:
                 stamps = step.stamps()
                 if failed_ranks(stamps):
                     step.is_told = True
-                    error = failure_elsewhere(step.name, stamps)
+                    error = failure_elsewhere(step.name, self._numbered(stamps))
                     self.tell(error)
                     raise error
 
@@ -276,10 +278,10 @@ class Stamps:
                     told = failure_of_others(group, step.failure)
                     error = None if step.is_told else told
                 elif step.failed is None and not step.is_told:
-                    error = failure_elsewhere(step.name, stamps)
+                    error = failure_elsewhere(step.name, self._numbered(stamps))
                 step.is_told = True
                 break  # as on every rank
-            error = different_calls(stamps)
+            error = different_calls(self._numbered(stamps))
             if error is None and len({stamp.digest for stamp in stamps.values()}) > 1:
                 error = self._compared(group, step, call.origins(step.options))
             if error is not None:
@@ -314,9 +316,13 @@ class Stamps:
         self._told = found
         if failed:
             told = failure_of_others(group, step.failure)
-            return failure_elsewhere(step.name, stamps) if told is None else told
-        differ = different_numbers(stamps)
+            return failure_elsewhere(step.name, self._numbered(stamps)) if told is None else told
+        differ = different_numbers(self._numbered(stamps))
         return self._compared(group, step, origins(step.options)) if differ is None else differ
+
+    def _numbered(self, stamps: Mapping[int, Stamp]) -> dict[int, Stamp]:
+        """Give the stamps by what messages call each rank."""
+        return dict(zip(_called(stamps, self.numbers), stamps.values(), strict=True))
 
     def _compared(self, group: RankGroup, step: _Step, mine: Origins) -> Exception | None:
         """Exchange the options of a call, and say in which the ranks differ that should not; all ranks call.
@@ -334,7 +340,7 @@ class Stamps:
         if not wrong:
             return None
         more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        shown = "; ".join(_difference(options, key) for key in wrong[:_SHOWN])
+        shown = "; ".join(_difference(options, key, self.numbers) for key in wrong[:_SHOWN])
         names = tuple(dict.fromkeys(name for _, name in wrong))
         return RankMismatchError(
             f"ranks have different options in {step.name}: {shown}{more}. The step was taken, and each "
@@ -343,12 +349,19 @@ class Stamps:
         )
 
 
-def _difference(options: Sequence[Sequence[Mapping[str, Plain]]], key: OptionKey) -> str:
-    held = held_by(options, key)
+def _difference(
+    options: Sequence[Sequence[Mapping[str, Plain]]], key: OptionKey, numbers: Sequence[int]
+) -> str:
+    held = [(value, _called(ranks, numbers)) for value, ranks in held_by(options, key)]
     told = "; ".join(
         f"{ranks_text(ranks)} {'have' if len(ranks) > 1 else 'has'} {text_of(value)}" for value, ranks in held
     )
     return f"{key[1]} of group {key[0]}: {told}"
+
+
+def _called(ranks: Iterable[int], numbers: Sequence[int]) -> list[int]:
+    """Give what messages call some group ranks."""
+    return [numbers[rank] if numbers else rank for rank in ranks]
 
 
 def _tell_nobody(_: BaseException) -> None:
