@@ -5,6 +5,10 @@ the step of a rank's share, without communication. The time of an iteration beyo
 communication, and whatever else the recipe does. Beside it stands how long communication held callers up by
 `metrics()`.
 
+A core may be taken by the threads that send, theirs and the system's, while a rank computes. Nobody waits for
+communication then, so `metrics()` does not count it. It is told apart: *queued* is how long the rank's thread
+was ready to run and had no core, as Linux counts it, beyond what it is in "compute alone".
+
 The bound is compute alone, then all bytes at the rate of the link: 2 (W-1)/W times the parameters' bytes
 from each rank. Bytes on the wire are those that the interfaces have sent, with headers and acknowledgements.
 """
@@ -12,6 +16,7 @@ from each rank. Bytes on the wire are those that the interfaces have sent, with 
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -22,6 +27,7 @@ from link import Link, emulated, require_root
 from recipes import ALONE, CONSECUTIVE, SHARDED, TORCH, Contender, chosen
 
 EXPOSED, SENT = "exposed_seconds/total", "sent_bytes/total"
+QUEUED = "queued_seconds"
 
 
 def worker(name: str, every: bool, rounds: int, link: Link | None) -> dict[str, Any]:
@@ -45,10 +51,17 @@ def _noting(contender: Contender, told: list[dict[str, float]]) -> Callable[[], 
     """Keep the metrics of each turn; to read them is part of the turn, as in training."""
 
     def turn() -> None:
+        before = _queued_seconds()
         contender.iterate()
-        told.append(contender.metrics())
+        told.append(contender.metrics() | {QUEUED: _queued_seconds() - before})
 
     return turn
+
+
+def _queued_seconds() -> float:
+    """Read how long this thread has been ready to run without a core; 0 where the system does not tell."""
+    counts = Path("/proc/thread-self/schedstat")
+    return int(counts.read_text().split()[1]) * 1e-9 if counts.exists() else 0.0
 
 
 def _medians(rows: list[dict[str, float]]) -> dict[str, float]:
@@ -118,7 +131,9 @@ def tell(run: dict[str, Any]) -> None:
     times, ideal, bound = run["seconds"], run["ideal_nbytes"], run.get("bound_seconds")
     rows = []
     for kind, seconds in times.items():
-        metrics, wire = run["metrics"].get(kind), run["wire_nbytes"].get(kind)
+        metrics, wire = run["metrics"][kind], run["wire_nbytes"].get(kind)
+        is_ours = EXPOSED in metrics
+        queued = metrics[QUEUED] - run["metrics"][ALONE][QUEUED]
         rows.append(
             [
                 kind,
@@ -126,14 +141,15 @@ def tell(run: dict[str, Any]) -> None:
                 f"{seconds / times[TORCH]:.3f}",
                 "" if bound is None else f"{seconds / bound:.3f}",
                 f"{(seconds - times[ALONE]) * 1e3:.1f}",
-                "" if metrics is None else f"{metrics[EXPOSED] * 1e3:.1f}",
-                "" if metrics is None or not ideal else f"{metrics[SENT] / ideal:.4f}",
+                f"{metrics[EXPOSED] * 1e3:.1f}" if is_ours else "",
+                f"{queued * 1e3:.1f}",
+                f"{metrics[SENT] / ideal:.4f}" if is_ours and ideal else "",
                 "" if wire is None else f"{sum(wire) / len(wire) / ideal:.4f}",
                 "" if wire is None else f"{max(wire) / ideal:.4f}",
             ]
         )
     where = "loopback" if run["rate"] is None else f"links of {run['rate']}"
-    columns = ("iteration", "ms", "/ torch's", "/ bound", "exposed, ms", "metrics(), ms")
+    columns = ("iteration", "ms", "/ torch's", "/ bound", "exposed, ms", "metrics(), ms", "queued, ms")
     bytes_sent = ("metrics() sent / ideal", "wire / ideal", "fullest rank's")
     show(f"{run['model']}, {run['ranks']} ranks over {where}", [*columns, *bytes_sent], rows)
 
