@@ -5,8 +5,14 @@ Note [Giving up together]
     is a part of a mesh, "group" means the whole mesh here, and ranks are numbered in that. Of what they
     say it makes a verdict, and tells it to all of them, then it breaks its connections. Who is told does the
     same: its waits raise, and no work begins any more on groups of these ranks. A rank that waits for
-    nothing, because it is slow, learns of it from its next work. If several ranks decide at the same time,
-    the lowest one does, and the others wait for its word.
+    nothing, because it is slow, learns of it from its next work.
+
+    Several ranks may decide at the same time, none of which had a verdict when the others asked. In a mesh
+    they even judge different groups. So a verdict is first told to the lowest rank that answers. That one
+    keeps the first verdict that it is told or makes itself, and says which one that is; it holds on all
+    ranks. A rank that has answered before, and does not now, is only busy as a rule: it is asked again for
+    some seconds. Else ranks could take different ones for the lowest. If a lower rank is about to decide, the
+    others wait a while for its word, so as not to say the same in other words.
 
     A wait may also fail before its time, for example because the process of another rank was killed: gloo
     sees that the connection is closed. Then the thread that waited asks, and if ranks have ended, it decides.
@@ -97,7 +103,7 @@ class Verdicts:
             told = Verdict(str(message), tuple(map(int, missing)))
             if ranks not in self._log.verdicts:
                 self._log.give_up(ranks, told)
-                _beside(lambda: self._act(ranks, told))
+                _beside(lambda: self._act(ranks, told, is_first="is_first" in question))
         return self._status(ranks, stands="standing" in question).to_message()
 
     def _status(
@@ -148,7 +154,7 @@ class Verdicts:
     ) -> Verdict:
         """Find out who is missing, and give up with all other ranks. See Note [Giving up together]."""
         works = record.group
-        me = self._rank_in(works)
+        me, tells = self._rank_in(works), False
         self._deciding.add(works.whole)
         try:
             if seen is None:
@@ -156,20 +162,35 @@ class Verdicts:
             found = _verdict_in(seen)
             if found is None and any(_is_deciding(what) for rank, what in seen.items() if rank < me):
                 found = self._verdict_within(works, 2 * ANSWER_LIMIT)
-            verdict = self._log.give_up(works.whole, found or proven or _judged(works, seen, me, seconds))
+            if found is None:
+                found, tells = self._kept(works, proven or _judged(works, seen, me, seconds), seen), True
+            verdict = self._log.give_up(works.whole, found)
         finally:
             self._deciding.discard(works.whole)
-        if found is None:
+        if tells:
             self._tell(works.whole, verdict, seen)
         self._act(works.whole, verdict)
         return verdict
+
+    def _kept(self, works: GroupWorks, verdict: Verdict, seen: Seen) -> Verdict:
+        """Tell the lowest rank that answers; give the verdict that it keeps, which may be another rank's."""
+        question = {**_telling(works.whole, verdict), "is_first": True}
+        deadline = time.monotonic() + _LONGEST_END
+        for place, rank in enumerate(works.whole[: self._rank_in(works)]):
+            is_busy = isinstance(seen[place], Status)
+            while is_busy and works.verdict is None:
+                told = self._directory.ask_all([rank], question)[0]
+                if not isinstance(told, Presence):
+                    return _verdict_in({place: Status.read(told)}) or verdict
+                is_busy = told in (Presence.SILENT, Presence.UNKNOWN) and time.monotonic() < deadline
+        return works.verdict or verdict
 
     def _tell(self, ranks: tuple[int, ...], verdict: Verdict, seen: Seen) -> None:
         """Tell all ranks; those that did not answer before are told beside, as waiting for them takes long.
 
         A process that is to end waits for all of them.
         """
-        question = {"ranks": ranks, "verdict": [verdict.message, verdict.missing]}
+        question = _telling(ranks, verdict)
         mute = [rank for place, rank in enumerate(ranks) if isinstance(seen[place], Presence)]
         if mute and not self.exits:
             _beside(lambda: self._directory.ask_all(mute, question))
@@ -182,9 +203,18 @@ class Verdicts:
             time.sleep(0.01)
         return works.verdict
 
-    def _act(self, ranks: tuple[int, ...], verdict: Verdict) -> None:
-        """Carry out a verdict on this process: end it, or make its waits raise."""
+    def _act(self, ranks: tuple[int, ...], verdict: Verdict, *, is_first: bool = False) -> None:
+        """Carry out a verdict on this process: end it, or make its waits raise.
+
+        Args:
+            ranks: that are given up.
+            verdict: of them.
+            is_first: others may not have been told yet. If this process is to end, they are told before: else
+                its end is what they see.
+        """
         logger.error("%s", verdict.message)
+        if is_first and self.exits:
+            self._directory.ask_all(ranks, _telling(ranks, verdict))
         self._exit_if_asked()
         for works in list(self._log.groups.values()):
             if works.whole == ranks:
@@ -232,6 +262,11 @@ def _judged(works: GroupWorks, seen: Seen, own: int, seconds: float | None) -> V
         if verdict.missing:
             return verdict
     return judge(seen, own, seconds)
+
+
+def _telling(ranks: tuple[int, ...], verdict: Verdict) -> Message:
+    """Make the question that tells a verdict."""
+    return {"ranks": ranks, "verdict": [verdict.message, verdict.missing]}
 
 
 def _verdict_in(seen: Seen) -> Verdict | None:
