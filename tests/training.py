@@ -18,6 +18,8 @@ from zero_optim import ZeroRedundancyOptimizer
 MIXED = ((6, 5), (7,), (4, 3, 3, 3), (), (12, 2), (1,), (3, 8), (5,))
 MATRICES = ((6, 5), (8, 8), (2, 9), (12, 4), (3, 7))
 
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])  # such as (2, 13)
+
 HAS_MUON = hasattr(torch.optim, "Muon")  # PyTorch 2.8 does not have it yet
 needs_muon = pytest.mark.skipif(not HAS_MUON, reason="this PyTorch does not have torch.optim.Muon yet")
 

@@ -3,6 +3,8 @@
 import time
 from dataclasses import dataclass
 
+from zero_optim.compat.engine import untraced
+
 OVERLAPPED_STEP = "an overlapped step"  # the mark of one bucket's local step, on whichever thread
 
 
@@ -37,11 +39,13 @@ class Activity:
         self.open: dict[str, Mark] = {}
         self.last: Mark | None = None
 
+    @untraced
     def begin(self, name: str) -> None:
         """Note that something begins."""
         count = self.counts[name] = self.counts.get(name, 0) + 1
         self.last = self.open[name] = Mark(name, count, time.monotonic(), is_over=False)
 
+    @untraced
     def end(self, name: str) -> None:
         """Note that it has ended."""
         self.open.pop(name, None)
@@ -49,7 +53,11 @@ class Activity:
 
 
 class Doing:
-    """A context in which this process does something that has a name."""
+    """A context in which this process does something that has a name.
+
+    A compiled step enters it too, and PyTorch 2.8 cannot trace the clock that is read. So nothing here is
+    traced.
+    """
 
     __slots__ = ("_activity", "_name")
 
@@ -57,8 +65,10 @@ class Doing:
         self._activity = activity
         self._name = name
 
+    @untraced
     def __enter__(self) -> None:
         self._activity.begin(self._name)
 
+    @untraced
     def __exit__(self, *_: object) -> None:
         self._activity.end(self._name)
