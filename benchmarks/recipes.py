@@ -19,7 +19,8 @@ from zero_optim.ddp import DistributedDataParallel
 from zero_optim.hooks import zero_step
 
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}
-CONSECUTIVE = 6  # iterations of one contender in a row, as in training; the next one waits for what the last left running
+# Iterations of one contender in a row, as in training. The next one waits for what the last left running.
+CONSECUTIVE = 6
 MAX_NORM = 1.0
 
 Metrics = dict[str, float]

@@ -131,6 +131,7 @@ def test_bits_are_those_of_rounded_masters_and_sums_in_the_order_of_ranks(ranks2
 
 def compiles(backend: str) -> None:
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()  # of other tests in these processes
     hand, model = ByHand(BF16, FP32), Tower()
     for block in (*hand.narrow.blocks, *model.blocks):
         block.compile(backend=backend)

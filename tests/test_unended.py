@@ -4,6 +4,7 @@ import gc
 import os
 import re
 import signal
+import threading
 import time
 from datetime import timedelta
 from functools import partial
@@ -58,6 +59,38 @@ def add(group: RankGroup) -> None:
     work.wait()
 
 
+def stop_in_an_agreement(folder: Path) -> str:
+    """Likewise, in what ranks agree on."""
+    optimizer = sharded(linear())
+    others = dist.new_group()
+    group = RankGroup.of(others, [torch.device("cpu")]).within(TIMEOUT)
+    dist.barrier()
+    about_to_stall()
+    said = "came through"
+    try:
+        if dist.get_rank() == 1:
+            threading.Thread(target=stop_soon, daemon=True).start()
+        else:
+            pid = int(default_store().get("pid"))
+            wait_until(lambda: state_of(pid) == "T")
+        group.all_gather_fixed(bytes(64))
+    except StalledError as error:
+        said = str(error)
+    (folder / str(dist.get_rank())).touch()
+    dist.destroy_process_group(others)
+    del others, group
+    gc.collect()
+    assert optimizer is not None
+    return said
+
+
+def stop_soon() -> None:
+    """Stop this process when its main thread waits."""
+    time.sleep(0.5)
+    default_store().set("pid", str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def sum_that_takes_many_looks() -> None:
     group = RankGroup.of(None, [torch.device("cpu")])
     with patch.object(unended, "LOOK", timedelta(milliseconds=1)):
@@ -85,3 +118,11 @@ def test_a_rank_that_was_stopped_in_a_collective_is_told_when_it_goes_on(tmp_pat
     ended = outcomes(2, stop_in_a_sum, tmp_path, meanwhile=partial(let_go_on, tmp_path), limit=60.0)
     for outcome in ended:
         assert re.search("rank 1 does not answer", str(outcome.said)), ended
+
+
+def test_a_rank_that_was_stopped_in_an_agreement_does_not_hang_when_it_goes_on(tmp_path: Path) -> None:
+    meanwhile = partial(let_go_on, tmp_path)
+    first, second = outcomes(2, stop_in_an_agreement, tmp_path, meanwhile=meanwhile, limit=60.0)
+    assert "rank 1 does not answer" in str(first.said)
+    # What the other rank had sent may have come before it closed.
+    assert second.said == "came through" or "rank 1 does not answer" in str(second.said), second

@@ -94,13 +94,17 @@ class RankGroup(Ranks):
             device: of the tensors.
             is_paired: they may be of sends and receives, not of collectives.
         """
-        is_gloo, is_async = self.backend_of(device) == "gloo", is_asynchronous(device)
-        is_late, looks_up = is_async and not is_gloo, is_gloo and not is_async and not is_paired
+        is_late = is_asynchronous(device) and self.backend_of(device) != "gloo"
+        looks_up = self._looks_up(device) and not is_paired
         return [
             Work(handle, self.phase, record, is_late=is_late, looks_up=looks_up)
             for handle in handles
             if handle is not None
         ]
+
+    def _looks_up(self, device: torch.device) -> bool:
+        """Whether waits for collectives look up, see Note [Waits that nothing ends] in `unended`."""
+        return self.backend_of(device) == "gloo" and not is_asynchronous(device)
 
     def _nbytes_sent(self, row: Tensor, source: int) -> int:
         behind, is_gloo = (self.rank - source) % self.size, self.backend_of(row.device) == "gloo"
@@ -178,13 +182,20 @@ class RankGroup(Ranks):
         gathered = mine.new_empty(self.size, mine.numel())
         self.phase.sent((self.size - 1) * mine.nbytes)
         try:
-            with self.phase.held_up(), self.begin_work().waiting():
-                dist.all_gather(list(gathered.unbind()), mine, group=self.process_group)
+            record = self.begin_work()
+            with self.phase.held_up(), record.waiting():
+                self._gather(list(gathered.unbind()), mine, record)
         except StalledError:
             raise
         except RuntimeError as error:  # of the backend, whose text does not tell who waited for whom
             raise self.unanswered("the ranks could not agree", error) from error
         return gathered
+
+    def _gather(self, rows: list[Tensor], mine: Tensor, record: Record) -> None:
+        looks_up = self._looks_up(mine.device)
+        handle = dist.all_gather(rows, mine, group=self.process_group, async_op=looks_up)
+        if isinstance(handle, dist.Work):
+            record.group.wait_for(handle)
 
     def unanswered(self, what: str, error: RuntimeError) -> RemoteRankError:
         """Make the error for a collective that a rank did not take part in.
