@@ -15,7 +15,9 @@ from pathlib import Path
 import torch, zero_optim
 
 def resident_mib():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 // 2**20
+    # Without pages of files: the system drops those of libraries, and they come back.
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) // 1024
 
 def left_mib():
     torch.ones(5 * 2**20)
