@@ -306,6 +306,7 @@ def test_an_exception_shows_its_own_traceback_once(run: Any, tmp_path: Path) -> 
     (tmp_path / "failing.py").write_text(FAILING)
     failed = run(*TINY, "--optimizer", "failing:Failing", "--out", "run")
     assert failed.wait() == 1
+    assert "rank 1 failed" in failed.output, failed.output
     _, _, shown = failed.output.partition("zero-optim: rank 1 failed:\nTraceback")
     assert shown.splitlines()[-1] == "failing.Slow: the second rank does not like this"
     assert failed.output.count("Traceback") == 1

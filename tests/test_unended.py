@@ -9,8 +9,10 @@ import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -126,3 +128,30 @@ def test_a_rank_that_was_stopped_in_an_agreement_does_not_hang_when_it_goes_on(t
     assert "rank 1 does not answer" in str(first.said)
     # What the other rank had sent may have come before it closed.
     assert second.said == "came through" or "rank 1 does not answer" in str(second.said), second
+
+
+class JustEnded:
+    """A handle whose first wait runs out of time just before the collective ends, well or with an error."""
+
+    def __init__(self, error: str = "") -> None:
+        self.error = error
+        self.waits = 0
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self.waits += 1
+        if self.waits == 1:
+            raise RuntimeError("Operation timed out!")
+        if self.error:
+            raise RuntimeError(self.error)
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_what_ends_just_when_a_look_has_run_out_of_time_has_not_failed() -> None:
+    ended: Any = JustEnded()
+    assert unended.wait_and_look_up(ended, lambda: False)
+    failed: Any = JustEnded("connection closed")
+    with pytest.raises(RuntimeError, match="connection closed"):
+        unended.wait_and_look_up(failed, lambda: False)

@@ -45,8 +45,9 @@ def wait_and_look_up(handle: dist.Work, is_given_up: Callable[[], bool]) -> bool
         try:
             handle.wait(LOOK)
         except RuntimeError:
-            if handle.is_completed():  # it failed
-                raise
+            if handle.is_completed():  # it failed; or it has ended since the wait ran out of time
+                handle.wait()
+                return True
             if was_given_up:
                 return False
         else:
