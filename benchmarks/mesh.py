@@ -53,7 +53,7 @@ def worker(replicas: int, size: int, rounds: int, link: Link | None) -> dict[str
         assert isinstance(work.model, Gpt)
         wrapped = make(work.model, mesh)
         contenders[kind] = training(work, wrapped.model, wrapped.optimizer)
-    times = time_interleaved({kind: each.iterate for kind, each in contenders.items()}, rounds, warmup=1)
+    times = time_interleaved({kind: each.turn for kind, each in contenders.items()}, rounds, warmup=1)
     return {
         "seconds": {kind: seconds / CONSECUTIVE for kind, seconds in medians(times).items()},
         "nbytes": {kind: _nbytes_sent(each, link) for kind, each in contenders.items()},
@@ -66,9 +66,9 @@ def _nbytes_sent(contender: Contender, link: Link | None) -> dict[str, float]:
     contender.metrics()
     dist.barrier()  # nothing of the turn before is under way
     before = 0 if link is None else link.nbytes_sent()
-    contender.iterate()
+    contender.turn()
     dist.barrier()
-    wire = {} if link is None else {"wire": (link.nbytes_sent() - before) / CONSECUTIVE}
+    wire = {} if link is None else {"wire": (link.nbytes_sent() - before) / (1 + CONSECUTIVE)}
     told = contender.metrics()
     return wire | ({"metrics": told[SENT] / CONSECUTIVE} if SENT in told else {})
 
