@@ -275,7 +275,8 @@ class FullyShardedDataParallel(ShardedDataParallel):
             reducer = found()
             return 0 if reducer is None else reducer.history.num_passes
 
-        return GathersInReplicas(mesh, inner, across, buckets, stamps, reducer.params, num_reduced)
+        keeping = self._optimizer.keeping
+        return GathersInReplicas(mesh, inner, across, buckets, stamps, reducer.params, num_reduced, keeping)
 
     def _run_ddp_forward(self, *inputs: object, **kwargs: object) -> object:
         begin_anew(self.units)
