@@ -23,8 +23,7 @@ Note [Held by a replica]
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -33,13 +32,10 @@ from zero_optim.comm.lanes import Lease
 from zero_optim.comm.mesh import RankMesh
 from zero_optim.comm.pending import Pending
 from zero_optim.plan.layout import Layout, Span
-from zero_optim.shard.gathers import start_gather
+from zero_optim.shard.gathers import gather_into, start_broadcasts, start_gather
 from zero_optim.shard.storage import ParamBucket
 from zero_optim.shard.unit_stamps import UnitStamps
 from zero_optim.shard.units import UnitBucket
-
-if TYPE_CHECKING:
-    from zero_optim.comm.traffic import Waitable
 
 
 class UnitGathers(Protocol):
@@ -128,7 +124,7 @@ class _Column:
             row = self._own(span, stamps) if is_own else self._copy(span)
             rows.append((mesh.places[span.owner][0], row))
         if rows:
-            works = _broadcast(across, rows, f"{self.bucket.label}, to the replicas")
+            works = start_broadcasts(across, rows, f"{self.bucket.label}, to the replicas")
             self._coming = Pending(works, [row for _, row in rows], _nothing)
 
     def _own(self, span: Span, stamps: UnitStamps) -> Tensor:
@@ -208,8 +204,7 @@ class GathersInReplicas:
         rows = [
             (self._mesh.places[span.owner][1], flat[span.start : span.stop]) for span in _spans(bucket.layout)
         ]
-        works = _broadcast(self._lanes(self._inner), rows, bucket.label)
-        return Pending(works, [flat], partial(_end, bucket, flat, take))
+        return gather_into(flat, bucket, self._lanes(self._inner), rows, take)
 
     def _renew(self) -> None:
         """Start to renew all that may have changed; each is waited for by itself."""
@@ -227,21 +222,6 @@ def _spans(layout: Layout) -> list[Span]:
     """List what owners send of a bucket; the same on every rank."""
     rows = [Span(row.owner, row.start, row.stop) for row in layout.rows if row.stop > row.start]
     return rows + [Span(room.owner, room.start, room.stop) for room in layout.rooms_behind]
-
-
-def _broadcast(
-    lanes: Sequence[RankGroup], rows: Sequence[tuple[int, Tensor]], label: str
-) -> "list[Waitable]":
-    works: list[Waitable] = []
-    for number, lane in enumerate(lanes):
-        works += lane.broadcast_rows([row for row in rows if row[0] % len(lanes) == number], label)
-    return works
-
-
-def _end(bucket: ParamBucket, flat: Tensor, take: Callable[[], None] | None) -> None:
-    bucket.settle(flat)
-    if take is not None:
-        take()
 
 
 def _nothing() -> None:
