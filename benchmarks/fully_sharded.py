@@ -123,7 +123,7 @@ def time_worker(modes: Sequence[str], rounds: int, muon: bool, link: Link | None
         work, wrapped = made(kind, muon=muon)
         contenders[kind] = training(work, wrapped.model, wrapped.optimizer)
     times = medians(
-        time_interleaved({kind: each.iterate for kind, each in contenders.items()}, rounds, warmup=2)
+        time_interleaved({kind: each.turn for kind, each in contenders.items()}, rounds, warmup=2)
     )
     return {
         "seconds": {kind: seconds / CONSECUTIVE for kind, seconds in times.items()},
@@ -137,9 +137,9 @@ def nbytes_sent(contender: Contender, link: Link | None) -> dict[str, float]:
     contender.metrics()
     dist.barrier()  # nothing of the turn before is under way
     before = 0 if link is None else link.nbytes_sent()
-    contender.iterate()
+    contender.turn()
     dist.barrier()
-    wire = {} if link is None else {"wire": (link.nbytes_sent() - before) / CONSECUTIVE}
+    wire = {} if link is None else {"wire": (link.nbytes_sent() - before) / (1 + CONSECUTIVE)}
     told = contender.metrics()
     return wire | ({"metrics": told[SENT] / CONSECUTIVE} if SENT in told else {})
 

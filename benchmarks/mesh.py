@@ -52,7 +52,7 @@ def worker(replicas: int, size: int, rounds: int, link: Link | None) -> dict[str
         assert isinstance(work.model, Gpt)
         wrapped = make(work.model, mesh)
         contenders[kind] = training(work, wrapped.model, wrapped.optimizer)
-    times = time_interleaved({kind: each.iterate for kind, each in contenders.items()}, rounds, warmup=1)
+    times = time_interleaved({kind: each.turn for kind, each in contenders.items()}, rounds, warmup=1)
     return {
         "seconds": {kind: seconds / CONSECUTIVE for kind, seconds in medians(times).items()},
         "nbytes": {kind: nbytes_sent(each, link) for kind, each in contenders.items()},

@@ -16,7 +16,6 @@ from each rank. Bytes on the wire are those that the interfaces have sent, with 
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -24,10 +23,9 @@ import torch
 import torch.distributed as dist
 from harness import arguments, launch, medians, record, show, time_interleaved
 from link import Link, emulated, require_root
-from recipes import ALONE, CONSECUTIVE, SHARDED, TORCH, Contender, chosen
+from recipes import ALONE, CONSECUTIVE, QUEUED, SHARDED, TORCH, Contender, chosen
 
 EXPOSED, SENT = "exposed_seconds/total", "sent_bytes/total"
-QUEUED = "queued_seconds"
 
 
 def worker(name: str, every: bool, rounds: int, link: Link | None) -> dict[str, Any]:
@@ -42,26 +40,20 @@ def worker(name: str, every: bool, rounds: int, link: Link | None) -> dict[str, 
     return {
         "seconds": {kind: seconds / CONSECUTIVE for kind, seconds in medians(times).items()},
         "metrics": {kind: rows for kind, row in figures.items() if (rows := _means(row))},
-        "wire_nbytes": {kind: _of_ranks(nbytes / CONSECUTIVE) for kind, nbytes in wire.items()},
+        "wire_nbytes": {kind: _of_ranks(nbytes / (1 + CONSECUTIVE)) for kind, nbytes in wire.items()},
         "param_nbytes": contenders[ALONE].nbytes,
     }
 
 
-def _noting(contender: Contender, told: list[dict[str, float]]) -> Callable[[], object]:
+def _noting(contender: Contender, told: list[dict[str, float]]) -> Callable[[], float]:
     """Keep the metrics of each turn; to read them is part of the turn, as in training."""
 
-    def turn() -> None:
-        before = _queued_seconds()
-        contender.iterate()
-        told.append(contender.metrics() | {QUEUED: _queued_seconds() - before})
+    def turn() -> float:
+        seconds = contender.turn()
+        told.append(contender.metrics())
+        return seconds
 
     return turn
-
-
-def _queued_seconds() -> float:
-    """Read how long this thread has been ready to run without a core; 0 where the system does not tell."""
-    counts = Path("/proc/thread-self/schedstat")
-    return int(counts.read_text().split()[1]) * 1e-9 if counts.exists() else 0.0
 
 
 def _medians(rows: list[dict[str, float]]) -> dict[str, float]:
@@ -82,7 +74,7 @@ def _nbytes_on_wire(contender: Contender, link: Link) -> int:
     """Count what this rank's interface sends in one turn; all ranks call."""
     dist.barrier()  # nothing of the turn before is under way
     before = link.nbytes_sent()
-    contender.iterate()
+    contender.turn()
     dist.barrier()
     return link.nbytes_sent() - before
 

@@ -1,8 +1,10 @@
 """Ways to train with sharded optimizer state, for `overlap.py`: PyTorch's and ours, also with clipping."""
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +21,12 @@ from zero_optim.ddp import DistributedDataParallel
 from zero_optim.hooks import zero_step
 
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}
-# Iterations of one contender in a row, as in training. The next one waits for what the last left running.
+# Iterations of one contender that are timed, in a row. One comes before them and is not timed. What it leaves
+# running belongs to the first of them, as what the last one leaves running belongs to the next: so it is in
+# training, which never stops to wait for all.
 CONSECUTIVE = 6
 MAX_NORM = 1.0
+QUEUED = "queued_seconds"
 
 Metrics = dict[str, float]
 Clip = Callable[[], object]
@@ -32,12 +37,13 @@ class Contender:
     """A model in training on this rank.
 
     Attributes:
-        iterate: trains for `CONSECUTIVE` iterations.
-        metrics: what the library says of the communication since the last call; empty for PyTorch's.
+        turn: trains for one iteration and `CONSECUTIVE` more, waits for all that still runs, and gives the
+            seconds from the end of the first step to the end of the last one.
+        metrics: what the library says of the communication in these seconds; empty for PyTorch's.
         nbytes: of the parameters.
     """
 
-    iterate: Callable[[], object]
+    turn: Callable[[], float]
     metrics: Callable[[], Metrics]
     nbytes: int
 
@@ -100,16 +106,27 @@ def training(
 ) -> Contender:
     batch = work.batch(torch.Generator().manual_seed(dist.get_rank()))
 
+    told: Metrics = {}
+
     def iterate() -> None:
+        work.loss(model(batch)).backward()
+        if clip is not None:
+            clip()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def turn() -> float:
+        iterate()
+        metrics()  # sets the counts back
+        start, queued = time.perf_counter(), queued_seconds()
         for _ in range(CONSECUTIVE):
-            work.loss(model(batch)).backward()
-            if clip is not None:
-                clip()
-            optimizer.step()
-            optimizer.zero_grad()
+            iterate()
+        seconds = time.perf_counter() - start
+        told.update(metrics(), **{QUEUED: queued_seconds() - queued})
         wait = getattr(optimizer, "wait_for_gathers", None)
-        if wait is not None:  # what still runs belongs to these iterations
+        if wait is not None:  # nothing is left running for the contender that comes next
             wait()
+        return seconds
 
     def metrics() -> Metrics:
         total: Counter[str] = Counter()
@@ -117,7 +134,13 @@ def training(
             total.update(part.metrics() if hasattr(part, "metrics") else {})
         return dict(total)
 
-    return Contender(iterate, metrics, sum(param.nbytes for param in model.parameters()))
+    return Contender(turn, lambda: dict(told), sum(param.nbytes for param in model.parameters()))
+
+
+def queued_seconds() -> float:
+    """Read how long this thread has been ready to run without a core; 0 where the system does not tell."""
+    counts = Path("/proc/thread-self/schedstat")
+    return int(counts.read_text().split()[1]) * 1e-9 if counts.exists() else 0.0
 
 
 ALONE, TORCH = "compute alone", "torch DDP + ZeRO"
@@ -128,13 +151,13 @@ RECIPES: dict[str, Callable[[str], Contender]] = {
     f"{TORCH}, clipping": lambda name: pytorch(name, clips=True),
     "ours, no overlap": ours,
     "ours, no overlap, clipping": lambda name: ours(name, clips=True),
+    "ours, no overlap, lazy": lambda name: ours(name, lazy=True),
     "ours, zero_step to owners": lambda name: ours(name, overlap="owners"),
     "ours, zero_step to owners, lazy": lambda name: ours(name, overlap="owners", lazy=True),
     f"{SHARDED}, lazy": lambda name: sharded(name, lazy=True),
     f"{SHARDED}, lazy, clipping": lambda name: sharded(name, lazy=True, clips=True),
 }
 MORE: dict[str, Callable[[str], Contender]] = {
-    "ours, no overlap, lazy": lambda name: ours(name, lazy=True),
     "ours, no overlap, lazy, clipping": lambda name: ours(name, lazy=True, clips=True),
     "ours, zero_step": lambda name: ours(name, overlap="everywhere"),
     "ours, zero_step, lazy": lambda name: ours(name, overlap="everywhere", lazy=True),

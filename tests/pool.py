@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 import pool_worker
+from native_stacks import native_stacks
 from pool_worker import Failure, Filter, Reply, Request, Success
 from zero_optim.run.stacks import stacks_of
 
@@ -152,7 +153,9 @@ class Pool:
             if len(values) == world_size:
                 return [pickle.loads(values[rank]) for rank in ranks]
             failures = {rank: reply.text for rank, reply in replies.items() if isinstance(reply, Failure)}
-            stacks = self._stacks([rank for rank in ranks if rank not in replies])
+            # Tests of this pool hang on purpose, in short calls.
+            hung = not failures and timeout >= CALL_TIMEOUT
+            stacks = self._stacks([rank for rank in ranks if rank not in replies], natively=hung)
         except BaseException:  # for example Ctrl-C: the ranks may be anywhere now
             self._kill(ranks)
             raise
@@ -203,11 +206,16 @@ class Pool:
         assert isinstance(reply, Reply)
         return reply
 
-    def _stacks(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Asks the workers for their stacks."""
+    def _stacks(self, ranks: Sequence[int], natively: bool) -> dict[int, str]:
+        """Asks the workers for their stacks, ``natively`` also for those in C++."""
         workers = {rank: self._workers[rank] for rank in ranks}
         texts = stacks_of({rank: (worker.pid, worker.stack_file) for rank, worker in workers.items()})
-        return {rank: f"has not replied, {text}" for rank, text in texts.items()}
+        if not natively:
+            return {rank: f"has not replied, {text}" for rank, text in texts.items()}
+        return {
+            rank: f"has not replied, {text}\n{native_stacks(workers[rank].pid)}"
+            for rank, text in texts.items()
+        }
 
     def _kill(self, ranks: Sequence[int]) -> None:
         workers = [self._workers.pop(rank) for rank in ranks if rank in self._workers]
