@@ -127,12 +127,12 @@ def time_worker(modes: Sequence[str], rounds: int, muon: bool, link: Link | None
     )
     return {
         "seconds": {kind: seconds / CONSECUTIVE for kind, seconds in times.items()},
-        "nbytes": {kind: _nbytes_sent(contenders[kind], link) for kind in chosen(modes)},
+        "nbytes": {kind: nbytes_sent(contenders[kind], link) for kind in chosen(modes)},
         "param_nbytes": contenders[chosen(modes)[0]].nbytes,
     }
 
 
-def _nbytes_sent(contender: Contender, link: Link | None) -> dict[str, float]:
+def nbytes_sent(contender: Contender, link: Link | None) -> dict[str, float]:
     """Count what this rank sends in an iteration, by our counters and by its interface's; all ranks call."""
     contender.metrics()
     dist.barrier()  # nothing of the turn before is under way

@@ -12,8 +12,7 @@ import sys
 from contextlib import nullcontext
 from typing import Any
 
-import torch.distributed as dist
-from fully_sharded import SENT, Wrapped, optimizer_of
+from fully_sharded import Wrapped, nbytes_sent, optimizer_of
 from harness import arguments, launch, medians, record, show, time_interleaved
 from link import Link, emulated, require_root
 from models import Gpt, Workload, workload
@@ -56,21 +55,9 @@ def worker(replicas: int, size: int, rounds: int, link: Link | None) -> dict[str
     times = time_interleaved({kind: each.turn for kind, each in contenders.items()}, rounds, warmup=1)
     return {
         "seconds": {kind: seconds / CONSECUTIVE for kind, seconds in medians(times).items()},
-        "nbytes": {kind: _nbytes_sent(each, link) for kind, each in contenders.items()},
+        "nbytes": {kind: nbytes_sent(each, link) for kind, each in contenders.items()},
         "param_nbytes": contenders[OURS].nbytes,
     }
-
-
-def _nbytes_sent(contender: Contender, link: Link | None) -> dict[str, float]:
-    """Count what this rank sends in an iteration, by our counters and by its interface's; all ranks call."""
-    contender.metrics()
-    dist.barrier()  # nothing of the turn before is under way
-    before = 0 if link is None else link.nbytes_sent()
-    contender.turn()
-    dist.barrier()
-    wire = {} if link is None else {"wire": (link.nbytes_sent() - before) / (1 + CONSECUTIVE)}
-    told = contender.metrics()
-    return wire | ({"metrics": told[SENT] / CONSECUTIVE} if SENT in told else {})
 
 
 def measure(replicas: int, size: int, rounds: int, rate: str | None) -> dict[str, Any]:

@@ -1,16 +1,5 @@
 """Options of PyTorch's fully sharded wrappers that are not ours, each with what to do in its place."""
 
-OWN_OPTIONS = (
-    "accumulate",
-    "device",
-    "guards_reads",
-    "init",
-    "mesh",
-    "offload",
-    "reshard_after_forward",
-    "units",
-)
-
 _PREFETCHES = "the next unit is always on its way while one is used; leave it out"
 _IGNORES = "freeze these parameters and leave them out of the optimizer: they stay whole on every rank"
 _OFFLOADS = "offload=zero_optim.ddp.Offload(folder, budget) keeps what a rank owns in files"

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.lanes import lanes_for_rows
 from zero_optim.ddp.assignment import ReducerOptions
-from zero_optim.ddp.fsdp_options import OF_FSDP, OWN_OPTIONS
+from zero_optim.ddp.fsdp_options import OF_FSDP
 from zero_optim.ddp.inbox import weakly
 from zero_optim.ddp.offload import Offload, keeping_for
 from zero_optim.ddp.owner_reducer import Accumulate
@@ -120,7 +120,6 @@ class FullyShardedDataParallel(ShardedDataParallel):
     """
 
     _refused = {**ShardedDataParallel._refused, **OF_FSDP}  # noqa: RUF012 - the base class's
-    _own_options = OWN_OPTIONS
     _may_split_state = True
 
     def __init__(  # noqa: PLR0913 - keyword-only

@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.lanes import Lease
-from zero_optim.comm.row_sum import RowSum
 from zero_optim.ddp.bucket import ReducerBucket
 from zero_optim.ddp.owner_bucket import OwnerBucket
+from zero_optim.ddp.owner_route import SumRoute
 from zero_optim.ddp.owner_rows import OwnerRows
 from zero_optim.ddp.reduction import Reduction, SumReduction
 
@@ -38,31 +37,18 @@ class OwnerSum:
     One is sent at once, the others as others come.
 
     Args:
-        group: the ranks.
-        lanes: see `RowSum`.
         bucket: the gradients, divided.
         rows: popped from it.
         label: names the bucket in messages.
-        across: owners of the same rows in all replicas; None if there is one alone.
+        route: how they get to their owners; of this bucket alone.
     """
 
-    def __init__(
-        self,
-        group: RankGroup,
-        lanes: Lease,
-        bucket: OwnerBucket,
-        rows: OwnerRows | None,
-        label: str,
-        across: RankGroup | None = None,
-    ) -> None:
-        self._group = group
-        self._across = across
-        self._total: Tensor | None = None  # of the replica, then of all
-        self._work: Waitable | None = None
-        self._lanes = lanes
+    def __init__(self, bucket: OwnerBucket, rows: OwnerRows, label: str, route: SumRoute) -> None:
         self._bucket = bucket
         self._label = label
-        self._rows = rows
+        self._route = route
+        self._rows: OwnerRows | None = rows
+        self._total: Tensor | None = None  # of the replica, then of all
         self._failure_word = bucket.word
         self._sums: deque[Waitable] = deque()
         self._num_done = 0
@@ -80,11 +66,7 @@ class OwnerSum:
         rows = self._rows.pop(number, word=self._failure_word)
         label = self._label if count == 1 else f"{self._label}, portion {number + 1} of {count}"
         # Nobody else reads the own row. So of all that was sent and received it alone stays, with the sum.
-        self._sums.append(self._sum_of(rows, label))
-
-    def _sum_of(self, rows: Sequence[Tensor], label: str) -> "Waitable":
-        """Start the sum of a portion, in place in the row of this rank."""
-        return RowSum(self._group, self._lanes.groups, rows, in_place=True, about=label)
+        self._sums.append(self._route.start(rows, label))
 
     def advance_to(self, fraction: float) -> None:
         """Wait until some part of the portions is summed, but never for the last one.
@@ -105,7 +87,7 @@ class OwnerSum:
             self.fill()
         except BaseException:
             self._rows = None
-            self._lanes.abandon()
+            self._route.abandon()
             raise
 
     def hand_on(self) -> None:
@@ -120,21 +102,11 @@ class OwnerSum:
             self._finish_first()
         assert self._rows is not None  # nothing has failed
         rows, self._rows = self._rows, None
-        if self._across is not None:
-            self._start_across(rows.own)
+        if self._route.goes_across:
+            self._route.start_across(rows.own, self._label)
         self._total = rows.own
-        if self._across is None:
+        if not self._route.goes_across:
             self.wait()
-
-    def _start_across(self, own: Tensor) -> None:
-        """Start the sum across replicas, in place."""
-        if self._across is not None and own.numel():  # the others have as many
-            _, self._work = self._across.start_sum(own, f"{self._label}, across replicas")
-
-    def _wait_across(self) -> None:
-        """Wait for what `_start_across` has started."""
-        if self._work is not None:
-            self._work.wait()
 
     def wait(self) -> Tensor:
         """Wait for the sum, and have the bucket take it over; a second call gives the same.
@@ -144,10 +116,10 @@ class OwnerSum:
         """
         self.hand_on()
         if self._word is None:
-            self._wait_across()
+            self._route.wait_across()
             assert self._total is not None  # it was handed on
             self._word = self._bucket.settle(self._total)
-            self._total = self._work = None
+            self._total = None
         return self._word
 
 
@@ -158,33 +130,24 @@ class OwnerLine:
     [Memory of sharded gradients] in `owner_bucket`. So the network has work while sums are made.
 
     Args:
-        group: the ranks of this replica.
-        lanes: for the exchange.
+        routes: makes the route of a bucket.
         labels: name the buckets in messages, by number.
         everyone: the ranks of all replicas.
-        across: see `OwnerSum`.
-        sums: makes the sum of a bucket, of the arguments of `OwnerSum`.
         is_apart: lanes are process groups of their own. If not, a bucket is launched when the one before is
             summed.
     """
 
     def __init__(
         self,
-        group: RankGroup,
-        lanes: Lease,
+        routes: Callable[[], SumRoute],
         labels: Sequence[str],
         everyone: RankGroup,
-        across: RankGroup | None = None,
-        sums: Callable[..., OwnerSum] = OwnerSum,
         *,
         is_apart: bool = True,
     ) -> None:
-        self._group = group
-        self._sums = sums
-        self._lanes = lanes
+        self._routes = routes
         self._labels = labels
         self._everyone = everyone
-        self._across = across
         self._is_apart = is_apart
         self._under_way: OwnerSum | None = None
         self._ending: OwnerSum | None = None  # the one before: its last portion is under way
@@ -211,8 +174,7 @@ class OwnerLine:
         label = self._labels[number]
         if not isinstance(bucket, OwnerBucket):
             return SumReduction(self._everyone, bucket, label)
-        rows = bucket.pop_rows()
-        self._under_way = self._sums(self._group, self._lanes, bucket, rows, label, self._across)
+        self._under_way = OwnerSum(bucket, bucket.pop_rows(), label, self._routes())
         if self._ending is None:
             self._under_way.fill()
         return self._under_way

@@ -19,13 +19,14 @@ from zero_optim.ddp.bucket_owners import BucketOwners
 from zero_optim.ddp.graph import accumulates
 from zero_optim.ddp.inbox import weakly
 from zero_optim.ddp.owner_bucket import OwnerBucket
-from zero_optim.ddp.owner_line import OwnerLine, OwnerSum
+from zero_optim.ddp.owner_line import OwnerLine
+from zero_optim.ddp.owner_route import DirectRoute, SumRoute
 from zero_optim.ddp.owner_rows import most_portions, num_portions
 from zero_optim.ddp.reducer import Reducer
 from zero_optim.ddp.reduction import Launch
 from zero_optim.ddp.replica_check import ReplicaCheck
 from zero_optim.ddp.sparse_owner_bucket import SparseOwnerBucket
-from zero_optim.ddp.split_sum import SplitSum
+from zero_optim.ddp.split_sum import SplitRoute
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.pieces import Pieces
 from zero_optim.shard.keeping import Keeping
@@ -108,19 +109,23 @@ class OwnerReducer(Reducer):
         return self._lanes.groups[0] is not self._exchanging
 
     def _launcher(self) -> Launch:
-        everyone, across = self._group.during("reduce"), None
-        inner = replace(self._exchanging, phase=everyone.phase)
-        sums: Callable[..., OwnerSum] = OwnerSum
-        if self._mesh is not None:
-            across = replace(self._mesh.across, phase=everyone.phase)
-            if self._lanes_across is not None:
-                sums = partial(SplitSum, mesh=self._mesh, lanes_across=self._lanes_across)
-        labels = self._assignment.labels
-        line = OwnerLine(inner, self._lanes, labels, everyone, across, sums, is_apart=self._is_apart)
+        everyone = self._group.during("reduce")
+        line = OwnerLine(self._routes(everyone), self._assignment.labels, everyone, is_apart=self._is_apart)
         for bucket in self._assignment.buckets:
             if isinstance(bucket, OwnerBucket):
                 bucket.pace_by(line.keep_pace)
         return line.launch
+
+    def _routes(self, everyone: RankGroup) -> Callable[[], SumRoute]:
+        """Give what makes the route of a bucket: owners are ranks of this replica, or of all."""
+        mesh, lanes = self._mesh, self._lanes
+        inner = replace(self._exchanging, phase=everyone.phase)
+        if mesh is None:
+            return partial(DirectRoute, inner, lanes)
+        across = replace(mesh.across, phase=everyone.phase)
+        if self._lanes_across is None:
+            return partial(DirectRoute, inner, lanes, across)
+        return partial(SplitRoute, inner, across, (lanes, self._lanes_across), mesh)
 
     def check_finished(self, *, waits: bool = True) -> None:
         """Raise, on every rank, what went wrong; see `Reducer.check_finished`.

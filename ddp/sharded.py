@@ -1,5 +1,6 @@
 """`ShardedDataParallel`: data parallelism whose gradients are sharded, for an optimizer that is sharded."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
@@ -10,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.mesh import RankMesh
+from zero_optim.comm.mesh import RankMesh, agree_between_replicas
 from zero_optim.ddp.assignment import ReducerOptions
 from zero_optim.ddp.data_parallel import DistributedDataParallel
 from zero_optim.ddp.owner_reducer import Accumulate, OwnerReducer
@@ -43,8 +44,6 @@ _REFUSED = {
     "param_to_hook_all_reduce": "every gradient goes to its owner, and none can be averaged elsewhere",
     "skip_all_reduce_unused_params": "the ranks have to reduce the same buckets",
 }
-
-_HINTS = {"parameter": "Replicas must plan alike: build the optimizers with cuts=False, or on equal machines"}
 
 
 class ShardedDataParallel(DistributedDataParallel):
@@ -115,7 +114,6 @@ class ShardedDataParallel(DistributedDataParallel):
 
     _mesh: RankMesh | None
     _refused: ClassVar[Mapping[str, str]] = _REFUSED  # options, each with what to do instead
-    _own_options: ClassVar[tuple[str, ...]] = ("accumulate", "mesh")
     _may_split_state = False  # over all ranks of a mesh
 
     def __init__(
@@ -161,7 +159,7 @@ class ShardedDataParallel(DistributedDataParallel):
             if name in self._refused:
                 raise TypeError(f"{type(self).__name__} takes no {name}: {self._refused[name]}")
             if name not in _OPTIONS:
-                every = ", ".join(sorted({*_OPTIONS, *self._own_options}))
+                every = ", ".join(sorted({*_OPTIONS, *_keywords(type(self))}))
                 raise TypeError(f"expected options among {every}, got {name}")
 
     def _check_more(self, module: nn.Module) -> list[str]:
@@ -187,7 +185,7 @@ class ShardedDataParallel(DistributedDataParallel):
         with failing_together(self._everyone(optimizer)):
             optimizer.check_sparse(param for name, param in pairs if name in sparse)
         if mesh is not None:
-            agree(mesh.everyone, optimizer.describe(), "the optimizers of the replicas", _HINTS)
+            agree_between_replicas(mesh.everyone, optimizer.describe())
         return OwnerReducer(pairs, optimizer, options, sparse=sparse, wanted=self._wanted(), mesh=mesh)
 
     def _caps(self) -> tuple[int, ...]:
@@ -274,6 +272,13 @@ class ShardedDataParallel(DistributedDataParallel):
         raise RuntimeError(
             "ShardedDataParallel has the process group of its optimizer: build both anew for other ranks"
         )
+
+
+def _keywords(wrapper: type[ShardedDataParallel]) -> set[str]:
+    """Name the keyword-only arguments of the constructors of a wrapper and its base classes here."""
+    classes = wrapper.__mro__[: wrapper.__mro__.index(ShardedDataParallel) + 1]
+    arguments = [argument for each in classes for argument in inspect.signature(each).parameters.values()]
+    return {argument.name for argument in arguments if argument.kind is argument.KEYWORD_ONLY}
 
 
 def _check_group(optimizer: ZeroRedundancyOptimizer, process_group: dist.ProcessGroup | None) -> None:

@@ -22,9 +22,6 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease
 from zero_optim.comm.mesh import RankMesh
 from zero_optim.comm.row_sum import RowSum
-from zero_optim.ddp.owner_bucket import OwnerBucket
-from zero_optim.ddp.owner_line import OwnerSum
-from zero_optim.ddp.owner_rows import OwnerRows
 
 
 class _PortionSum:
@@ -67,51 +64,46 @@ class _PortionSum:
         self._total.wait()
 
 
-class SplitSum(OwnerSum):
-    """A bucket on its way to its owners: Note [Sums inside, then across].
+class SplitRoute:
+    """To owners in all replicas: Note [Sums inside, then across].
 
     Args:
-        group: the ranks of this replica.
-        lanes: for exchanges among them.
-        bucket: see `OwnerSum`, as are ``rows`` and ``label``.
-        rows: of all owners, by rank.
-        label: see `OwnerSum`.
-        across: the ranks of this rank's column.
+        inner: the ranks of this replica.
+        across: those of this rank's column.
+        lanes: for exchanges among the first, and among the second.
         mesh: all ranks.
-        lanes_across: for exchanges among them.
     """
 
+    goes_across = True
+
     def __init__(
-        self,
-        group: RankGroup,
-        lanes: Lease,
-        bucket: OwnerBucket,
-        rows: OwnerRows | None,
-        label: str,
-        across: RankGroup | None = None,
-        *,
-        mesh: RankMesh,
-        lanes_across: Lease,
+        self, inner: RankGroup, across: RankGroup, lanes: tuple[Lease, Lease], mesh: RankMesh
     ) -> None:
-        assert across is not None  # this rank's column
-        self._column = across
-        self._both_lanes = lanes, lanes_across
+        self._inner = inner
+        self._across = across
+        self._lanes = lanes
         self._places = mesh.places
         self._portions: list[_PortionSum] = []
-        super().__init__(group, lanes, bucket, rows, label, across)
 
-    def _sum_of(self, rows: Sequence[Tensor], label: str) -> _PortionSum:
+    def start(self, rows: Sequence[Tensor], label: str) -> _PortionSum:
+        """See `SumRoute`. Rows are those of all ranks of the mesh."""
         by_place = dict(zip(self._places, rows, strict=True))
-        replicas, numbers = range(self._column.size), range(self._group.size)
+        replicas, numbers = range(self._across.size), range(self._inner.size)
         by_replica = [[by_place[replica, number] for number in numbers] for replica in replicas]
-        portion = _PortionSum(self._group, self._column, self._both_lanes, by_replica, label)
+        portion = _PortionSum(self._inner, self._across, self._lanes, by_replica, label)
         self._portions.append(portion)
         return portion
 
-    def _start_across(self, own: Tensor) -> None:
+    def start_across(self, own: Tensor, label: str) -> None:
         """Do nothing: each portion has started its own."""
 
-    def _wait_across(self) -> None:
+    def wait_across(self) -> None:
+        """See `SumRoute`."""
         for portion in self._portions:
             portion.wait_across()
         self._portions = []
+
+    def abandon(self) -> None:
+        """See `SumRoute`."""
+        for lease in self._lanes:
+            lease.abandon()

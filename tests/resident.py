@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from offloaded import status
+from offloaded import clean_up
+from process_memory import forget_peak, peak_nbytes, resident_nbytes
 from zero_optim import ZeroRedundancyOptimizer, return_freed_memory
 from zero_optim.ddp import FullyShardedDataParallel
 
@@ -55,14 +56,15 @@ def main(rank: int, world_size: int, folder: str) -> None:
     store = dist.FileStore(str(Path(folder) / "store"), world_size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     train(*made(8, 2), 8)  # so that all code is there
-    before = status("VmRSS")
+    clean_up()
+    before = resident_nbytes()
     wrapped, optimizer = made(WIDTH, NUM_LAYERS)
-    status("VmRSS")  # frees what is left of the whole model
-    Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to VmRSS
+    clean_up()  # of what is left of the whole model
+    forget_peak()
     moving = train(wrapped, optimizer, WIDTH)
     rows = sum(bucket.row.nbytes for unit in wrapped.units.units for bucket in unit.buckets)
     planned = moving + rows + optimizer.state_nbytes()
-    print(status("VmHWM") - before, planned)  # noqa: T201 - what it is for
+    print(peak_nbytes() - before, planned)  # noqa: T201 - what it is for
     dist.barrier()
     dist.destroy_process_group()
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
+from meshes import mesh_of
 from pool import Ranks
 from test_fully_sharded import Tower, adamw, batch, train
 from test_fully_sharded_made import on_meta
@@ -28,11 +29,6 @@ from zero_optim.shard.mapped import MappedMemory
 BF16, FP32 = torch.bfloat16, torch.float32
 NARROW = PrecisionPolicy(params=BF16, gradients=FP32, outputs=FP32)
 BUDGET = 240_000  # what the largest parameter of a tower of width 48 takes in a step, and a bit more
-
-
-def mesh_of(replicas: int) -> DeviceMesh:
-    size = dist.get_world_size()
-    return init_device_mesh("cpu", (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
 
 
 def forms(names: Collection[str], folder: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from meshes import mesh_of
 from pool import Ranks
 from stalling import TIMEOUT, outcomes, stay_away
 from streams_runs import CAP_MB, Found, Run, clip, on_model, pass_again
@@ -40,11 +41,6 @@ from zero_optim.errors import CheckpointError, StateMismatchError
 STAGES: dict[str, Any] = {"gradients": ShardedDataParallel, "fully": FullyShardedDataParallel}
 OVER_ALL = "fully, state over all"
 WAYS = [*STAGES, OVER_ALL]
-
-
-def mesh_of(replicas: int) -> DeviceMesh:
-    size = dist.get_world_size()
-    return init_device_mesh("cpu", (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
 
 
 def built(
@@ -102,6 +98,16 @@ def summed_by_hand(model: nn.Module, replicas: int) -> None:
         param.grad = sums[0] + sums[1]
 
 
+def step_by_hand(plain: nn.Module, one: torch.optim.Optimizer, step: int) -> Tensor:
+    """Train for a step without the library, as on a mesh of two replicas; gives the loss."""
+    one.zero_grad()
+    loss = loss_of(plain, step)
+    loss.backward()
+    summed_by_hand(plain, 2)
+    one.step()
+    return loss
+
+
 def trains_as_by_hand(stage: str) -> None:
     plain = Tower()
     model = copy.deepcopy(plain)
@@ -112,11 +118,7 @@ def trains_as_by_hand(stage: str) -> None:
     assert optimizer.num_buckets > 2
     one = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     for step in range(3):
-        one.zero_grad()
-        want = loss_of(plain, step)
-        want.backward()
-        summed_by_hand(plain, 2)
-        one.step()
+        want = step_by_hand(plain, one, step)
         assert train(wrapped, optimizer, step, 1) == [want.item()]
     assert_alike(model, plain)
     assert_equal_everywhere(model)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshes import mesh_of
 from pool import Ranks
 from test_fully_sharded import Tower
 from test_mesh import (
@@ -17,8 +18,7 @@ from test_mesh import (
     assert_equal_everywhere,
     built,
     loss_of,
-    mesh_of,
-    summed_by_hand,
+    step_by_hand,
     train,
     whole,
 )
@@ -70,11 +70,7 @@ def trains_as_by_hand(kind: str) -> None:
             state = {name: value.clone() / 2 for name, value in wrapped.module.state_dict().items()}
             wrapped.module.load_state_dict(state)
             plain.load_state_dict(state)
-        one.zero_grad()
-        want = loss_of(plain, step)
-        want.backward()
-        summed_by_hand(plain, 2)
-        one.step()
+        want = step_by_hand(plain, one, step)
         assert train(wrapped, optimizer, step, 1) == [want.item()]
         with torch.no_grad():
             assert torch.equal(loss_of(wrapped, step), loss_of(plain, step))

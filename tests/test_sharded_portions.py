@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from fractions import Fraction
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from sharded import Setting, new_rows
 from test_sharded_errors import goes_on_after_a_failure, keeps_sums
 from test_sharded_join import epochs_alike
 from test_sharded_training import summed_in_rank_order, trains_alike
-from zero_optim.ddp import owner_line, owner_reducer, owner_rows
+from zero_optim.ddp import owner_line, owner_reducer, owner_route, owner_rows
 from zero_optim.ddp.bucket_owners import BucketOwners
 from zero_optim.ddp.owner_bucket import OwnerBucket
 from zero_optim.ddp.owner_layout import OwnerLayout
@@ -179,7 +180,7 @@ def told_of_sums() -> Iterator[list[str]]:
         def wait(self) -> None:
             told.append(f"end {self.about}")
 
-    with mock.patch.object(owner_line, "RowSum", Recorded):
+    with mock.patch.object(owner_route, "RowSum", Recorded):
         yield told
 
 
@@ -190,7 +191,8 @@ def buckets_and_line(
     buckets = [OwnerBucket([0], [torch.rand(4, 2)], owners, num_portions=num_portions) for _ in range(count)]
     nobody: Any = SimpleNamespace(groups=())
     labels = [f"bucket {number}" for number in range(count)]
-    return buckets, owner_line.OwnerLine(nobody, nobody, labels, nobody, is_apart=is_apart)
+    route = partial(owner_route.DirectRoute, nobody, nobody)
+    return buckets, owner_line.OwnerLine(route, labels, nobody, is_apart=is_apart)
 
 
 def test_a_bucket_that_fills_brings_the_one_before_along() -> None:

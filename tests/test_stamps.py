@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
+from breaking import Breaks, BreaksAnywhere
 from fake_streams import without_thread
 from pool import Ranks
 from zero_optim import ZeroRedundancyOptimizer
@@ -42,17 +43,6 @@ def check_equal(optimizer: ZeroRedundancyOptimizer) -> None:
         every = [torch.empty_like(param) for _ in range(dist.get_world_size())]
         dist.all_gather(every, param.detach())
         assert all(torch.equal(every[0], other) for other in every)
-
-
-class Breaks(torch.optim.SGD):
-    """SGD whose step raises on rank 1 when told so."""
-
-    breaks = False
-
-    def step(self, closure: Any = None) -> Any:
-        if self.breaks and dist.get_rank() == 1:
-            raise ArithmeticError("no such root")
-        return super().step(closure)
 
 
 def check_failure(options: dict[str, Any]) -> None:
@@ -537,17 +527,6 @@ def make_small(cls: Any = torch.optim.SGD, **options: Any) -> tuple[ZeroRedundan
     optimizer = ZeroRedundancyOptimizer([nn.Parameter(torch.ones(3))], cls, lr=0.125, **options)
     ((owned,),) = optimizer.pieces().values()
     return optimizer, 1 - owned.owner
-
-
-class BreaksAnywhere(torch.optim.SGD):
-    """SGD whose step raises where it is told so."""
-
-    breaks = False
-
-    def step(self, closure: Any = None) -> Any:
-        if self.breaks:
-            raise ArithmeticError("no such root")
-        return super().step(closure)
 
 
 def check_silent(options: dict[str, Any]) -> None:

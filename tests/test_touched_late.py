@@ -3,13 +3,13 @@
 import gc
 import mmap
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from pool import Ranks
+from process_memory import forget_peak, peak_nbytes, resident_nbytes
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import FullyShardedDataParallel
 from zero_optim.plan.layout import Extent, Layout, Row
@@ -30,23 +30,18 @@ def made() -> nn.Sequential:
     return model
 
 
-def status(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
-
-
 def begin() -> int:
     """Count the peak of resident memory from here on; gives the bytes that are resident now."""
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to VmRSS
-    return status("VmRSS")
+    forget_peak()
+    return resident_nbytes()
 
 
 def growth_while_moving_in() -> int:
     model = made()
     before = begin()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, bucket_cap_mb=100)
-    grown = status("VmHWM") - before
+    grown = peak_nbytes() - before
     assert len(optimizer.pieces()) == NUM_LAYERS
     assert all(bool((param == 1).all()) for param in model.parameters())
     return grown
@@ -61,7 +56,7 @@ def growth_while_sharding() -> int:
     model = made()
     before = begin()
     wrapped = FullyShardedDataParallel(model, units=[])
-    grown = status("VmHWM") - before
+    grown = peak_nbytes() - before
     (unit,) = wrapped.units.units
     assert sum(bucket.row.nbytes for bucket in unit.buckets) >= NUM_LAYERS * LAYER_NBYTES // 2
     return grown

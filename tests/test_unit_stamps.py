@@ -7,22 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from breaking import Breaks
 from fake_streams import without_thread
 from pool import Ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import FullyShardedDataParallel, unsharded
 from zero_optim.errors import RankMismatchError, RemoteRankError
-
-
-class Breaks(torch.optim.SGD):
-    """SGD whose step raises on rank 1 when told so."""
-
-    breaks = False
-
-    def step(self, closure: Any = None) -> Any:
-        if self.breaks and dist.get_rank() == 1:
-            raise ArithmeticError("no such root")
-        return super().step(closure)
 
 
 def make(**options: Any) -> tuple[FullyShardedDataParallel, ZeroRedundancyOptimizer]:

@@ -72,7 +72,7 @@ FSDPS: dict[str, str] = {
     "cpu_offload": r"offload=zero_optim\.ddp\.Offload",
     "mp_policy": "give it as mixed_precision=",
     "sync_module_states": "the values of rank 0",
-    "shards": "expected options among accumulate, .*reshard_after_forward, .*units, got shards",
+    "shards": "expected options among accumulate, .*device, .*mesh, .*process_group, .*units, got shards",
 }
 
 

@@ -142,6 +142,20 @@ def _everyone(ranks: list[int], inner: RankGroup, across: RankGroup) -> RankGrou
     return made_over(ranks, inner, across)
 
 
+def agree_between_replicas(everyone: RankGroup, items: Sequence[str]) -> None:
+    """Check that the replicas of a mesh have equal optimizers; all ranks of it call, as in `agree`.
+
+    Args:
+        everyone: the ranks of all replicas.
+        items: describe the optimizer of this replica.
+
+    Raises:
+        RankMismatchError: on every rank: they are not equal.
+    """
+    hint = "Replicas must plan alike: build the optimizers with cuts=False, or on equal machines"
+    agree(everyone, items, "the optimizers of the replicas", {"parameter": hint})
+
+
 def made_over(ranks: Sequence[int], inner: RankGroup, across: RankGroup) -> RankGroup:
     """Make a process group of all ranks of a mesh, which call; communicates.
 

@@ -24,8 +24,9 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_optim.comm.agreement import agree, failing_together
+from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.mesh import agree_between_replicas
 from zero_optim.plan.groups import ParamGroup, describe_options
 from zero_optim.plan.memory import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE
 from zero_optim.plan.plan import Plan, describe_owners, describe_params
@@ -35,7 +36,6 @@ from zero_optim.shard.units import UnitBucket
 from zero_optim.shard.wide import WideBucket
 
 _CLAIM = "_zero_optim_claim"
-_HINTS = {"parameter": "Replicas must plan alike: build the optimizers with cuts=False, or on equal machines"}
 
 
 class UnitsClaim:
@@ -169,7 +169,7 @@ class UnitsClaim:
         if self.everyone is not None:
             described = [*describe_params(groups), *describe_options(groups), *about]
             items = [*described, *describe_owners(groups, plan)]
-            agree(self.everyone, items, "the optimizers of the replicas", _HINTS)
+            agree_between_replicas(self.everyone, items)
 
     def passed_on(
         self,

@@ -162,8 +162,7 @@ def start_gather(lanes: Sequence[RankGroup], bucket: ParamBucket, stamps: _Sende
     """
     flat = bucket.fill()
     take = None if stamps is None else stamps.send(flat, bucket.layout, lanes[0].rank)
-    works = _broadcast(lanes, rows_of(flat, bucket.layout), bucket.label)
-    return Pending(works, [flat], partial(_end, bucket, flat, None, take))
+    return gather_into(flat, bucket, lanes, rows_of(flat, bucket.layout), take)
 
 
 def start_gather_of_part(
@@ -186,7 +185,28 @@ def start_gather_of_part(
     flat = bucket.fill(chosen)
     take = None if stamps is None else stamps.send(flat, bucket.layout, lanes[0].rank, chosen)
     rows = [(span.owner, flat[span.start : span.stop]) for span in spans]
-    works = _broadcast(lanes, rows, bucket.label)
+    return gather_into(flat, bucket, lanes, rows, take, chosen)
+
+
+def gather_into(
+    flat: Tensor,
+    bucket: ParamBucket,
+    lanes: Sequence[RankGroup],
+    rows: Sequence[tuple[int, Tensor]],
+    take: Callable[[], None] | None,
+    chosen: Collection[int] | None = None,
+) -> Pending:
+    """Start the broadcasts that fill a flat tensor, which the bucket takes over when they have ended.
+
+    Args:
+        flat: as `ParamBucket.fill` gives it.
+        bucket: the bucket.
+        lanes: groups of the same ranks, see `start_gather_of_part`.
+        rows: parts of the flat tensor, each with the rank of a lane that sends it.
+        take: reads the stamps that came; None for none.
+        chosen: indices of the parameters within the bucket; None for all.
+    """
+    works = start_broadcasts(lanes, rows, bucket.label)
     return Pending(works, [flat], partial(_end, bucket, flat, chosen, take))
 
 
@@ -198,7 +218,16 @@ def _end(
         take()
 
 
-def _broadcast(lanes: Sequence[RankGroup], rows: Sequence[tuple[int, Tensor]], label: str) -> list[Waitable]:
+def start_broadcasts(
+    lanes: Sequence[RankGroup], rows: Sequence[tuple[int, Tensor]], label: str
+) -> list[Waitable]:
+    """Have each rank send its rows, on the lane that is its own; all ranks call.
+
+    Args:
+        lanes: groups of the same ranks, see `start_gather_of_part`.
+        rows: what is sent, or received in place, each with the rank of a lane that sends it.
+        label: names it in messages.
+    """
     works: list[Waitable] = []
     for number, lane in enumerate(lanes):
         works += lane.broadcast_rows([row for row in rows if row[0] % len(lanes) == number], label)

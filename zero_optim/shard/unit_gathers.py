@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -35,14 +35,11 @@ from zero_optim.comm.lanes import Lease
 from zero_optim.comm.mesh import RankMesh
 from zero_optim.comm.pending import Pending
 from zero_optim.plan.layout import Layout, Span
-from zero_optim.shard.gathers import start_gather
+from zero_optim.shard.gathers import gather_into, start_broadcasts, start_gather
 from zero_optim.shard.keeping import Keeping
 from zero_optim.shard.storage import ParamBucket
 from zero_optim.shard.unit_stamps import UnitStamps
 from zero_optim.shard.units import UnitBucket
-
-if TYPE_CHECKING:
-    from zero_optim.comm.traffic import Waitable
 
 
 class UnitGathers(Protocol):
@@ -134,7 +131,7 @@ class _Column:
             row = self._own(span, stamps) if is_own else received.setdefault(span, self._place_for(span))
             rows.append((mesh.places[span.owner][0], row))
         if rows:
-            works = _broadcast(across, rows, f"{self.bucket.label}, to the replicas")
+            works = start_broadcasts(across, rows, f"{self.bucket.label}, to the replicas")
             self._coming = Pending(works, [row for _, row in rows], partial(self._take, received))
 
     def _own(self, span: Span, stamps: UnitStamps) -> Tensor:
@@ -245,8 +242,7 @@ class GathersInReplicas:
         rows = [
             (self._mesh.places[span.owner][1], flat[span.start : span.stop]) for span in _spans(bucket.layout)
         ]
-        works = _broadcast(self._lanes(self._inner), rows, bucket.label)
-        return Pending(works, [flat], partial(_end, bucket, flat, take))
+        return gather_into(flat, bucket, self._lanes(self._inner), rows, take)
 
     def _renew(self) -> None:
         """Start to renew all that may have changed; each is waited for by itself."""
@@ -268,18 +264,3 @@ def _spans(layout: Layout) -> list[Span]:
     """List what owners send of a bucket; the same on every rank."""
     rows = [Span(row.owner, row.start, row.stop) for row in layout.rows if row.stop > row.start]
     return rows + [Span(room.owner, room.start, room.stop) for room in layout.rooms_behind]
-
-
-def _broadcast(
-    lanes: Sequence[RankGroup], rows: Sequence[tuple[int, Tensor]], label: str
-) -> "list[Waitable]":
-    works: list[Waitable] = []
-    for number, lane in enumerate(lanes):
-        works += lane.broadcast_rows([row for row in rows if row[0] % len(lanes) == number], label)
-    return works
-
-
-def _end(bucket: ParamBucket, flat: Tensor, take: Callable[[], None] | None) -> None:
-    bucket.settle(flat)
-    if take is not None:
-        take()
