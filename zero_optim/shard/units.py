@@ -65,6 +65,7 @@ from zero_optim.plan.memory import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE, kept_dtype
 from zero_optim.shard.keeping import Keeping
 from zero_optim.shard.padding import zero_padding
 from zero_optim.shard.places import Form, views_in
+from zero_optim.shard.unit_memory import FreePages, UnitMemory
 
 if TYPE_CHECKING:
     from zero_optim.comm.pending import Pending
@@ -100,10 +101,12 @@ class UnitForms:
     Attributes:
         compute_dtypes: of those that have, or get, another dtype than their owners keep, see `UnitBucket`.
         keeping: keeps their rows; None for ordinary memory.
+        pages: of the CPU, of which flat tensors are made in turn.
     """
 
     compute_dtypes: Mapping[Tensor, torch.dtype] = field(default_factory=dict)
     keeping: Keeping | None = None
+    pages: FreePages = field(default_factory=FreePages)
 
     def anew(self) -> "UnitForms":
         """Give the same forms for another optimizer, which keeps what it owns in files of its own.
@@ -159,20 +162,25 @@ class UnitBucket:
         given = UnitForms() if unit_forms is None else unit_forms
         compute_dtype = given.compute_dtypes.get(first, first.dtype)
         self._keeping = given.keeping
-        # Views can only be made of a storage that is large enough. Nobody writes to it.
-        self._flat = torch.empty(layout.numel, dtype=compute_dtype, device=first.device)
-        self._views = self.views(self._flat)
+        kept = kept_dtype(first)  # the parameters have the other one already where another bucket held them
         self._own = next(((row.start, row.stop) for row in layout.rows if row.owner == rank), (0, 0))
         self._shown = torch.empty(len(params), dtype=compute_dtype, device=first.device)
         self._shown.copy_(shown_when_freed(self._shown.shape, compute_dtype, first.device))
         self._octets = self._shown.view(torch.uint8).clone()
         self._nans = [one.expand(param.shape) for one, param in zip(self._shown, params, strict=True)]
         is_all = self._own == (0, layout.end_of_rows) and self._keeping is None
-        kept = kept_dtype(first)  # the parameters have the other one already where another bucket held them
         self._owns_all = is_all and compute_dtype == kept
+        # What owns all is never freed.
+        self._memory = (
+            UnitMemory(torch.empty(layout.numel, dtype=compute_dtype, device=first.device))
+            if self._owns_all
+            else given.pages.memory(layout.numel, compute_dtype, first.device)
+        )
+        self._flat = self._memory.flat
+        self._views = self.views(self._flat)
         self.row = self._own_row() if self._owns_all else first.detach().new_empty(0, dtype=kept)
         self._has_row = False
-        self._flat.untyped_storage().resize_(0)
+        self._memory.free()
         self.is_whole = False
         self.coming: Pending | None = None
         self.is_left = False
@@ -218,7 +226,7 @@ class UnitBucket:
     @property
     def nbytes_live(self) -> int:
         """Bytes of the flat tensor right now, beside the row: all, or none."""
-        return 0 if self._owns_all else self._flat.untyped_storage().nbytes()
+        return self.nbytes if self._memory.is_there and not self._owns_all else 0
 
     # ------------------------------------------------------------------ made
 
@@ -243,7 +251,7 @@ class UnitBucket:
             return
         self._has_row = True
         if self._owns_all:
-            self._flat.untyped_storage().resize_(self.nbytes)
+            self._memory.grow()
             zero_padding(self._flat, self.layout)
             return
         row = self.row.new_empty(self._own[1] - self._own[0])
@@ -430,7 +438,7 @@ class UnitBucket:
         """
         self._check_untouched()
         if not self._owns_all:
-            self._flat.untyped_storage().resize_(self.nbytes)
+            self._memory.grow()
             with torch.no_grad():
                 self._read_row(self._own_row())
         return self._flat
@@ -469,7 +477,7 @@ class UnitBucket:
             return
         self._show(self._nans)
         if not self._owns_all:
-            self._flat.untyped_storage().resize_(0)
+            self._memory.free()
         self.is_whole = False
         self._versions = _versions(self.params)
 
