@@ -46,9 +46,10 @@ from zero_optim.ddp.unit_ranks import RanksToBe
 from zero_optim.ddp.units import UnitsInUse
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.shard.claims import first_claim
+from zero_optim.shard.unit_forms import UnitForms
 from zero_optim.shard.unit_gathers import GathersFromOwners, GathersInReplicas, UnitGathers
 from zero_optim.shard.unit_stamps import UnitStamps
-from zero_optim.shard.units import UnitBucket, UnitForms
+from zero_optim.shard.units import UnitBucket
 
 
 @dataclass(frozen=True, slots=True, eq=False)

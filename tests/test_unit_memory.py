@@ -3,6 +3,7 @@
 import copy
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -97,7 +98,7 @@ def test_no_more_pages_wait_than_were_in_use_at_once() -> None:
     pages = FreePages()
     made = [memory(pages, size * MIB) for size in range(1, 6)]
     for _ in range(3):
-        for this, following in zip(made, made[1:], strict=False):
+        for this, following in pairwise(made):
             this.grow()
             following.grow()
             this.free()
@@ -216,9 +217,9 @@ def test_views_that_somebody_keeps_show_nan_while_the_unit_is_freed(ranks2: Rank
 def is_shared() -> None:
     model = Tower()
     wrapped = FullyShardedDataParallel(model, adamw(model), units=model.blocks)
-    with pytest.raises(RuntimeError, match="memory of a fully sharded model's parameters was replaced"):
-        with unsharded(wrapped):
-            model.blocks[0].up.weight.data.share_memory_()  # type: ignore[no-untyped-call]
+    message = "memory of a fully sharded model's parameters was replaced"
+    with pytest.raises(RuntimeError, match=message), unsharded(wrapped):
+        model.blocks[0].up.weight.data.share_memory_()  # type: ignore[no-untyped-call]
 
 
 def test_sharing_whole_parameters_is_refused(ranks2: Ranks) -> None:

@@ -73,8 +73,12 @@ class UnitMemory:
         self._nbytes = flat.nbytes
         self.is_there = True
 
-    def grow(self) -> None:
-        """Get memory, of any values; nothing if it is there."""
+    def grow(self, *, stays: bool = False) -> None:
+        """Get memory, of any values; nothing if it is there.
+
+        Args:
+            stays: it will not be freed.
+        """
         self.flat.untyped_storage().resize_(self._nbytes)
         self.is_there = True
 
@@ -108,7 +112,7 @@ class PagedMemory(UnitMemory):
         self.flat = octets.view(dtype)
         pages.show_freed(self._start, self._room, nan=self._shows_nan)
 
-    def grow(self) -> None:
+    def grow(self, *, stays: bool = False) -> None:
         """See `UnitMemory`.
 
         Raises:
@@ -116,7 +120,7 @@ class PagedMemory(UnitMemory):
         """
         if not self.is_there:
             self._check()
-            self._pages.take(self._start, self._room)
+            self._pages.take(self._start, self._room, stays=stays)
             self.is_there = True
 
     def free(self) -> None:
@@ -231,17 +235,21 @@ class FreePages:
             weakref.finalize(self, os.close, self._nan_file).atexit = False
             weakref.finalize(self, _unmap, self._system.munmap, self._waiting).atexit = False
 
-    def take(self, start: int, nbytes: int) -> None:
+    def take(self, start: int, nbytes: int, *, stays: bool = False) -> None:
         """Have pages at some addresses, of any values.
 
         Args:
             start: the first address.
             nbytes: of whole pages.
+            stays: they will not be given back.
 
         Raises:
             MemoryError: the system gives none.
         """
         assert self._system is not None
+        if stays:
+            self._system.new_pages(start, nbytes)
+            return
         with self._lock:
             self._live += nbytes
             self._most = max(self._most, self._live)
