@@ -46,9 +46,10 @@ from zero_optim.ddp.unit_ranks import RanksToBe
 from zero_optim.ddp.units import UnitsInUse
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.shard.claims import first_claim
+from zero_optim.shard.unit_forms import UnitForms
 from zero_optim.shard.unit_gathers import GathersFromOwners, GathersInReplicas, UnitGathers
 from zero_optim.shard.unit_stamps import UnitStamps
-from zero_optim.shard.units import UnitBucket, UnitForms
+from zero_optim.shard.units import UnitBucket
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -273,7 +274,8 @@ class FullyShardedDataParallel(ShardedDataParallel):
             reducer = found()
             return 0 if reducer is None else reducer.history.num_passes
 
-        return GathersInReplicas(mesh, inner, across, buckets, stamps, reducer.params, num_reduced)
+        keeping = self._optimizer.keeping
+        return GathersInReplicas(mesh, inner, across, buckets, stamps, reducer.params, num_reduced, keeping)
 
     def _run_ddp_forward(self, *inputs: object, **kwargs: object) -> object:
         begin_anew(self.units)

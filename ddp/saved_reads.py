@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from zero_optim.compat.engine import has_saved_tensors_hooks, in_backward
-from zero_optim.shard.units import is_freed
+from zero_optim.shard.freed import is_freed
 
 if TYPE_CHECKING:
     from zero_optim.ddp.unit import Unit

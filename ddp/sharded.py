@@ -18,7 +18,7 @@ from zero_optim.ddp.owner_reducer import Accumulate, OwnerReducer
 from zero_optim.ddp.reducer import Reducer
 from zero_optim.ddp.report import names_text
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
-from zero_optim.shard.units import is_freed
+from zero_optim.shard.freed import is_freed
 
 _OPTIONS = (
     "broadcast_buffers",

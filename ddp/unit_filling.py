@@ -23,7 +23,8 @@ from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.ddp.unit_choice import UnitChoice
 from zero_optim.plan.memory import STRIDES_WHEN_WHOLE, dense_strides, kept_dtype
-from zero_optim.shard.units import UnitBucket, shown_when_freed
+from zero_optim.shard.freed import shown_when_freed
+from zero_optim.shard.units import UnitBucket
 
 Init = Callable[[nn.Module], object]
 _AT_ONCE = 16  # broadcasts under way

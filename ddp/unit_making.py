@@ -21,7 +21,8 @@ from zero_optim.ddp.unit_choice import UnitChoice
 from zero_optim.ddp.unit_filling import Init, UnitFiller, back_to_meta
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.shard.claims import UnitsClaim, claim_of
-from zero_optim.shard.units import UnitBucket, UnitForms
+from zero_optim.shard.unit_forms import UnitForms
+from zero_optim.shard.units import UnitBucket
 
 
 class Made:

@@ -5,6 +5,7 @@ import json
 import os
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from zero_optim.demo.model import GPT, generate
 from zero_optim.demo.ranks import Ranks as DemoRanks
 from zero_optim.demo.text import Corpus
 from zero_optim.demo.trainer import Shard, Trainer
-from zero_optim.errors import DivergedError
+from zero_optim.errors import DivergedError, RemoteRankError, StalledError, heard_of
 from zero_optim.run import host
 
 SHAPE = ModelShape(context=16, layers=2, width=16, heads=2)
@@ -200,6 +201,76 @@ def test_else_the_first_traceback_is(tmp_path: Path) -> None:
 def test_who_only_heard_of_a_failure_is_not_the_cause_even_if_it_raised_first(tmp_path: Path) -> None:
     failures = {0: failure(tmp_path, 0, 1, 5, "yes"), 1: failure(tmp_path, 1, 1, 7)}
     assert elastic.describe(failures) == "rank 1 failed:\ntraceback of 1"
+
+
+def test_a_rank_that_told_why_it_failed_is_not_one_that_was_killed(tmp_path: Path) -> None:
+    aborted = {0: failure(tmp_path, 0, 1, 5, "yes"), 1: failure(tmp_path, 1, -6, 7)}  # as it ended
+    assert elastic.describe(aborted) == "rank 1 failed:\ntraceback of 1"
+    ended = {0: failure(tmp_path, 0, 1, 5, "yes"), 1: failure(tmp_path, 1, -15, 7)}  # by the launcher
+    assert elastic.describe(ended) == "rank 1 failed:\ntraceback of 1"
+
+
+def test_a_rank_that_heard_of_others_while_it_dealt_with_its_own_failure_comes_before_those_that_only_heard(
+    tmp_path: Path,
+) -> None:
+    failures = {0: failure(tmp_path, 0, 1, 5, "yes"), 1: failure(tmp_path, 1, 1, 7, "later")}
+    assert elastic.describe(failures) == "rank 1 failed:\ntraceback of 1"
+
+
+def raised(*errors: Exception) -> Exception:
+    """Give the last of some exceptions, as if each had been raised while the one before was dealt with."""
+    for before, error in pairwise(errors):
+        error.__context__ = before
+    return errors[-1]
+
+
+def waited(closed: str, before: Exception | None = None) -> Exception:
+    """What a wait raises, with what the backend raised as its cause."""
+    backend = RuntimeError(closed)
+    backend.__context__ = before
+    stalled = StalledError("rank 1 does not come")
+    stalled.__cause__ = stalled.__context__ = backend
+    return stalled
+
+
+@pytest.mark.parametrize(
+    ("error", "order"),
+    [
+        (KeyError("b"), 1),
+        (raised(RemoteRankError("rank 1 failed"), KeyError("b")), 1),
+        (heard_of(ValueError("rank 1: no")), 3),
+        (RemoteRankError("rank 1 failed"), 3),
+        (RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:5"), 3),
+        (waited("Timed out waiting 1000ms"), 3),
+        (waited("Timed out waiting 1000ms", KeyError("b")), 2),
+        (raised(KeyError("b"), RemoteRankError("rank 1 failed")), 2),
+    ],
+)
+def test_what_a_rank_only_heard_of_is_told_from_what_it_did(error: Exception, order: int) -> None:
+    assert host.order_of(error) == order
+
+
+def test_a_rank_that_only_heard_of_a_failure_waits_until_all_ranks_have_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("LOCAL_WORLD_SIZE", "2"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    reports = [tmp_path / str(rank) / "error.json" for rank in range(2)]
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(reports[0]))
+    looks: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 3:
+            reports[1].touch()
+
+    monkeypatch.setattr(host.time, "sleep", sleep)
+    for report in reports:
+        report.parent.mkdir()
+    worker.record_failure(RemoteRankError("rank 1 failed"))
+    assert len(looks) == 3
+    worker.record_failure(KeyError("b"))  # a cause waits for nobody
+    assert len(looks) == 3
 
 
 def test_a_rank_that_said_nothing_is_named_with_its_status(tmp_path: Path) -> None:

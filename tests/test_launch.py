@@ -22,7 +22,11 @@ from make_outputs import run_cells
 
 from sockets import listening, reachable_from_outside
 from waiting import LIMIT, wait_until
-from zero_optim import LaunchTimeoutError, RankFailedError, launch
+from zero_optim import LaunchTimeoutError, RankFailedError, RemoteRankError, launch
+from zero_optim.comm.agreement import failing_together
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.run import host
+from zero_optim.run import launch as launching
 from zero_optim.run.session import decode_call, encode_call
 
 CHECKOUT = Path(__file__).parents[1]
@@ -153,6 +157,64 @@ def test_the_rank_that_failed_first_is_told_first(tmp_path: Path) -> None:
     assert message.index("ValueError: the cause of it all") < message.index("afterwards failed: rank ")
     assert "zero_optim/run/launch.py" not in message  # frames of the launcher tell nothing
     assert_gone(pids_in(tmp_path, 2))
+
+
+class SlowToTell(ValueError):
+    """Says what it is when the other rank is about to end, and has had time for that."""
+
+    heard: Path | None = None
+
+    def __str__(self) -> str:
+        if self.heard is not None:
+            wait_until(self.heard.exists)
+            time.sleep(1)  # twice what is left to a rank once another one has ended
+        return str(self.args[0])
+
+
+SlowToTell.__name__ = "ValueError"  # the others raise this class themselves
+
+
+def fail_together(folder: Path) -> None:
+    heard = folder / "heard"
+    if dist.get_rank() == 0:
+        unpatched = launching.let_the_cause_end_first
+
+        def leave_word_first(*args: Any) -> None:
+            heard.touch()
+            unpatched(*args)
+
+        launching.let_the_cause_end_first = leave_word_first
+    mine = SlowToTell("the cause of it all")
+    try:
+        with failing_together(RankGroup.of(None)):
+            if dist.get_rank() == 1:
+                raise mine
+    finally:
+        mine.heard = heard
+
+
+def test_a_rank_that_repeats_the_exception_of_another_one_lets_that_end_first(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError) as caught:
+        launch(fail_together, 2, tmp_path)
+    message = str(caught.value)
+    assert caught.value.rank == 1
+    assert message.startswith("rank 1 of 2 failed:\n\nTraceback")
+    assert "raise mine" in message
+
+
+def hear_of_each_other() -> None:
+    raise RemoteRankError("another rank failed")
+
+
+def have_all_the_time(rank: int) -> None:
+    host.CAUSE = 10 * LIMIT
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_ranks_that_all_only_heard_of_a_failure_wait_for_nobody() -> None:
+    with pytest.raises(RankFailedError, match=r"^rank [01] of 2 failed:"):
+        launch(hear_of_each_other, 2, prepare=have_all_the_time)
 
 
 @pytest.mark.slow

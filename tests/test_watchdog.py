@@ -33,10 +33,11 @@ from zero_optim.comm.directory import Directory
 from zero_optim.comm.peers import Address, Listener, Message, Presence, ask, host_towards, in_threads
 from zero_optim.comm.verdicts import EXIT_CODE, Verdicts
 from zero_optim.comm.watchdog import Watchdog, unwatch
-from zero_optim.comm.works import Verdict, WorkLog, explain_nothing
+from zero_optim.comm.works import Verdict, Work, WorkLog, explain_nothing
 from zero_optim.compat.engine import default_store
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.ddp.reducer import Reducer
+from zero_optim.errors import StalledError
 
 
 def watchdogs() -> int:
@@ -348,17 +349,44 @@ def test_what_was_printed_is_written_out_before_a_process_is_ended(
     assert codes == [(EXIT_CODE, "step 7\n")]
 
 
-class Broken:
+class Never:
+    """The handle of a work that does not end."""
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> object:
+        raise AssertionError("somebody waited")
+
+
+class Broken(Never):
     """The handle of a work on a device that has failed."""
 
     def is_completed(self) -> bool:
         raise RuntimeError("device-side assert")
 
+    def exception(self) -> object:
+        return RuntimeError("device-side assert")
+
+
+class Lost(Never):
+    """The handle of a work on a device that another rank has left."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def exception(self) -> object:
+        return RuntimeError("remote process exited or there was a network error: connection closed")
+
+
+def work_of(group: RankGroup, handle: Never) -> Work:
+    return Work(handle, group.phase, group.begin_work(), is_late=True)
+
 
 def check_broken_handle() -> None:
     group = RankGroup.of(None)
     watchdog = Watchdog(group.works.log, dist.group.WORLD)  # type: ignore[arg-type]
-    group.works.outstanding = group.begin_work(), Broken()
+    group.works.outstanding = work_of(group, Broken())
     watchdog._look()
     assert group.works.outstanding is None
     watchdog._listener.close()
@@ -368,11 +396,30 @@ def test_a_device_that_has_failed_does_not_end_the_watchdog(ranks1: Ranks) -> No
     ranks1.run(check_broken_handle)
 
 
-class Never:
-    """The handle of a work that does not end."""
+def check_lost() -> str:
+    """A work fails for which the CPU does not wait, as another rank was killed."""
+    group = RankGroup.of(None)
+    watchdog = Watchdog(group.works.log, dist.group.WORLD)  # type: ignore[arg-type]
+    watchdog._listener.close()
+    dying: Any = Dying([Presence.SILENT, Presence.ENDED])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verdicts_module, "_beside", lambda work: work())
+        patch.setattr(watchdog._verdicts, "_directory", dying)
+        patch.setattr(group.works, "ranks", (0, 1))
+        patch.setattr(group.works, "_can_cut", False)  # there is no rank 1
+        work = work_of(group, Lost())
+        watchdog._look()
+        with pytest.raises(StalledError) as caught:
+            group.begin_work()
+    assert work.record.ended is not None
+    assert "connection closed" in str(work.record.failure)
+    assert str(work.exception()) == str(caught.value)
+    return str(caught.value)
 
-    def is_completed(self) -> bool:
-        return False
+
+def test_a_work_that_fails_while_nobody_waits_for_it_tells_which_rank_has_ended(ranks1: Ranks) -> None:
+    (said,) = ranks1.run(check_lost)
+    assert "rank 1 has ended" in said
 
 
 def check_asleep(kind: str) -> None:
@@ -386,7 +433,7 @@ def check_asleep(kind: str) -> None:
         record.waiting_since = now[0]
         group.works.log.waits[id(record)] = record
     else:
-        group.works.outstanding = record, Never()
+        group.works.outstanding = Work(Never(), group.phase, record)
     done: list[tuple[str, float]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verdicts_module, "_beside", lambda work: work())

@@ -23,7 +23,8 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.diagnosis import Status, judge
 from zero_optim.comm.lanes import gloo_lanes_beside
 from zero_optim.comm.peers import Presence
-from zero_optim.comm.works import KEPT, Record, Verdict
+from zero_optim.comm.works import KEPT, Record, Verdict, Work
+from zero_optim.compat.engine import default_store
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 from zero_optim.ddp.bucket import GradBucket
 
@@ -119,6 +120,59 @@ def check_work() -> None:
 
 def test_the_record_of_a_work_tells_whether_it_is_over_and_how_long_a_wait_may_take(ranks2: Ranks) -> None:
     ranks2.run(check_work)
+
+
+def check_states() -> None:
+    """A work is asked for its state, and never waited for."""
+    group, store = RankGroup.of(None), default_store()
+    (work,) = group.broadcast_rows([(1, torch.ones(4))]) if dist.get_rank() == 0 else [None]
+    assert isinstance(work, Work | None)
+    if work is None:
+        wait_until(lambda: store.check(["asked"]))
+        (work,) = group.broadcast_rows([(1, torch.ones(4))])
+        assert isinstance(work, Work)
+    else:
+        assert (work.is_completed(), work.exception()) == (False, None)
+        store.set("asked", "")
+    wait_until(work.is_completed)
+    assert work.exception() is None
+
+
+def test_a_work_tells_whether_it_is_over_to_whoever_does_not_wait(ranks2: Ranks) -> None:
+    ranks2.run(check_states)
+
+
+def check_failure() -> None:
+    group = RankGroup.of(dist.new_group())
+    (work,) = group.broadcast_rows([(1, torch.ones(4))]) if dist.get_rank() == 0 else [None]
+    if work is None:
+        group.works.cut()
+        return
+    assert isinstance(work, Work)
+    wait_until(work.is_completed)
+    failure = work.exception()
+    assert isinstance(failure, RuntimeError)
+    assert failure.__traceback__ is None
+    group.works.log.give_up(group.works.ranks, Verdict("rank 1 is away", (1,)))
+    assert str(work.exception()) == "rank 1 is away"
+
+
+def test_a_work_gives_what_it_failed_with_and_the_reason_if_that_is_known(failing2: Ranks) -> None:
+    failing2.run(check_failure)
+
+
+def check_future() -> None:
+    group = RankGroup.of(None)
+    future: Future[Any] = Future()
+    work = Work(future, group.phase, group.begin_work())
+    assert (work.is_completed(), work.exception()) == (False, None)
+    future.set_exception(ValueError("not a sum"))  # type: ignore[arg-type]
+    assert work.is_completed()
+    assert "not a sum" in str(work.exception())
+
+
+def test_a_work_that_is_a_future_tells_its_state_likewise(ranks1: Ranks) -> None:
+    ranks1.run(check_future)
 
 
 def check_given_up() -> None:

@@ -18,7 +18,9 @@ Wrong arguments raise plain ``ValueError`` and ``TypeError``, as in ``torch.opti
 """
 
 import signal
-from typing import Any
+from typing import Any, TypeVar
+
+E = TypeVar("E", bound=BaseException)
 
 
 class ZeroOptimError(Exception):
@@ -34,6 +36,17 @@ class RankMismatchError(ZeroOptimError, RuntimeError):
 
 class RemoteRankError(ZeroOptimError, RuntimeError):
     """Another rank failed. The message quotes its message; its traceback is in that rank's output."""
+
+
+def heard_of(error: E) -> E:
+    """Mark an exception as that of another rank, which this one only repeats; gives the exception."""
+    error.__dict__["_is_heard_of"] = True
+    return error
+
+
+def is_heard_of(error: BaseException) -> bool:
+    """Tell whether an exception is that of another rank, and this one only heard of it."""
+    return isinstance(error, RemoteRankError) or "_is_heard_of" in error.__dict__
 
 
 class StalledError(RemoteRankError):

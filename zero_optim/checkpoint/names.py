@@ -15,7 +15,8 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.mesh import RankMesh
 from zero_optim.comm.watchdog import patient
 from zero_optim.optimizer import ZeroRedundancyOptimizer
-from zero_optim.shard.units import KeptRows, is_freed
+from zero_optim.shard.freed import is_freed
+from zero_optim.shard.unit_forms import KeptRows
 
 
 @dataclass(frozen=True, slots=True)

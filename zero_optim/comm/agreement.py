@@ -21,6 +21,7 @@ from zero_optim.errors import (
     RankMismatchError,
     RemoteRankError,
     StateMismatchError,
+    heard_of,
 )
 
 # Exceptions that can be made from a message alone, so that every rank raises the same class.
@@ -172,5 +173,5 @@ def _rebuild(rank: int, name: str, message: str) -> Exception:
     """Make an exception of the class that another rank raised, else a `RemoteRankError`."""
     known: dict[str, type[Exception]] = {kind.__name__: kind for kind in _KINDS}
     if name in known:
-        return known[name](f"rank {rank}: {message}")
+        return heard_of(known[name](f"rank {rank}: {message}"))
     return RemoteRankError(f"rank {rank} failed with {name}: {message}")

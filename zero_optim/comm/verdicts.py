@@ -88,6 +88,17 @@ class Verdicts:
             self._proving.add(works.whole)
             _beside(lambda: self._prove(record))
 
+    def judge_failure(self, record: Record, error: Exception | None) -> None:
+        """Find out why a work has failed that nobody waits for, and give up if ranks have ended.
+
+        Args:
+            record: of the work.
+            error: what it failed with; None if it went well.
+        """
+        if isinstance(error, RuntimeError):
+            record.failure, record.group.has_failed = str(error), True
+            _beside(lambda: self.explain(record, error))
+
     def _is_to_prove(self, record: Record, seconds: float) -> bool:
         whole, since = record.group.whole, record.waiting_since
         if whole[0] != self._directory.rank or whole in self._proving or not record.waiter:

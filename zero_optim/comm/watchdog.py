@@ -7,8 +7,9 @@ Note [Waits that end] in `zero_optim.comm.works`. How it knows of other ranks: N
 
 Note [Watching NCCL]
     With NCCL the CPU does not wait, and a stream that waits cannot be made to raise. So the watchdog asks the
-    handle of one work of each group at a time whether it is completed. If that takes too long the ranks give
-    up all the same: each logs the verdict, and raises it from the next work. A CPU that waits for the device
+    handle of one work of each group at a time whether it is completed. If that takes too long, or it has
+    failed and ranks have ended, the ranks give up all the same: each logs the verdict, and raises it from the
+    next work. A CPU that waits for the device
     is not freed by that. NCCL's own watchdog ends the process after the timeout of the process group; with
     ``on_stall="exit"`` ours does so after its own.
 """
@@ -211,20 +212,15 @@ class Watchdog:
             if since is not None:  # another thread may just have ended the wait
                 self._verdicts.judge_wait(record, self._awake.since(since, now))
         for works in list(self._log.groups.values()):
-            if works.outstanding is not None:  # see Note [Watching NCCL]
-                record, handle = works.outstanding
-                if works.group() is None or _has_ended(handle):
-                    record.ended, works.outstanding = now, None
-                else:
-                    self._verdicts.judge_wait(record, self._awake.since(record.started, now))
-
-
-def _has_ended(handle: Any) -> bool:  # noqa: ANN401 - of any backend
-    """Ask a handle whether its work is over; one that raises has ended too: whoever uses it is told."""
-    try:
-        return bool(handle.is_completed())
-    except RuntimeError:
-        return True
+            work = works.outstanding
+            if work is None:
+                continue
+            is_gone = works.group() is None
+            if is_gone or work.is_completed():  # see Note [Watching NCCL]
+                works.outstanding, work.record.ended = None, now
+                self._verdicts.judge_failure(work.record, None if is_gone else work.exception())
+            else:
+                self._verdicts.judge_wait(work.record, self._awake.since(work.record.started, now))
 
 
 def _close_in_child() -> None:

@@ -203,9 +203,9 @@ class GroupWorks:
         begun: works begun that all ranks of the group begin.
         home: the thread that has begun those; 0 if there are none, -1 if several threads have.
         is_uneven: ranks may count them differently.
-        outstanding: a work that an accelerator does while the CPU goes on, and its handle; at most one is
-            looked at, since the works of a group end in order. So no more than one handle is kept, and what
-            that holds, until the watchdog looks again.
+        outstanding: a work that an accelerator does while the CPU goes on; at most one is looked at, since
+            the works of a group end in order. So no more than one handle is kept, and what that holds, until
+            the watchdog looks again.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class GroupWorks:
         self.begun = 0
         self.home = 0
         self.is_uneven = False
-        self.outstanding: tuple[Record, Any] | None = None
+        self.outstanding: Work | None = None
         self.group = weakref.ref(process_group)
         self._numbers = itertools.count(1)
         self._can_cut = can_cut
@@ -399,7 +399,7 @@ class Work:
         record: the label, and what is known of it.
     """
 
-    __slots__ = ("_looks_up", "_phase", "handle", "record")
+    __slots__ = ("_is_late", "_looks_up", "_phase", "handle", "record")
 
     def __init__(
         self,
@@ -411,11 +411,12 @@ class Work:
         looks_up: bool = False,
     ) -> None:
         self.handle = handle
+        self._is_late = is_late
         self._looks_up = looks_up
         self._phase = phase
         self.record = record
         if is_late and record.group.outstanding is None:
-            record.group.outstanding = (record, handle)
+            record.group.outstanding = self
 
     def wait(self, timeout: float | None = None) -> Any:  # noqa: ANN401 - what the handle gives
         """Wait for it: the caller, or on an accelerator the current stream.
@@ -433,3 +434,40 @@ class Work:
             if self._looks_up and isinstance(self.handle, dist.Work):
                 return self.record.group.wait_for(self.handle)
             return self.handle.wait()
+
+    def is_completed(self) -> bool:
+        """Tell whether it is over, well or not; waits for nothing.
+
+        What gloo sends from rank to rank is over as soon as somebody has waited for it.
+        """
+        handle: Any = self.handle
+        try:
+            return bool(handle.done() if isinstance(handle, torch.futures.Future) else handle.is_completed())
+        except RuntimeError:  # of a device that has failed
+            return True
+
+    def exception(self) -> Exception | None:
+        """Give what it failed with; None if it went well, or is not over. Waits for nothing, and asks nobody.
+
+        If its group was given up, that is the reason, as `wait` raises it. What is given refers to no frame:
+        see Note [Groups that end].
+        """
+        if not self.is_completed():
+            return None
+        found = self._found()
+        verdict = self.record.group.verdict
+        return found if found is None or verdict is None else verdict.error()
+
+    def _found(self) -> Exception | None:
+        """Give what the backend says of a work that is over."""
+        handle: Any = self.handle
+        with suppress(AttributeError, TypeError):  # a future has none; PyTorch 2.8 cannot hand it out
+            found = handle.exception()
+            if isinstance(found, Exception):
+                return found
+        if not self._is_late:  # else a stream would wait
+            try:
+                handle.wait()
+            except Exception as error:  # noqa: BLE001 - given, not raised
+                return error.with_traceback(None)
+        return None

@@ -149,10 +149,11 @@ def first_failed(failures: Mapping[int, ProcessFailure]) -> int:
     """Find the rank that failed first.
 
     A killed rank counts as first: the others fail because of it, and may report that earlier. SIGTERM does
-    not count, since the launcher sends it to the remaining ranks. Otherwise the earliest traceback is the
-    cause, but for those of ranks that only heard of another one's failure: they may be quicker to raise.
+    not count, since the launcher sends it to the remaining ranks. Nor does a signal that came when the rank
+    had told why it failed: threads of C++ may abort a process that ends. Otherwise the earliest traceback is
+    the cause, but for those of ranks that only heard of another one's failure: they may be quicker to raise.
     """
-    killed = [rank for rank, failure in failures.items() if failure.exitcode < 0 and not _ended(failure)]
+    killed = [rank for rank, failure in failures.items() if _was_killed(failure)]
     if killed:
         return killed[0]
     return min(failures, key=lambda rank: (_ended(failures[rank]), *_when(failures[rank])))
@@ -166,21 +167,25 @@ def describe(failures: Mapping[int, ProcessFailure]) -> str:
     """
     rank = first_failed(failures)
     failure, report = failures[rank], _report(failures[rank])
-    if failure.exitcode < 0 and not _ended(failure):
+    if _was_killed(failure):
         return f"rank {rank} was killed by {failure.signal_name()} (process {failure.pid})"
     if "text" in report:
         return f"rank {rank} failed{report['text']}"
     return f"rank {rank} ended with status {failure.exitcode} (process {failure.pid})"
 
 
+def _was_killed(failure: ProcessFailure) -> bool:
+    return failure.exitcode < 0 and not _report(failure) and not _ended(failure)
+
+
 def _ended(failure: ProcessFailure) -> bool:
-    return failure.exitcode == -signal.SIGTERM
+    return failure.exitcode == -signal.SIGTERM and not _report(failure)
 
 
-def _when(failure: ProcessFailure) -> tuple[bool, int]:
+def _when(failure: ProcessFailure) -> tuple[int, int]:
     """Tell whether a rank only heard of a failure, and when in ns: PyTorch's seconds are too coarse."""
     report = _report(failure)
-    return bool(report.get("heard")), int(report.get("time_ns", sys.maxsize))
+    return ["", "later", "yes"].index(report.get("heard", "")), int(report.get("time_ns", sys.maxsize))
 
 
 def _report(failure: ProcessFailure) -> dict[str, str]:

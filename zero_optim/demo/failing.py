@@ -6,10 +6,12 @@ import time
 import traceback
 from pathlib import Path
 
-from zero_optim.errors import CheckpointError, DivergedError, RemoteRankError
-from zero_optim.run.host import let_the_cause_end_first
+from zero_optim.errors import CheckpointError, DivergedError
+from zero_optim.run.host import let_the_cause_end_first, order_of
 
 _EXPECTED = (DivergedError, BrokenPipeError, CheckpointError)  # their message is enough, without a traceback
+# By `order_of`: what a rank did itself; what came while it dealt with that; what it only heard of.
+_HEARD = {1: "", 2: "later", 3: "yes"}
 
 
 def record_failure(error: Exception) -> None:
@@ -17,7 +19,16 @@ def record_failure(error: Exception) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         write_failure(error, Path(path))
-    let_the_cause_end_first(error)
+    let_the_cause_end_first(error, _all_have_told)
+
+
+def _all_have_told() -> bool:
+    """Tell whether all ranks of the run have written why they failed, as far as one host can see that."""
+    path, here = os.environ.get("TORCHELASTIC_ERROR_FILE"), os.environ["LOCAL_WORLD_SIZE"]
+    if not path or here != os.environ["WORLD_SIZE"]:
+        return False
+    own = Path(path)  # PyTorch's launcher gives each local rank a folder
+    return len(list(own.parent.parent.glob(f"*/{own.name}"))) == int(here)
 
 
 def only_heard(path: Path) -> bool:
@@ -30,12 +41,13 @@ def write_failure(error: Exception, path: Path) -> None:
 
     Added are the time in ns, and whether this rank only heard that another one has failed.
     """
+    now = time.time_ns()  # before anything that may be slow, such as a message of the user's
     trace = "".join(traceback.format_exception(error)).rstrip()
     info = {
         "py_callstack": trace,
         "timestamp": str(int(time.time())),
-        "time_ns": str(time.time_ns()),
-        "heard": "yes" if isinstance(error, RemoteRankError) else "",
+        "time_ns": str(now),
+        "heard": _HEARD[order_of(error)],
         "text": f": {error}" if isinstance(error, _EXPECTED) else ":\n" + trace,
     }
     message = {"message": f"{type(error).__name__}: {error}", "extraInfo": info}

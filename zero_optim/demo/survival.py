@@ -21,10 +21,10 @@ from zero_optim.demo.elastic import WORKER, describe, first_failed, importing_fr
 from zero_optim.demo.failing import only_heard
 from zero_optim.demo.meeting import Meeting, Round
 from zero_optim.errors import RankFailedError
+from zero_optim.run.host import CAUSE
 
 _POLL = 0.05  # seconds
 _GRACE = 3.0  # seconds: a rank that raises because another one has died may be seen before that one
-_CAUSE = 10.0  # seconds for the rank that failed to say so, once others have only heard of it
 _END = 5.0  # seconds for a rank to end when asked
 
 Processes = dict[int, "subprocess.Popen[bytes]"]
@@ -95,8 +95,8 @@ def _watch_over(config: RunConfig, meeting: Meeting, processes: Processes) -> Ro
         reports = _reports(meeting, current).values()
         if has_ended or reports:
             failed_at = failed_at or time.monotonic()
-            is_told = has_ended or not all(map(only_heard, reports))
-            if time.monotonic() - failed_at > (_GRACE if is_told else _CAUSE):
+            is_told = has_ended or len(reports) == len(codes) or not all(map(only_heard, reports))
+            if time.monotonic() - failed_at > (_GRACE if is_told else CAUSE):
                 return current
         time.sleep(_POLL)
 

@@ -15,7 +15,7 @@ from zero_optim.demo.meeting import Meeting, Round
 from zero_optim.demo.ranks import Ranks
 from zero_optim.demo.run_log import Past, RunLog
 from zero_optim.demo.trainer import Shard, Trainer
-from zero_optim.errors import DivergedError, RemoteRankError
+from zero_optim.errors import DivergedError, StalledError
 
 _OWN_FAULT = (DivergedError, BrokenPipeError)  # not because another rank has died
 
@@ -80,7 +80,7 @@ class Survivor:
             return ranks.form(self._meeting.store(current), rank, size)
         except RuntimeError as error:
             # PyTorch has counted a group that there is not: ranks that count differently do not meet.
-            raise RemoteRankError(
+            raise StalledError(
                 "the ranks could not connect, as another one may just have died: resume the run"
             ) from error
 

@@ -10,12 +10,16 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 
-from zero_optim.errors import RemoteRankError, StalledError
+from zero_optim.errors import StalledError, is_heard_of
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _POLL = 1.0  # seconds
-_CAUSE = 10.0  # seconds that a rank which only heard of a failure gives the one that failed
+_TELLING = 0.05  # seconds between two looks at whether the others have told why they failed
+CAUSE = 120.0  # seconds that a rank which only heard of a failure gives the one that failed, on a busy host
+_LOST = 10.0  # seconds for ranks that do not answer, or have closed their connections
+_CLOSED = ("onnection closed by peer", "onnection reset by peer")  # what gloo says, and NCCL
 
 
 def end_with_parent(parent: int) -> None:
@@ -47,19 +51,44 @@ def watch(parent: int) -> None:
     os._exit(1)
 
 
-def let_the_cause_end_first(error: BaseException) -> None:
+def order_of(error: BaseException) -> int:
+    """Place a failure among those of all ranks: the lowest is the most likely to be the cause.
+
+    Returns:
+        1 for what this rank did itself; 3 for what it only heard of, or for a connection that another rank
+        has closed; 2 if that came while the rank dealt with a failure of its own.
+    """
+    if not is_heard_of(error) and not _is_closed(error):
+        return 1
+    # What a wait raised is `__cause__`; what was raised before the wait began is the context of that.
+    waited = error.__cause__ or error
+    before = waited.__context__
+    return 2 if before is not None and order_of(before) < 3 else 3
+
+
+def _is_closed(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and any(said in str(error) for said in _CLOSED)
+
+
+def let_the_cause_end_first(error: BaseException, all_have_told: Callable[[], bool]) -> None:
     """Wait before this rank ends, if it only heard that another one has failed.
 
     A launcher ends all ranks when the first one has ended. If that is a rank that only heard of a failure,
-    the rank that failed may be killed before it has written down why. The launcher ends this wait, with the
-    process, when the other rank has ended. Ranks named by a `StalledError` have ended already, or hang:
-    they are not waited for.
+    the rank that failed may be killed before it has written down why: it may be slow to, on a busy host.
+    The launcher ends this wait, with the process, when the other rank has ended. The wait also ends when
+    nobody is left who could tell more. Its limit is for a rank that does not go on: one that is stopped, or
+    that has caught its exception.
 
     Args:
         error: what this rank raised; it is written down already.
+        all_have_told: whether all ranks of this job have told how they ended.
     """
-    if isinstance(error, RemoteRankError) and not isinstance(error, StalledError):
-        time.sleep(_CAUSE)
+    if order_of(error) == 1:
+        return
+    is_told = is_heard_of(error) and not isinstance(error, StalledError)
+    deadline = time.monotonic() + (CAUSE if is_told else _LOST)
+    while time.monotonic() < deadline and not all_have_told():
+        time.sleep(_TELLING)
 
 
 def use_loopback() -> None:

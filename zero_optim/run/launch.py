@@ -11,7 +11,7 @@ Note [Which failure is reported]
     When a rank fails, the others lose their connections and fail as well, and may end first. So each rank
     writes down the time of its exception before it closes anything. The earliest one is the cause. A killed
     rank writes nothing, and comes before those. An exception that only repeats that of another rank comes
-    last.
+    last, and is waited for least: `zero_optim.run.host.let_the_cause_end_first`.
 
 Note [No process left]
     Before `launch` returns or raises, it kills the ranks without asking them. If the caller itself is killed,
@@ -47,8 +47,14 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from zero_optim.errors import LaunchTimeoutError, RankFailedError, RemoteRankError
-from zero_optim.run.host import end_with_parent, let_the_cause_end_first, num_cores, use_loopback
+from zero_optim.errors import LaunchTimeoutError, RankFailedError
+from zero_optim.run.host import (
+    end_with_parent,
+    let_the_cause_end_first,
+    num_cores,
+    order_of,
+    use_loopback,
+)
 from zero_optim.run.session import decode_call, encode_call, pickler
 from zero_optim.run.stacks import answer_with_stacks, stacks_of, traceback_text
 
@@ -204,6 +210,12 @@ class _Job:
             )
         return _Failure(rank, [0, rank], line + why, line)
 
+    def is_told(self) -> bool:
+        """Tell whether every rank has left its value, or why it failed."""
+        return all(
+            any(self.path(name, rank).exists() for name in ("failure", "value")) for rank in range(self.nproc)
+        )
+
     def values(self) -> list[Any]:
         """Read what the ranks returned."""
         return [torch.load(self.path("value", rank), weights_only=False) for rank in range(self.nproc)]
@@ -320,7 +332,7 @@ def _enter(rank: int, job: _Job) -> None:
         _write_failure(error, rank, job)
         sys.stdout.flush()
         sys.stderr.flush()
-        let_the_cause_end_first(error)
+        let_the_cause_end_first(error, job.is_told)
         os._exit(1)  # without destroying the process group, which may take for ever
 
 
@@ -358,7 +370,7 @@ def _write_failure(error: BaseException, rank: int, job: _Job) -> None:
     """Write a file about an exception, in one step, without the frames of this file."""
     now = monotonic_ns()  # one clock for all processes of a host
     text = traceback_text(error, __file__)
-    order = [2 if isinstance(error, RemoteRankError) else 1, now]
+    order = [order_of(error), now]
     path = job.path("failure", rank)
     failure = _Failure(rank, order, text, type(error).__name__)
     path.with_suffix(".part").write_text(json.dumps(asdict(failure)))

@@ -31,7 +31,8 @@ from zero_optim.plan.groups import ParamGroup, describe_options
 from zero_optim.plan.memory import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE
 from zero_optim.plan.plan import Plan, describe_owners, describe_params
 from zero_optim.shard.gathers import start_gather
-from zero_optim.shard.units import UnitBucket, UnitForms
+from zero_optim.shard.unit_forms import UnitForms
+from zero_optim.shard.units import UnitBucket
 from zero_optim.shard.wide import WideBucket
 
 _CLAIM = "_zero_optim_claim"

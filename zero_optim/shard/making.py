@@ -9,7 +9,8 @@ from zero_optim.plan.layout import Layout
 from zero_optim.plan.plan import Plan
 from zero_optim.shard.rooms import layouts_with_rooms
 from zero_optim.shard.storage import ParamBucket, make_bucket
-from zero_optim.shard.units import UnitBucket, UnitForms
+from zero_optim.shard.unit_forms import UnitForms
+from zero_optim.shard.units import UnitBucket
 
 
 class BucketMaker:

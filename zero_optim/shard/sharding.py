@@ -34,11 +34,13 @@ from zero_optim.plan.plan import (
     describe_params,
     make_plan,
 )
+from zero_optim.shard.freed import is_freed
 from zero_optim.shard.gathers import Gathers, UnderWay
 from zero_optim.shard.making import BucketMaker
 from zero_optim.shard.stamps import Call, Stamps
 from zero_optim.shard.storage import ParamBucket, is_active
-from zero_optim.shard.units import UnitBucket, UnitForms, is_freed
+from zero_optim.shard.unit_forms import UnitForms
+from zero_optim.shard.units import UnitBucket
 
 _DIFFERS_ON_PURPOSE = (
     "If that is meant to differ, do not pass it: give a function as optimizer_class that finds it out when "

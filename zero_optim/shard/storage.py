@@ -34,8 +34,12 @@ class ParamBucket(Protocol):
     """The parameters of one bucket, and their flat tensor."""
 
     params: list[Tensor]
-    layout: Layout
     label: str  # names it in messages
+
+    @property
+    def layout(self) -> Layout:
+        """Where each lies in the flat tensor."""
+        ...
 
     @property
     def device(self) -> torch.device:

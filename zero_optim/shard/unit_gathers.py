@@ -21,18 +21,22 @@ Note [Held by a replica]
     rank's own stamp may be a newer one by then.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
 
+from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease
 from zero_optim.comm.mesh import RankMesh
 from zero_optim.comm.pending import Pending
 from zero_optim.plan.layout import Layout, Span
 from zero_optim.shard.gathers import gather_into, start_broadcasts, start_gather
+from zero_optim.shard.keeping import Keeping
 from zero_optim.shard.storage import ParamBucket
 from zero_optim.shard.unit_stamps import UnitStamps
 from zero_optim.shard.units import UnitBucket
@@ -75,14 +79,16 @@ class _Column:
     Args:
         bucket: the bucket.
         mesh: the ranks.
+        keeping: keeps the copies; None for ordinary memory.
 
     Attributes:
         bucket: as given.
         renewed_in: the number of the pass in which it was renewed last.
     """
 
-    def __init__(self, bucket: UnitBucket, mesh: RankMesh) -> None:
+    def __init__(self, bucket: UnitBucket, mesh: RankMesh, keeping: Keeping | None) -> None:
         self.bucket = bucket
+        self._keeping = keeping
         self.renewed_in = -1
         self._rank = mesh.everyone.rank
         number = mesh.places[self._rank][1]
@@ -119,13 +125,14 @@ class _Column:
         self._seen = (self.bucket.num_changes, num_reduced)
         self.renewed_in = stamps.num_passes
         rows: list[tuple[int, Tensor]] = []
+        received: dict[Span, Tensor] = {}
         for span in self._spans:
             is_own = span.owner == self._rank
-            row = self._own(span, stamps) if is_own else self._copy(span)
+            row = self._own(span, stamps) if is_own else received.setdefault(span, self._place_for(span))
             rows.append((mesh.places[span.owner][0], row))
         if rows:
             works = start_broadcasts(across, rows, f"{self.bucket.label}, to the replicas")
-            self._coming = Pending(works, [row for _, row in rows], _nothing)
+            self._coming = Pending(works, [row for _, row in rows], partial(self._take, received))
 
     def _own(self, span: Span, stamps: UnitStamps) -> Tensor:
         """Copy what this rank sends, with its stamp."""
@@ -136,10 +143,26 @@ class _Column:
         stamps.write(row, span.start, layout.rooms, self._rank)
         return row
 
-    def _copy(self, span: Span) -> Tensor:
-        if span not in self._copies:
-            self._copies[span] = self.bucket.params[0].new_empty(span.stop - span.start)
-        return self._copies[span]
+    def _place_for(self, span: Span) -> Tensor:
+        """Give the memory in which to receive a row: the copy itself, unless that is in a file."""
+        if self._keeping is None and span in self._copies:
+            return self._copies[span]
+        return self.bucket.params[0].new_empty(span.stop - span.start)
+
+    def _take(self, received: Mapping[Span, Tensor]) -> None:
+        """Have copies of rows that have come where they are kept."""
+        for span, row in received.items():
+            if self._keeping is None:
+                self._copies[span] = row
+            elif span in self._copies:
+                self._keeping.write(self._copies[span], row)
+            else:
+                self._copies[span] = self._keeping.new_row(row)
+
+    def nbytes_to_keep(self) -> list[int]:
+        """List the bytes of each copy that there will be."""
+        size = self.bucket.params[0].element_size()
+        return [(span.stop - span.start) * size for span in self._spans if span.owner != self._rank]
 
     def arrive(self) -> None:
         """Wait for the renewal, if one is under way."""
@@ -152,7 +175,11 @@ class _Column:
         self.arrive()
         flat = self.bucket.fill()
         for span, copy in self._copies.items():
-            flat[span.start : span.stop].copy_(copy)
+            place = flat[span.start : span.stop]
+            if self._keeping is None:
+                place.copy_(copy)
+            else:
+                self._keeping.read(copy, place)
         return flat
 
 
@@ -167,6 +194,10 @@ class GathersInReplicas:
         stamps: of this rank.
         trained: parameters that backward passes may lead to a change of.
         num_reduced: gives how many backward passes were reduced.
+        keeping: keeps the copies of other ranks' rows, on all ranks or none; None for ordinary memory.
+
+    Raises:
+        OSError: on the rank where the disk is too small for the copies; a `RemoteRankError` on the others.
     """
 
     def __init__(
@@ -178,14 +209,21 @@ class GathersInReplicas:
         stamps: UnitStamps,
         trained: Collection[Tensor],
         num_reduced: Callable[[], int],
+        keeping: Keeping | None = None,
     ) -> None:
         self._mesh = mesh
         self._inner = inner
         self._across = across
-        self._columns = {bucket: _Column(bucket, mesh) for bucket in buckets}
+        self._columns = {bucket: _Column(bucket, mesh, keeping) for bucket in buckets}
+        self._most_under_way = len(self._columns) if keeping is None else 2
         self._stamps = stamps
         self._trained = {bucket for bucket in buckets if not set(bucket.params).isdisjoint(trained)}
         self._num_reduced = num_reduced
+        if keeping is not None:
+            with failing_together(mesh.everyone):
+                keeping.reserve_rows(
+                    nbytes for each in self._columns.values() for nbytes in each.nbytes_to_keep()
+                )
 
     @property
     def nbytes_held(self) -> int:
@@ -208,11 +246,15 @@ class GathersInReplicas:
 
     def _renew(self) -> None:
         """Start to renew all that may have changed; each is waited for by itself."""
-        num_reduced = self._num_reduced()
+        num_reduced, under_way = self._num_reduced(), deque[_Column]()
         for bucket, column in self._columns.items():
             number = num_reduced if bucket in self._trained else 0
-            if column.is_due(number):
-                column.renew(self._lanes(self._across), self._mesh, number, self._stamps)
+            if not column.is_due(number):
+                continue
+            if len(under_way) == self._most_under_way:
+                under_way.popleft().arrive()
+            column.renew(self._lanes(self._across), self._mesh, number, self._stamps)
+            under_way.append(column)
 
     def _lanes(self, lease: Lease) -> list[RankGroup]:
         return [lane.during("gather") for lane in lease.groups]
@@ -222,7 +264,3 @@ def _spans(layout: Layout) -> list[Span]:
     """List what owners send of a bucket; the same on every rank."""
     rows = [Span(row.owner, row.start, row.stop) for row in layout.rows if row.stop > row.start]
     return rows + [Span(room.owner, room.start, room.stop) for room in layout.rooms_behind]
-
-
-def _nothing() -> None:
-    """Do nothing: what came is where it belongs."""

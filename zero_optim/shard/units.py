@@ -50,21 +50,20 @@ Note [Freed one by one]
     So whoever makes buckets never needs a second copy of the model, nor even of a unit.
 """
 
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
 
-from zero_optim.compat.streams import is_asynchronous
 from zero_optim.plan.layout import Layout
 from zero_optim.plan.memory import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE, kept_dtype
-from zero_optim.shard.keeping import Keeping
-from zero_optim.shard.padding import zero_padding
-from zero_optim.shard.places import Form, views_in
+from zero_optim.shard.freed import ShownWhenFreed
+from zero_optim.shard.places import Form
+from zero_optim.shard.unit_flat import UnitFlat
+from zero_optim.shard.unit_forms import KeptRows, UnitForms
+from zero_optim.shard.unit_row import UnitRow
 
 if TYPE_CHECKING:
     from zero_optim.comm.pending import Pending
@@ -78,44 +77,6 @@ _PINNED = (
     "the parameters of {name} are whole for somebody to read or write: leave unsharded() before "
     "they are stepped, averaged, saved or loaded"
 )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class KeptRows:
-    """What a rank keeps of a parameter of a unit.
-
-    Attributes:
-        stride: of the parameter when it is whole, in elements.
-        rows: those that this rank owns, in memory that stays; None if it owns none.
-    """
-
-    stride: tuple[int, ...]
-    rows: Tensor | None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class UnitForms:
-    """How the parameters of units are kept.
-
-    Attributes:
-        compute_dtypes: of those that have, or get, another dtype than their owners keep, see `UnitBucket`.
-        keeping: keeps their rows; None for ordinary memory.
-    """
-
-    compute_dtypes: Mapping[Tensor, torch.dtype] = field(default_factory=dict)
-    keeping: Keeping | None = None
-
-    def anew(self) -> "UnitForms":
-        """Give the same forms for another optimizer, which keeps what it owns in files of its own.
-
-        So the files of the former one are given up with its rows.
-        """
-        return self if self.keeping is None else replace(self, keeping=self.keeping.anew())
-
-
-def is_freed(tensor: Tensor) -> bool:
-    """Whether a tensor is what a freed parameter shows; not known of a single element."""
-    return tensor.layout is torch.strided and tensor.numel() > 1 and not any(tensor.stride())
 
 
 class UnitBucket:
@@ -132,9 +93,6 @@ class UnitBucket:
             in one dtype, computed with in another].
 
     Attributes:
-        row: what this rank keeps for good: its row of the flat tensor, 1-D, empty before the first parameter
-            was taken in. If it owns everything, and keeps it in memory as it is computed with, that is the
-            flat tensor, which is never emptied then.
         is_whole: the parameters can be read.
         coming: the gather that makes them whole, if one is under way.
         is_left: state dicts are to show the parameters as they are, whole or freed.
@@ -152,33 +110,19 @@ class UnitBucket:
     ) -> None:
         """Note where everything is to be."""
         self.params = params
-        self.layout = layout
         self.label = label
-        self._forms = list(map(Form.of, params))
         first = params[0]
         given = UnitForms() if unit_forms is None else unit_forms
-        compute_dtype = given.compute_dtypes.get(first, first.dtype)
-        self._keeping = given.keeping
-        # Views can only be made of a storage that is large enough. Nobody writes to it.
-        self._flat = torch.empty(layout.numel, dtype=compute_dtype, device=first.device)
-        self._views = self.views(self._flat)
-        self._own = next(((row.start, row.stop) for row in layout.rows if row.owner == rank), (0, 0))
-        self._shown = torch.empty(len(params), dtype=compute_dtype, device=first.device)
-        self._shown.copy_(shown_when_freed(self._shown.shape, compute_dtype, first.device))
-        self._octets = self._shown.view(torch.uint8).clone()
-        self._nans = [one.expand(param.shape) for one, param in zip(self._shown, params, strict=True)]
-        is_all = self._own == (0, layout.end_of_rows) and self._keeping is None
-        kept = kept_dtype(first)  # the parameters have the other one already where another bucket held them
-        self._owns_all = is_all and compute_dtype == kept
-        self.row = self._own_row() if self._owns_all else first.detach().new_empty(0, dtype=kept)
-        self._has_row = False
-        self._flat.untyped_storage().resize_(0)
+        dtype = given.compute_dtypes.get(first, first.dtype)
+        self._flat = UnitFlat(list(map(Form.of, params)), layout, rank, dtype, first.device)
+        # The parameters have the compute dtype already where another bucket held them.
+        self._own = UnitRow(self._flat, kept_dtype(first), given.keeping)
+        self._freed = ShownWhenFreed(params, dtype, first.device)
         self.is_whole = False
         self.coming: Pending | None = None
         self.is_left = False
         self.num_pins = 0
         self.num_changes = 0
-        self._versions: list[int] = []  # of the parameters when they were freed
         self._has_changed = False
 
     def __deepcopy__(self, memo: object) -> NoReturn:
@@ -192,18 +136,25 @@ class UnitBucket:
             "parameters. Use zero_optim.checkpoint.save"
         )
 
-    def _own_row(self) -> Tensor:
-        return self._flat[slice(*self._own)]
+    @property
+    def layout(self) -> Layout:
+        """See `ParamBucket`."""
+        return self._flat.layout
+
+    @property
+    def row(self) -> Tensor:
+        """What this rank keeps for good: its row of the flat tensor, 1-D; see `UnitRow`."""
+        return self._own.values
 
     @property
     def device(self) -> torch.device:
         """See `ParamBucket`."""
-        return self._flat.device
+        return self._flat.tensor.device
 
     @property
     def nbytes(self) -> int:
         """The size of the flat tensor while the parameters are whole."""
-        return self.layout.numel * self._flat.element_size()
+        return self._flat.nbytes
 
     @property
     def nbytes_to_gather(self) -> int:
@@ -213,12 +164,12 @@ class UnitBucket:
     @property
     def nbytes_of_row(self) -> int:
         """The size of what this rank keeps."""
-        return (self._own[1] - self._own[0]) * self.row.element_size()
+        return self._own.numel * self.row.element_size()
 
     @property
     def nbytes_live(self) -> int:
         """Bytes of the flat tensor right now, beside the row: all, or none."""
-        return 0 if self._owns_all else self._flat.untyped_storage().nbytes()
+        return self._flat.nbytes_live
 
     # ------------------------------------------------------------------ made
 
@@ -228,28 +179,7 @@ class UnitBucket:
         Args:
             values: of those parameters, whole; others than the bucket's are passed over.
         """
-        self._make_row()
-        with torch.no_grad():
-            for index, first, place in self._places():
-                whole = values.get(self.params[index])
-                if whole is not None:
-                    cut = place.shape != whole.shape
-                    place.copy_(whole[first : first + len(place)] if cut else whole)
-                    if self._keeping is not None:
-                        self._keeping.keep([place])
-
-    def _make_row(self) -> None:
-        if self._has_row:
-            return
-        self._has_row = True
-        if self._owns_all:
-            self._flat.untyped_storage().resize_(self.nbytes)
-            zero_padding(self._flat, self.layout)
-            return
-        row = self.row.new_empty(self._own[1] - self._own[0])
-        if self._keeping is None:
-            zero_padding(row, self.layout, self._own[0])
-        self.row = row if self._keeping is None else self._keeping.new_row(row.zero_())
+        self._own.take_in([values.get(param) for param in self.params])
 
     def let_go(self, params: AbstractSet[Tensor] | None = None) -> None:
         """Have some parameters show NaN from now on, all by default; the memory they had is released.
@@ -257,13 +187,13 @@ class UnitBucket:
         Args:
             params: others than the bucket's are passed over.
         """
-        for param, form, nan in zip(self.params, self._forms, self._nans, strict=True):
+        for param, form, nan in zip(self.params, self._flat.forms, self._freed.tensors, strict=True):
             if params is None or param in params:
                 setattr(param, STRIDES_WHEN_WHOLE, form.stride)
                 if self.is_rounded:
                     setattr(param, DTYPE_AS_KEPT, self.row.dtype)
                 param.data = nan
-        self._versions = _versions(self.params)
+        self._freed.note_versions()
 
     def has_new_place(self) -> None:
         """Take note that its parameters were in other buckets, whose flat tensors are gone.
@@ -272,48 +202,30 @@ class UnitBucket:
         """
         self._has_changed = True
 
-    def _places(self) -> Iterator[tuple[int, int, Tensor]]:
-        """List what this rank owns: the parameter's index, the first of the rows, and these, in `row`."""
-        start = self._own[0]
-        for row in self.layout.rows:
-            if (row.start, row.stop) != self._own:
-                continue
-            for extent in row.extents:
-                form = self._forms[extent.param]
-                numel, size, first = extent.stop - extent.start, form.size, 0
-                if numel < self.layout.numels[extent.param]:  # dimension 0 is outermost in memory
-                    in_row = size[1:].numel()
-                    first, size = extent.start // in_row, torch.Size((numel // in_row, *size[1:]))
-                yield extent.param, first, self.row.as_strided(size, form.stride, extent.offset - start)
-
     def kept(self) -> Iterator[tuple[Tensor, Tensor]]:
         """List the parameters of which this rank owns rows, each with these rows, views of `row`."""
-        self._make_row()
-        for index, _, rows in self._places():
-            yield self.params[index], rows
+        self._own.make()
+        for place in self._own.places():
+            yield self.params[place.param], place.rows
 
     def all_kept(self) -> Iterator[tuple[Tensor, KeptRows]]:
         """List all parameters, each with what this rank keeps of it."""
         own = dict(self.kept())
-        for param, form in zip(self.params, self._forms, strict=True):
+        for param, form in zip(self.params, self._flat.forms, strict=True):
             yield param, KeptRows(form.stride, own.get(param))
 
     def shares_memory(self, tensor: Tensor) -> bool:
         """Whether a tensor is a view of the flat tensor, so that it dies when this is freed."""
-        if self._owns_all or tensor.layout is not torch.strided:
-            return False
-        address = self._flat.untyped_storage().data_ptr()
-        return address != 0 and tensor.untyped_storage().data_ptr() == address
+        return self._flat.is_viewed_by(tensor)
 
     @property
     def storage_id(self) -> int:
         """What tells the flat tensor's storage from others, also while it is empty."""
-        return int(self._flat.untyped_storage()._cdata)
+        return self._flat.storage_id
 
     def shows_freed(self, tensor: Tensor) -> bool:
         """Whether a tensor is a view of what a parameter shows while it is freed."""
-        address = tensor.data_ptr()
-        return any(address == nan.data_ptr() for nan in self._nans)
+        return self._freed.is_viewed_by(tensor)
 
     # ------------------------------------------------------------------ steps and loads
 
@@ -336,22 +248,12 @@ class UnitBucket:
         self._check_untouched()
 
     def _check_untouched(self) -> None:
-        shown = self._views if self.is_whole else self._nans
+        shown = self._flat.views if self.is_whole else self._freed.tensors
         for param, tensor in zip(self.params, shown, strict=True):
             if param.numel() and param.data_ptr() != tensor.data_ptr():
                 raise RuntimeError(_WRITE.format(name=self.label))
-        # Some writes in place do not notice that the elements have one place in memory.
-        if not self.is_whole and (self._versions != _versions(self.params) or self._is_shown_changed()):
+        if not self.is_whole and self._freed.was_written():
             raise RuntimeError(_WRITE.format(name=self.label))
-
-    def _is_shown_changed(self) -> bool:
-        """Whether somebody has written to ``param.data``, which changes no version; not known of a device."""
-        shown = self._shown.view(torch.uint8)
-        # On an asynchronous device the CPU would have to wait.
-        if is_asynchronous(shown.device) or torch.equal(shown, self._octets):
-            return False
-        shown.copy_(self._octets)  # this is told once
-        return True
 
     def has_changed(self) -> None:
         """Take note that rows have other values than the parameters, and free these."""
@@ -364,7 +266,7 @@ class UnitBucket:
 
     def pass_over(self) -> None:
         """Take note that versions may have changed in a step, which counts as a write to parameters."""
-        self._versions = _versions(self.params)
+        self._freed.note_versions()
 
     @torch.no_grad()
     def take_written(self) -> None:
@@ -375,33 +277,28 @@ class UnitBucket:
         """
         assert self.is_whole
         self.num_changes += 1
-        for param, form, view in zip(self.params, self._forms, self._views, strict=True):
+        for param, form, view in zip(self.params, self._flat.forms, self._flat.views, strict=True):
             if param.numel() and param.data_ptr() != view.data_ptr():
                 form._replace(dtype=view.dtype).check(param)
                 view.copy_(param)
                 param.data = view
-        written = self._own_row()
-        if self.is_rounded:
-            kept = self.row.to(written.dtype) == written
-            self._write_row(torch.where(kept, self.row, written.to(self.row.dtype)))
-        elif not self._owns_all:
-            self._write_row(written)
+        self._own.take_written()
 
     # ------------------------------------------------------------------ values as they are kept
 
     @property
     def is_rounded(self) -> bool:
         """Whether the parameters have another dtype than what this rank keeps of them."""
-        return self._flat.dtype != self.row.dtype
+        return self._own.is_rounded
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """View the parameters in a flat tensor of any dtype."""
-        return views_in(flat, self._forms, self.layout)
+        return self._flat.views_of(flat)
 
     def flat_as_kept(self) -> Tensor:
         """Make a flat tensor in the dtype that rows are kept in, with this rank's row; the rest is zero."""
         flat = self.row.new_zeros(self.layout.numel)
-        self._read_row(flat[slice(*self._own)])
+        self._own.read(flat[self._flat.span])
         return flat
 
     def take_over(self, flat: Tensor) -> None:
@@ -411,15 +308,15 @@ class UnitBucket:
             RuntimeError: somebody needs them whole. Nothing has changed.
         """
         self.check_unpinned()
-        self._write_row(flat[slice(*self._own)])
+        self._own.write(flat[self._flat.span])
         self.has_changed()
 
     # ------------------------------------------------------------------ whole and freed
 
     def row_as_sent(self) -> Tensor:
         """Copy this rank's row, in the dtype of the flat tensor."""
-        row = self._flat.new_empty(self._own[1] - self._own[0])
-        self._read_row(row)
+        row = self._flat.tensor.new_empty(self._own.numel)
+        self._own.read(row)
         return row
 
     def fill(self, chosen: Collection[int] | None = None) -> Tensor:
@@ -429,28 +326,16 @@ class UnitBucket:
             chosen: see `ParamBucket`; the whole row is filled all the same.
         """
         self._check_untouched()
-        if not self._owns_all:
-            self._flat.untyped_storage().resize_(self.nbytes)
+        if not self._flat.stays:
+            self._flat.grow()
             with torch.no_grad():
-                self._read_row(self._own_row())
-        return self._flat
-
-    def _read_row(self, target: Tensor) -> None:
-        if self._keeping is None:
-            target.copy_(self.row)
-        else:
-            self._keeping.read(self.row, target)
-
-    def _write_row(self, values: Tensor) -> None:
-        if self._keeping is None:
-            self.row.copy_(values)
-        else:
-            self._keeping.write(self.row, values)
+                self._own.read(self._flat.own)
+        return self._flat.tensor
 
     def settle(self, flat: Tensor, chosen: Collection[int] | None = None) -> None:
         """Show the parameters whole, once the flat tensor has all rows."""
-        assert flat is self._flat
-        self._show(self._views)
+        assert flat is self._flat.tensor
+        self._show(self._flat.views)
         self.is_whole = True
         self.coming = None
         if self._has_changed:
@@ -467,22 +352,11 @@ class UnitBucket:
         self.arrive()
         if not self.is_whole:
             return
-        self._show(self._nans)
-        if not self._owns_all:
-            self._flat.untyped_storage().resize_(0)
+        self._show(self._freed.tensors)
+        self._flat.empty()
         self.is_whole = False
-        self._versions = _versions(self.params)
+        self._freed.note_versions()
 
     def _show(self, tensors: list[Tensor]) -> None:
         for param, tensor in zip(self.params, tensors, strict=True):
             param.data = tensor
-
-
-def _versions(params: list[Tensor]) -> list[int]:
-    return [param._version for param in params]
-
-
-def shown_when_freed(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Make what a freed parameter of some form shows; see Note [Freed by emptying the storage]."""
-    value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))

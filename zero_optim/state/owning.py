@@ -23,7 +23,7 @@ from zero_optim.plan.pieces import Pieces, owned_by_text
 from zero_optim.plan.plan import describe_params
 from zero_optim.shard.keeping import Keeping
 from zero_optim.shard.sharding import Sharding
-from zero_optim.shard.units import UnitForms
+from zero_optim.shard.unit_forms import UnitForms
 from zero_optim.state.given import ShardingOptions
 from zero_optim.state.mirror import Mirror
 from zero_optim.state.whole import Snapshot, nbytes_held

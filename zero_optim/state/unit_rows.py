@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from zero_optim.comm.agreement import agree, failing_together
-from zero_optim.shard.units import KeptRows, UnitBucket, UnitForms
+from zero_optim.shard.unit_forms import KeptRows, UnitForms
+from zero_optim.shard.units import UnitBucket
 from zero_optim.state.rebinding import RebindableOptimizer
 
 

@@ -1,0 +1,93 @@
+"""Files for what a rank keeps, with state over all ranks of a mesh: copies of other rows are there too."""
+
+import copy
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pool import Ranks
+from test_fully_sharded import Tower, train
+from test_mesh import assert_alike, assert_equal_everywhere, mesh_of
+from test_offload import BUDGET, assert_same_state
+from zero_optim import RemoteRankError, ZeroRedundancyOptimizer, checkpoint
+from zero_optim.ddp import FullyShardedDataParallel, Offload, unsharded
+from zero_optim.shard import unit_gathers
+from zero_optim.shard.mapped import PAGE
+
+
+def over_all(model: nn.Module, folder: Path | None, *, first: bool = True) -> Any:
+    """Wrap a copy of a model over a mesh whose ranks share the state, with the optimizer first or last."""
+    own, mesh = copy.deepcopy(model), mesh_of(2)
+    options: dict[str, Any] = {"units": [*own.blocks], "mesh": mesh}  # type: ignore[misc]
+    options["offload"] = None if folder is None else Offload(folder, BUDGET)
+    if first:
+        optimizer = ZeroRedundancyOptimizer(own.parameters(), torch.optim.AdamW, lr=1e-2)
+        return FullyShardedDataParallel(own, optimizer, **options), optimizer
+    wrapped = FullyShardedDataParallel(own, **options)
+    return wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, lr=1e-2)
+
+
+def trains_alike(folder: Path) -> None:
+    model = Tower(width=48)
+    (plain, one), (kept, other) = over_all(model, None), over_all(model, folder)
+    for round_ in range(2):
+        assert train(kept, other, steps=2) == train(plain, one, steps=2), round_
+        for wrapped in (plain, kept):
+            with torch.no_grad(), unsharded(wrapped.module):
+                wrapped.module.first.weight.mul_(2)
+    assert_alike(kept.module, plain.module)
+    assert_same_state(one, other)
+    assert_equal_everywhere(kept.module)
+    copies = [each for column in kept.units.gathers._columns.values() for each in column._copies.values()]
+    large = [each for each in copies if each.nbytes >= PAGE]
+    assert large
+    assert all(other.keeping._memory.holds(each) for each in large)
+    assert kept.units.nbytes_live() == 0
+
+
+def test_copies_of_the_rows_of_other_replicas_are_in_files(ranks2: Ranks, tmp_path: Path) -> None:
+    ranks2.run(trains_alike, tmp_path)
+
+
+@pytest.mark.slow
+def test_with_several_ranks_in_a_replica_too(ranks4: Ranks, tmp_path: Path) -> None:
+    ranks4.run(trains_alike, tmp_path)
+
+
+def saves_and_loads(folder: Path, saved: Path) -> None:
+    model = Tower(width=48)
+    (plain, one), (kept, other) = over_all(model, None, first=False), over_all(model, folder, first=False)
+    train(kept, other, steps=2)
+    train(plain, one, steps=2)
+    checkpoint.save(saved, model=kept, optimizer=other)
+    train(kept, other, steps=2)
+    checkpoint.load(saved, model=kept, optimizer=other)
+    assert_alike(plain.module, kept.module)
+    other.consolidate_state_dict(to=None)
+    one.load_state_dict(other.state_dict())
+    assert_same_state(one, other)
+    assert train(kept, other, steps=2) == train(plain, one, steps=2)
+
+
+def test_an_optimizer_that_comes_later_and_checkpoints_keep_them_there(ranks2: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    ranks2.run(saves_and_loads, tmp_path / "files", tmp_path / "saved")
+
+
+def is_full_on_one_rank(folder: Path) -> None:
+    model = Tower(width=48)
+    is_first = dist.get_rank() == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unit_gathers._Column, "nbytes_to_keep", lambda _: [2**60 if is_first else 1])
+        with pytest.raises((OSError, RemoteRankError), match="expected to reserve") as told:
+            over_all(model, folder)
+    assert not is_first or getattr(told.value, "errno", None) == errno.ENOSPC
+
+
+def test_a_disk_too_small_for_the_copies_is_told_on_every_rank(failing2: Any, tmp_path: Path) -> None:
+    failing2.run(is_full_on_one_rank, tmp_path)

@@ -1,0 +1,42 @@
+"""How the parameters of units are kept, and what a rank keeps of one. Nothing here communicates."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from zero_optim.shard.keeping import Keeping
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptRows:
+    """What a rank keeps of a parameter of a unit.
+
+    Attributes:
+        stride: of the parameter when it is whole, in elements.
+        rows: those that this rank owns, in memory that stays; None if it owns none.
+    """
+
+    stride: tuple[int, ...]
+    rows: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnitForms:
+    """How the parameters of units are kept.
+
+    Attributes:
+        compute_dtypes: of those that have, or get, another dtype than their owners keep, see `UnitBucket`.
+        keeping: keeps their rows; None for ordinary memory.
+    """
+
+    compute_dtypes: Mapping[Tensor, torch.dtype] = field(default_factory=dict)
+    keeping: Keeping | None = None
+
+    def anew(self) -> "UnitForms":
+        """Give the same forms for another optimizer, which keeps what it owns in files of its own.
+
+        So the files of the former one are given up with its rows.
+        """
+        return self if self.keeping is None else replace(self, keeping=self.keeping.anew())

@@ -1,0 +1,131 @@
+"""The row of a unit's bucket that a rank keeps for good. Nothing here communicates."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zero_optim.shard.keeping import Keeping
+from zero_optim.shard.padding import zero_padding
+from zero_optim.shard.unit_flat import UnitFlat
+
+
+class Place(NamedTuple):
+    """What this rank owns of one parameter.
+
+    Attributes:
+        param: index of the parameter in the bucket.
+        first: the first of its rows that are here.
+        rows: these rows, a view of what is kept.
+    """
+
+    param: int
+    first: int
+    rows: Tensor
+
+
+class UnitRow:
+    """What one rank keeps of a unit's bucket. It gets memory when it is needed first.
+
+    If it is everything, and is kept in memory in the dtype that is computed with, it is the flat tensor. That
+    is never emptied then.
+
+    Args:
+        flat: the bucket's flat tensor.
+        dtype: of what is kept.
+        keeping: keeps it; None for ordinary memory.
+
+    Attributes:
+        values: the row, 1-D; empty before it is needed.
+    """
+
+    def __init__(self, flat: UnitFlat, dtype: torch.dtype, keeping: Keeping | None) -> None:
+        self._flat = flat
+        self._keeping = keeping
+        is_all = (flat.span.start, flat.span.stop) == (0, flat.layout.end_of_rows) and keeping is None
+        flat.stays = is_all and flat.tensor.dtype == dtype
+        self.values = flat.own if flat.stays else flat.tensor.new_empty(0, dtype=dtype)
+        self._is_made = False
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has, padding included, before it has memory too."""
+        return self._flat.own.numel()
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the flat tensor has another dtype."""
+        return self._flat.tensor.dtype != self.values.dtype
+
+    def make(self) -> None:
+        """Get memory, if there is none yet, with zeros in the padding."""
+        if self._is_made:
+            return
+        self._is_made = True
+        if self._flat.stays:
+            self._flat.stay()
+            return
+        row = self.values.new_empty(self.numel)
+        if self._keeping is None:
+            zero_padding(row, self._flat.layout, self._flat.span.start)
+            self.values = row
+        else:
+            self.values = self._keeping.new_row(row.zero_())
+
+    def places(self) -> Iterator[Place]:
+        """List what this rank owns of parameters."""
+        layout, span = self._flat.layout, self._flat.span
+        for row in layout.rows:
+            if (row.start, row.stop) != (span.start, span.stop):
+                continue
+            for extent in row.extents:
+                form = self._flat.forms[extent.param]
+                numel, size, first = extent.stop - extent.start, form.size, 0
+                if numel < layout.numels[extent.param]:  # dimension 0 is outermost in memory
+                    in_row = size[1:].numel()
+                    first, size = extent.start // in_row, torch.Size((numel // in_row, *size[1:]))
+                offset = extent.offset - row.start
+                yield Place(extent.param, first, self.values.as_strided(size, form.stride, offset))
+
+    @torch.no_grad()
+    def take_in(self, whole: Sequence[Tensor | None]) -> None:
+        """Copy what this rank owns out of whole parameters.
+
+        Args:
+            whole: by index; None for those to pass over.
+        """
+        self.make()
+        for index, first, place in self.places():
+            values = whole[index]
+            if values is not None:
+                cut = place.shape != values.shape
+                place.copy_(values[first : first + len(place)] if cut else values)
+                if self._keeping is not None:
+                    self._keeping.keep([place])
+
+    def read(self, target: Tensor) -> None:
+        """Copy it to another tensor of its length, 1-D, of any dtype."""
+        if self._keeping is None:
+            target.copy_(self.values)
+        else:
+            self._keeping.read(self.values, target)
+
+    def write(self, values: Tensor) -> None:
+        """Copy a tensor of its length to it."""
+        if self._keeping is None:
+            self.values.copy_(values)
+        else:
+            self._keeping.write(self.values, values)
+
+    def take_written(self) -> None:
+        """Take over what was written to its elements in the flat tensor.
+
+        Where these have another dtype, an element that is still this one's, rounded, changes nothing.
+        """
+        written = self._flat.own
+        if self.is_rounded:
+            is_same = self.values.to(written.dtype) == written
+            self.write(torch.where(is_same, self.values, written.to(self.values.dtype)))
+        elif not self._flat.stays:
+            self.write(written)
