@@ -19,6 +19,7 @@ from harness import MIB, arguments, launch, make_params, peak_growth, record, sh
 from torch import nn
 
 from zero_optim import ZeroRedundancyOptimizer, checkpoint
+from zero_optim.checkpoint import PendingSave
 
 
 def training(num_millions: int) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
@@ -68,14 +69,18 @@ def timed(work: Callable[[], object]) -> float:
     return float(seconds)
 
 
+def begin(save_async: Callable[[], PendingSave], pending: list[PendingSave]) -> None:
+    pending.append(save_async())
+
+
 def measure(folder: str, num_millions: int, rounds: int) -> dict[str, Any]:
     """Runs on each rank."""
     model, optimizer = training(num_millions)
     sharded, single = Path(folder, "sharded"), Path(folder, "single.pt")
-    objects = {"model": model, "optimizer": optimizer}
+    save_async = partial(checkpoint.save_async, sharded, model=model, optimizer=optimizer)
     contenders = {
-        "save": partial(checkpoint.save, sharded, **objects),
-        "load": partial(checkpoint.load, sharded, **objects),
+        "save": partial(checkpoint.save, sharded, model=model, optimizer=optimizer),
+        "load": partial(checkpoint.load, sharded, model=model, optimizer=optimizer),
         "one file, save": partial(one_file, single, model, optimizer),
         "one file, load": partial(load_one_file, single, model, optimizer),
     }
@@ -87,15 +92,14 @@ def measure(folder: str, num_millions: int, rounds: int) -> dict[str, Any]:
     for _ in range(rounds):
         for name, work in contenders.items():
             seconds[name].append(timed(work))
-        pending: list[checkpoint.PendingSave] = []
-        begin = partial(checkpoint.save_async, sharded, **objects)
-        seconds["save_async, stall"].append(timed(lambda begin=begin, into=pending: into.append(begin())))
+        pending: list[PendingSave] = []
+        seconds["save_async, stall"].append(timed(partial(begin, save_async, pending)))
         seconds["save_async, whole"].append(seconds["save_async, stall"][-1] + timed(pending[0].wait))
     before = read_nbytes()
     growth = {"load": peak_growth(contenders["load"])}
     read = read_nbytes() - before
     growth["save"] = peak_growth(contenders["save"])
-    growth["save_async"] = peak_growth(lambda: checkpoint.save_async(sharded, **objects).wait())
+    growth["save_async"] = peak_growth(lambda: save_async().wait())
     own = state_nbytes(optimizer.state) + owned_nbytes(optimizer)
     times = {name: median(values) for name, values in seconds.items()}
     return {"seconds": times, "growth_nbytes": growth, "read_nbytes": read, "own_nbytes": own}

@@ -9,7 +9,6 @@ Peak memory is that of new processes: how much higher resident memory gets than 
 while it is wrapped, and while it is trained.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -254,4 +253,4 @@ def _row(run: dict[str, Any], kind: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

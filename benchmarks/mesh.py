@@ -8,7 +8,6 @@ inside its replica, and 2 (R-1)/R times a rank's part of them across.
 With `--link` each rank has a link to a switch, and *wire* is what its interface sends, in parts of the ideal.
 """
 
-import sys
 from contextlib import nullcontext
 from typing import Any
 
@@ -101,4 +100,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

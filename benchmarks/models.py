@@ -27,9 +27,11 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         heads = self.attention(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(*heads.unbind(0), is_causal=True)
+        query, key, value = heads.unbind(0)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.project(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return out
 
 
 class Gpt(nn.Module):
@@ -91,7 +93,8 @@ class ResNet(nn.Module):
         self.head = nn.Linear(256, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(x).mean((2, 3))).square().mean()
+        scores: Tensor = self.head(self.blocks(x).mean((2, 3)))
+        return scores.square().mean()
 
 
 def workload(name: str) -> Workload:

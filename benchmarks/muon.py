@@ -25,7 +25,7 @@ GPT = [(384, 128), (128, 128), (512, 128), (128, 512)] * 4
 def measure(shapes: list[tuple[int, int]], rounds: int) -> dict[str, Any]:
     """Time both cost functions in turns; runs on each rank."""
     sharded = {
-        cost: ZeroRedundancyOptimizer(make_params(shapes), torch.optim.Muon, lr=0.01, cost=cost)  # type: ignore[arg-type]
+        cost: ZeroRedundancyOptimizer(make_params(shapes), torch.optim.Muon, lr=0.01, cost=cost)
         for cost in ("numel", "matmul")
     }
     unsharded = torch.optim.Muon(make_params(shapes), lr=0.01)

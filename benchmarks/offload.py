@@ -66,8 +66,9 @@ def time_steps(folder: Path) -> tuple[dict[str, list[float]], int]:
     disk, (whole, one), (kept, other) = Disk(folder), training(None), training(folder)
     backward(whole)
     backward(kept)
-    contenders = {"in memory": one.step, "in files": other.step, "the disk alone": disk.step}
-    return time_interleaved(contenders, rounds=5, warmup=2), disk.nbytes
+    return time_interleaved(
+        {"in memory": one.step, "in files": other.step, "the disk alone": disk.step}, rounds=5, warmup=2
+    ), disk.nbytes
 
 
 def peak(folder: Path | None) -> int:

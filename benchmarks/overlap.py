@@ -13,7 +13,6 @@ The bound is compute alone, then all bytes at the rate of the link: 2 (W-1)/W ti
 from each rank. Bytes on the wire are those that the interfaces have sent, with headers and acknowledgements.
 """
 
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from statistics import median
@@ -89,7 +88,7 @@ def _of_ranks(value: float) -> list[float]:
 
 def measure(name: str, ranks: int, rounds: int, every: bool, rate: str | None) -> dict[str, Any]:
     with nullcontext() if rate is None else emulated(rate, ranks) as link:
-        run = launch(ranks, worker, name, every, rounds, link, link=link)[0]
+        run: dict[str, Any] = launch(ranks, worker, name, every, rounds, link, link=link)[0]
     ideal = 2 * (ranks - 1) / ranks * run["param_nbytes"]  # from each rank
     run |= {"model": name, "ranks": ranks, "rate": rate, "ideal_nbytes": ideal}
     if link is not None:
@@ -147,4 +146,4 @@ def tell(run: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

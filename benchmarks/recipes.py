@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -71,7 +71,7 @@ def pytorch(name: str, *, clips: bool = False) -> Contender:
 def ours(
     name: str,
     *,
-    overlap: str = "",
+    overlap: Literal["", "everywhere", "owners"] = "",
     lazy: bool = False,
     clips: bool = False,
     wrapper: type = DistributedDataParallel,
@@ -109,7 +109,7 @@ def training(
     told: Metrics = {}
 
     def iterate() -> None:
-        work.loss(model(batch)).backward()
+        work.loss(model(batch)).backward()  # type: ignore[no-untyped-call]
         if clip is not None:
             clip()
         optimizer.step()
@@ -131,7 +131,8 @@ def training(
     def metrics() -> Metrics:
         total: Counter[str] = Counter()
         for part in (model, optimizer):
-            total.update(part.metrics() if hasattr(part, "metrics") else {})
+            counted: Callable[[], Metrics] | None = getattr(part, "metrics", None)
+            total.update(counted() if counted is not None else {})
         return dict(total)
 
     return Contender(turn, lambda: dict(told), sum(param.nbytes for param in model.parameters()))

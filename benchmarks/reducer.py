@@ -31,7 +31,7 @@ def training(kind: str, name: str, as_view: bool) -> Callable[[], object]:
 
     def iterate() -> None:
         model.zero_grad()
-        work.loss(model(batches[0])).backward()
+        work.loss(model(batches[0])).backward()  # type: ignore[no-untyped-call]
         batches.append(batches.pop(0))
 
     return iterate

@@ -100,7 +100,7 @@ def measure(name: str, timeout: float | None, seconds: float) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(dist.get_rank())
 
     def step() -> None:
-        loss_of(model(inputs(generator))).sum().backward()
+        loss_of(model(inputs(generator))).sum().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
 

@@ -13,10 +13,9 @@ from zero_optim.plan.layout import (
     rows_in_order,
     spans,
     whole,
-    with_rooms,
-    with_rooms_behind,
 )
 from zero_optim.plan.partition import assign_owners, rank_loads
+from zero_optim.plan.rooms import with_rooms, with_rooms_behind
 
 SEEDS = range(60)
 

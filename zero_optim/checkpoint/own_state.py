@@ -12,7 +12,8 @@ from zero_optim.checkpoint.storage import CheckpointReader, Rows
 from zero_optim.checkpoint.values import entries_in, key_of, tensors_in
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.groups import options_of
-from zero_optim.step.leaves import EMA, MASTER
+from zero_optim.step.averages import EMA
+from zero_optim.step.leaves import MASTER
 
 
 def wanted_state(

@@ -1,6 +1,6 @@
 """Stamps: what ranks tell each other in the gathers of a step, so that they fail together and by name.
 
-Each owner writes a stamp into the room of its row (`plan.layout.with_rooms`) before it sends the row. All
+Each owner writes a stamp into the room of its row (`plan.rooms.with_rooms`) before it sends the row. All
 ranks read the stamps of all rows. So every rank has the same stamps of a step, and draws the same conclusion
 from them: that is why they may communicate about it. Where nobody differs, a step has no further collective.
 

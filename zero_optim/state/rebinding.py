@@ -30,7 +30,8 @@ from zero_optim.shard.storage import ParamBucket
 from zero_optim.state.holding import Found, HoldingOptimizer
 from zero_optim.state.moving import Forms, Moved, move_state, refuse_lost
 from zero_optim.state.whole import Snapshot, check_targets
-from zero_optim.step.leaves import EMA, MASTER, Leaves, WeightAverage
+from zero_optim.step.averages import EMA, WeightAverage
+from zero_optim.step.leaves import MASTER, Leaves
 from zero_optim.step.owned import OwnedState
 from zero_optim.step.partial import PartialGradient
 

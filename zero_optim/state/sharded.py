@@ -34,7 +34,8 @@ from zero_optim.state.given import (
 from zero_optim.state.mirror import Mirror
 from zero_optim.state.owning import OwningOptimizer
 from zero_optim.state.whole import Snapshot
-from zero_optim.step.leaves import Leaves, WeightAverage
+from zero_optim.step.averages import WeightAverage
+from zero_optim.step.leaves import Leaves
 from zero_optim.step.local import LocalOptimizer
 from zero_optim.step.owned import OwnedState
 from zero_optim.step.portions import KeptState

@@ -29,7 +29,8 @@ from zero_optim.state.whole import (
     deal_out,
     pick_owned,
 )
-from zero_optim.step.leaves import EMA, MASTER
+from zero_optim.step.averages import EMA
+from zero_optim.step.leaves import MASTER
 from zero_optim.step.state_view import OwnedEntries
 
 

@@ -1,8 +1,7 @@
-"""What a rank keeps beside its parameters: master copies to step, and averages to evaluate.
+"""What the local optimizer steps for each parameter that this rank owns: its leaf, perhaps a master copy.
 
-Both are made for owned parameters only, so a rank holds few of them, and both travel in state
-dicts as entries of the parameter's state, "master" and "ema". Of a parameter that is cut, they have the rows
-that this rank owns.
+Master copies travel in state dicts as entries of the parameter's state, "master". Of a parameter that is cut,
+they have the rows that this rank owns.
 
 Note [Masters and their parameters]
     A checkpoint loaded into the model must not be undone by a stale master. No version counter sees every
@@ -40,7 +39,6 @@ from zero_optim.shard.units import UnitBucket
 from zero_optim.step.gradients import owned_gradient, rows_of
 
 MASTER = "master"
-EMA = "ema"
 
 
 class Leaves:
@@ -221,7 +219,7 @@ class Leaves:
             StateMismatchError: a master does not have its parameter's shape, or is no dense tensor.
         """
         wide = {param: rows for param, rows in self.kept.items() if rows.dtype != param.dtype}
-        return _taken_from(MASTER, {**wide, **self.masters}, entries)
+        return entries_named(MASTER, {**wide, **self.masters}, entries)
 
     def load(self, saved_masters: Mapping[Tensor, Tensor], params: Iterable[Tensor] | None = None) -> None:
         """Take over masters that were loaded, of all or some; one without starts from its own value."""
@@ -234,100 +232,6 @@ class Leaves:
                 rows.copy_(master)
         for param in saved_masters.keys() - self.masters.keys():
             self.kept[param].copy_(saved_masters[param])
-
-
-class WeightAverage:
-    """An exponential moving average of this rank's parameters, updated at every step.
-
-    ``average = decay * average + (1 - decay) * parameter``, from the parameter's value when the
-    optimizer was built. Polyak and Juditsky, "Acceleration of stochastic approximation by
-    averaging", 1992.
-
-    Args:
-        decay: between 0 and 1; None keeps no average.
-        leaves: masters, which are averaged where there are any.
-
-    Attributes:
-        averages: parameter -> average of what this rank owns of it, in the leaf's dtype.
-    """
-
-    def __init__(self, decay: float | None, leaves: Leaves) -> None:
-        if decay is not None and type(decay) not in (int, float):
-            raise TypeError(f"expected ema_decay to be a number or None, got {decay!r}")
-        if decay is not None and not 0 <= decay < 1:
-            raise ValueError(f"expected ema_decay from 0 to below 1, got {decay}")
-        self._decay = decay
-        self._leaves = leaves
-        self._swapped: dict[Tensor, Tensor] | None = None  # own values, while the averages stand in
-        self._has_moved = False
-        self.averages: dict[Tensor, Tensor] = {}
-
-    def add(self, params: Iterable[Tensor]) -> None:
-        """Begin averages at the present values."""
-        if self._decay is not None:
-            self.averages.update({param: self._leaves.value(param).detach().clone() for param in params})
-
-    def begin_anew(self) -> None:
-        """Begin averages at the present values again, unless a step, or a loaded state, has moved any."""
-        if not self._has_moved:
-            self._leaves.follow_values(self.averages)
-            self.add(list(self.averages))
-
-    def check_out(self) -> None:
-        """Refuse to go on while the averages stand in the model.
-
-        Raises:
-            RuntimeError: they do.
-        """
-        if self._swapped is not None:
-            raise RuntimeError("the model holds the averaged weights: leave averaged_weights() first")
-
-    @torch.no_grad()
-    def update(self, params: Iterable[Tensor] | None = None) -> None:
-        """Move every average, or those of some parameters, towards its parameter."""
-        averaged = [
-            param for param in (self.averages if params is None else params) if param in self.averages
-        ]
-        if self._decay is not None and averaged:
-            self._has_moved = True
-            values = [self._leaves.value(param) for param in averaged]
-            torch._foreach_lerp_([self.averages[param] for param in averaged], values, 1 - self._decay)
-
-    @torch.no_grad()
-    def swap_in(self) -> None:
-        """Put the averages into the parameters, whose values are kept aside.
-
-        Raises:
-            RuntimeError: no averages are kept, or they stand in the model already.
-        """
-        if self._decay is None:
-            raise RuntimeError("no averages are kept: build the optimizer with ema_decay=…")
-        self.check_out()
-        self._swapped = {param: self._leaves.rows(param).detach().clone() for param in self.averages}
-        for param, average in self.averages.items():
-            self._leaves.rows(param).copy_(average)
-
-    @torch.no_grad()
-    def swap_out(self) -> None:
-        """Put the parameters' own values back."""
-        for param, value in (self._swapped or {}).items():
-            self._leaves.rows(param).copy_(value)
-        self._swapped = None
-
-    def taken_from(self, entries: Mapping[Tensor, dict[str, Any]]) -> dict[Tensor, Tensor]:
-        """Take averages out of loaded entries, ready for `load`; all that may raise does so here.
-
-        Raises:
-            StateMismatchError: an average does not have its parameter's shape, or is no dense tensor.
-        """
-        return _taken_from(EMA, self.averages, entries)
-
-    def load(self, saved_averages: Mapping[Tensor, Tensor], params: Iterable[Tensor] | None = None) -> None:
-        """Take over averages that were loaded, of all or some; one without starts from its own value."""
-        self._has_moved = True
-        for param in self.averages if params is None else params:
-            average, saved = self.averages[param], saved_averages.get(param)
-            average.copy_(self._leaves.value(param).detach() if saved is None else saved)
 
 
 def _is_over(leaf: Tensor, rows: Tensor) -> bool:
@@ -345,10 +249,19 @@ def _follow(param: Tensor, master: Tensor) -> None:
 
 
 @torch.no_grad()
-def _taken_from(
+def entries_named(
     name: str, held: Mapping[Tensor, Tensor], entries: Mapping[Tensor, dict[str, Any]]
 ) -> dict[Tensor, Tensor]:
-    """Take the entry of some name for each parameter that has one, as a plain tensor like what is held."""
+    """Take the entry of some name for each parameter that has one, as a plain tensor like what is held.
+
+    Args:
+        name: of the entry.
+        held: what this rank keeps of each parameter under that name.
+        entries: loaded, by parameter.
+
+    Raises:
+        StateMismatchError: an entry does not have the shape of what is held, or is no dense tensor.
+    """
     taken = {}
     for param, own in held.items():
         saved = entries.get(param, {}).get(name)

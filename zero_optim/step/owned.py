@@ -11,7 +11,8 @@ from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.groups import ParamGroup
 from zero_optim.plan.pieces import Piece
-from zero_optim.step.leaves import EMA, MASTER, Leaves, WeightAverage
+from zero_optim.step.averages import EMA, WeightAverage
+from zero_optim.step.leaves import MASTER, Leaves
 from zero_optim.step.local import LocalOptimizer
 from zero_optim.step.portions import KeptState
 from zero_optim.step.spec import OptimizerSpec

@@ -20,7 +20,8 @@ from zero_optim.plan.groups import ParamGroup, param_names, params_of
 from zero_optim.plan.pieces import Piece
 from zero_optim.shard.keeping import Keeping, nbytes_of
 from zero_optim.shard.mapped import PAGE, in_pages
-from zero_optim.step.leaves import Leaves, WeightAverage
+from zero_optim.step.averages import WeightAverage
+from zero_optim.step.leaves import Leaves
 from zero_optim.step.local import LocalOptimizer
 
 logger = logging.getLogger("zero_optim")

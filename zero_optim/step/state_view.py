@@ -19,7 +19,8 @@ from typing import Any
 
 from torch import Tensor
 
-from zero_optim.step.leaves import EMA, MASTER, Leaves, WeightAverage
+from zero_optim.step.averages import EMA, WeightAverage
+from zero_optim.step.leaves import MASTER, Leaves
 from zero_optim.step.local import LocalOptimizer
 
 States = Sequence[MutableMapping[Any, Any]]
