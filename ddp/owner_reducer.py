@@ -108,7 +108,7 @@ class OwnerReducer(Reducer):
         return self._lanes.groups[0] is not self._exchanging
 
     def _launcher(self) -> Launch:
-        everyone, across = self._group.during("reduce"), None
+        everyone, across = self._summing, None
         inner = replace(self._exchanging, phase=everyone.phase)
         sums: Callable[..., OwnerSum] = OwnerSum
         if self._mesh is not None:
