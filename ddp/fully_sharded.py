@@ -19,7 +19,7 @@ Note [No part in Join]
 """
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.lanes import lanes_for_rows
 from zero_optim.ddp.assignment import ReducerOptions
+from zero_optim.ddp.convertible import ConvertibleWrapper
 from zero_optim.ddp.fsdp_options import OF_FSDP
 from zero_optim.ddp.inbox import weakly
 from zero_optim.ddp.offload import Offload, keeping_for
@@ -66,7 +67,7 @@ class _Asked:
     init: Init | None
 
 
-class FullyShardedDataParallel(ShardedDataParallel):
+class FullyShardedDataParallel(ConvertibleWrapper):
     """Keep each parameter on its owners alone, and gather it while it is used (ZeRO stage 3).
 
     The optimizer is built before or after, and the loop stays as it is::
@@ -78,6 +79,10 @@ class FullyShardedDataParallel(ShardedDataParallel):
     gathered before it is called and freed after it, and again in the backward pass, where its gradients are
     reduced to their owners when all are there. Meanwhile the next unit is on its way. At other times a
     parameter shows NaN, and a write to it raises: `unsharded` makes parameters whole to be read and written.
+
+    Until the first forward pass ``to()``, ``half()`` and the like convert or move the model, or a part of it,
+    on all ranks alike. There may be an optimizer by then that was neither stepped nor loaded. Bits are those
+    of a model that was converted before it was wrapped.
 
     Bits are those of ``ShardedDataParallel`` with the same units. ``state_dict()`` is whole on every rank and
     ``load_state_dict()`` takes a whole one; both communicate, so all ranks call them.
@@ -155,6 +160,7 @@ class FullyShardedDataParallel(ShardedDataParallel):
         claim = self._chosen.claim
         claim.is_open = stand_in is not None
         claim.everyone = None if self._mesh is None else self._mesh.everyone
+        self._allow_conversions(claim, self._policy)
 
     @property
     def _chosen(self) -> Made:
@@ -251,6 +257,7 @@ class FullyShardedDataParallel(ShardedDataParallel):
         if units is None:
             made, guards = _units(choice, claim.buckets, reducer.params), self._asked.guards_reads
             self.units = units = UnitsInUse(ranks, gathers, made, self._keeps, stamps, guards_reads=guards)
+            units.may_be_rounded = self._policy.params is not None
             hook_up(choice, units)
             self._policy.hook_up(choice.modules)
         else:
@@ -280,38 +287,6 @@ class FullyShardedDataParallel(ShardedDataParallel):
     def _run_ddp_forward(self, *inputs: object, **kwargs: object) -> object:
         begin_anew(self.units)
         return super()._run_ddp_forward(*inputs, **kwargs)
-
-    def _change_optimizer(self, optimizer: ZeroRedundancyOptimizer) -> None:
-        """Reduce gradients for an optimizer that has come later; all ranks call, and it communicates."""
-        self._optimizer = optimizer
-        if self._mesh is not None:
-            self._mesh = self._mesh.owned_by(optimizer.ranks)
-            optimizer.mesh = self._mesh.of_owners
-        for handle in self._handles:
-            handle.remove()
-        self._renew_reducer()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FullyShardedDataParallel":
-        """Refuse to convert or move parameters that are not here: ``to()``, ``half()``, ``cuda()`` call this.
-
-        Raises:
-            RuntimeError: parameters of units would get another dtype or device, or other memory; or would be
-                swapped.
-        """
-        if torch.__future__.get_swap_module_params_on_conversion():
-            raise RuntimeError(
-                "with torch.__future__.set_swap_module_params_on_conversion(True) PyTorch takes the hooks "
-                "off parameters that it converts or moves, even if nothing changes: do that before wrapping"
-            )
-        for bucket in (bucket for unit in self.units.units for bucket in unit.buckets):
-            probe = torch.zeros(1, dtype=bucket.row.dtype, device=bucket.device)
-            if fn(probe) is not probe:
-                raise RuntimeError(
-                    "the parameters of a fully sharded model are on their owners alone, and cannot be "
-                    "converted or moved: do that before wrapping. For a model on the meta device give device="
-                )
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        return self
 
     def join_hook(self, **kwargs: object) -> NoReturn:
         """Refuse ``Join``: a rank without inputs does not call the units that the others gather.

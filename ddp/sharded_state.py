@@ -46,9 +46,11 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
 
     Raises:
         ValueError: the model is not fully sharded.
-        RuntimeError: parameters are whole for somebody to read or write.
+        RuntimeError: parameters are whole for somebody to read or write; or the model was converted, and not
+            used since.
     """
     module, units = module_and_units(model)
+    units.check_settled()
     _check_unpinned(units)
     own, names, rest = _own_rows(units), *_named(module, units)
     rows = {name: own[param] for name, param in names.items() if param in own}
@@ -75,6 +77,7 @@ def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
         Exception: a module refuses its extra state; buffers have changed then.
     """
     module, units = module_and_units(model)
+    units.settle()
     with failing_together(units.group):
         _check_unpinned(units)
         own, names, rest = _own_rows(units), *_named(module, units)

@@ -19,7 +19,7 @@ Note [When a unit is whole]
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ from zero_optim.ddp.unit_order import UnitOrder
 from zero_optim.shard.storage import ParamBucket
 from zero_optim.shard.unit_gathers import UnitGathers
 from zero_optim.shard.unit_stamps import UnitStamps
+
+if TYPE_CHECKING:
+    from zero_optim.ddp.conversions import Conversions
 
 _SECOND = (
     "create_graph=True is not possible with FullyShardedDataParallel: the gradients of gradients would read "
@@ -59,6 +62,9 @@ class UnitsInUse:
         units: as given.
         unfinished: for each state dict or load that is under way, what gives a module its own parameters back
             if an exception has ended it. Called when the next forward pass begins.
+        may_be_rounded: owners may keep another dtype than parameters have, after a conversion.
+        conversions: those that are possible until the first forward pass; None from then on.
+        on_use: has the model take the form that it was converted to; None likewise.
     """
 
     def __init__(
@@ -83,6 +89,9 @@ class UnitsInUse:
         self._guarding = list[bool]()  # for each call under way, whether it has begun to watch what is saved
         self._in_backward = False  # a callback at the end of a backward pass is queued
         self.unfinished: list[Callable[[], None]] = []
+        self.may_be_rounded = False
+        self.conversions: Conversions | None = None
+        self.on_use: Callable[[], None] | None = None
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         """Refuse to copy a model whose parameters are elsewhere."""
@@ -117,6 +126,35 @@ class UnitsInUse:
     def gathers(self) -> UnitGathers:
         """Starts the gathers."""
         return self._gathers
+
+    # ------------------------------------------------------------------ conversions
+
+    def settle(self, *, in_pass: bool = False) -> None:
+        """Have the model take the form that it was converted to, before it is used; all ranks call.
+
+        Communicates, until the first forward pass.
+
+        Args:
+            in_pass: a forward pass begins: there are no conversions any more.
+
+        Raises:
+            RankMismatchError: on every rank: the model was converted differently.
+        """
+        if self.conversions is None or self.on_use is None:
+            return
+        self.on_use()
+        if in_pass:
+            self.conversions.are_over = True
+            self.conversions = self.on_use = None
+
+    def check_settled(self) -> None:
+        """Refuse what does not communicate between a conversion and the next use; see `Conversions`.
+
+        Raises:
+            RuntimeError: the model was converted, and not used since.
+        """
+        if self.conversions is not None:
+            self.conversions.check_none()
 
     # ------------------------------------------------------------------ whole and freed
 
@@ -191,6 +229,7 @@ class UnitsInUse:
             if not unit.is_whole:
                 self._need_in_backward(unit.number)
             return
+        self.settle(in_pass=tells)
         self._begin_to_tell(tells=tells)
         self.need(unit, tells=tells)
         order = self._forward.setdefault(self._calls[0], UnitOrder())
@@ -324,6 +363,7 @@ class UnitsInUse:
             numbers: of the units.
             writes: when it ends, owners take over what was written to their rows.
         """
+        self.settle()
         units = [self.units[number] for number in numbers]
         tells = not self._calls
         self._begin_to_tell(tells=tells)

@@ -76,6 +76,7 @@ class SteppedOptimizer(UnitRowsOptimizer, Joinable):
 
     def _run_and_gather(self, name: str, work: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
         self.check_attached()
+        self.settle_units()
         call = self._call(name)
         try:
             self.begin_step()

@@ -20,7 +20,16 @@ from zero_optim.checkpoint.content import (
 from zero_optim.checkpoint.fitting import Content, model_parts, names_in
 from zero_optim.checkpoint.folder import resolved
 from zero_optim.checkpoint.manifest import blamed_on
-from zero_optim.checkpoint.names import Names, Objects, check_group, group_of, mesh_of, names_of, unwrapped
+from zero_optim.checkpoint.names import (
+    Names,
+    Objects,
+    check_group,
+    group_of,
+    mesh_of,
+    names_of,
+    settle_units,
+    unwrapped,
+)
 from zero_optim.checkpoint.own_state import agreed_options, own_state, wanted_state
 from zero_optim.checkpoint.reading import Read
 from zero_optim.checkpoint.storage import CheckpointReader, Rows
@@ -80,6 +89,7 @@ def load(
     mesh = mesh_of(optimizer, process_group, timeout)
     everyone = group if mesh is None else mesh.everyone
     with watching(everyone), group.doing("checkpoint.load()"):
+        settle_units(optimizer)
         with failing_together(everyone):
             check_patience(timeout)
             check_group(process_group)

@@ -59,6 +59,7 @@ Note [Freed one by one]
 
 from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -78,7 +79,7 @@ if TYPE_CHECKING:
 _WRITE = (
     "a parameter of {name} was written to, or given other memory, while it was not whole, so no owner has "
     "seen it: write inside zero_optim.ddp.unsharded(module), which hands what was written to the owners. To "
-    "convert or move a model (.to(), .half(), .cuda()), do so before it is wrapped"
+    "convert or move a model, call its .to(), .half() or .cuda() before the first forward pass"
 )
 _PINNED = (
     "the parameters of {name} are whole for somebody to read or write: leave unsharded() before "
@@ -363,6 +364,19 @@ class UnitBucket:
         self._flat.empty()
         self.is_whole = False
         self._freed.note_versions()
+
+    @contextmanager
+    def as_freed(self) -> Iterator[None]:
+        """Have the parameters show what this bucket knows, where they were given another form meanwhile.
+
+        For whoever gathers what is to become that; see `zero_optim.ddp.conversions`.
+        """
+        shown = [param.data for param in self.params]
+        self._show(self._freed.tensors)
+        try:
+            yield
+        finally:
+            self._show(shown)
 
     def _show(self, tensors: list[Tensor]) -> None:
         for param, tensor in zip(self.params, tensors, strict=True):

@@ -27,6 +27,7 @@ from zero_optim.plan.groups import ParamGroup, param_names, params_of, short_nam
 from zero_optim.plan.plan import Plan, describe_params
 from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.storage import ParamBucket
+from zero_optim.shard.units import UnitBucket
 from zero_optim.state.holding import Found, HoldingOptimizer
 from zero_optim.state.moving import Forms, Moved, move_state, refuse_lost
 from zero_optim.state.whole import Snapshot, check_targets
@@ -317,9 +318,22 @@ class RebindableOptimizer(HoldingOptimizer):
     # ------------------------------------------------------------------ after
 
     def _built(
-        self, group: RankGroup, sharding: Sharding, plan: Plan, groups: list[ParamGroup]
+        self,
+        group: RankGroup,
+        sharding: Sharding,
+        plan: Plan,
+        groups: list[ParamGroup],
+        filled: Sequence[UnitBucket] = (),
     ) -> OwnedState:
-        """Build what steps the new owner's parameters; all ranks call."""
+        """Build what steps the new owner's parameters; all ranks call.
+
+        Args:
+            group: the ranks.
+            sharding: the new one, to which the plan is not added yet.
+            plan: the new one.
+            groups: with their options.
+            filled: buckets of units that have this rank's rows already.
+        """
         params = self._params()
         owned = sharding.owned(params, plan)
         cut = {param for param, pieces in zip(params, plan.pieces, strict=True) if len(pieces) > 1}
@@ -329,6 +343,7 @@ class RebindableOptimizer(HoldingOptimizer):
 
         with failing_together(group):
             leaves = Leaves(self._options.master_dtype, self._units or ())
+            leaves.keep(filled)
             average = WeightAverage(self._options.ema_decay, leaves)
             leaf_of = {param: leaves.add(param, piece) for param, piece in owned.items()}
             local = self._owned.local.again(groups, leaf_of)
