@@ -5,15 +5,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from zero_optim.compat.engine import eager
+from zero_optim.compat.engine import eager, in_backward
 from zero_optim.ddp.graph import replaced, tensors_in
 from zero_optim.ddp.inbox import weakly
 from zero_optim.ddp.stand_ins import StandIns
 from zero_optim.ddp.unit import Unit
 from zero_optim.ddp.unit_choice import UnitChoice
+from zero_optim.ddp.unit_members import UnitMembers
 from zero_optim.ddp.units import UnitsInUse
 from zero_optim.ddp.wide_state import hook_wide_state, wide_units
 
@@ -25,15 +27,19 @@ class _Before:
     Args:
         units: all of the model.
         unit: the one that is used.
+        members: the parameters of the modules.
     """
 
     units: UnitsInUse
     unit: Unit
+    members: UnitMembers
 
     @eager
     def __call__(self, *_: object) -> None:
         """Make the unit whole."""
-        self.units.enter(self.unit)
+        self.units.enter(self.unit)  # in any case, as the hook behind the call leaves it
+        if self.units.is_outermost_call and torch.is_grad_enabled() and not in_backward():
+            self.members.check()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,12 +149,12 @@ def hook_up(choice: UnitChoice, units: UnitsInUse) -> None:
     """
     in_units = {param for unit in units.units for bucket in unit.buckets for param in bucket.params}
     number_of = {module: number for number, module in enumerate(choice.modules)}
-    wide = wide_units(units)
+    wide, members = wide_units(units), UnitMembers(choice.modules[0])
     for module in choice.modules[0].modules():
         used = {choice.unit_of[param] for param in module.parameters(recurse=False) if param in in_units}
         called = {number_of[module]} if module in number_of else used & {0}
         for number in sorted(called):
-            _hook_calls(module, units, units.units[number])
+            _hook_calls(module, _Before(units, units.units[number], members))
         for number in sorted(used | called):
             if number in wide:
                 hook_wide_state(module, wide[number])
@@ -169,9 +175,9 @@ def hook_params(
     return [_hook_param(param, units, unit_of[param], index) for index, param in enumerate(trained)]
 
 
-def _hook_calls(module: nn.Module, units: UnitsInUse, unit: Unit) -> None:
-    module.register_forward_pre_hook(_Before(units, unit), prepend=True)
-    module.register_forward_hook(_After(units, unit), always_call=True)
+def _hook_calls(module: nn.Module, before: _Before) -> None:
+    module.register_forward_pre_hook(before, prepend=True)
+    module.register_forward_hook(_After(before.units, before.unit), always_call=True)
 
 
 def _hook_state(module: nn.Module, units: UnitsInUse, unit: Unit) -> None:

@@ -118,6 +118,11 @@ class UnitsInUse:
         self._group, self._gathers, self._stamps = group, gathers, stamps
 
     @property
+    def is_outermost_call(self) -> bool:
+        """Whether one call is under way, which lies in no other."""
+        return len(self._calls) == 1
+
+    @property
     def group(self) -> RankGroup:
         """The ranks."""
         return self._group

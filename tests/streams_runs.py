@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from modelled import Race, Stream, StreamsModel, modelled_streams
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.checkpoint import save_async
-from zero_optim.ddp import DistributedDataParallel, ReduceScatterBucketer, ShardedDataParallel
+from zero_optim.ddp import (
+    DistributedDataParallel,
+    FullyShardedDataParallel,
+    ReduceScatterBucketer,
+    ShardedDataParallel,
+    unsharded,
+)
 from zero_optim.hooks import make_hook, zero_step
 
 STEPS = 3
@@ -54,6 +60,7 @@ class Run:
         options: of the optimizer.
         ddp_options: of the wrapper.
         sharded: gradients are sharded; keyword arguments of `ShardedDataParallel`.
+        fully: parameters are sharded too; keyword arguments of `FullyShardedDataParallel`.
         lazily: the optimizer gathers lazily.
         before: called with this object before each forward pass.
         between: called with this object between the forward and the backward pass.
@@ -69,6 +76,7 @@ class Run:
     options: dict[str, Any] = field(default_factory=dict)
     ddp_options: dict[str, Any] = field(default_factory=dict)
     sharded: dict[str, Any] | None = None
+    fully: dict[str, Any] | None = None
     lazily: bool = False
     before: Callable[["Run"], None] = lambda run: None
     between: Callable[["Run"], None] = lambda run: None
@@ -81,8 +89,13 @@ class Run:
         options = {"bucket_cap_mb": CAP_MB, **(sgd if "optimizer_class" not in self.options else {})}
         self.net = net
         self.optimizer = ZeroRedundancyOptimizer(net.parameters(), **{**options, **self.options})
-        if self.sharded is not None:
-            self.ddp: DistributedDataParallel = ShardedDataParallel(net, self.optimizer, **self.sharded)
+        if self.fully is not None:
+            units = [net.first, net.middle, net.last]
+            self.ddp: DistributedDataParallel = FullyShardedDataParallel(
+                net, self.optimizer, units=units, **self.fully
+            )
+        elif self.sharded is not None:
+            self.ddp = ShardedDataParallel(net, self.optimizer, **self.sharded)
         else:
             self.ddp = DistributedDataParallel(net, bucket_cap_mb=CAP_MB, **self.ddp_options)
         if self.lazily:
@@ -107,7 +120,8 @@ class Run:
         self.optimizer.wait_for_gathers()
         for finish in self.at_end:
             finish()
-        return [param.detach().clone() for param in net.parameters()]
+        with nullcontext() if self.fully is None else unsharded(net, writes=False):
+            return [param.detach().clone() for param in net.parameters()]
 
 
 def batch(step: int) -> Tensor:

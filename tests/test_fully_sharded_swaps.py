@@ -1,5 +1,6 @@
 """Fully sharded models whose parameters somebody replaces, or writes to by another way than the usual."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from pool import Ranks
 from test_fully_sharded import Tower, adamw, batch
@@ -103,6 +105,65 @@ def is_swapped(find_unused: bool) -> None:
 @pytest.mark.parametrize("find_unused", [False, True])
 def test_parameters_that_were_swapped_for_others_are_named(ranks2: Ranks, find_unused: bool) -> None:
     ranks2.run(is_swapped, find_unused)
+
+
+def norm_as_before(module: nn.Linear) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # use the other one
+        nn.utils.weight_norm(module)
+
+
+def assign(module: nn.Linear) -> None:
+    module.weight = nn.Parameter(torch.ones(module.weight.shape))
+
+
+REPLACING: dict[str, tuple[Callable[[nn.Linear], object], str]] = {
+    "weight_norm": (nn.utils.parametrizations.weight_norm, r"{0}\.parametrizations\.weight\.original0, "),
+    "the old weight_norm": (norm_as_before, r"{0}\.weight_g, {0}\.weight_v"),
+    "an assignment": (assign, r"{0}\.weight"),
+}
+
+
+def is_replaced(how: str) -> None:
+    replace, new = REPLACING[how]
+    for name in ("first", "blocks.1.up"):
+        model = Tower()
+        wrapped = FullyShardedDataParallel(
+            model, adamw(model), units=model.blocks, find_unused_parameters=True
+        )
+        loss_of(wrapped, 0).backward()
+        module = model.get_submodule(name)
+        assert isinstance(module, nn.Linear)
+        replace(module)
+        for _ in range(2):
+            with pytest.raises(
+                RuntimeError, match=rf"a parameter of {name} of shape .* has gone, and {new.format(name)}"
+            ):
+                wrapped(batch(1))
+            assert wrapped.units.nbytes_live() == 0
+
+
+@pytest.mark.parametrize("how", REPLACING)
+def test_other_parameters_in_the_place_of_those_that_were_wrapped_are_refused(
+    ranks2: Ranks, how: str
+) -> None:
+    ranks2.run(is_replaced, how)
+
+
+def has_fewer() -> None:
+    model = Tower()
+    optimizer = adamw(model)
+    wrapped = FullyShardedDataParallel(model, optimizer, units=model.blocks, find_unused_parameters=True)
+    model.blocks[1].up.bias = None
+    prune.random_unstructured(model.blocks[0].down, "weight", 0.5)
+    train(wrapped, optimizer, loss_of)
+    loss = loss_of(wrapped, 0)
+    assert loss.isfinite()
+    loss.backward()
+
+
+def test_parameters_may_be_taken_out_or_get_other_names(ranks2: Ranks) -> None:
+    ranks2.run(has_fewer)
 
 
 class Refusing(nn.Linear):

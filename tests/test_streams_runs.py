@@ -20,6 +20,7 @@ from streams_runs import (
     replace_data,
     save,
 )
+from zero_optim.ddp import PrecisionPolicy
 
 EVERYWHERE: dict[str, object] = {}
 OWNERS: dict[str, object] = {"gradients": "owners"}
@@ -77,6 +78,31 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "sharded gradients, two passes": {"sharded": {}, "after": clip_after_another_pass},
     "sharded gradients, perhaps unused": {"sharded": {"find_unused_parameters": True}},
+    "sharded parameters": {"fully": {}},
+    "sharded parameters kept": {"fully": {"reshard_after_forward": False}, "after": clip},
+    "sharded parameters, some kept": {"fully": {"reshard_after_forward": 1}},
+    "sharded parameters, perhaps unused": {"fully": {"find_unused_parameters": True}},
+    "sharded parameters, two passes": {"fully": {}, "after": clip_after_another_pass},
+    "sharded parameters, two streams in a model": {"fully": {}, "before": middle_beside},
+    "sharded parameters, an evaluation beside": {"fully": {}, "before": evaluate_beside, "between": join},
+    "sharded parameters, an evaluation between both passes": {
+        "fully": {},
+        "between": evaluate_beside,
+        "after": join,
+    },
+    "sharded parameters kept, an evaluation between both passes": {
+        "fully": {"reshard_after_forward": False},
+        "between": evaluate_beside,
+        "after": join,
+    },
+    "sharded parameters in another dtype": {
+        "fully": {"mixed_precision": PrecisionPolicy(params=torch.bfloat16)}
+    },
+    "sharded parameters, a save beside": {"fully": {}, "before": save},
+    "sharded parameters, masters and averages": {
+        "fully": {},
+        "options": {"master_dtype": torch.float64, "ema_decay": 0.9},
+    },
     "consolidation": {"before": consolidate},
     "a save beside": {"before": save},
     "reduce-scatters on two streams": {"after": reduce_scatters},
@@ -93,7 +119,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 def races_of(name: str) -> list[Found]:
     # A save that goes on uses a process group of gloo's, beside whatever else there is.
-    return on_model(lambda: Run(**RUNS[name]), is_nccl=name != "a save beside")
+    return on_model(lambda: Run(**RUNS[name]), is_nccl="a save beside" not in name)
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_optim.compat.streams import is_asynchronous
+from zero_optim.compat.streams import is_asynchronous, record_use
 from zero_optim.shard.mapped import PAGE, in_pages
 
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
@@ -83,7 +83,9 @@ class UnitMemory:
         self.is_there = True
 
     def free(self) -> None:
-        """Let the memory go, with the values."""
+        """Let the memory go, with the values, behind what the current stream does with it so far."""
+        if self.is_there:
+            record_use(self.flat)  # perhaps it came on another stream, to which the memory goes back
         self.flat.untyped_storage().resize_(0)
         self.is_there = False
 

@@ -65,6 +65,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import Tensor
 
+from zero_optim.compat.streams import is_asynchronous
 from zero_optim.plan.layout import Layout
 from zero_optim.plan.memory import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE, kept_dtype
 from zero_optim.shard.freed import ShownWhenFreed
@@ -132,6 +133,7 @@ class UnitBucket:
         self.num_pins = 0
         self.num_changes = 0
         self._has_changed = False
+        self._sent: Pending | None = None  # the last gather, which reads what stays
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         """Refuse to copy."""
@@ -334,6 +336,9 @@ class UnitBucket:
             chosen: see `ParamBucket`; the whole row is filled all the same.
         """
         self._check_untouched()
+        if self._sent is not None:
+            # Perhaps another stream has waited for it, and this one will write a stamp.
+            self._sent.wait()
         if not self._flat.stays:
             self._flat.grow()
             with torch.no_grad():
@@ -345,6 +350,8 @@ class UnitBucket:
         assert flat is self._flat.tensor
         self._show(self._flat.views)
         self.is_whole = True
+        if self._flat.stays and is_asynchronous(flat.device):
+            self._sent = self.coming
         self.coming = None
         if self._has_changed:
             torch.autograd.graph.increment_version(self.params)
