@@ -83,10 +83,18 @@ WRAPPERS: dict[str, Wrap] = {
 }
 
 
-def gradient_peak(kind: str) -> int:
-    """Train without stepping, so that there is no state, and give the growth in bytes; runs on each rank."""
+def gradient_peaks_here(kinds: list[str]) -> dict[str, int]:
+    """Measure several kinds, one after the other; runs on each rank.
+
+    New processes for each would take longer to start than all that is measured.
+    """
     # What is freed leaves resident memory at once. By itself glibc would keep more and more of it.
     ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD
+    return {kind: gradient_peak(kind) for kind in kinds}
+
+
+def gradient_peak(kind: str) -> int:
+    """Train without stepping, so that there is no state, and give the growth in bytes; runs on each rank."""
     work = workload("gpt")
     optimizer = ZeroRedundancyOptimizer(
         work.model.parameters(), torch.optim.AdamW, fused=True, bucket_cap_mb=BUCKET_CAP_MB
@@ -111,7 +119,8 @@ def gradient_peaks(ranks: int) -> dict[str, Any]:
         for kind in WRAPPERS
         if kind != SHARDED_GRADIENTS or hasattr(zero_optim.ddp, "ShardedDataParallel")
     ]
-    peaks = {kind: max(launch(ranks, gradient_peak, kind)) for kind in kinds}
+    by_rank = launch(ranks, gradient_peaks_here, kinds)
+    peaks = {kind: max(of_rank[kind] for of_rank in by_rank) for kind in kinds}
     # Where gradients are dropped, the largest one was there all the same.
     others = peaks.pop(DROPPED) - max(param.nbytes for param in workload("gpt").model.parameters())
     return {"ranks": ranks, "peak_nbytes": {kind: peak - others for kind, peak in peaks.items()}}

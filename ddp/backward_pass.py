@@ -41,6 +41,8 @@ _MAY_FOLLOW = {
     Phase.ENDING: (),
 }
 
+_UNCOUNTED = nullcontext()
+
 # every: each parameter must get one gradient. some: it may get none. learning: nothing is known yet, so
 # nothing is reduced before the end. learnt: each must get as many as in the pass that was there to learn.
 Kind = Literal["every", "some", "learning", "learnt"]
@@ -84,7 +86,7 @@ class BackwardPass:
         assignment: parameters and buckets.
         terms: how the pass is to go.
         launch: starts a bucket's reduction.
-        held_up: gives a context in which gradients are taken, whose time is counted.
+        held_up: a context in which gradients are taken, whose time is counted; entered any number of times.
 
     Attributes:
         phase: where it stands.
@@ -101,7 +103,7 @@ class BackwardPass:
         assignment: BucketAssignment,
         terms: PassTerms,
         launch: Launch,
-        held_up: Callable[[], AbstractContextManager[None]] = nullcontext,
+        held_up: AbstractContextManager[None] = _UNCOUNTED,
     ) -> None:
         self.phase = Phase.RUNNING
         self._held_up = held_up
@@ -109,6 +111,7 @@ class BackwardPass:
         self.order: list[int] = []
         self.reductions = BucketReductions(assignment.buckets, launch)
         self._assignment = assignment
+        self._places = assignment.places
         self._terms = terms
         self._expected = list(terms.expected)
         self._waiting = [len(bucket.indices) for bucket in assignment.buckets]  # gradients to come, by bucket
@@ -161,12 +164,12 @@ class BackwardPass:
             self._unusual(index)
             return
         self.order.append(index)
-        bucket, number, slot = self._assignment.places[index]
+        bucket, number, slot = self._places[index]
         streams = self._streams
         if streams is not None:
             streams.came(number)
         if slot in bucket.large_slots:
-            with self._held_up():
+            with self._held_up:
                 bucket.take_one(slot, self._terms.divisor)
         else:
             pending = bucket.pending
@@ -174,12 +177,12 @@ class BackwardPass:
             if len(pending) >= bucket.batch_length:
                 if streams is not None and streams.join(number):
                     bucket.record_use(pending)
-                with self._held_up():
+                with self._held_up:
                     bucket.take_pending(self._terms.divisor)
         waiting = self._waiting
         waiting[number] -= 1
         if not waiting[number]:
-            with self._held_up():
+            with self._held_up:
                 self._launch_full()
 
     def _unusual(self, index: int) -> None:
@@ -222,7 +225,7 @@ class BackwardPass:
     def _launch_next(self) -> None:
         number = self.reductions.num_passed
         bucket = self._assignment.buckets[number]
-        used = [self.calls[index] > 0 for index in bucket.indices]
+        used = list(map(self.calls.__getitem__, bucket.indices))
         if self._terms.skips_unused and not any(used):
             self.reductions.leave_out_next()
             return
@@ -238,10 +241,15 @@ class BackwardPass:
             bucket.write_failure_word()  # the last, at the end: nothing more can go wrong
         self.reductions.launch_next()
 
-    def _take_rest(self, bucket: ReducerBucket, used: Sequence[bool]) -> None:
-        """Copy what has not been copied yet: all of it, or the gradients that did not come."""
+    def _take_rest(self, bucket: ReducerBucket, used: Sequence[int]) -> None:
+        """Copy what has not been copied yet: all of it, or the gradients that did not come.
+
+        Args:
+            bucket: to be launched.
+            used: by slot, how many gradients have come.
+        """
         learns = self._terms.kind == "learning"
-        rest = [slot for slot, was_used in enumerate(used) if learns or not was_used]
+        rest = range(len(used)) if learns else _zeros_in(used)
         for slot in rest:
             if not used[slot] and bucket.is_inside(slot):
                 self._kept[bucket.indices[slot]] = bucket.views[slot].clone()  # in case nobody used it
@@ -260,9 +268,10 @@ class BackwardPass:
     def _check_complete(self) -> None:
         if self._terms.kind not in ("every", "learnt"):
             return
-        for index, (calls, expected) in enumerate(zip(self.calls, self._expected, strict=True)):
-            if calls < expected and not self._terms.carried[index]:
-                self.note(report.fewer if self._terms.kind == "learnt" else report.no_gradient, index)
+        if self.calls != self._expected:
+            for index, (calls, expected) in enumerate(zip(self.calls, self._expected, strict=True)):
+                if calls < expected and not self._terms.carried[index]:
+                    self.note(report.fewer if self._terms.kind == "learnt" else report.no_gradient, index)
         for index in self._terms.undefined:  # would be handed out as it came, not reduced
             if self._has_gradient(index):
                 self.note(report.more, index)
@@ -302,7 +311,7 @@ class BackwardPass:
         """
         for bucket, reduced in self._results(report_to_come):
             bucket.give(reduced, unused)
-            for slot, index in enumerate(bucket.indices):
+            for slot, index in enumerate(bucket.indices if self._kept else ()):
                 if unused[index] and index in self._kept:
                     bucket.views[slot].copy_(self._kept[index])
                     record_use(self._kept[index])
@@ -322,6 +331,12 @@ class BackwardPass:
             if is_last and report_to_come is not None and report_to_come.in_last_bucket:
                 report_to_come.read_word(reduced)
             yield bucket, reduced
+
+
+def _zeros_in(counts: Sequence[int]) -> list[int]:
+    if 0 not in counts:  # told faster
+        return []
+    return [place for place, count in enumerate(counts) if not count]
 
 
 class PassWithGraph(BackwardPass):

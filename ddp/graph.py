@@ -3,7 +3,7 @@
 import dataclasses
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -69,24 +69,23 @@ def replaced(value: object, by: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN
     return value
 
 
-def nearest(output: Tensor, leaves: Mapping[int, int]) -> int | None:
+def nearest(output: Tensor, leaves: Container[int]) -> Node | None:
     """Find a leaf that an output depends on, by few steps if there is one near.
 
     Args:
         output: where to begin.
-        leaves: a number for the id of each leaf looked for.
+        leaves: the id of each leaf looked for.
 
     Returns:
-        The number of one that was found.
+        The node that accumulates into one that was found. The graph of the output keeps it anyway.
     """
     assert output.grad_fn is not None  # asked for by the caller
     seen = {output.grad_fn}
     queue = deque(seen)
     while queue:
         node = queue.popleft()
-        found = leaves.get(id(getattr(node, "variable", None)))
-        if found is not None:
-            return found
+        if id(getattr(node, "variable", None)) in leaves:
+            return node
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
@@ -97,6 +96,12 @@ def nearest(output: Tensor, leaves: Mapping[int, int]) -> int | None:
 def accumulates(leaf: Tensor) -> bool:
     """Tell, from a hook of a backward pass, whether that pass gives a leaf a gradient."""
     return leaf.requires_grad and will_run(get_gradient_edge(leaf).node)
+
+
+def reaches(node: Node) -> bool:
+    """Tell, from a hook of a backward pass, whether a node that `nearest` found gives its leaf a gradient."""
+    untyped: Any = node
+    return untyped.variable.requires_grad and will_run(node)
 
 
 def refuse_distributed_autograd() -> None:

@@ -80,7 +80,8 @@ class History:
             unused: by parameter, whether no rank used it.
             options: of the reducer.
         """
-        if self.num_passes and set(order) != set(self.last_order):
+        is_usual = order == self.last_order  # compared faster than sets are made
+        if self.num_passes and not is_usual and set(order) != set(self.last_order):
             self.looks_static = False
         self.num_passes += 1
         self.last_order = list(order)

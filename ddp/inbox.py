@@ -8,11 +8,13 @@ Note [Passes that break off]
     the other ranks.
 """
 
-import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ParamSpec
+from weakref import WeakMethod
 
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from zero_optim.compat.engine import after_backward
@@ -115,7 +117,22 @@ def _tensor_of(param: Tensor) -> int:
 
 
 class _Token:
-    """Alive as long as the engine keeps what it is to call at the end of a backward pass."""
+    """Alive as long as the engine keeps what it is to call at the end of a backward pass.
+
+    `weakref.finalize` would do the same, but each of them takes as long as the hooks of ten gradients.
+
+    Args:
+        broke_off: called when it dies, unless it was set to None.
+    """
+
+    __slots__ = ("broke_off",)
+
+    def __init__(self, broke_off: Callable[[], None]) -> None:
+        self.broke_off: Callable[[], None] | None = broke_off
+
+    def __del__(self) -> None:
+        if self.broke_off is not None:
+            self.broke_off()
 
 
 def when_backward_ends(finish: Callable[[], None], broke_off: Callable[[], None]) -> None:
@@ -125,23 +142,20 @@ def when_backward_ends(finish: Callable[[], None], broke_off: Callable[[], None]
         finish: called when every gradient has been computed, as by `after_backward`.
         broke_off: called if it never comes to that, see Note [Passes that break off].
     """
-    token = _Token()
-    watch = weakref.finalize(token, broke_off)
-    watch.atexit = False
-
-    def end(_: _Token = token) -> None:
-        watch.detach()
-        finish()
-
-    after_backward(end)
+    after_backward(partial(_end, _Token(broke_off), finish))
 
 
-def output_hook(reached: Callable[[int | None], None], witness: int | None) -> Callable[[Tensor], None]:
+def _end(token: _Token, finish: Callable[[], None]) -> None:
+    token.broke_off = None
+    finish()
+
+
+def output_hook(reached: Callable[[Node | None], None], witness: Node | None) -> Callable[[Tensor], None]:
     """Make a hook for an output of a forward pass.
 
     Args:
         reached: told that a backward pass goes through the output; made by `weakly`.
-        witness: a parameter that the output depends on, None if none was found.
+        witness: accumulates into a parameter that the output depends on, None if none was found.
     """
 
     def hook(_: Tensor) -> None:
@@ -155,11 +169,14 @@ def weakly(method: Callable[P, None]) -> Callable[P, None]:
 
     Parameters and outputs, which hold the hooks, may live longer than what reduces.
     """
-    reference = weakref.WeakMethod(method)
+    return partial(_call_if_there, WeakMethod(method))
 
-    def call(*args: P.args, **kwargs: P.kwargs) -> None:
-        found = reference()
-        if found is not None:
-            found(*args, **kwargs)
 
-    return call
+def _call_if_there(
+    reference: WeakMethod[Callable[P, None]],
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> None:
+    found = reference()
+    if found is not None:
+        found(*args, **kwargs)

@@ -109,7 +109,7 @@ class OwnerReducer(Reducer):
         return self._lanes.groups[0] is not self._exchanging
 
     def _launcher(self) -> Launch:
-        everyone = self._group.during("reduce")
+        everyone = self._summing
         line = OwnerLine(self._routes(everyone), self._assignment.labels, everyone, is_apart=self._is_apart)
         for bucket in self._assignment.buckets:
             if isinstance(bucket, OwnerBucket):

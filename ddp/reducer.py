@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.futures import Future
 
 from zero_optim.comm.activity import Activity
@@ -34,8 +35,8 @@ from zero_optim.compat.streams import is_asynchronous, to_device
 from zero_optim.ddp.assignment import BucketAssignment, ReducedParams, ReducerOptions, assign
 from zero_optim.ddp.backward_pass import BackwardPass, PassTerms, PassWithGraph, Phase
 from zero_optim.ddp.graph import (
-    accumulates,
     nearest,
+    reaches,
     refuse_distributed_autograd,
     refuse_distributed_backward,
     tensors_in,
@@ -93,6 +94,7 @@ class Reducer:
         self.options = ReducerOptions() if options is None else options
         params = held(params)
         self._group = RankGroup.of(process_group, params).within(self.options.timeout)
+        self._summing = self._group.during("reduce")
         watch(self, self._group, self.options.on_stall)
         if checks:
             with failing_together(self._group):
@@ -139,6 +141,7 @@ class Reducer:
     def use_group(self, process_group: dist.ProcessGroup | None) -> None:
         """Average over other ranks from now on. All of these must call, between iterations, and `reset`."""
         self._group = replace(RankGroup.of(process_group, self.params), phase=self._group.phase)
+        self._summing = self._group.during("reduce")
         watch(self, self._group, self.options.on_stall)
 
     def metrics(self, *, reset: bool = True) -> dict[str, float]:
@@ -275,14 +278,14 @@ class Reducer:
                 untyped: Any = tensor
                 untyped.register_hook(output_hook(reached, nearest(tensor, self._reduced.index_of)))
 
-    def _output_reached(self, witness: int | None) -> None:
+    def _output_reached(self, witness: Node | None) -> None:
         """Begin a backward pass, if need be, as it goes through an output; called by that output's hook.
 
         Args:
-            witness: a parameter that the output depends on, None if none was found.
+            witness: accumulates into a parameter that the output depends on, None if none was found.
         """
         # torch.autograd.grad goes through outputs too, but gives no parameter its gradient.
-        is_known_backward = witness is not None and accumulates(self.params[witness])
+        is_known_backward = witness is not None and reaches(witness)
         if not is_known_backward:
             refuse_distributed_backward()
             if witness is not None:
@@ -327,8 +330,10 @@ class Reducer:
         current = kind(self._assignment, terms, self._launcher(), self._held_up())
         self._inbox.current = current
         when_backward_ends(lambda: self._finish(current), current.break_off)
-        with torch.no_grad():
-            current.presume_unused(self._upcoming.pop_unused(self.history.learnt, self.params))
+        unused = self._upcoming.pop_unused(self.history.learnt, self.params)
+        if unused:
+            with torch.no_grad():
+                current.presume_unused(unused)
         return current
 
     def _terms(self, divisor: float) -> PassTerms:
@@ -340,21 +345,21 @@ class Reducer:
 
     def _launcher(self) -> Launch:
         labels = self._assignment.labels
-        return launching(self._group, self._slot, labels, all_used=self.options.wants_all_used)
+        return launching(self._summing, self._slot, labels, all_used=self.options.wants_all_used)
 
     @torch.no_grad()
     def _finish(self, current: BackwardPass) -> None:
         """End a backward pass: launch the rest, wait, hand the results out."""
         self._inbox.current = None
         try:
-            with self._held_up()():
+            with self._held_up():
                 self._conclude(current)
         finally:
             self.activity.end("backward pass")
 
-    def _held_up(self) -> Callable[[], AbstractContextManager[None]]:
+    def _held_up(self) -> AbstractContextManager[None]:
         """Give what counts the time that gradients take, see Note [Exposed seconds] in `comm.traffic`."""
-        return nullcontext if self.defers_reports else self._group.during("reduce").phase.held_up
+        return nullcontext() if self.defers_reports else self._summing.phase.held_up()
 
     def _conclude(self, current: BackwardPass) -> None:
         broke_off = current.phase is Phase.BROKEN_OFF

@@ -181,12 +181,12 @@ def launching(group: RankGroup, slot: "HookSlot", labels: Sequence[str], *, all_
     It does not keep the slot: a hook's state may hold the model, whose parameters hold a pass that broke off.
 
     Args:
-        group: the ranks.
+        group: the ranks, in the phase that counts.
         slot: of the hook. Whoever launches holds it.
         labels: name the buckets in messages, by number.
         all_used: see `GradBucket`.
     """
-    reference, group = weakref.ref(slot), group.during("reduce")
+    reference = weakref.ref(slot)
 
     def launch(bucket: ReducerBucket, number: int, is_last: bool) -> Reduction:
         found = reference()

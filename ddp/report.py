@@ -70,6 +70,7 @@ class FailureReport:
         self._work: Waitable | None = None
         self._counts: Tensor | None = None
         self._answer: HostCopy | None = None  # the word, or the counts
+        self._word: float | None = None  # where nobody has to wait for it
         if in_last_bucket:
             return
         self._counts = to_device(torch.tensor([failure is not None, *used], dtype=torch.int32), group.device)
@@ -82,7 +83,10 @@ class FailureReport:
         Args:
             reduced: the sum of the last bucket.
         """
-        self._answer = HostCopy(reduced[:1])
+        if is_asynchronous(reduced.device):
+            self._answer = HostCopy(reduced[:1])
+        else:
+            self._word = reduced[:1].item()
 
     def put_off(self) -> None:
         """Have the answer on its way to the CPU, where `check` is called later; see Note [Late reports]."""
@@ -104,9 +108,14 @@ class FailureReport:
         Raises:
             ReductionError: on every rank, with what every rank that failed has to say.
         """
-        first = self._read().read()[:1]
-        if (first.isnan() if self.in_last_bucket else first).item():
+        if self._tells_of_failure():
             self._raise()
+
+    def _tells_of_failure(self) -> bool:
+        if self._word is not None:
+            return self._word != self._word  # NaN, of a real or a complex number
+        first = self._read().read()[:1]
+        return bool((first.isnan() if self.in_last_bucket else first).item())
 
     def used(self) -> list[bool]:
         """Tell, by parameter, whether any rank used it; nothing if nobody needed to know.

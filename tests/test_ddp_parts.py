@@ -69,12 +69,16 @@ def test_reach_finds_the_leaves_below_outputs() -> None:
     assert (both.leaves, both.is_complete) == (found.leaves, False)
 
 
+def leaf_of(node: Any) -> Any:
+    return node.variable
+
+
 def test_the_nearest_of_the_leaves_looked_for_is_found() -> None:
     a, b, c, _ = leaves(4)
     out = (a.sin().cos() * b).sum() + c.sum()
-    assert nearest(out, {id(a): 0, id(b): 1}) == 1
-    assert nearest(out, {id(a): 0}) == 0
-    assert nearest(out, {}) is None
+    assert leaf_of(nearest(out, {id(a), id(b)})) is b
+    assert leaf_of(nearest(out, {id(a)})) is a
+    assert nearest(out, set()) is None
 
 
 def test_an_outlook_tells_only_in_a_pass_and_only_once() -> None:

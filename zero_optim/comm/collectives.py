@@ -94,8 +94,9 @@ class RankGroup(Ranks):
             device: of the tensors.
             is_paired: they may be of sends and receives, not of collectives.
         """
-        is_late = is_asynchronous(device) and self.backend_of(device) != "gloo"
-        looks_up = self._looks_up(device) and not is_paired
+        is_gloo, is_late = self.backend_of(device) == "gloo", is_asynchronous(device)
+        looks_up = is_gloo and not is_late and not is_paired
+        is_late = is_late and not is_gloo
         return [
             Work(handle, self.phase, record, is_late=is_late, looks_up=looks_up)
             for handle in handles

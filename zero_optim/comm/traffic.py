@@ -82,7 +82,9 @@ class Traffic:
     def add(self, phase: str, *, seconds: float = 0.0, nbytes: int = 0, collectives: int = 0) -> None:
         """Add to the counts of a phase."""
         with self._lock:
-            counts = self._counts.setdefault(phase, _Counts())
+            counts = self._counts.get(phase)
+            if counts is None:
+                counts = self._counts[phase] = _Counts()
             counts.seconds += seconds
             counts.nbytes += nbytes
             counts.collectives += collectives
@@ -140,16 +142,21 @@ class Phase:
     def held_up(self) -> AbstractContextManager[None]:
         """Give a context in which this thread waits, or works for communication, and does nothing else.
 
-        See Note [Exposed seconds]. Contexts may lie in each other.
+        See Note [Exposed seconds]. Contexts may lie in each other. One context can be entered any number of
+        times, by any thread, also while it is entered.
         """
         return _Span(self.traffic, self.name) if self.is_exposed else nullcontext()
 
 
 class _OpenSpans(threading.local):
-    """The spans that a thread is in, the innermost last: seconds that were counted by spans inside of it."""
+    """The spans that a thread is in, the innermost last.
+
+    Attributes:
+        seconds: two of each span: what was counted by spans inside of it, and when it began.
+    """
 
     def __init__(self) -> None:
-        self.inner: list[float] = []
+        self.seconds: list[float] = []
 
 
 # What a thread does now is one thing, whatever counts it. So this is the thread's, and no object's.
@@ -159,23 +166,23 @@ _OPEN = _OpenSpans()
 class _Span:
     """Counts the time that a body takes, but for what spans inside of it count."""
 
-    __slots__ = ("_name", "_start", "_traffic")
+    __slots__ = ("_name", "_traffic")
 
     def __init__(self, traffic: Traffic, name: str) -> None:
         self._traffic = traffic
         self._name = name
-        self._start = 0.0
 
     def __enter__(self) -> None:
-        _OPEN.inner.append(0.0)
-        self._start = self._traffic.clock()
+        spans = _OPEN.seconds
+        spans.append(0.0)
+        spans.append(self._traffic.clock())
 
     def __exit__(self, *_: object) -> None:
-        seconds = self._traffic.clock() - self._start
-        spans = _OPEN.inner
+        spans = _OPEN.seconds
+        seconds = self._traffic.clock() - spans.pop()
         inner = spans.pop()
         if spans:
-            spans[-1] += seconds
+            spans[-2] += seconds
         self._traffic.add(self._name, seconds=seconds - inner)
 
 

@@ -1,6 +1,6 @@
 """What parameters show while they are freed, and whether somebody has written to it.
 
-See Note [Freed by emptying the storage] in `zero_optim.shard.units`. Nothing here communicates.
+See Note [Freed in place] in `zero_optim.shard.units`. Nothing here communicates.
 """
 
 import math

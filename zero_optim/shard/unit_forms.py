@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.shard.keeping import Keeping
+from zero_optim.shard.unit_memory import FreePages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,10 +30,12 @@ class UnitForms:
     Attributes:
         compute_dtypes: of those that have, or get, another dtype than their owners keep, see `UnitBucket`.
         keeping: keeps their rows; None for ordinary memory.
+        pages: of the CPU, that flat tensors use in turn.
     """
 
     compute_dtypes: Mapping[Tensor, torch.dtype] = field(default_factory=dict)
     keeping: Keeping | None = None
+    pages: FreePages = field(default_factory=FreePages)
 
     def anew(self) -> "UnitForms":
         """Give the same forms for another optimizer, which keeps what it owns in files of its own.

@@ -3,33 +3,40 @@
 A rank keeps its own row of the bucket for good, in memory of its own. The flat tensor that holds all rows is
 there only while the parameters are *whole*; the rest of the time they are *freed*.
 
-Note [Freed by emptying the storage]
+Note [Freed in place]
     Autograd saves a parameter as the tensor object, but a view of it, such as ``weight.t()``, by its storage.
     If the parameter were only given other data, the old storage would live until the backward pass is over,
     and nothing would be freed. A new storage at the second gather would not be what the backward pass reads.
-    So there is one flat tensor for ever, with one storage. It is freed by emptying this storage, and filled
-    again by growing it. All parameters of the bucket are ordinary views of it.
+    So there is one flat tensor for ever, with one storage, which loses its memory when it is freed, and gets
+    some again when it is filled. All parameters of the bucket are ordinary views of it.
 
-    A view of an empty storage must not be read: PyTorch does not check that. So a freed parameter shows other
-    data, of its shape: one element, NaN (zero for dtypes without NaN), expanded. A read outside the
-    unit's time gives NaN, and a write in place raises, as several elements have one place in memory. Each
-    parameter has such an element to itself, since some code knows parameters by their address.
+    On the CPU the addresses stay, and show NaN meanwhile: Note [Pages that move] in
+    `zero_optim.shard.unit_memory`. On an accelerator the storage is emptied, and grown again. A view of an
+    empty storage must not be read: PyTorch does not check that.
+
+    So a freed parameter shows other data, of its shape: one element, NaN (zero for dtypes without NaN),
+    expanded. A read outside the unit's time gives NaN, and a write in place raises, as several elements have
+    one place in memory. Each parameter has such an element to itself, since some code knows parameters by
+    their address.
 
     Values that come back are the same as before, unless the parameters were stepped or loaded in between.
     Only then `settle` tells autograd that they changed: a backward pass through an older graph raises.
 
 Note [Views that somebody keeps]
-    A user may keep a view of a whole parameter, such as ``weight.t()`` in a list. It has no memory when the
-    unit is freed, and the memory of other values when the unit is whole again. What a read of it does
-    meanwhile is up to the operator: with PyTorch 2.13 on the CPU, indexing, printing, ``tolist()`` and
-    products of matrices raise; ``sum()`` and others that go from element to element read address 0, and the
-    process ends; ``numpy()`` shows memory of NumPy's. Nothing here can stand in between:
+    A user may keep a view of a whole parameter, such as ``weight.t()`` in a list. While the unit is freed, a
+    read of it shows NaN on the CPU, whatever the operator; also one by NumPy. When the unit is whole again it
+    shows the values of then. A write to it while the unit is freed is lost. If autograd counts it as a write
+    to the parameter, as to ``weight.detach()``, the next gather or step raises.
+
+    On an accelerator such a view has no memory while the unit is freed, and what a read does is up to the
+    operator: many raise, others read address 0, which ends the use of the device. (So does a CPU where pages
+    cannot be moved: the process ends.) Nothing here can stand in between:
 
     - No hook runs before an operator but a mode for all operators, which takes some µs for each.
     - A storage can be told to raise, but only when it is written to.
-    - To tell such views from those that autograd saved by counting who refers to the storage is not possible:
-      for the latter it is emptied, and a graph may be kept. So nobody can be warned when a view is kept.
-    - If the pages were given back and the address was kept (``madvise``), a read would show zeros, silently.
+    - To count who refers to the storage does not tell such views from those that autograd saved, also for
+      graphs that are kept, or that a collective on another thread still holds. So nobody can be warned when
+      a view is kept.
 
     What autograd reads is guarded (`zero_optim.ddp.saved_reads`), and what a module returns is copied.
 
@@ -80,7 +87,7 @@ _PINNED = (
 
 
 class UnitBucket:
-    """A bucket whose parameters can be freed; see Note [Freed by emptying the storage].
+    """A bucket whose parameters can be freed; see Note [Freed in place].
 
     It begins empty, and is used when all parameters were taken in and let go: Note [Freed one by one].
 
@@ -114,7 +121,7 @@ class UnitBucket:
         first = params[0]
         given = UnitForms() if unit_forms is None else unit_forms
         dtype = given.compute_dtypes.get(first, first.dtype)
-        self._flat = UnitFlat(list(map(Form.of, params)), layout, rank, dtype, first.device)
+        self._flat = UnitFlat(list(map(Form.of, params)), layout, rank, dtype, first.device, given.pages)
         # The parameters have the compute dtype already where another bucket held them.
         self._own = UnitRow(self._flat, kept_dtype(first), given.keeping)
         self._freed = ShownWhenFreed(params, dtype, first.device)
@@ -220,7 +227,7 @@ class UnitBucket:
 
     @property
     def storage_id(self) -> int:
-        """What tells the flat tensor's storage from others, also while it is empty."""
+        """What tells the flat tensor's storage from others, also while it has no memory."""
         return self._flat.storage_id
 
     def shows_freed(self, tensor: Tensor) -> bool:
@@ -348,7 +355,7 @@ class UnitBucket:
             self.coming.wait()
 
     def free(self) -> None:
-        """Empty the flat tensor, after the gather under way; the parameters show NaN."""
+        """Give up the flat tensor's memory, after the gather under way; the parameters show NaN."""
         self.arrive()
         if not self.is_whole:
             return

@@ -1,0 +1,226 @@
+"""Views of parameters that somebody keeps can be read at any time, and a freed unit takes no memory."""
+
+import copy
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from pool import Ranks
+from process_memory import anonymous_nbytes
+from test_fully_sharded import Block, Tower, adamw, batch, train
+from zero_optim.ddp import FullyShardedDataParallel, unsharded
+from zero_optim.shard.unit_memory import FreePages, PagedMemory, UnitMemory
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages can be moved on Linux only")
+CPU = torch.device("cpu")
+MIB = 2**20
+
+
+def memory(pages: FreePages, nbytes: int, dtype: torch.dtype = torch.float32) -> PagedMemory:
+    made = pages.memory(nbytes // dtype.itemsize, dtype, CPU)
+    assert isinstance(made, PagedMemory), "this system cannot move pages"
+    return made
+
+
+def waiting(nbytes: int) -> FreePages:
+    """Make pages that wait, so many bytes."""
+    pages = FreePages()
+    made = memory(pages, nbytes)
+    for _ in range(2):
+        made.grow()
+        made.free()
+    assert pages.nbytes_waiting == nbytes
+    return pages
+
+
+@pytest.mark.parametrize("nbytes", [4, 4100, 3 * MIB])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.float8_e5m2])
+def test_freed_memory_shows_nan_and_a_view_shows_what_is_written_next(
+    nbytes: int, dtype: torch.dtype
+) -> None:
+    nbytes *= dtype.itemsize
+    made = memory(FreePages(), nbytes, dtype)
+    view = made.flat.view(2, -1).t()
+    for value in (1, 2):
+        assert view.to(torch.complex64).isnan().all()
+        made.grow()
+        made.flat.copy_(torch.full(made.flat.shape, value))
+        assert (view.to(torch.complex64) == value).all()
+        made.free()
+    assert view.to(torch.complex64).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float8_e4m3fnuz])
+def test_without_such_a_nan_it_shows_zero(dtype: torch.dtype) -> None:
+    made = memory(FreePages(), 4096, dtype)
+    made.grow()
+    made.flat.view(torch.uint8).fill_(1)
+    made.free()
+    assert not made.flat.view(torch.uint8).any()
+
+
+def test_what_is_written_to_freed_memory_is_lost() -> None:
+    made = memory(FreePages(), 4096)
+    made.flat.fill_(3)
+    made.grow()
+    assert not (made.flat == 3).any()
+    made.free()
+    assert made.flat.isnan().all()
+
+
+def test_memory_that_is_there_or_freed_already_stays_as_it_is() -> None:
+    made = memory(FreePages(), 4096)
+    made.free()
+    made.grow()
+    made.flat.fill_(3)
+    made.grow()
+    assert (made.flat == 3).all()
+
+
+def test_pages_of_what_was_freed_go_to_what_is_needed_next() -> None:
+    pages = waiting(8 * MIB)
+    large, small = memory(pages, 8 * MIB), memory(pages, 3 * MIB)
+    large.grow()
+    large.flat.fill_(5)
+    large.free()
+    before = anonymous_nbytes()
+    small.grow()
+    assert (small.flat == 5).all()  # nothing was zeroed
+    assert pages.nbytes_waiting == 5 * MIB
+    assert anonymous_nbytes() - before < MIB
+
+
+def test_no_more_pages_wait_than_were_in_use_at_once() -> None:
+    pages = FreePages()
+    made = [memory(pages, size * MIB) for size in range(1, 6)]
+    for _ in range(3):
+        for this, following in pairwise(made):
+            this.grow()
+            following.grow()
+            this.free()
+            live = sum(each.flat.nbytes for each in made if each.is_there)
+            assert pages.nbytes_waiting + live <= 9 * MIB
+        made[-1].free()
+
+
+def test_what_was_needed_once_goes_back_to_the_system() -> None:
+    pages = FreePages()
+    made = [memory(pages, 4 * MIB) for _ in range(4)]
+    before = anonymous_nbytes()
+    for _ in range(2):
+        for each in made[:1]:
+            each.grow()
+            each.free()
+    for each in made:
+        each.grow()
+        each.flat.fill_(1)
+    assert anonymous_nbytes() - before > 15 * MIB
+    for each in made:
+        each.free()
+    assert pages.nbytes_waiting == 4 * MIB
+    assert anonymous_nbytes() - before < 5 * MIB
+    del made, each, pages
+    assert anonymous_nbytes() - before < MIB
+
+
+def test_a_view_outlives_what_it_was_a_view_of() -> None:
+    view = memory(FreePages(), 3 * MIB).flat[5:9]
+    assert view.isnan().all()
+
+
+def test_pages_that_cannot_be_moved_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = waiting(MIB)
+    made = memory(pages, MIB)
+    monkeypatch.setattr(pages._system, "mremap", lambda *_: -1 % 2**64)
+    for _ in range(2):
+        made.grow()
+        made.flat.fill_(1)
+        made.free()
+        assert made.flat.isnan().all()
+        assert pages.nbytes_waiting == 0
+
+
+def test_where_the_system_cannot_move_pages_storages_are_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zero_optim.shard.unit_memory._system", lambda: None)
+    made = FreePages().memory(1024, torch.float32, CPU)
+    assert type(made) is UnitMemory
+    made.free()
+    assert made.flat.untyped_storage().nbytes() == 0
+    made.grow()
+    assert made.flat.fill_(1).sum() == 1024
+
+
+def test_memory_that_was_shared_is_refused() -> None:
+    made = memory(FreePages(), 4096)
+    made.grow()
+    made.flat.share_memory_()  # type: ignore[no-untyped-call]
+    with pytest.raises(RuntimeError, match="was replaced, as share_memory"):
+        made.free()
+
+
+def test_a_copy_has_pages_of_its_own() -> None:
+    assert copy.deepcopy(waiting(MIB)).nbytes_waiting == 0
+
+
+# ---------------------------------------------------------------------- in a model
+
+KEPT: dict[str, Tensor] = {}
+FORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "row": lambda weight: weight[0],
+    "detached": lambda weight: weight.detach(),
+    "transposed": lambda weight: weight.t(),
+    "of numpy": lambda weight: torch.from_numpy(weight.detach().numpy()),
+}
+
+
+class Keeping(Block):
+    """Keeps views of a parameter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        KEPT.update((name, form(self.up.weight)) for name, form in FORMS.items())
+        return super().forward(x)
+
+
+def reads_kept_views() -> None:
+    model = Tower()
+    model.blocks[0] = Keeping(24)
+    optimizer = adamw(model)
+    wrapped = FullyShardedDataParallel(model, optimizer, units=model.blocks)
+    loss = wrapped(batch(0)).square().mean()
+    weight = model.blocks[0].up.weight
+    for read in (torch.sum, torch.Tensor.tolist, torch.clone, lambda view: view @ view.t()):
+        for view in KEPT.values():
+            assert torch.as_tensor(read(view)).isnan().all()
+    loss.backward()
+    optimizer.step()
+    with unsharded(model):
+        for name, form in FORMS.items():
+            assert torch.equal(KEPT[name], form(weight))
+    train(wrapped, optimizer, 2)
+    KEPT["of numpy"].zero_()  # is lost
+    with unsharded(model):
+        assert weight.all()
+    KEPT["detached"].zero_()
+    with pytest.raises(RuntimeError, match="was written to"), unsharded(model):
+        pass
+    KEPT.clear()
+
+
+def test_views_that_somebody_keeps_show_nan_while_the_unit_is_freed(ranks2: Ranks) -> None:
+    ranks2.run(reads_kept_views)
+
+
+def is_shared() -> None:
+    model = Tower()
+    wrapped = FullyShardedDataParallel(model, adamw(model), units=model.blocks)
+    message = "memory of a fully sharded model's parameters was replaced"
+    with pytest.raises(RuntimeError, match=message), unsharded(wrapped):
+        model.blocks[0].up.weight.data.share_memory_()  # type: ignore[no-untyped-call]
+
+
+def test_sharing_whole_parameters_is_refused(ranks2: Ranks) -> None:
+    ranks2.run(is_shared)

@@ -1,0 +1,322 @@
+"""Memory of flat tensors that is there only while a unit is whole. Nothing here communicates.
+
+Note [Pages that move]
+    On the CPU a flat tensor has addresses for good. When it is freed, the pages of memory behind them are
+    moved away (``mremap``), to be moved under the next unit that is gathered. What is left behind shows NaN:
+    few pages in all, of a file in memory, which are mapped again and again. (Zero, for dtypes without NaN.)
+    So a view that somebody keeps of a parameter can always be read. A write to what shows NaN is lost.
+
+    A page that comes from the system is zeroed first. On a virtual machine that took 0.4 to 0.9 ms a MiB,
+    more than all else that is done with a unit. To move pages takes 0.03 ms a MiB. In comparison, PyTorch's
+    own memory, emptied and grown, costs next to nothing up to 32 MiB, as the C library keeps it (Note [Blocks
+    that the C library keeps] in `zero_optim.compat.c_library`), and 0.5 to 1 ms a MiB beyond.
+
+    Moved pages lie apart from the C library's heap, so a unit never makes holes in that. How many wait for
+    the next unit is bounded: together with the units that are whole, never more than were whole at most. When
+    no unit is whole any more, as at the end of a step, what was not needed in the last two such periods goes
+    back to the system. So training keeps the pages that it needs again, and a model that was made whole once
+    leaves nothing.
+
+    Addresses take no memory, but the system counts ranges of them with something of their own behind them: a
+    freed unit has up to 32. Where there are too many (``vm.max_map_count``), units show zeros.
+
+    Linux can move pages and keep the addresses since 5.7 (``MREMAP_DONTUNMAP``); in between no other thread
+    may get them. Elsewhere, and on accelerators, the storage is emptied and grown.
+"""
+
+import ctypes
+import mmap
+import os
+import sys
+import threading
+import weakref
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_optim.compat.streams import is_asynchronous
+from zero_optim.shard.mapped import PAGE, in_pages
+
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+_PRIVATE = getattr(mmap, "MAP_PRIVATE", 2)
+_ANONYMOUS = getattr(mmap, "MAP_ANONYMOUS", 0x20)
+_MAP_FIXED = 0x10
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0)  # most addresses have no memory at a time
+_MAY_MOVE, _FIXED, _DONT_UNMAP = 1, 2, 4  # of mremap
+_MOST_RANGES = 32
+_LEAST_RANGE = 2**16
+
+_MOVED = (
+    "the memory of a fully sharded model's parameters was replaced, as share_memory() does: share a copy "
+    "of them"
+)
+
+
+class UnitMemory:
+    """The memory of one flat tensor, which is emptied and grown by PyTorch.
+
+    Call `free` once views of the tensor were made: they cannot be made later.
+
+    Args:
+        flat: the tensor, alone in its storage.
+
+    Attributes:
+        flat: as given. While it is empty, nobody may read it.
+        is_there: whether the tensor has memory.
+    """
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat = flat
+        self._nbytes = flat.nbytes
+        self.is_there = True
+
+    def grow(self, *, stays: bool = False) -> None:
+        """Get memory, of any values; nothing if it is there.
+
+        Args:
+            stays: it will not be freed.
+        """
+        self.flat.untyped_storage().resize_(self._nbytes)
+        self.is_there = True
+
+    def free(self) -> None:
+        """Let the memory go, with the values."""
+        self.flat.untyped_storage().resize_(0)
+        self.is_there = False
+
+
+class PagedMemory(UnitMemory):
+    """The memory of one flat tensor of the CPU: Note [Pages that move].
+
+    Args:
+        numel: of the tensor, at least 1.
+        dtype: of the tensor.
+        pages: where pages come from, and go to.
+
+    Raises:
+        OSError: the system gives no addresses.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, pages: "FreePages") -> None:
+        nbytes = numel * torch.empty((), dtype=dtype).element_size()
+        self._room = in_pages(nbytes)
+        self._pages = pages
+        addresses = mmap.mmap(-1, self._room, flags=_PRIVATE | _ANONYMOUS | _NO_RESERVE, prot=_READ_WRITE)
+        octets = torch.frombuffer(addresses, dtype=torch.uint8, count=nbytes)  # keeps the addresses
+        self._start = octets.data_ptr()
+        self._shows_nan = _is_nan_by_octets(dtype)
+        self.is_there = False
+        self.flat = octets.view(dtype)
+        pages.show_freed(self._start, self._room, nan=self._shows_nan)
+
+    def grow(self, *, stays: bool = False) -> None:
+        """See `UnitMemory`.
+
+        Raises:
+            RuntimeError: somebody has put other memory into the storage.
+        """
+        if not self.is_there:
+            self._check()
+            self._pages.take(self._start, self._room, stays=stays)
+            self.is_there = True
+
+    def free(self) -> None:
+        """See `UnitMemory`.
+
+        Raises:
+            RuntimeError: as `grow`.
+        """
+        if self.is_there:
+            self._check()
+            self.is_there = False
+            self._pages.give(self._start, self._room)
+            self._pages.show_freed(self._start, self._room, nan=self._shows_nan)
+
+    def _check(self) -> None:
+        if self.flat.data_ptr() != self._start:
+            raise RuntimeError(_MOVED)
+
+
+class _System:
+    """Calls of the C library that Python does not have."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL(None, use_errno=True)
+        address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+        self.mmap: Any = library.mmap
+        self.mmap.argtypes = (address, size, number, number, number, ctypes.c_long)
+        self.mmap.restype = address
+        self.mremap: Any = library.mremap
+        self.mremap.argtypes = (address, size, size, number, address)
+        self.mremap.restype = address
+        self.munmap: Any = library.munmap
+        self.munmap.argtypes = (address, size)
+
+    def new_pages(self, start: int, nbytes: int) -> None:
+        """Have fresh pages at some addresses.
+
+        Raises:
+            MemoryError: the system gives none.
+        """
+        flags = _PRIVATE | _ANONYMOUS | _MAP_FIXED | _NO_RESERVE
+        if self.mmap(start, nbytes, _READ_WRITE, flags, -1, 0) != start:
+            why = os.strerror(ctypes.get_errno())
+            raise MemoryError(f"{nbytes} bytes to make a unit of a fully sharded model whole: {why}")
+
+    def moved_away(self, start: int, nbytes: int) -> int | None:
+        """Move pages away, and give where they are; there are fresh ones in their place. None if not."""
+        found: int | None = self.mremap(start, nbytes, nbytes, _MAY_MOVE | _DONT_UNMAP, None)
+        return None if found == ctypes.c_void_p(-1).value else found
+
+    def moved_to(self, start: int, nbytes: int, source: int) -> bool:
+        """Move pages to some addresses; whether that was possible."""
+        return bool(self.mremap(source, nbytes, nbytes, _MAY_MOVE | _FIXED, start) == start)
+
+
+def _system() -> _System | None:
+    """Give the calls, if they do what is needed here."""
+    if sys.platform != "linux" or not hasattr(os, "memfd_create"):
+        return None
+    try:
+        system = _System()
+        with mmap.mmap(-1, PAGE, flags=_PRIVATE | _ANONYMOUS, prot=_READ_WRITE) as page:
+            page[0] = 1
+            start = ctypes.addressof(ctypes.c_char.from_buffer(page))
+            away = system.moved_away(start, PAGE)
+            if away is None or page[0] != 0:
+                return None
+            return system if system.moved_to(start, PAGE, away) and page[0] == 1 else None
+    except (AttributeError, BufferError, OSError):
+        return None
+
+
+class FreePages:
+    """Pages that wait for the next flat tensor, and those that show NaN: Note [Pages that move].
+
+    Attributes:
+        nbytes_waiting: bytes of pages that wait.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._system: _System | None = None
+        self._is_asked = False
+        self._waiting: list[tuple[int, int]] = []  # bytes and address, in ascending order
+        self.nbytes_waiting = 0
+        self._live = 0
+        self._most = self._most_before = 0  # that was live, since nothing was, and in the period before
+        self._nan_file = -1
+        self._nan_nbytes = 0
+
+    def __reduce__(self) -> "tuple[type[FreePages], tuple[()]]":
+        """Copy and pickle as new."""
+        return FreePages, ()
+
+    def memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> UnitMemory:
+        """Make the memory of a flat tensor."""
+        if device.type == "cpu" and not is_asynchronous(device) and numel:
+            with self._lock:
+                if not self._is_asked:
+                    self._begin()
+            if self._system is not None:
+                try:
+                    return PagedMemory(numel, dtype, self)
+                except OSError:  # the process may have no more addresses
+                    pass
+        return UnitMemory(torch.empty(numel, dtype=dtype, device=device))
+
+    def _begin(self) -> None:
+        self._is_asked, self._system = True, _system()
+        if self._system is not None:
+            self._nan_file = os.memfd_create("freed units")
+            weakref.finalize(self, os.close, self._nan_file).atexit = False
+            weakref.finalize(self, _unmap, self._system.munmap, self._waiting).atexit = False
+
+    def take(self, start: int, nbytes: int, *, stays: bool = False) -> None:
+        """Have pages at some addresses, of any values.
+
+        Args:
+            start: the first address.
+            nbytes: of whole pages.
+            stays: they will not be given back.
+
+        Raises:
+            MemoryError: the system gives none.
+        """
+        assert self._system is not None
+        if stays:
+            self._system.new_pages(start, nbytes)
+            return
+        with self._lock:
+            self._live += nbytes
+            self._most = max(self._most, self._live)
+            place = bisect_left(self._waiting, (nbytes, 0))  # the smallest that is enough
+            if place < len(self._waiting):
+                there, source = self._waiting.pop(place)
+                self.nbytes_waiting -= nbytes
+                if there > nbytes:
+                    insort(self._waiting, (there - nbytes, source + nbytes))
+                if self._system.moved_to(start, nbytes, source):
+                    return
+                self._system.munmap(source, nbytes)
+            self._system.new_pages(start, nbytes)
+            self._keep_at_most(max(self._most, self._most_before) - self._live)
+
+    def give(self, start: int, nbytes: int) -> None:
+        """Take the pages at some addresses away; there are fresh ones, without memory, in their place."""
+        assert self._system is not None
+        with self._lock:
+            self._live -= nbytes
+            away = self._system.moved_away(start, nbytes)
+            if away is None:  # somebody has changed something of these pages, such as by mlock()
+                self._system.new_pages(start, nbytes)
+            else:
+                insort(self._waiting, (nbytes, away))
+                self.nbytes_waiting += nbytes
+            if not self._live:
+                self._keep_at_most(min(self._most, self._most_before))
+                self._most, self._most_before = 0, self._most
+
+    def _keep_at_most(self, nbytes: int) -> None:
+        """Return what is more to the system, the smallest pieces first: the others can be divided."""
+        assert self._system is not None
+        while self.nbytes_waiting > nbytes:
+            there, source = self._waiting.pop(0)
+            self._system.munmap(source, there)
+            self.nbytes_waiting -= there
+
+    def show_freed(self, start: int, nbytes: int, *, nan: bool) -> None:
+        """Have some addresses, at which there are fresh pages, show NaN.
+
+        Args:
+            start: the first address.
+            nbytes: of whole pages.
+            nan: False leaves zeros.
+        """
+        if not nan:
+            return
+        assert self._system is not None
+        length = max(_LEAST_RANGE, in_pages(-(-nbytes // _MOST_RANGES)))
+        with self._lock:
+            if self._nan_nbytes < length:
+                os.pwrite(self._nan_file, b"\xff" * length, 0)
+                self._nan_nbytes = length
+        for offset in range(0, nbytes, length):
+            size, flags = min(length, nbytes - offset), _PRIVATE | _MAP_FIXED | _NO_RESERVE
+            self._system.mmap(start + offset, size, _READ_WRITE, flags, self._nan_file, 0)
+
+
+def _is_nan_by_octets(dtype: torch.dtype) -> bool:
+    """Whether bytes of ones are NaN, as with most dtypes that have NaN."""
+    one = torch.empty((), dtype=dtype).element_size()
+    value = torch.full((one,), 0xFF, dtype=torch.uint8).view(dtype)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    return bool(value.to(wide).isnan())
+
+
+def _unmap(munmap: Callable[[int, int], object], waiting: list[tuple[int, int]]) -> None:
+    for nbytes, source in waiting:
+        munmap(source, nbytes)
