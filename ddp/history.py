@@ -1,7 +1,7 @@
 """What the backward passes so far have taught, as far as later ones need it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 from zero_optim.ddp.assignment import ReducerOptions
 from zero_optim.ddp.backward_pass import Kind, PassTerms
@@ -27,7 +27,7 @@ class History:
         carried: by parameter, whether it has a gradient from a pass that was not reduced.
     """
 
-    num_params: int
+    num_params: InitVar[int]
     num_passes: int = 0
     num_buckets_reduced: int = 0
     last_order: list[int] = field(default_factory=list)
@@ -39,13 +39,13 @@ class History:
     unused: list[bool] = field(init=False)
     carried: list[bool] = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.unused = [False] * self.num_params
-        self.carried = [False] * self.num_params
+    def __post_init__(self, num_params: int) -> None:
+        self.unused = [False] * num_params
+        self.carried = [False] * num_params
 
     def order(self) -> list[int]:
         """Give all parameters in the order in which gradients come, those that had none last."""
-        return self.last_order + sorted(set(range(self.num_params)) - set(self.last_order))
+        return self.last_order + sorted(set(range(len(self.unused))) - set(self.last_order))
 
     def terms(self, options: ReducerOptions, divisor: float, can_carry_word: bool) -> PassTerms:
         """Settle how the next pass is to go.
@@ -58,7 +58,7 @@ class History:
         kind: Kind = "some" if options.find_unused_parameters else "every"
         if options.static_graph:
             kind = "learning" if self.learnt is None else "learnt"
-        expected = self.learnt or [0 if kind == "learning" else 1] * self.num_params
+        expected = self.learnt or [0 if kind == "learning" else 1] * len(self.unused)
         return PassTerms(
             kind,
             expected,

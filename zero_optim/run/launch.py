@@ -7,12 +7,6 @@ Note [Processes]
     locks and thread pools without the threads, so it hangs at its first parallel loop, and it cannot use
     CUDA.
 
-Note [Which failure is reported]
-    When a rank fails, the others lose their connections and fail as well, and may end first. So each rank
-    writes down the time of its exception before it closes anything. The earliest one is the cause. A killed
-    rank writes nothing, and comes before those. An exception that only repeats that of another rank comes
-    last, and is waited for least: `zero_optim.run.host.let_the_cause_end_first`.
-
 Note [No process left]
     Before `launch` returns or raises, it kills the ranks without asking them. If the caller itself is killed,
     the kernel kills the ranks. Ctrl-C reaches only the caller: it is blocked while processes start, and each
@@ -26,21 +20,17 @@ Note [Ctrl-C while ranks start]
     note. The mask is for the ranks, which inherit it until they have a handler of their own.
 """
 
-import json
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
-from time import monotonic, monotonic_ns
+from time import monotonic
 from typing import Any, TypeVar
 
 import torch
@@ -48,15 +38,11 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
 from zero_optim.errors import LaunchTimeoutError, RankFailedError
-from zero_optim.run.host import (
-    end_with_parent,
-    let_the_cause_end_first,
-    num_cores,
-    order_of,
-    use_loopback,
-)
-from zero_optim.run.session import decode_call, encode_call, pickler
-from zero_optim.run.stacks import answer_with_stacks, stacks_of, traceback_text
+from zero_optim.run.host import num_cores
+from zero_optim.run.job import Failure, Job
+from zero_optim.run.rank import enter
+from zero_optim.run.session import encode_call
+from zero_optim.run.stacks import stacks_of
 
 T = TypeVar("T")
 
@@ -75,7 +61,7 @@ def launch(
     """Run ``fn(*args)`` on ``nproc`` ranks of this host, and return what each rank returned.
 
     Each rank is a new process with an initialised default process group on the loopback interface. See Notes
-    [Processes], [Which failure is reported] and [No process left].
+    [Processes] and [No process left], and Note [Which failure is reported] in `zero_optim.run.job`.
 
     Functions from a notebook cell or a prompt, lambdas and nested functions are sent as code, with the
     current values of the global names that they use. That needs cloudpickle to be installed. A script needs
@@ -108,7 +94,7 @@ def launch(
         calls["prepare"] = encode_call(prepare, ())
     deadline = None if timeout is None else monotonic() + timeout
     with tempfile.TemporaryDirectory(prefix="zero_optim-") as folder:
-        job = _Job(folder, nproc, backend, threads or max(1, num_cores() // nproc), os.getpid())
+        job = Job(folder, nproc, backend, threads or max(1, num_cores() // nproc), os.getpid())
         for name, call in calls.items():
             job.path(name).write_bytes(call)
         with _started(job) as processes:
@@ -152,87 +138,15 @@ def _check(
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """How a rank failed.
-
-    Attributes:
-        rank: the rank.
-        order: smaller for causes than for consequences.
-        text: the traceback, or what is known without one.
-        line: the kind of exception, or the same as ``text``.
-    """
-
-    rank: int
-    order: list[int]
-    text: str
-    line: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """What both the caller and the ranks know.
-
-    Attributes:
-        folder: where they leave files for each other.
-        nproc: number of ranks.
-        backend: of their process group.
-        threads: PyTorch's threads on each rank.
-        parent: process id of the caller.
-    """
-
-    folder: str
-    nproc: int
-    backend: str
-    threads: int
-    parent: int
-
-    def path(self, name: str, rank: int | None = None) -> Path:
-        """Name a file, of one rank or of all."""
-        return Path(self.folder, name if rank is None else f"{name}-{rank}")
-
-    def failures(self, processes: Sequence[BaseProcess]) -> list[_Failure]:
-        """List the ranks that have failed so far, the cause first."""
-        found = (self._failure(rank, process.exitcode) for rank, process in enumerate(processes))
-        return sorted(filter(None, found), key=lambda failure: failure.order)
-
-    def _failure(self, rank: int, exitcode: int | None) -> _Failure | None:
-        if self.path("failure", rank).exists():
-            return _Failure(**json.loads(self.path("failure", rank).read_text()))
-        if exitcode is None or (exitcode == 0 and self.path("value", rank).exists()):
-            return None
-        line = f"was killed by {_signal(-exitcode)}" if exitcode < 0 else f"ended with status {exitcode}"
-        why = ""
-        if not self.path("begun", rank).exists():
-            why = (
-                " before it could begin: what it printed says why. A script that calls launch() needs "
-                '`if __name__ == "__main__":` around that code, since the ranks import the script'
-            )
-        return _Failure(rank, [0, rank], line + why, line)
-
-    def is_told(self) -> bool:
-        """Tell whether every rank has left its value, or why it failed."""
-        return all(
-            any(self.path(name, rank).exists() for name in ("failure", "value")) for rank in range(self.nproc)
-        )
-
-    def values(self) -> list[Any]:
-        """Read what the ranks returned."""
-        return [torch.load(self.path("value", rank), weights_only=False) for rank in range(self.nproc)]
-
-
-# ---------------------------------------------------------------------- the caller
-
-
 @contextmanager
-def _started(job: _Job) -> Iterator[list[BaseProcess]]:
+def _started(job: Job) -> Iterator[list[BaseProcess]]:
     """Start the ranks, and end all of them, however the body ends."""
     processes: list[BaseProcess] = []
     try:
         # Starting a process starts the resource tracker first, which would unblock SIGINT for the ranks.
         resource_tracker.ensure_running()
         with _interrupt_held_back():
-            context: Any = start_processes(_enter, (job,), job.nproc, join=False)  # type: ignore[no-untyped-call]
+            context: Any = start_processes(enter, (job,), job.nproc, join=False)  # type: ignore[no-untyped-call]
             processes += context.processes
         yield processes
     finally:
@@ -285,7 +199,7 @@ def _end(processes: Sequence[BaseProcess]) -> None:
         process.close()
 
 
-def _failures_text(failures: Sequence[_Failure], nproc: int) -> str:
+def _failures_text(failures: Sequence[Failure], nproc: int) -> str:
     """Describe the first failure in full, and the others in one line."""
     first, *others = failures
     text = f" failed:\n\n{first.text}" if "\n" in first.text else f" {first.text}"
@@ -298,7 +212,7 @@ def _failures_text(failures: Sequence[_Failure], nproc: int) -> str:
 
 
 def _stacks_text(
-    job: _Job, processes: Sequence[BaseProcess], late: Sequence[int], timeout: float | None
+    job: Job, processes: Sequence[BaseProcess], late: Sequence[int], timeout: float | None
 ) -> str:
     """Tell where the late ranks are."""
     begun = {rank: pid for rank in late if (pid := processes[rank].pid) and job.path("begun", rank).exists()}
@@ -306,72 +220,3 @@ def _stacks_text(
     lines = [f"no end after {timeout:g} s on rank {', '.join(map(str, late))} of {job.nproc}"]
     told = (f"\nrank {rank}, {stacks.get(rank, 'still starting')}" for rank in late)
     return "\n".join([*lines, *told])
-
-
-def _signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-# ---------------------------------------------------------------------- the ranks
-
-
-def _enter(rank: int, job: _Job) -> None:
-    """Run as a rank: call the function in a process group, and write a file that says how it ended."""
-    end_with_parent(job.parent)
-    os.setsid()
-    signal.signal(signal.SIGINT, lambda *_: None)  # not SIG_IGN, which processes started here would inherit
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    answer_with_stacks(job.path("stacks", rank))
-    job.path("begun", rank).touch()
-    try:
-        _run(rank, job)
-    except BaseException as error:  # noqa: BLE001 - the caller raises for all of them
-        _write_failure(error, rank, job)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        let_the_cause_end_first(error, job.is_told)
-        os._exit(1)  # without destroying the process group, which may take for ever
-
-
-def _run(rank: int, job: _Job) -> None:
-    torch.set_num_threads(job.threads)
-    use_loopback()
-    size = str(job.nproc)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
-    if job.path("prepare").exists():
-        prepare, _ = decode_call(job.path("prepare").read_bytes())
-        prepare(rank)
-    device: dict[str, Any] = {}
-    if job.backend == "nccl":
-        torch.cuda.set_device(rank)
-        device = {"device_id": torch.device("cuda", rank)}
-    store = dist.FileStore(str(job.path("store")), job.nproc)  # type: ignore[attr-defined]
-    dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.nproc, **device)
-    _wait_for_connections(store, job.nproc)
-    fn, args = decode_call(job.path("call").read_bytes())
-    value = fn(*args)
-    # Like pickle, but tensors that share memory are written once, and classes of a notebook can be returned.
-    torch.save(value, job.path("value", rank), pickle_module=pickler())
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _wait_for_connections(store: dist.Store, nproc: int) -> None:  # type: ignore[name-defined]
-    """Wait until every rank has connected: a rank that ends early breaks the connections of the others."""
-    if store.add("connected", 1) == nproc:
-        store.set("all connected", "")
-    store.wait(["all connected"])
-
-
-def _write_failure(error: BaseException, rank: int, job: _Job) -> None:
-    """Write a file about an exception, in one step, without the frames of this file."""
-    now = monotonic_ns()  # one clock for all processes of a host
-    text = traceback_text(error, __file__)
-    order = [order_of(error), now]
-    path = job.path("failure", rank)
-    failure = _Failure(rank, order, text, type(error).__name__)
-    path.with_suffix(".part").write_text(json.dumps(asdict(failure)))
-    path.with_suffix(".part").rename(path)

@@ -1,6 +1,6 @@
 """What an optimizer is given: options and parameter groups, read and checked. Does not communicate."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,10 @@ from torch.optim import Optimizer
 
 from zero_optim.comm.arguments import check_flags
 from zero_optim.comm.watchdog import check_patience
-from zero_optim.plan.costs import Cost, CostName
+from zero_optim.plan.costs import Cost, CostName, cost_named
 from zero_optim.plan.description import describe
 from zero_optim.plan.groups import ParamGroup
+from zero_optim.step.spec import OptimizerSpec, why_not_cut
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -123,6 +124,46 @@ def taken_cuts(group: ParamGroup, default: bool) -> bool:
     cuts = group.pop("cuts", default)
     check_flags(cuts=cuts)
     return bool(cuts)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOptions:
+    """What the constructor's groups ask for that is the library's, taken out of them; one entry a group.
+
+    Attributes:
+        costs: of parameters.
+        may_cut: whether parameters may be cut, as the user wants it.
+        specs: of groups with a class of their own.
+    """
+
+    costs: list[Cost]
+    may_cut: list[bool]
+    specs: list[OptimizerSpec | None]
+
+    @classmethod
+    def taken_from(cls, groups: Sequence[ParamGroup], options: ShardingOptions) -> "GroupOptions":
+        """Take them out of groups; does not communicate.
+
+        Raises:
+            TypeError: something is of the wrong kind.
+            ValueError: something is out of range.
+        """
+        costs = [cost_named(group.pop("cost", options.cost)) for group in groups]
+        may_cut = [taken_cuts(group, options.cuts) for group in groups]
+        return cls(costs, may_cut, [OptimizerSpec.taken_from(group) for group in groups])
+
+    def bear_cuts(
+        self,
+        default: OptimizerSpec,
+        groups: Sequence[ParamGroup],
+        dtype_of: Callable[[Tensor], torch.dtype],
+        *,
+        is_tried: bool,
+    ) -> list[bool]:
+        """Tell of each parameter whether it may be cut and its class bears that; see `why_not_cut`."""
+        reasons = why_not_cut(default, groups, self.specs, dtype_of, is_tried=is_tried)
+        allowed = [may for may, group in zip(self.may_cut, groups, strict=True) for _ in group["params"]]
+        return [reason is None and may for reason, may in zip(reasons, allowed, strict=True)]
 
 
 def kept_whole_in(groups: Sequence[ParamGroup], may_cut: Sequence[bool]) -> set[Tensor]:

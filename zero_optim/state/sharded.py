@@ -6,6 +6,7 @@ All its parts exist when its constructor returns. Subclasses add the state dicts
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from zero_optim.shard.lazy import LazyGather, check_reader
 from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.units import UnitBucket
 from zero_optim.state.given import (
+    GroupOptions,
     GroupReader,
     Params,
     ShardingOptions,
@@ -39,7 +41,7 @@ from zero_optim.step.leaves import Leaves
 from zero_optim.step.local import LocalOptimizer
 from zero_optim.step.owned import OwnedState
 from zero_optim.step.portions import KeptState
-from zero_optim.step.spec import OptimizerSpec, why_not_cut
+from zero_optim.step.spec import OptimizerSpec
 
 logger = logging.getLogger("zero_optim")
 
@@ -96,29 +98,22 @@ class ShardedOptimizer(OwningOptimizer):
                 sharding = self._sharding_for(group, options)
                 leaves = Leaves(options.master_dtype, self._units or ())
                 average = WeightAverage(options.ema_decay, leaves)
-                costs = [cost_named(each.pop("cost", options.cost)) for each in groups]
-                may_cut = [taken_cuts(each, options.cuts) for each in groups]
-                specs = [OptimizerSpec.taken_from(each) for each in groups]
-                about = _about(default, specs, options, may_cut, read_by)
+                asked = GroupOptions.taken_from(groups, options)
+                about = _about(default, asked, options, read_by)
                 check_reader(read_by, params_of(groups))
-            every = params_of(groups)
-
-            def bear_cuts() -> list[bool]:
-                is_tried = not options.assume_separable
-                reasons = why_not_cut(default, groups, specs, leaves.tried_dtype, is_tried=is_tried)
-                allowed = [may for may, each in zip(may_cut, groups, strict=True) for _ in each["params"]]
-                return [reason is None and may for reason, may in zip(reasons, allowed, strict=True)]
-
-            plan = sharding.plan(groups, costs, 0, about, bear_cuts if any(may_cut) else None)
+            is_tried = not options.assume_separable
+            bear_cuts = partial(asked.bear_cuts, default, groups, leaves.tried_dtype, is_tried=is_tried)
+            plan = sharding.plan(groups, asked.costs, 0, about, bear_cuts if any(asked.may_cut) else None)
         if claim is not None:
             claim.agree(groups, about, plan)
+        every = params_of(groups)
         self._costs = dict(zip(every, plan.costs, strict=True))
         owned = sharding.owned(every, plan)
         with together():
             buckets = self._taken_over(claim, sharding.make_unit_buckets(every, plan), leaves, group)
             with failing_together(group):
                 leaf_of = {param: leaves.add(param, piece) for param, piece in owned.items()}
-                local = LocalOptimizer(default, groups, specs, leaf_of, options.assume_separable)
+                local = LocalOptimizer(default, groups, asked.specs, leaf_of, options.assume_separable)
                 if options.mirror:
                     local.check_dicts()
             state = self._owned_state(group, leaves, average, local, groups, owned)
@@ -126,6 +121,21 @@ class ShardedOptimizer(OwningOptimizer):
         # Now that no leaf holds the memory that parameters leave.
         sharding.add(every, plan, short_names(groups))
         told = None if claim is None else claim.passed_on(buckets, self._unit_forms, group, every)
+        self._kept_whole = kept_whole_in(groups, asked.may_cut)
+        self._take_all(reader, group, options, sharding, state)
+        self._begin_gathers(group, read_by)
+        if told is not None:
+            told(self)
+
+    def _take_all(
+        self,
+        reader: GroupReader,
+        group: RankGroup,
+        options: ShardingOptions,
+        sharding: Sharding,
+        state: OwnedState,
+    ) -> None:
+        """Begin with all that was built."""
         # Takes the attributes of the reader, also the hooks, as an optimizer does when it is unpickled.
         Optimizer.__setstate__(self, vars(reader))
         self._group = group
@@ -133,12 +143,8 @@ class ShardedOptimizer(OwningOptimizer):
         self._sharding = sharding
         self._owned = state
         self._snapshot, self._mirror = Snapshot(), Mirror()
-        self._kept_whole = kept_whole_in(groups, may_cut)
-        self.defaults = local.defaults
+        self.defaults = state.local.defaults
         self._show_state()
-        self._begin_gathers(group, read_by)
-        if told is not None:
-            told(self)
 
     def _sharding_for(self, group: RankGroup, options: ShardingOptions) -> Sharding:
         return Sharding(
@@ -315,12 +321,11 @@ class ShardedOptimizer(OwningOptimizer):
 
 def _about(
     default: OptimizerSpec,
-    specs: Sequence[OptimizerSpec | None],
+    asked: GroupOptions,
     options: ShardingOptions,
-    may_cut: Sequence[bool],
     read_by: torch.nn.Module | None,
 ) -> list[str]:
     """Describe what the constructor was given beside the parameters and their options."""
-    about = [f"optimizer {spec.describe()}" for spec in (default, *filter(None, specs))]
-    about += [*options.describe(), f"cuts of groups {may_cut}"]
+    about = [f"optimizer {spec.describe()}" for spec in (default, *filter(None, asked.specs))]
+    about += [*options.describe(), f"cuts of groups {asked.may_cut}"]
     return [*about, f"gather_lazily={'None' if read_by is None else 'a model'}"]
