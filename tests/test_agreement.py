@@ -100,6 +100,8 @@ def check_wrong_everywhere() -> None:
         ([weight], lambda _, **__: nn.Linear(1, 1), {}, TypeError, "to build a torch.optim.Optimizer"),
         (weight, AdamW, {}, TypeError, "iterable of Tensors or dicts"),
         ({weight}, AdamW, {}, TypeError, "ordered"),
+        (AdamW, [weight], {"lr": 0.1}, TypeError, r"expected params first.*got AdamW"),
+        (nn.Linear(2, 2), AdamW, {}, TypeError, r"such as model.parameters\(\).*got Linear"),
         ([lazy], AdamW, {}, TypeError, "run one forward pass"),
         ([nn.Parameter(torch.empty(3, device="meta"))], AdamW, {}, TypeError, "meta"),
         ([nn.Parameter(torch.zeros(1).expand(4))], AdamW, {}, ValueError, "one place in memory"),

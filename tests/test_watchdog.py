@@ -396,6 +396,25 @@ def test_a_device_that_has_failed_does_not_end_the_watchdog(ranks1: Ranks) -> No
     ranks1.run(check_broken_handle)
 
 
+def check_warning() -> None:
+    group = RankGroup.of(None).within(1800.0)
+    alone: Any = SimpleNamespace(rank=0)
+    judging = Verdicts(group.works.log, alone)
+    record = group.begin_work()
+    warned: list[float] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verdicts_module, "_beside", lambda work: work())
+        patch.setattr(judging, "_warn", lambda _, seconds: warned.append(seconds))
+        patch.setattr(judging, "_prove", lambda _: None)
+        for seconds in (1.0, 59.0, 60.0, 61.0):
+            judging.judge_wait(record, seconds)
+    assert warned == [60.0]
+
+
+def test_a_wait_of_a_minute_is_warned_of_whatever_the_timeout_is(ranks1: Ranks) -> None:
+    ranks1.run(check_warning)
+
+
 def check_lost() -> str:
     """A work fails for which the CPU does not wait, as another rank was killed."""
     group = RankGroup.of(None)

@@ -17,8 +17,8 @@ Note [Devices of a group]
 """
 
 import re
-from collections.abc import Iterator, KeysView, Mapping, Sequence, ValuesView
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -48,8 +48,14 @@ def held(given: T) -> T:
 
     Args:
         given: parameters, or groups of them, as ``torch.optim`` takes them. What an iterator in it raises,
-            the result raises when it is read.
+            the result raises when it is read; and so it does where nothing can be read.
     """
+    if not isinstance(given, Iterable):
+        named = given.__name__ if isinstance(given, type) else type(given).__name__
+        broken: Any = _Broken(
+            TypeError(f"expected params first, such as model.parameters(), or groups of them; got {named}")
+        )
+        return cast("T", broken)
     if not isinstance(given, Iterator | list | tuple):
         return given
     read: list[Any] = []

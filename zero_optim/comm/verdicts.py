@@ -38,6 +38,7 @@ from zero_optim.comm.works import GroupWorks, Record, Verdict, WorkLog
 
 EXIT_CODE = 75  # of a process that was ended because a wait took too long: "try again" in sysexits.h
 
+_LONG = 60.0  # seconds of a wait after which a user has begun to wonder; the usual timeout is 30 minutes
 _FIRST_QUESTION = 2.0  # seconds that a wait has lasted when ranks are first asked whether they wait crosswise
 _BETWEEN_QUESTIONS = 0.5  # seconds between both questions; the proof needs none
 _LONGEST_END = 10.0  # seconds that a process may take to end on a busy host, once it has been killed
@@ -80,7 +81,7 @@ class Verdicts:
             self._deciding.add(works.whole)
             _beside(lambda: self._decide(record, seconds))
             return
-        if seconds >= record.timeout / 2 and not record.is_warned:
+        if seconds >= min(_LONG, record.timeout / 2) and not record.is_warned:
             record.is_warned = True
             _beside(lambda: self._warn(record, seconds))
         if self._is_to_prove(record, seconds):
