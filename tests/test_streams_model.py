@@ -156,6 +156,23 @@ def test_memory_that_is_dropped_while_another_stream_uses_it_is_found() -> None:
     assert "dropped" in race.second.stack.functions
 
 
+def test_memory_of_a_storage_that_is_emptied_is_given_back_then() -> None:
+    for keep, count in ((streams.record_use, 0), (lambda _: None, 1)):
+        with modelled_streams(checks=False) as model:
+            value, side = torch.ones(4, device=CPU), model.new_stream()
+            storage = value.untyped_storage()
+            side.wait_stream(model.current_stream)
+            with model.using(side):
+                reads(value)
+                keep(value)
+            storage.resize_(0)
+            assert len(model.settle()) == count
+            storage.resize_(16)  # other memory, perhaps at the same address
+            writes(value)
+            del value, storage
+            assert len(model.settle()) == count
+
+
 def test_record_use_keeps_memory() -> None:
     with modelled_streams() as model:
         dropped(model, streams.record_use)
