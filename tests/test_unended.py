@@ -29,6 +29,12 @@ def state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+def stay_for_the_other(folder: Path) -> None:
+    """Let rank 1 go on; it is to hear why it was given up, not that rank 0 has exited meanwhile."""
+    (folder / str(dist.get_rank())).touch()
+    wait_until((folder / "1").exists)
+
+
 def stop_in_a_sum(folder: Path) -> str:
     """Rank 1 is stopped while it waits for the other's part, and goes on when the other has given up."""
     optimizer = sharded(linear())  # so that somebody watches
@@ -40,7 +46,7 @@ def stop_in_a_sum(folder: Path) -> str:
         add(RankGroup.of(sums, [torch.device("cpu")]).within(TIMEOUT))
     except StalledError as error:
         said = str(error)
-    (folder / str(dist.get_rank())).touch()
+    stay_for_the_other(folder)
     dist.destroy_process_group(sums)
     del sums
     gc.collect()  # the end of the group waits for no thread
@@ -78,7 +84,7 @@ def stop_in_an_agreement(folder: Path) -> str:
         group.all_gather_fixed(bytes(64))
     except StalledError as error:
         said = str(error)
-    (folder / str(dist.get_rank())).touch()
+    stay_for_the_other(folder)
     dist.destroy_process_group(others)
     del others, group
     gc.collect()
@@ -120,6 +126,69 @@ def test_a_rank_that_was_stopped_in_a_collective_is_told_when_it_goes_on(tmp_pat
     ended = outcomes(2, stop_in_a_sum, tmp_path, meanwhile=partial(let_go_on, tmp_path), limit=60.0)
     for outcome in ended:
         assert re.search("rank 1 does not answer", str(outcome.said)), ended
+
+
+def stop_in_a_send(folder: Path, way: str) -> str:
+    """Likewise, in what is sent from rank to rank: more than the system takes at once."""
+    optimizer = sharded(linear())
+    others = dist.new_group()
+    group = RankGroup.of(others, [torch.device("cpu")]).within(TIMEOUT)
+    dist.barrier()
+    about_to_stall()
+    said = "came through"
+    try:
+        send(group, way)
+    except StalledError as error:
+        said = str(error)
+    stay_for_the_other(folder)
+    dist.destroy_process_group(others)
+    del others, group
+    gc.collect()
+    assert optimizer is not None
+    return said
+
+
+def send(group: RankGroup, way: str) -> None:
+    large = torch.ones(2**20)
+    if dist.get_rank() == 0:
+        pid = int(default_store().get("pid"))
+        wait_until(lambda: state_of(pid) == "T")
+        group.start_recv(large, 1).wait()
+    elif way == "started before":
+        work = group.start_send(large, 0)
+        time.sleep(0.2)  # for gloo to tell the other rank of it; if it does not, all is well
+        default_store().set("pid", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+        work.wait()
+    else:
+        threading.Thread(target=stop_soon, daemon=True).start()
+        group.send(large, 0)
+
+
+@pytest.mark.parametrize("way", ["started before", "in the call"])
+def test_a_rank_that_was_stopped_in_a_send_is_told_when_it_goes_on(tmp_path: Path, way: str) -> None:
+    meanwhile = partial(let_go_on, tmp_path)
+    for outcome in outcomes(2, stop_in_a_send, tmp_path, way, meanwhile=meanwhile, limit=60.0):
+        assert re.search("rank 1 does not answer", str(outcome.said)), outcome
+        assert outcome.exitcode == 0  # its end waits for no thread either
+
+
+def fail_to_send() -> None:
+    """The other rank is known to have ended when a send is waited for."""
+    group = RankGroup.of(dist.new_group())
+    if dist.get_rank() == 0:
+        work = group.start_send(torch.ones(2**20), 1)
+        default_store().set("sent", "")
+        with pytest.raises(RuntimeError, match=r"onnection|closed") as caught:
+            work.wait()
+        assert not isinstance(caught.value, StalledError)
+    else:
+        wait_until(lambda: default_store().check(["sent"]))
+        group.works.cut()
+
+
+def test_a_send_that_fails_raises_what_gloo_says(failing2: Ranks) -> None:
+    failing2.run(fail_to_send)
 
 
 def test_a_rank_that_was_stopped_in_an_agreement_does_not_hang_when_it_goes_on(tmp_path: Path) -> None:

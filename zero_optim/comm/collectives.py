@@ -30,6 +30,7 @@ from torch import Tensor
 
 from zero_optim.comm.ranks import Ranks
 from zero_optim.comm.traffic import Waitable, broadcast_nbytes, sum_nbytes
+from zero_optim.comm.unended import Sends
 from zero_optim.comm.works import Record, Work
 from zero_optim.compat.engine import coalesced, coalesces, timeout_of
 from zero_optim.compat.streams import (
@@ -92,7 +93,7 @@ class RankGroup(Ranks):
             handles: as the backend gave them.
             record: of all of them.
             device: of the tensors.
-            is_paired: they may be of sends and receives, not of collectives.
+            is_paired: they may be of receives, not of collectives.
         """
         is_gloo, is_late = self.backend_of(device) == "gloo", is_asynchronous(device)
         looks_up = is_gloo and not is_late and not is_paired
@@ -239,19 +240,21 @@ class RankGroup(Ranks):
 
     def _start_exchange(
         self, pieces: Sequence[Tensor], received: list[Tensor], lanes: "Sequence[RankGroup]"
-    ) -> tuple[list[dist.Work], list[Tensor]]:
+    ) -> tuple[Sequence[Waitable], list[Tensor]]:
         mine = pieces[self.rank]
         if lanes[0].backend_of(mine.device) != "gloo":
             return self._exchange_at_once(pieces, received, lanes[0]), received
         if mine.device.type != "cpu":
             return self._exchange_packed(pieces, received, lanes[0])
-        works: list[dist.Work | None] = []
+        sent: list[dist.Work | None] = []
+        came: list[dist.Work | None] = []
         for rank in range(self.size):
             if rank != self.rank:
                 there, back = lanes[self.rank % len(lanes)], lanes[rank % len(lanes)]
-                works.append(dist.isend(pieces[rank], self._global(rank), group=there.process_group))
-                works.append(dist.irecv(received[rank], self._global(rank), group=back.process_group))
-        return [work for work in works if work is not None], received
+                sent.append(dist.isend(pieces[rank], self._global(rank), group=there.process_group))
+                came.append(dist.irecv(received[rank], self._global(rank), group=back.process_group))
+        # Sends first: while their thread starts, the pieces are on their way.
+        return [Sends(_all_made(sent)), *_all_made(came)], received
 
     def _exchange_at_once(
         self, pieces: Sequence[Tensor], received: list[Tensor], lane: "RankGroup"
@@ -286,12 +289,15 @@ class RankGroup(Ranks):
         staged = tensor.to(self.device)
         record = self.begin_work(by_all=False)
         with record.starting():
-            works = [dist.isend(staged, self._global(rank), group=self.process_group) for rank in to]
+            made = [dist.isend(staged, self._global(rank), group=self.process_group) for rank in to]
+        works = _all_made(made)
         self.phase.sent(staged.nbytes * len(works), len(works))
         with self.phase.held_up(), record.waiting():
-            for work in works:
-                assert work is not None  # this process is a member
-                work.wait()
+            if self._looks_up(staged.device):
+                record.group.wait_for(Sends(works))
+            else:
+                for work in works:
+                    work.wait()
 
     def recv(self, tensor: Tensor, source: int) -> None:
         """Fill a contiguous tensor with what ``source`` sends.
@@ -312,20 +318,24 @@ class RankGroup(Ranks):
         record = self.begin_work(by_all=False)
         with record.starting():
             work = dist.isend(tensor, self._global(to), group=self.process_group)
-        assert work is not None  # this process is a member
         self.phase.sent(tensor.nbytes)
-        return Work(work, self.phase, record)
+        return Work(Sends(_all_made([work])), self.phase, record)
 
     def start_recv(self, tensor: Tensor, source: int) -> Waitable:
         """Start to fill a contiguous tensor of the CPU, on gloo, with what ``source`` sends."""
         record = self.begin_work(by_all=False)
         with record.starting():
             work = dist.irecv(tensor, self._global(source), group=self.process_group)
-        assert work is not None  # likewise
+        assert work is not None  # this process is a member
         return Work(work, self.phase, record)
 
     def _global(self, rank: int) -> int:
         return dist.get_global_rank(self.process_group, rank)
+
+
+def _all_made(works: Iterable[dist.Work | None]) -> list[dist.Work]:
+    """Give the handles, of which there are all: this process is a member of the group."""
+    return [work for work in works if work is not None]
 
 
 def bytes_to_tensor(payload: bytes) -> Tensor:

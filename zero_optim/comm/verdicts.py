@@ -14,6 +14,12 @@ Note [Giving up together]
     some seconds. Else ranks could take different ones for the lowest. If a lower rank is about to decide, the
     others wait a while for its word, so as not to say the same in other words.
 
+    Two verdicts are left possible: if the lowest rank is silent when one rank asks, and answers another one,
+    both in the second in which both decide. Then some ranks raise one reason, and some the other; nobody
+    hangs. No protocol can close that, as nobody can tell a stopped process from a slow one. The store as the
+    arbiter would move it to the process that has the store, often the very rank that is silent, and each
+    verdict would wait a second for that.
+
     A wait may also fail before its time, for example because the process of another rank was killed: gloo
     sees that the connection is closed. Then the thread that waited asks, and if ranks have ended, it decides.
 
@@ -44,7 +50,7 @@ _BETWEEN_QUESTIONS = 0.5  # seconds between both questions; the proof needs none
 _LONGEST_END = 10.0  # seconds that a process may take to end on a busy host, once it has been killed
 # In what gloo raises where a rank does not come, and where it is gone.
 _LATE = ("imed out",)
-_CLOSED = ("onnection", "closed", "closure", "reset")
+_CLOSED = ("onnection", "closed", "closure", "reset", "roken pipe")
 
 logger = logging.getLogger("zero_optim")
 

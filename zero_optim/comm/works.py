@@ -40,7 +40,7 @@ import torch.distributed as dist
 from zero_optim.comm.activity import Activity
 from zero_optim.comm.backends import raised_by_backend
 from zero_optim.comm.traffic import Phase, Waitable
-from zero_optim.comm.unended import keep_for_ever, wait_and_look_up
+from zero_optim.comm.unended import Sends, keep_for_ever, wait_and_look_up
 from zero_optim.compat.engine import is_profiling
 from zero_optim.errors import StalledError, ZeroOptimError
 
@@ -257,8 +257,8 @@ class GroupWorks:
                 work = group.recv([torch.empty(1, dtype=torch.uint8)], other, _NO_TAG)
                 work.wait(timedelta(milliseconds=1))
 
-    def wait_for(self, handle: dist.Work) -> bool:
-        """Wait for a collective of gloo. See Note [Waits that nothing ends] in `zero_optim.comm.unended`.
+    def wait_for(self, handle: dist.Work | Sends) -> bool:
+        """Wait for a collective or sends of gloo. See Note [Waits that nothing ends] in `unended`.
 
         Raises:
             RuntimeError: it failed.
@@ -267,7 +267,7 @@ class GroupWorks:
         if wait_and_look_up(handle, lambda: self.verdict is not None):
             return True
         group = self.group()
-        if group is not None:
+        if group is not None and not isinstance(handle, Sends):
             keep_for_ever(group)
         assert self.verdict is not None  # the group was given up, for good
         raise self.verdict.error()
@@ -431,9 +431,10 @@ class Work:
         if timeout is not None:
             self.record.timeout = timeout
         with self._phase.held_up(), self.record.waiting():
-            if self._looks_up and isinstance(self.handle, dist.Work):
-                return self.record.group.wait_for(self.handle)
-            return self.handle.wait()
+            handle = self.handle
+            if isinstance(handle, Sends) or (self._looks_up and isinstance(handle, dist.Work)):
+                return self.record.group.wait_for(handle)
+            return handle.wait()
 
     def is_completed(self) -> bool:
         """Tell whether it is over, well or not; waits for nothing.

@@ -6,6 +6,12 @@ Note [Every rank is heard]
     room behind the rows of one bucket, and broadcasts that by itself: 32 bytes beside the broadcasts of the
     owners, and started with them. Where all ranks have room in their rows, as in most plans, nothing is
     added.
+
+    It cannot travel with anything else: such a rank sends nothing in a step, or rows that have to be received
+    where no byte is to spare. One sum or all-gather of the stamps of all such ranks would be one collective
+    in the place of several. But on gloo it would be more messages, one after the other round a ring, than
+    their broadcasts, which go side by side along trees. And where a backend takes several collectives as one,
+    they are in the launch of the rows.
 """
 
 from collections.abc import Mapping, Sequence
