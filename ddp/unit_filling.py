@@ -7,9 +7,9 @@ Note [Filled module by module]
     copies the rows that it keeps, and the memory of the portion is released. So a rank holds its rows, one
     portion and those that it lies in; and of a model that came with values what was not reached yet.
 
-    Where all values are there, the portion with the largest parameter comes last. A rank may be the owner of the whole of a
-    large parameter, such as an embedding, and has it twice while it copies that: by then it has let go of
-    others.
+    Where all values are there, the portion with the largest parameter comes last. A rank may be the owner of
+    the whole of a large parameter, such as an embedding, and has it twice while it copies that: by then it
+    has let go of others.
 
     Modules are initialized after those below them, in the order of registration. As a rule that is the order
     of their constructors, so the same seed gives the same bits as a model that is made whole.
