@@ -7,6 +7,10 @@ Note [Filled module by module]
     copies the rows that it keeps, and the memory of the portion is released. So a rank holds its rows, one
     portion and those that it lies in; and of a model that came with values what was not reached yet.
 
+    Where all values are there, the portion with the largest parameter comes last. A rank may be the owner of
+    the whole of a large parameter, such as an embedding, and has it twice while it copies that: by then it
+    has let go of others.
+
     Modules are initialized after those below them, in the order of registration. As a rule that is the order
     of their constructors, so the same seed gives the same bits as a model that is made whole.
 """
@@ -179,10 +183,15 @@ class UnitFiller:
         self._syncs = syncs
         self._reached: set[Tensor] = set()
         self._seen: set[nn.Module] = set()
+        self._waiting: list[list[Tensor]] | None = None  # portions that have their values; None: none waits
 
     def fill(self, model: nn.Module) -> None:
         """Fill all of them; the parameters are freed then. All ranks call, and it communicates."""
+        if not self._unfilled and not has_meta(model):
+            self._waiting = []
         self._visit(model, None)
+        for portion in sorted(self._waiting or (), key=_largest):  # equal ones in the order of modules
+            self._close(portion)
         for bucket in set(self._bucket_of.values()):
             bucket.let_go()
 
@@ -208,7 +217,9 @@ class UnitFiller:
             if param in self._bucket_of and param not in self._reached and portion is not None:
                 portion.append(param)
             self._reached.add(param)
-        if begins and portion is not None:
+        if begins and portion is not None and self._waiting is not None:
+            self._waiting.append(portion)
+        elif begins and portion is not None:
             self._close(portion)
 
     def _close(self, portion: list[Tensor]) -> None:
@@ -253,6 +264,10 @@ class UnitFiller:
                 )
         for param, values in had.items():
             param.data = values
+
+
+def _largest(tensors: Iterable[Tensor]) -> int:
+    return max((tensor.nbytes for tensor in tensors), default=0)
 
 
 def _shows_nothing(tensor: Tensor) -> bool:

@@ -51,6 +51,30 @@ def test_an_optimizer_that_is_built_later_gives_the_bits_of_one_built_before(ran
     ranks2.run(trains_with_a_later_optimizer, how)
 
 
+def takes_rows_where_they_are(is_planned_alike: bool) -> None:
+    model = Tower()
+    whole = DistributedDataParallel(copy.deepcopy(model))
+    wrapped = FullyShardedDataParallel(model, units=[*model.blocks])
+
+    def rows() -> list[int]:
+        return [bucket.row.data_ptr() for unit in wrapped.units.units for bucket in unit.buckets]
+
+    before = rows()
+    one, optimizer = (
+        ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, cuts=is_planned_alike)
+        for model in (whole, wrapped)
+    )
+    assert (rows() == before) == is_planned_alike
+    assert train(wrapped, optimizer, loss_of) == train(whole, one, loss_of)
+
+
+@pytest.mark.parametrize("is_planned_alike", [True, False])
+def test_a_later_optimizer_takes_over_rows_where_they_are_if_owners_are_the_same(
+    ranks2: Ranks, is_planned_alike: bool
+) -> None:
+    ranks2.run(takes_rows_where_they_are, is_planned_alike)
+
+
 class Odd(nn.Module):
     """Memory formats, several dtypes, a frozen parameter, a scalar and an empty one."""
 

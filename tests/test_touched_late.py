@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pool import Ranks
 from process_memory import forget_peak, peak_nbytes, resident_nbytes
 from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.ddp import FullyShardedDataParallel
+from zero_optim.ddp import FullyShardedDataParallel, unsharded
 from zero_optim.plan.layout import Extent, Layout, Row
 from zero_optim.shard.padding import zero_padding
 
@@ -65,6 +65,65 @@ def growth_while_sharding() -> int:
 def test_the_row_of_a_unit_grows_as_its_parameters_are_released(ranks2: Ranks) -> None:
     for grown in ranks2.run(growth_while_sharding):
         assert grown < 3 * LAYER_NBYTES
+
+
+class Table(nn.Module):
+    """A model whose first parameter is as large as six of the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        memory = mmap.mmap(-1, 6 * LAYER_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        values = torch.frombuffer(memory, dtype=torch.float32).fill_(1)
+        self.table = nn.Embedding.from_pretrained(values.view(-1, WIDTH), freeze=False)
+        self.blocks = made()
+
+
+def growth_while_sharding_a_table() -> int:
+    model = Table()
+    before = begin()
+    wrapped = FullyShardedDataParallel(model, units=[*model.blocks])
+    grown = peak_nbytes() - before
+    with unsharded(wrapped):
+        assert all(bool((param == 1).all()) for param in model.parameters())
+    return grown
+
+
+def test_a_large_parameter_is_moved_when_others_have_been_released(ranks2: Ranks) -> None:
+    for grown in ranks2.run(growth_while_sharding_a_table):
+        assert grown < 3 * LAYER_NBYTES
+
+
+def growth_while_sharding_what_an_optimizer_has() -> int:
+    model = made()
+    options = {"lr": 0.1, "bucket_cap_mb": 100}  # one flat tensor
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, **options)
+    before = begin()
+    wrapped = FullyShardedDataParallel(model, optimizer, units=[])
+    grown = peak_nbytes() - before
+    with unsharded(wrapped):
+        assert all(bool((param == 1).all()) for param in model.parameters())
+    return grown
+
+
+def test_a_bucket_shrinks_as_its_parameters_leave_it_for_the_row_of_a_unit(ranks2: Ranks) -> None:
+    for grown in ranks2.run(growth_while_sharding_what_an_optimizer_has):
+        assert grown < 3 * LAYER_NBYTES
+
+
+def keeps_views() -> None:
+    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(4)))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    kept = [model[0].weight.data[3:], model[1].weight.detach().numpy()]
+    wanted = [kept[0].clone(), kept[1].copy()]
+    FullyShardedDataParallel(model, optimizer, units=[])
+    for have, want in zip(kept, wanted, strict=True):
+        assert (have == want).all()
+
+
+def test_a_view_that_somebody_keeps_of_a_parameter_keeps_its_values_when_the_model_is_sharded(
+    ranks2: Ranks,
+) -> None:
+    ranks2.run(keeps_views)
 
 
 def padded(start: int, stop: int) -> list[float]:

@@ -16,13 +16,25 @@ Note [Blocks that the C library keeps]
     virtual machine 0.5 ms a MiB, where a copy to memory that is there takes 0.03 ms. So which one is better
     depends on the program, and the setting is one for the whole process. It is the user's: nothing here
     changes it unasked.
+
+Note [Pages given back early]
+    A storage is released as a whole. Where many tensors lie in one block and move out of it one by one, the
+    block stays until the last one has left, beside the memory that they have moved to. `give_back_pages`
+    tells the system that the pages of one of them are not needed any more. The block keeps its addresses, and
+    the pages show zeros from then on. So it is for memory that this library has made itself, and that nobody
+    can see any more: `is_seen_by_others` counts who refers to a storage.
 """
 
 import ctypes
 import mmap
+import sys
+
+import torch
+from torch import Tensor
 
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 _MOST = 2**25  # glibc takes no higher limit
+_MADV_DONTNEED = 4  # of Linux's mman.h
 
 
 def return_freed_memory(threshold: int = 2**16) -> None:
@@ -53,3 +65,30 @@ def return_freed_memory(threshold: int = 2**16) -> None:
     if library.mallopt(_M_MMAP_THRESHOLD, threshold) != 1:
         raise RuntimeError(f"glibc refused {threshold} bytes as the limit of blocks to be returned")
     library.malloc_trim(0)
+
+
+def is_seen_by_others(tensor: Tensor) -> bool:
+    """Whether another tensor, or an array, may have the memory of a tensor. True where PyTorch cannot tell.
+
+    Args:
+        tensor: is itself no view.
+    """
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    storage = tensor.untyped_storage()
+    return count is None or count(storage._cdata) > 2  # the tensor, and the Python object
+
+
+def give_back_pages(tensor: Tensor) -> None:
+    """Give the pages that a tensor fills back to the system, on Linux; see Note [Pages given back early].
+
+    Its elements there are zeros from then on. Others that lie in the same pages, and elsewhere all, stay.
+
+    Args:
+        tensor: without gaps; on the CPU, or nothing is done.
+    """
+    if sys.platform != "linux" or tensor.device.type != "cpu":
+        return
+    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if stop > start:  # where the system refuses, as it does for locked pages, they stay until they are freed
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_DONTNEED)

@@ -6,9 +6,11 @@ values. So each parameter of a unit has an attribute: the `UnitsClaim` of its mo
 Note [An optimizer that comes later]
     A model may be wrapped before its optimizer is built. Then an optimizer that is never stepped stands in:
     it has owners and buckets like any other. The constructor of the real one finds the claim, plans owners
-    that suit its class, and makes buckets for them. Unit by unit the former buckets are gathered, each rank
-    copies the rows that it is to keep, and the unit is freed. Until everything is checked the former rows
-    stay, so a constructor that raises changes nothing.
+    that suit its class, and makes buckets for them. Where a former bucket is as planned, it is used again:
+    the stand-in's class bears cuts, so that is the rule for a class that does, and one list of parameters.
+    The other former buckets are gathered unit by unit, each rank copies the rows that it is to keep, and the
+    unit is freed. Until everything is checked the former rows stay, so a constructor that raises changes
+    nothing.
 
     What the wrapper was given for the units goes over with them. Rows that are kept in another dtype than the
     model computes in are gathered in that dtype, so nothing is rounded. Rows in files move to files of their
@@ -19,6 +21,7 @@ Note [An optimizer that comes later]
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -141,11 +144,17 @@ class UnitsClaim:
         """Copy the rows that this rank is to keep into new buckets; all ranks call, and it communicates.
 
         The parameters are freed when it returns, and are still those of the former buckets.
+
+        Args:
+            buckets: new ones, and former ones that are used again.
         """
         assert self.group is not None
         bucket_of = {param: bucket for bucket in buckets for param in bucket.params}
         for of_unit in self.buckets:
             for bucket in of_unit:
+                if bucket_of.get(bucket.params[0]) is bucket:
+                    bucket.free()
+                    continue
                 with _values_as_kept(bucket, self.group.during("state")) as values:
                     for param, value in values.items():
                         if param in bucket_of:
@@ -255,6 +264,13 @@ def _values_as_kept(bucket: UnitBucket, group: RankGroup) -> Iterator[Mapping[Te
         yield {param: param for param in bucket.params}
     finally:
         bucket.free()
+
+
+def reusable_buckets(claim: UnitsClaim | None) -> list[UnitBucket]:
+    """List buckets that the next optimizer may use again; none if rows have to move to other files."""
+    if claim is None or not claim.is_open or claim.forms.keeping is not None:
+        return []
+    return list(chain.from_iterable(claim.buckets))
 
 
 def first_claim(params: object) -> UnitsClaim | None:

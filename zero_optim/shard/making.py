@@ -1,6 +1,7 @@
 """Makes the buckets of plans. Nothing here communicates."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from operator import is_
 
 from torch import Tensor
 
@@ -54,23 +55,41 @@ class BucketMaker:
                 made.append(UnitBucket(members, layout, group.rank, label, self.forms))
         return made
 
-    def make_units(self, group: RankGroup, params: Sequence[Tensor], plan: Plan) -> list[UnitBucket]:
+    def make_units(
+        self,
+        group: RankGroup,
+        params: Sequence[Tensor],
+        plan: Plan,
+        former: Iterable[UnitBucket] = (),
+    ) -> list[UnitBucket]:
         """Make the buckets of a plan that hold units, for `make`, which is called next.
 
         Args:
             group: the ranks.
             params: of the plan.
             plan: the plan.
+            former: buckets that are used again, in the place of new ones, where they are as planned. They
+                have the forms that this object has.
         """
         made = []
+        there = {bucket.params[0]: bucket for bucket in former}
         self._layouts_before = self._layouts(group, params, plan)
         for bucket, layout in zip(plan.buckets, self._layouts_before, strict=True):
             members = [params[index] for index in bucket.params]
-            if members[0] in self.units:
-                made.append(UnitBucket(members, layout, group.rank, "", self.forms))
+            if members[0] not in self.units:
+                continue
+            found = there.get(members[0])
+            if found is None or not _is_as_planned(found, members, layout):
+                found = UnitBucket(members, layout, group.rank, "", self.forms)
+            made.append(found)
         self._made_before = {bucket.params[0]: bucket for bucket in made}
         return made
 
     def _layouts(self, group: RankGroup, params: Sequence[Tensor], plan: Plan) -> list[Layout]:
         known = self.units, self.forms.compute_dtypes, self._heard
         return layouts_with_rooms(plan, params, group.size, *known)
+
+
+def _is_as_planned(bucket: UnitBucket, members: Sequence[Tensor], layout: Layout) -> bool:
+    has_members = len(bucket.params) == len(members) and all(map(is_, bucket.params, members))
+    return has_members and bucket.layout == layout

@@ -5,7 +5,7 @@ The optimizer calls. `Sharding.plan`, `gather` and `gather_all` communicate; all
 
 import math
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 
@@ -209,7 +209,9 @@ class Sharding:
         self.buckets += made
         self._active += map(is_active, made)
 
-    def make_unit_buckets(self, params: Sequence[Tensor], plan: Plan) -> list[UnitBucket]:
+    def make_unit_buckets(
+        self, params: Sequence[Tensor], plan: Plan, former: Iterable[UnitBucket] = ()
+    ) -> list[UnitBucket]:
         """Make the buckets of a plan that `add`, which is called next, will use for units.
 
         Does not communicate.
@@ -217,8 +219,9 @@ class Sharding:
         Args:
             params: of the plan.
             plan: the plan.
+            former: buckets to be used again, see `BucketMaker.make_units`.
         """
-        return self._maker.make_units(self._group, params, plan)
+        return self._maker.make_units(self._group, params, plan, former)
 
     def unit_buckets(self) -> list[UnitBucket]:
         """List the buckets whose parameters can be freed."""

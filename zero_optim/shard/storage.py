@@ -25,6 +25,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from zero_optim.compat.c_library import give_back_pages, is_seen_by_others
 from zero_optim.plan.layout import Layout
 from zero_optim.shard.padding import zero_padding
 from zero_optim.shard.places import Form, can_be_views, views_in, with_own_storages
@@ -222,6 +223,19 @@ class ViewBucket:
             param = self.params[part.param]
             if self._forms[part.param].fits(param):
                 part.of(param).copy_(part.of(places[part.param]))
+
+    def give_back(self, index: int) -> None:
+        """Give the memory that a parameter had back to the system, once it has left this bucket for good.
+
+        It is left alone where somebody keeps a view. The bucket must not be gathered any more.
+
+        Args:
+            index: of the parameter.
+        """
+        view = self._views[index]
+        is_here = view.data_ptr() == self._addresses[index]  # and not in shared memory
+        if is_here and not is_seen_by_others(view):
+            give_back_pages(view)
 
     def _moved_out(self, chosen: Collection[int] | None = None) -> list[int]:
         """Find the parameters that are no longer in the bucket."""

@@ -26,7 +26,7 @@ from zero_optim.plan.description import describe
 from zero_optim.plan.groups import ParamGroup, param_names, params_of, short_names
 from zero_optim.plan.plan import Plan, describe_params
 from zero_optim.shard.sharding import Sharding
-from zero_optim.shard.storage import ParamBucket
+from zero_optim.shard.storage import ParamBucket, ViewBucket
 from zero_optim.shard.units import UnitBucket
 from zero_optim.state.holding import Found, HoldingOptimizer
 from zero_optim.state.moving import Forms, Moved, move_state, refuse_lost
@@ -180,15 +180,19 @@ class RebindableOptimizer(HoldingOptimizer):
     def _keep_unit_rows(self, former: list[ParamBucket]) -> None:
         """Have the buckets of units keep this rank's rows, and free them, one former bucket after the other.
 
-        A former bucket may be one flat tensor, which is released with the last parameter in it.
+        A former bucket may be one flat tensor, which is released with the last parameter in it: until then
+        the pages of those that have left it are given back.
         """
         new = self._sharding.unit_buckets()
         bucket_of = {param: bucket for bucket in new for param in bucket.params}
         while new and former:
-            for param in former.pop(0).params:
+            left = former.pop(0)
+            for index, param in enumerate(left.params):
                 if param in bucket_of:
                     bucket_of[param].take_in({param: param})
                     bucket_of[param].let_go({param})
+                    if isinstance(left, ViewBucket):
+                        left.give_back(index)
         self._owned.leaves.keep(new)
 
     def _check_detached(self) -> None:

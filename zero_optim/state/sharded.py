@@ -20,7 +20,7 @@ from zero_optim.comm.watchdog import learn_addresses, patient, watch
 from zero_optim.plan.costs import cost_named
 from zero_optim.plan.groups import ParamGroup, params_of, short_names
 from zero_optim.plan.pieces import Piece
-from zero_optim.shard.claims import UnitsClaim, claim_of, first_claim, settle_claim
+from zero_optim.shard.claims import UnitsClaim, claim_of, first_claim, reusable_buckets, settle_claim
 from zero_optim.shard.lazy import LazyGather, check_reader
 from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.units import UnitBucket
@@ -110,7 +110,9 @@ class ShardedOptimizer(OwningOptimizer):
         self._costs = dict(zip(every, plan.costs, strict=True))
         owned = sharding.owned(every, plan)
         with together():
-            buckets = self._taken_over(claim, sharding.make_unit_buckets(every, plan), leaves, group)
+            buckets = self._filled(
+                claim, sharding.make_unit_buckets(every, plan, reusable_buckets(claim)), leaves, group
+            )
             with failing_together(group):
                 leaf_of = {param: leaves.add(param, piece) for param, piece in owned.items()}
                 local = LocalOptimizer(default, groups, asked.specs, leaf_of, options.assume_separable)
@@ -164,7 +166,7 @@ class ShardedOptimizer(OwningOptimizer):
         elif self._options.mirror:
             logger.warning("mirror=True mirrors nothing in a group of one rank, which has no other")
 
-    def _taken_over(
+    def _filled(
         self, claim: UnitsClaim | None, buckets: list[UnitBucket], leaves: Leaves, group: RankGroup
     ) -> list[UnitBucket]:
         """Fill the buckets of units that somebody else has kept so far; all ranks call."""
