@@ -23,7 +23,7 @@ Note [How conversions are seen]
     whole one.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -224,14 +224,13 @@ class _Form:
         probe = ones.permute([self.order.index(dim) for dim in range(len(size))])
         with torch.no_grad():
             applied = function(probe)
-        is_shared = applied.device.type == "cpu" and applied.is_shared()  # type: ignore[no-untyped-call]
-        if applied is probe and not is_shared:
+        if applied is probe:
             return None
-        if applied.is_meta or is_shared or applied.stride() != probe.stride():
-            where = "to the meta device" if applied.is_meta else "to shared memory or another memory format"
+        if applied.is_meta or applied.stride() != probe.stride():
+            what = "moved to the meta device" if applied.is_meta else "given another memory format"
             raise RuntimeError(
-                f"the parameters of a fully sharded model cannot go {where}: its owners keep them. Do that "
-                "before wrapping"
+                f"the parameters of a fully sharded model cannot be {what}: owners keep them. Do that before "
+                "wrapping"
             )
         is_alike = (applied.dtype, applied.device) == (probe.dtype, probe.device)
         if is_alike or not torch.equal(applied.to(probe), probe):
@@ -245,7 +244,7 @@ class _Form:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ButUnits:
-    """A function for all tensors of modules but the parameters of units, and their gradients."""
+    """A function for all tensors of modules but the parameters of units."""
 
     function: Function
     left: frozenset[Tensor]
@@ -280,9 +279,7 @@ class _Apply:
 
     def _left(self) -> frozenset[Tensor]:
         units = self.conversions._claim.units
-        params: Iterable[Tensor] = [param for param in self.module.parameters() if param in units]
-        grads = [param.grad for param in params if param.grad is not None]
-        return frozenset([*params, *grads])
+        return frozenset(param for param in self.module.parameters() if param in units)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         """Refuse to copy."""

@@ -9,7 +9,7 @@ OF_FSDP = {
     "auto_wrap_policy": "give the modules that are gathered together, or their classes, as units=",
     "backward_prefetch": _PREFETCHES,
     "cpu_offload": _OFFLOADS,
-    "device_id": "move the model before it is wrapped; for one on the meta device give device=",
+    "device_id": "move the model before its first forward pass; for one on the meta device give device=",
     "forward_prefetch": _PREFETCHES,
     "ignored_modules": _IGNORES,
     "ignored_params": _IGNORES,

@@ -89,8 +89,11 @@ def is_swapped(find_unused: bool) -> None:
         wrapped: Any = wrap(model, *given, find_unused_parameters=find_unused)
         with swapping(True):
             if given:
-                with pytest.raises(RuntimeError, match="takes the hooks off"):
-                    wrapped.to("cpu")
+                for convert in (wrapped.float, model.first.float, model.float):
+                    with pytest.raises(RuntimeError, match="takes the hooks off"):
+                        convert()
+                loss_of(wrapped, 0).backward()  # nothing was swapped
+                return
             model.first.float()
         with pytest.raises(
             ReductionError, match=r"every rank: .*first.weight, first.bias became another tensor"
@@ -290,7 +293,10 @@ def writes_unseen() -> None:
         assert_equal(state_of(model), want)
     train(model, optimizer, loss_of, 1)
     optimizer.zero_grad()
-    model.module.to_empty(device="cpu")
+    with pytest.raises(RuntimeError, match="other values or other memory"):
+        model.module.to_empty(device="cpu")
+    weight = model.module.blocks[0].up.weight
+    weight.data = torch.empty_like(weight)
     for use in (model.module.state_dict, lambda: model(batch(1)), optimizer.step):
         with pytest.raises(RuntimeError, match=r"written to, or given other memory, while it was not whole"):
             use()
