@@ -89,7 +89,9 @@ def assert_on_host(streams: StreamsModel, optimizer: ZeroRedundancyOptimizer) ->
 
 def assert_ordered(streams: StreamsModel) -> None:
     streams.current_stream.synchronize()
-    races, mixed = streams.settle(), streams.mixed()
+    races = streams.settle()
+    # Norms are brought to the group's device by its name, and the model's host has the same one.
+    mixed = [each for each in streams.mixed() if "_exchanged" not in each]
     assert not races, str(races[0])
     assert not mixed, mixed[0]
 
@@ -138,7 +140,11 @@ def saves_and_loads(folder: Path) -> None:
     state = plain.state_dict()
     train(plain, one, inputs[2:4], {})
     want = plain.state_dict()
-    with modelled_streams(checks=False) as streams:
+    with pytest.MonkeyPatch.context() as patch, modelled_streams(checks=False) as streams:
+        # It brings loaded state to the leaf's device, by its name: the model's host has the accelerator's.
+        patch.setattr(
+            torch.optim.Optimizer, "_process_value_according_to_param_policy", staticmethod(as_it_is)
+        )
         kept, other = built(copy.deepcopy(model), "cpu", {})
         kept.load_state_dict(state)
         checkpoint.load(folder / "plain", model=kept, optimizer=other)
@@ -158,6 +164,10 @@ def saves_and_loads(folder: Path) -> None:
     assert_equal(plain.state_dict(), want)
     train(plain, one, inputs[4:], {})
     assert_equal(plain.state_dict(), last)
+
+
+def as_it_is(param: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
+    return value
 
 
 def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Cases: a fully sharded model whose owners keep everything on the CPU, beside the same arithmetic by hand."""
+"""Cases: a fully sharded model whose owners keep everything on the CPU, beside the same done by hand."""
 
 import copy
 
@@ -74,9 +74,7 @@ def _loss(model: nn.Module, here: Here, number: int) -> Tensor:
     return loss
 
 
-def _train(
-    pair: tuple[FullyShardedDataParallel, ZeroRedundancyOptimizer], here: Here, number: int
-) -> None:
+def _train(pair: tuple[FullyShardedDataParallel, ZeroRedundancyOptimizer], here: Here, number: int) -> None:
     wrapped, optimizer = pair
     optimizer.zero_grad()
     _loss(wrapped, here, number).backward()
@@ -97,7 +95,7 @@ def _step_by_hand(
             average = _average(param.grad.cpu()).to(here.device)
             total = totals[index]
             totals[index] = average if total is None else total + average
-    for param, mine, total in zip(twin.parameters(), theirs, totals, strict=True):
+    for mine, total in zip(theirs, totals, strict=True):
         assert total is not None
         mine.grad = total.cpu()
     plain.step()
@@ -118,9 +116,7 @@ def _average(grad: Tensor) -> Tensor:
     return total
 
 
-def _check_places(
-    here: Here, wrapped: FullyShardedDataParallel, optimizer: ZeroRedundancyOptimizer
-) -> None:
+def _check_places(here: Here, wrapped: FullyShardedDataParallel, optimizer: ZeroRedundancyOptimizer) -> None:
     """What a rank keeps is in pinned memory of the CPU, and nothing of it is on the device."""
     assert wrapped.units.nbytes_live() == 0
     rows = [each["values"] for each in sharded_state_dict(wrapped)["rows"].values()]

@@ -123,6 +123,7 @@ class Block:
     Attributes:
         owner: the stream it was allocated on, to which it returns.
         users: streams that `record_use` named.
+        is_emptied: it was given back before its storage was gone.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class Block:
         self.owner = owner
         self.kind: Kind = "device"
         self.users: set[Stream] = set()
+        self.is_emptied = False
         self.storage = storage
         self.segments = [Segment(start, stop, made)]
 
@@ -250,11 +252,23 @@ class Memory:
         """See to what was freed since."""
         while self._freed:
             block, stack = self._freed.popleft()
-            self._drop(block)
-            if block.owner.gets_memory_in_order:
-                self._free.setdefault(block.owner, []).append((block, stack))
-            else:
-                self._check_reuse(block, stack)
+            if not block.is_emptied:
+                self._give_back(block, stack)
+
+    def empty(self, storage: torch.UntypedStorage) -> None:
+        """See to the memory of a storage that is emptied; it may get other memory later."""
+        self.collect()
+        known = self._known.pop(storage._cdata, None)
+        if known is not None and known[0]() is storage and known[1].storage() is storage:
+            known[1].is_emptied = True
+            self._give_back(known[1], Stack.here())
+
+    def _give_back(self, block: Block, stack: Stack) -> None:
+        self._drop(block)
+        if block.owner.gets_memory_in_order:
+            self._free.setdefault(block.owner, []).append((block, stack))
+        else:
+            self._check_reuse(block, stack)
 
     def _check_free(self, owner: Stream) -> None:
         """See to memory that may be handed out now."""

@@ -19,7 +19,7 @@ What is modelled as on CUDA:
 - Collectives run on a stream of their group, which waits for the current one; `Work.wait` makes the current
   stream wait. Its tensors are kept until then. Futures' callbacks have streams of their own.
 - Memory belongs to the stream it was allocated on. When the last tensor goes, it may be used again by that
-  stream at once.
+  stream at once. So it is with the memory of a storage that is emptied (`UntypedStorage.resize_`).
 - `.item()`, `.tolist()`, `.nonzero()` and their like make the CPU wait for the current stream.
 
 What is not:
@@ -158,6 +158,9 @@ class StreamsModel:
         self._accesses.make(tensor, "device")
         self._accesses.on(self.clocks.current, "the copy to the device", [], [tensor])
         return tensor
+
+    def resizing(self, resize: Callable[..., Any]) -> Callable[..., Any]:
+        return self._accesses.resizing(resize)
 
     def settle(self) -> list[Race]:
         """See to what was freed since, and give all that was found."""
@@ -313,6 +316,7 @@ def _install(stack: ExitStack, model: StreamsModel) -> None:
         (torch.autograd, "_engine_run_backward", run_backward),
         (threading.Thread, "start", start_later),
         (threading.Thread, "run", run_watched),
+        (torch.UntypedStorage, "resize_", model.resizing(torch.UntypedStorage.resize_)),
         (queue, "SimpleQueue", lambda: _Queue(model.clocks, simple_queue)),
     ):
         stack.enter_context(mock.patch.object(target, name, replacement))

@@ -150,6 +150,21 @@ class Accesses:
         block, is_new = self.memory.block_of(tensor, stream, access)
         return block if is_new else None
 
+    def resizing(self, resize: Callable[..., Any]) -> Callable[..., Any]:
+        """Note that a storage is emptied, or gets memory of the current stream; no operator does that."""
+
+        def resize_noted(storage: torch.UntypedStorage, nbytes: int) -> Any:
+            was_empty = storage.nbytes() == 0
+            with self.clocks.lock:
+                if nbytes == 0 and not was_empty:
+                    self.memory.empty(storage)
+                result = resize(storage, nbytes)
+                if was_empty and nbytes:
+                    self.allocated(torch.empty(0, dtype=torch.uint8).set_(storage))
+            return result
+
+        return resize_noted
+
     def make(self, tensor: Tensor, kind: Kind) -> None:
         """Take a tensor, which nobody has used, for one on the device or on the host."""
         with self.clocks.lock:

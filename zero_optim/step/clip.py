@@ -136,15 +136,17 @@ def clip_together(
         )
     on_host = _gradients_here(params, on_host=True)
     if on_host:
-        _clip(on_host, HostCopy(norm).read(), asked)
+        _scale_on_host(on_host, HostCopy(norm).read(), asked.max_norm)
     for portion in gradients_in_portions(keeping, _gradients_here(params, on_host=False)):
-        _clip(portion, norm, asked)
+        scaled: Any = list(map(_Holder, portion))
+        torch.nn.utils.clip_grads_with_norm_(scaled, asked.max_norm, norm, asked.foreach)
     return norm
 
 
-def _clip(grads: Sequence[Tensor], norm: Tensor, asked: ClipArguments) -> None:
-    scaled: Any = list(map(_Holder, grads))
-    torch.nn.utils.clip_grads_with_norm_(scaled, asked.max_norm, norm, asked.foreach)
+def _scale_on_host(grads: list[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients on the host as ``clip_grads_with_norm_`` does; the norm is on the host too."""
+    coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    torch._foreach_mul_(grads, coefficient)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
