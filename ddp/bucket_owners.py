@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from zero_optim.plan.pieces import Pieces, is_whole, piece_of
-from zero_optim.shard.keeping import Keeping
+from zero_optim.shard.keeping import RowKeeping
+from zero_optim.shard.on_host import HostKeeping
 from zero_optim.step.gradients import rows_of
 from zero_optim.step.partial import PartialGradient
 
@@ -37,11 +38,15 @@ class BucketOwners:
     rank: int
     size: int
     dtype: torch.dtype | None = None
-    keeping: Keeping | None = None
+    keeping: RowKeeping | None = None
 
     def _keeps_another(self, param: Tensor) -> bool:
-        """Whether reduced gradients have another dtype than the parameter, so that it cannot show them."""
-        return self.dtype not in (None, param.dtype)
+        """Whether reduced gradients have another dtype or place, so that the parameter cannot show them."""
+        return self.dtype not in (None, param.dtype) or self._host is not None
+
+    @property
+    def _host(self) -> HostKeeping | None:
+        return self.keeping if isinstance(self.keeping, HostKeeping) else None
 
     def copies(self, found: Iterable[tuple[Tensor, torch.dtype]]) -> Iterator[Tensor]:
         """Take sums of this rank's rows to where they are kept.
@@ -55,7 +60,7 @@ class BucketOwners:
     def shown(self, slot: int, param: Tensor, reduced: Tensor | None) -> Tensor:
         """Make what stands in ``param.grad``: the gradient on the owner of the whole, else a partial one.
 
-        It is a partial one everywhere if owners keep gradients in another dtype.
+        It is a partial one everywhere if owners keep gradients in another dtype, or on the host.
 
         Args:
             slot: of the parameter.
@@ -65,7 +70,8 @@ class BucketOwners:
         pieces = self.pieces[slot]
         if reduced is not None and len(pieces) == 1 and not self._keeps_another(param):
             return reduced
-        return PartialGradient(param, pieces, reduced, self.names[slot], self.dtype)
+        comes = None if self._host is None else self._host.wait
+        return PartialGradient(param, pieces, reduced, self.names[slot], self.dtype, comes)
 
     def added(self, slot: int, param: Tensor, kept: Tensor, reduced: Tensor | None) -> Tensor:
         """Add what was reduced to the gradient of earlier passes, in place; gives what ``param.grad`` is.
@@ -83,15 +89,17 @@ class BucketOwners:
             if piece is None:
                 kept = self.shown(slot, param, None)
             elif self._keeps_another(param):
-                kept = self.shown(slot, param, rows_of(kept, piece).to(self.dtype))
+                rows = next(self.copies([(rows_of(kept, piece), self.dtype or param.dtype)]))
+                kept = self.shown(slot, param, rows)
             elif not is_whole(piece, param.shape):
                 kept = self.shown(slot, param, rows_of(kept, piece).clone())  # a view would keep the whole
         if reduced is not None:
-            target = kept.piece if isinstance(kept, PartialGradient) else kept
+            target = kept.rows_to_come if isinstance(kept, PartialGradient) else kept
             assert target is not None  # this rank owns rows of it
-            target.add_(reduced)
-            if self.keeping is not None:
-                self.keeping.keep([target])
+            if self.keeping is None:
+                target.add_(reduced)
+            else:
+                self.keeping.add(target, reduced)
         return kept
 
 

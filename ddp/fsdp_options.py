@@ -2,7 +2,10 @@
 
 _PREFETCHES = "the next unit is always on its way while one is used; leave it out"
 _IGNORES = "freeze these parameters and leave them out of the optimizer: they stay whole on every rank"
-_OFFLOADS = "offload=zero_optim.ddp.Offload(folder, budget) keeps what a rank owns in files"
+_OFFLOADS = (
+    'offload="cpu" keeps what a rank owns on the CPU, and offload=zero_optim.ddp.Offload(folder, budget) '
+    "in files"
+)
 _TAKES_FIRST = "every rank takes the values of rank 0; leave it out"
 
 OF_FSDP = {

@@ -21,7 +21,7 @@ Note [No part in Join]
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +60,7 @@ class _Asked:
     units: Units
     reshards: bool | int
     guards_reads: bool
-    offload: Offload | None
+    offload: Offload | Literal["cpu"] | None
     precision: PrecisionPolicy | object | None
     accumulate: str
     device: torch.device | str | None
@@ -100,8 +100,10 @@ class FullyShardedDataParallel(ConvertibleWrapper):
         guards_reads: let the backward pass come to a unit by a tensor that its modules kept aside, and did
             not return. Takes about 2 µs of the CPU for each tensor that autograd saves. False is needed where
             modules call ``torch.func.grad`` or ``torch.func.vjp``.
-        offload: keeps what this rank owns in files, see `Offload`; on all ranks or none. The class must bear
-            to be stepped some parameters at a time. None keeps it in memory.
+        offload: an `Offload` keeps what this rank owns in files; the class must bear to be stepped some
+            parameters at a time. "cpu", for a model on an accelerator, keeps it in pinned memory of the CPU:
+            rows, gradients, state. Units come to the device while they are used, and the optimizer steps on
+            the CPU. None keeps it where the parameters are. The same on every rank.
         accumulate: as in `ShardedDataParallel`, as are the other options.
         mesh: as in `ShardedDataParallel`; units are gathered inside each replica. The optimizer is built over
             one row of it, so that each replica has all state; or over all its ranks: then state is there
@@ -136,7 +138,7 @@ class FullyShardedDataParallel(ConvertibleWrapper):
         reshard_after_forward: bool | int = True,
         guards_reads: bool = True,
         accumulate: Accumulate = "owner",
-        offload: Offload | None = None,
+        offload: Offload | Literal["cpu"] | None = None,
         mesh: DeviceMesh | None = None,
         mixed_precision: PrecisionPolicy | object | None = None,
         device: torch.device | str | None = None,
@@ -172,12 +174,12 @@ class FullyShardedDataParallel(ConvertibleWrapper):
         self, module: nn.Module, mesh: object, options: Mapping[str, object]
     ) -> ZeroRedundancyOptimizer:
         """Choose the units, and make an optimizer that keeps them until another one comes; all ranks call."""
-        ranks, offload = RanksToBe(mesh, options.get("process_group")), self._asked.offload
+        ranks = RanksToBe(mesh, options.get("process_group"))
         with ranks.failing_together():
             self._choose(module)
             made = self._chosen
             forms = self._forms_of(made.take(None), module)
-        items = [f"mixed_precision: {self._policy.describe()}", f"offload={offload is not None}"]
+        items = [f"mixed_precision: {self._policy.describe()}", f"offload={forms.describe()}"]
         ranks.agree(items, f"the arguments of {type(self).__name__}")
         with ranks.failing_together():
             optimizer = made.made_stand_in(ranks.process_group, forms, options)
@@ -281,7 +283,7 @@ class FullyShardedDataParallel(ConvertibleWrapper):
             reducer = found()
             return 0 if reducer is None else reducer.history.num_passes
 
-        keeping = self._optimizer.keeping
+        keeping = self._optimizer.row_keeping
         return GathersInReplicas(mesh, inner, across, buckets, stamps, reducer.params, num_reduced, keeping)
 
     def _run_ddp_forward(self, *inputs: object, **kwargs: object) -> object:

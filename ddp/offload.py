@@ -1,4 +1,4 @@
-"""`Offload`: what a fully sharded model keeps for good is in files, and a part of it is resident."""
+"""Where a fully sharded model keeps things for good: in files, as `Offload` says, or on the CPU."""
 
 import os
 from collections.abc import Iterable
@@ -7,8 +7,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from zero_optim.shard.keeping import Keeping
+from zero_optim.compat.streams import is_asynchronous
+from zero_optim.shard.keeping import Keeping, RowKeeping
 from zero_optim.shard.mapped import MappedMemory, why_not_here
+from zero_optim.shard.on_host import HostKeeping
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +45,8 @@ class Offload:
             raise ValueError(f"expected folder to be an existing folder, got {os.fspath(self.folder)!r}")
 
 
-def keeping_for(offload: object, params: Iterable[Tensor]) -> Keeping | None:
-    """Make what keeps the rows of parameters; None for ordinary memory.
+def keeping_for(offload: object, params: Iterable[Tensor]) -> RowKeeping | None:
+    """Make what keeps the rows of parameters; None for memory where the parameters are.
 
     Args:
         offload: as given to `FullyShardedDataParallel`.
@@ -56,16 +58,22 @@ def keeping_for(offload: object, params: Iterable[Tensor]) -> Keeping | None:
     """
     if offload is None:
         return None
-    if isinstance(offload, str):
-        raise TypeError(
-            f"expected offload to be an Offload, which keeps things in files, or None, got {offload!r}: "
-            "nothing is kept on the CPU for another device"
-        )
+    if offload == "cpu":
+        here = next((param.device for param in params if not is_asynchronous(param.device)), None)
+        if here is not None:
+            raise ValueError(
+                f'offload="cpu" is for a model on an accelerator, and there are parameters on {here}: leave '
+                "it out, or give an Offload, which keeps things in files"
+            )
+        return HostKeeping()
     if not isinstance(offload, Offload):
-        raise TypeError(f"expected offload to be an Offload or None, got {offload!r}")
+        raise TypeError(f'expected offload to be an Offload, "cpu" or None, got {offload!r}')
     elsewhere = next((param.device for param in params if param.device.type != "cpu"), None)
     if elsewhere is not None:
-        raise ValueError(f"offload keeps parameters of the CPU in files, and these are on {elsewhere}")
+        raise ValueError(
+            f"an Offload keeps parameters of the CPU in files, and these are on {elsewhere}: give "
+            'offload="cpu" to keep them on the CPU'
+        )
     reason = why_not_here()
     if reason is not None:
         raise ValueError(f"offload is not possible here: {reason}")

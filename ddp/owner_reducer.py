@@ -29,7 +29,7 @@ from zero_optim.ddp.sparse_owner_bucket import SparseOwnerBucket
 from zero_optim.ddp.split_sum import SplitRoute
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.pieces import Pieces
-from zero_optim.shard.keeping import Keeping
+from zero_optim.shard.keeping import RowKeeping
 from zero_optim.step.partial import PartialGradient
 
 Accumulate = Literal["owner", "local"]
@@ -100,7 +100,7 @@ class OwnerReducer(Reducer):
             optimizer.ranks,
             most_portions(optimizer.ranks.size) if self._is_apart else 1,
             optimizer.kept_dtype,
-            optimizer.keeping,
+            optimizer.row_keeping,
         )
 
     @property
@@ -240,7 +240,7 @@ def assign_to_owners(
     group: RankGroup,
     most: int = 1,
     kept_dtype: Callable[[Tensor], torch.dtype] | None = None,
-    keeping: Keeping | None = None,
+    keeping: RowKeeping | None = None,
 ) -> BucketAssignment:
     """Make buckets with the members of the optimizer's, the last parameter first. Does not communicate.
 
@@ -254,7 +254,7 @@ def assign_to_owners(
         group: the ranks.
         most: portions in which the largest bucket is sent.
         kept_dtype: tells in which dtype owners keep a parameter; None stands for its own.
-        keeping: keeps reduced gradients; None for ordinary memory.
+        keeping: keeps reduced gradients; None for memory where the parameters are.
     """
     names, params = reduced.names, reduced.params
     listed = [sorted(indices, reverse=True) for indices in indices_of_members(reduced, members)]

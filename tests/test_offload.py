@@ -207,8 +207,10 @@ def refuses(folder: Path) -> None:
         wrap(Offload(folder, 1000))
     with pytest.raises(RankMismatchError, match="where a rank keeps what it owns"):
         wrap(Offload(folder, BUDGET) if is_first else None)
-    with pytest.raises(TypeError, match="nothing is kept on the CPU"):
+    with pytest.raises(ValueError, match="is for a model on an accelerator"):
         wrap("cpu")
+    with pytest.raises(TypeError, match="expected offload to be an Offload"):
+        wrap("disk")
     counting = ZeroRedundancyOptimizer(model.parameters(), Counting, lr=0.1)
     with pytest.raises(ValueError, match="some parameters at a time"):
         wrap(Offload(folder, BUDGET), counting)

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from modelled import modelled_streams
 from pool import Ranks
-from test_fully_sharded import Tower, train
+from test_fully_sharded import Tower, batch, train
 from test_mesh import assert_alike, assert_equal_everywhere, mesh_of
 from test_offload import BUDGET, assert_same_state
 from zero_optim import RemoteRankError, ZeroRedundancyOptimizer, checkpoint
@@ -20,11 +21,11 @@ from zero_optim.shard import unit_gathers
 from zero_optim.shard.mapped import PAGE
 
 
-def over_all(model: nn.Module, folder: Path | None, *, first: bool = True) -> Any:
+def over_all(model: nn.Module, folder: Path | str | None, *, first: bool = True) -> Any:
     """Wrap a copy of a model over a mesh whose ranks share the state, with the optimizer first or last."""
     own, mesh = copy.deepcopy(model), mesh_of(2)
     options: dict[str, Any] = {"units": [*own.blocks], "mesh": mesh}  # type: ignore[misc]
-    options["offload"] = None if folder is None else Offload(folder, BUDGET)
+    options["offload"] = Offload(folder, BUDGET) if isinstance(folder, Path) else folder
     if first:
         optimizer = ZeroRedundancyOptimizer(own.parameters(), torch.optim.AdamW, lr=1e-2)
         return FullyShardedDataParallel(own, optimizer, **options), optimizer
@@ -57,6 +58,36 @@ def test_copies_of_the_rows_of_other_replicas_are_in_files(ranks2: Ranks, tmp_pa
 @pytest.mark.slow
 def test_with_several_ranks_in_a_replica_too(ranks4: Ranks, tmp_path: Path) -> None:
     ranks4.run(trains_alike, tmp_path)
+
+
+def step_on(wrapped: Any, optimizer: ZeroRedundancyOptimizer, inputs: list[Tensor]) -> None:
+    for x in inputs:
+        optimizer.zero_grad()
+        wrapped(x).square().mean().backward()
+        optimizer.step()
+
+
+def trains_alike_on_host() -> None:
+    model, inputs = Tower(), [batch(step) for step in range(4)]
+    plain, one = over_all(model, None)
+    with modelled_streams(checks=False) as streams:
+        kept, other = over_all(model, "cpu")
+        step_on(kept, other, inputs)
+        state = kept.state_dict()
+        columns = kept.units.gathers._columns.values()
+        places = {streams.kind_of(each) for column in columns for each in column._copies.values()}
+        assert places == {"pinned"}, places
+        streams.current_stream.synchronize()
+        races = streams.settle()
+        assert not races, str(races[0])
+    step_on(plain, one, inputs)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(state[name], value), name
+
+
+@pytest.mark.not_late("the model of streams has collectives of its own")
+def test_copies_are_on_the_host_where_rows_are(ranks2: Ranks) -> None:
+    ranks2.run(trains_alike_on_host)
 
 
 def saves_and_loads(folder: Path, saved: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gpu import bucketing, costs, data_parallel, overlapping, parity, starting
+from gpu import bucketing, costs, data_parallel, fully, overlapping, parity, starting
 from gpu.setting import Figures, Setup
 
 GLOO = Setup("gloo, 2 ranks, 1 card", "gloo", 2)
@@ -121,6 +121,13 @@ def _data_parallel() -> Iterator[Case]:
     yield _case("DDP and optimizer: Join", data_parallel.joined)
 
 
+def _fully() -> Iterator[Case]:
+    for passes, scales in ((1, False), (2, True)):
+        name = f"fully sharded, kept on the CPU: {passes} pass{'es' if passes > 1 else ''}"
+        yield _case(f"{name}{', GradScaler' if scales else ''}", fully.on_host, passes, scales)
+    yield _case("fully sharded, kept on the CPU: checkpoints", fully.saved)
+
+
 HOOKS: dict[str, dict[str, Any]] = {
     "allreduce": {},
     "fp16": {},
@@ -194,5 +201,5 @@ def _costs() -> Iterator[Case]:
 
 def all_cases() -> list[Case]:
     """List the cases in the order of the table."""
-    parts = (_starting, _parity, _data_parallel, _hooks, _bucketing, _overlap, _checkpoints, _costs)
+    parts = (_starting, _parity, _data_parallel, _fully, _hooks, _bucketing, _overlap, _checkpoints, _costs)
     return [case for part in parts for case in part()]

@@ -125,6 +125,18 @@ class StreamsModel:
     def host_waits(self) -> list[str]:
         return [str(stack) for stack in self._accesses.host_waits]
 
+    def kind_of(self, tensor: Tensor) -> str:
+        """Tell where a tensor is: "device", "host" or "pinned"; empty for one without elements."""
+        block = self._accesses.block_of(tensor)
+        return "" if block is None else block.kind
+
+    def mixed(self) -> list[str]:
+        """List operators on tensors of the device and of the host, which an accelerator would refuse.
+
+        Only for programs whose inputs were made on the device (`on_device`, or ``device=``).
+        """
+        return [f"{name} from\n{stack}" for name, stack in self._accesses.mixed]
+
     def new_stream(self, name: str = "") -> Stream:
         return self.clocks.new_stream(name)
 

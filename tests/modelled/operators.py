@@ -93,6 +93,7 @@ class Accesses:
         clocks: the timelines.
         memory: the memory.
         host_waits: stacks at which the CPU waited for a stream.
+        mixed: operators on tensors of the device and of the host, and who asked for them.
         stash: what collectives use that nobody has waited for.
     """
 
@@ -100,6 +101,7 @@ class Accesses:
         self.clocks = clocks
         self.memory = memory
         self.host_waits: list[Stack] = []
+        self.mixed: list[tuple[str, Stack]] = []
         self.stash: dict[object, Sequence[Tensor]] = {}
 
     def on(
@@ -198,7 +200,12 @@ class Accesses:
         return block is not None and block.kind == "device"
 
     def operator(
-        self, operator: Any, arguments: Sequence[tuple[str, bool, bool, Tensor]], outputs: object
+        self,
+        operator: Any,
+        arguments: Sequence[tuple[str, bool, bool, Tensor]],
+        outputs: object,
+        *,
+        non_blocking: bool = False,
     ) -> None:
         """Note what an operator has done.
 
@@ -206,6 +213,7 @@ class Accesses:
             operator: the operator.
             arguments: name, whether written, whether only the form matters, and the tensor.
             outputs: what it returned.
+            non_blocking: of a copy.
         """
         _, makes, waits = _signature(operator)
         read = [tensor for _, writes, is_form, tensor in arguments if not writes and not is_form]
@@ -213,7 +221,10 @@ class Accesses:
         with self.clocks.lock:
             new = list(self._new(outputs)) if makes else []
             used = [block for block in map(self.block_of, [*read, *written]) if block is not None]
-            if used and all(block.kind != "device" for block in used):
+            self._note_mixed(operator, [*read, *written])
+            forms = [tensor for _, _, is_form, tensor in arguments if is_form] if makes and not used else []
+            near = used or [block for block in map(self.block_of, forms) if block is not None]
+            if near and all(block.kind != "device" for block in near):
                 by: Timeline = self.clocks.host
                 for block in new:
                     block.become("host")
@@ -230,12 +241,24 @@ class Accesses:
                 access = Access(str(operator), True, by, by.clock.get(by.number, 0), Stack.here())
                 self.memory.touch(block, [(block.start, block.stop)], access, by.clock)
             if by is self.clocks.current:
-                self._reach_host(operator, written, waits)
+                self._reach_host(operator, written, waits, non_blocking)
 
-    def _reach_host(self, operator: Any, written: Sequence[Tensor], waits: bool) -> None:
+    def _note_mixed(self, operator: Any, used: Sequence[Tensor]) -> None:
+        """Note an operator on tensors of the device and of the host: on an accelerator it raises.
+
+        Copies are such operators. A tensor without dimensions may be the host's.
+        """
+        name = operator._schema.name.split("::")[-1]
+        of_host = [tensor for tensor in used if tensor.dim() and self._kind(tensor) != "device"]
+        if of_host and name not in ("copy_", "_to_copy") and any(map(self.is_of_device, used)):
+            self.mixed.append((name, Stack.here()))
+
+    def _reach_host(self, operator: Any, written: Sequence[Tensor], waits: bool, non_blocking: bool) -> None:
         """See to work of a stream whose result the CPU gets."""
         for tensor in written:
             block = self.block_of(tensor)
+            if block is not None and block.kind == "pinned" and operator._schema.name == "aten::copy_":
+                waits = waits or not non_blocking
             if block is not None and block.kind == "host":
                 if operator._schema.name == "aten::copy_":
                     waits = True  # to memory that is not pinned: the call returns when it is done
@@ -310,7 +333,8 @@ class _Operators(TorchDispatchMode):
             if isinstance(value, Tensor | list | tuple):
                 arguments += [(name, writes, is_form, tensor) for tensor in tensors_in(value)]
         outputs = func(*args, **kwargs)
-        self._accesses.operator(func, arguments, outputs)
+        late = (args[2] if len(args) > 2 else kwargs.get("non_blocking")) is True
+        self._accesses.operator(func, arguments, outputs, non_blocking=late)
         return outputs
 
 

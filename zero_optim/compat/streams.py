@@ -11,6 +11,7 @@ Note [Streams]
     waits for all of that; `HostCopy` lets it look later.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -201,6 +202,64 @@ class HostCopy:
         for event in events:
             event.synchronize()
         return self._value
+
+
+class LateCopies:
+    """Copies between a device and memory of the host, for which the CPU waits when it uses that memory.
+
+    Each thread may start them, and wait. On a device without streams they are done at once.
+    """
+
+    def __init__(self) -> None:
+        self._events: dict[tuple[torch.device, Stream], Event] = {}  # the last one of each stream
+        self._lock = threading.Lock()
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """Start to copy a tensor of a device to new memory of the host; later work may change it."""
+        accelerator = accelerator_of(tensor.device)
+        if accelerator is None:
+            return tensor.detach().to("cpu", copy=True)
+        place = accelerator.host_tensor(tensor)
+        place.copy_(tensor.detach(), non_blocking=True)
+        record_use(tensor)  # perhaps made on another stream, to which its memory goes back
+        self._note(tensor.device)
+        return place
+
+    def to_place(self, place: Tensor, tensor: Tensor) -> None:
+        """Start to copy a tensor of the host to a place on a device, or the other way round.
+
+        Each may have a dtype of its own; it is converted on the device.
+
+        Args:
+            place: where to.
+            tensor: of as many elements. Memory of the host is that of `to_host` or `host_memory`.
+        """
+        device = tensor.device if place.device.type == "cpu" else place.device
+        beside = is_asynchronous(device)
+        if place.dtype != tensor.dtype and place.device == device:
+            tensor = tensor.to(device, non_blocking=beside)
+        place.copy_(tensor, non_blocking=beside)
+        if beside:
+            record_use(tensor)
+            self._note(device)
+
+    def _note(self, device: torch.device) -> None:
+        with self._lock:
+            self._events[device, current_stream(device)] = recorded_event(device)
+
+    def wait(self) -> None:
+        """Wait on the CPU until all that were started so far are done."""
+        if self._events:
+            with self._lock:
+                for event in self._events.values():
+                    event.synchronize()
+                self._events.clear()
+
+
+def host_memory(like: Tensor) -> Tensor:
+    """Make memory of the host in the form of a tensor on a device, for copies that run beside the CPU."""
+    accelerator = accelerator_of(like.device)
+    return torch.empty_like(like, device="cpu") if accelerator is None else accelerator.host_tensor(like)
 
 
 class StreamBeside:

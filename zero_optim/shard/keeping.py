@@ -8,7 +8,7 @@ Note [A budget]
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,50 @@ from torch import Tensor
 from zero_optim.shard.mapped import PAGE, MappedMemory, in_pages
 
 Item = TypeVar("Item")
+
+
+class RowKeeping(Protocol):
+    """Keeps the rows and gradients that a rank owns elsewhere than the parameters are."""
+
+    def anew(self) -> "RowKeeping":
+        """Make one for another optimizer."""
+        ...
+
+    def reserve_rows(self, nbytes: Iterable[int]) -> None:
+        """Make sure that there is room for rows of so many bytes."""
+        ...
+
+    def new_row(self, values: Tensor) -> Tensor:
+        """Make a row, 1-D, with some values."""
+        ...
+
+    def write(self, row: Tensor, values: Tensor) -> None:
+        """Copy values to a row."""
+        ...
+
+    def read(self, row: Tensor, target: Tensor) -> None:
+        """Copy a row to where the parameters are."""
+        ...
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Take tensors that were used back."""
+        ...
+
+    def brought(self, values: Tensor) -> Tensor:
+        """Give values from where the parameters are for comparison with rows."""
+        ...
+
+    def copies(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Copy tensors to where they are kept."""
+        ...
+
+    def add(self, kept: Tensor, tensor: Tensor) -> None:
+        """Add a tensor to one that is kept."""
+        ...
+
+    def wait(self) -> None:
+        """Wait on the CPU until what is kept can be read and written."""
+        ...
 
 
 class Keeping:
@@ -83,6 +127,13 @@ class Keeping:
         for start in range(0, row.numel(), step):
             yield start, min(row.numel(), start + step)
 
+    def brought(self, values: Tensor) -> Tensor:
+        """Give values as they are: ordinary memory can be compared with rows."""
+        return values
+
+    def wait(self) -> None:
+        """Do nothing: all is done when a call returns."""
+
     # ------------------------------------------------------------------ other tensors
 
     def copies(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -111,6 +162,11 @@ class Keeping:
             if not self._memory.holds(tensor):
                 tensor.data = self._memory.empty_like(tensor).copy_(tensor.detach())
         self._memory.write_out(used)
+
+    def add(self, kept: Tensor, tensor: Tensor) -> None:
+        """Add a tensor to one that is kept."""
+        kept.add_(tensor)
+        self.keep([kept])
 
     def drop(self, tensors: Iterable[Tensor]) -> None:
         """Take tensors back that were read only."""

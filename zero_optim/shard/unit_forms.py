@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from zero_optim.shard.keeping import Keeping
+from zero_optim.shard.keeping import Keeping, RowKeeping
+from zero_optim.shard.on_host import HostKeeping
 from zero_optim.shard.unit_memory import FreePages
 
 
@@ -29,13 +30,27 @@ class UnitForms:
 
     Attributes:
         compute_dtypes: of those that have, or get, another dtype than their owners keep, see `UnitBucket`.
-        keeping: keeps their rows; None for ordinary memory.
+        keeping: keeps their rows; None for memory where the parameters are.
         pages: of the CPU, that flat tensors use in turn.
     """
 
     compute_dtypes: Mapping[Tensor, torch.dtype] = field(default_factory=dict)
-    keeping: Keeping | None = None
+    keeping: RowKeeping | None = None
     pages: FreePages = field(default_factory=FreePages)
+
+    @property
+    def files(self) -> Keeping | None:
+        """Keeps them in files, if something does."""
+        return self.keeping if isinstance(self.keeping, Keeping) else None
+
+    @property
+    def on_host(self) -> HostKeeping | None:
+        """Keeps them on the host, for a model on an accelerator, if something does."""
+        return self.keeping if isinstance(self.keeping, HostKeeping) else None
+
+    def describe(self) -> str:
+        """Describe where they are kept, for ranks to compare."""
+        return "None" if self.keeping is None else '"cpu"' if self.on_host else "an Offload"
 
     def anew(self) -> "UnitForms":
         """Give the same forms for another optimizer, which keeps what it owns in files of its own.

@@ -36,7 +36,7 @@ from zero_optim.comm.mesh import RankMesh
 from zero_optim.comm.pending import Pending
 from zero_optim.plan.layout import Layout, Span
 from zero_optim.shard.gathers import gather_into, start_broadcasts, start_gather
-from zero_optim.shard.keeping import Keeping
+from zero_optim.shard.keeping import RowKeeping
 from zero_optim.shard.storage import ParamBucket
 from zero_optim.shard.unit_stamps import UnitStamps
 from zero_optim.shard.units import UnitBucket
@@ -86,7 +86,7 @@ class _Column:
         renewed_in: the number of the pass in which it was renewed last.
     """
 
-    def __init__(self, bucket: UnitBucket, mesh: RankMesh, keeping: Keeping | None) -> None:
+    def __init__(self, bucket: UnitBucket, mesh: RankMesh, keeping: RowKeeping | None) -> None:
         self.bucket = bucket
         self._keeping = keeping
         self.renewed_in = -1
@@ -209,7 +209,7 @@ class GathersInReplicas:
         stamps: UnitStamps,
         trained: Collection[Tensor],
         num_reduced: Callable[[], int],
-        keeping: Keeping | None = None,
+        keeping: RowKeeping | None = None,
     ) -> None:
         self._mesh = mesh
         self._inner = inner

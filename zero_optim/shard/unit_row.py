@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zero_optim.shard.keeping import Keeping
+from zero_optim.shard.keeping import RowKeeping
 from zero_optim.shard.padding import zero_padding
 from zero_optim.shard.unit_flat import UnitFlat
 
@@ -34,13 +34,13 @@ class UnitRow:
     Args:
         flat: the bucket's flat tensor.
         dtype: of what is kept.
-        keeping: keeps it; None for ordinary memory.
+        keeping: keeps it; None for memory beside the flat tensor.
 
     Attributes:
         values: the row, 1-D; empty before it is needed.
     """
 
-    def __init__(self, flat: UnitFlat, dtype: torch.dtype, keeping: Keeping | None) -> None:
+    def __init__(self, flat: UnitFlat, dtype: torch.dtype, keeping: RowKeeping | None) -> None:
         self._flat = flat
         self._keeping = keeping
         is_all = (flat.span.start, flat.span.stop) == (0, flat.layout.end_of_rows) and keeping is None
@@ -74,7 +74,9 @@ class UnitRow:
             self.values = self._keeping.new_row(row.zero_())
 
     def places(self) -> Iterator[Place]:
-        """List what this rank owns of parameters."""
+        """List what this rank owns of parameters, to be read or written."""
+        if self._keeping is not None:
+            self._keeping.wait()
         layout, span = self._flat.layout, self._flat.span
         for row in layout.rows:
             if (row.start, row.stop) != (span.start, span.stop):
@@ -125,6 +127,7 @@ class UnitRow:
         """
         written = self._flat.own
         if self.is_rounded:
+            written = written if self._keeping is None else self._keeping.brought(written)
             is_same = self.values.to(written.dtype) == written
             self.write(torch.where(is_same, self.values, written.to(self.values.dtype)))
         elif not self._flat.stays:

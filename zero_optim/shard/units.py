@@ -307,7 +307,7 @@ class UnitBucket:
 
     def flat_as_kept(self) -> Tensor:
         """Make a flat tensor in the dtype that rows are kept in, with this rank's row; the rest is zero."""
-        flat = self.row.new_zeros(self.layout.numel)
+        flat = self._flat.tensor.new_zeros(self.layout.numel, dtype=self.row.dtype)
         self._own.read(flat[self._flat.span])
         return flat
 

@@ -21,7 +21,7 @@ from zero_optim.plan.groups import describe_options, param_names, params_of
 from zero_optim.plan.memory import kept_dtype
 from zero_optim.plan.pieces import Pieces, owned_by_text
 from zero_optim.plan.plan import describe_params
-from zero_optim.shard.keeping import Keeping
+from zero_optim.shard.keeping import Keeping, RowKeeping
 from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.unit_forms import UnitForms
 from zero_optim.state.given import ShardingOptions
@@ -182,7 +182,12 @@ class OwningOptimizer(Optimizer):
 
     @property
     def keeping(self) -> Keeping | None:
-        """Keeps what this rank owns elsewhere than in ordinary memory; None if nothing does."""
+        """Keeps what this rank owns in files; None if nothing does."""
+        return self._unit_forms.files
+
+    @property
+    def row_keeping(self) -> RowKeeping | None:
+        """Keeps the rows that this rank owns elsewhere than the parameters; None if nothing does."""
         return self._unit_forms.keeping
 
     def bucket_members(self) -> list[list[Tensor]]:

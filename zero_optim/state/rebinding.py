@@ -346,7 +346,7 @@ class RebindableOptimizer(HoldingOptimizer):
             return list(dict.fromkeys(leaves.tried_dtype(param) for param in of["params"] if param in cut))
 
         with failing_together(group):
-            leaves = Leaves(self._options.master_dtype, self._units or ())
+            leaves = Leaves(self._options.master_dtype, self._units or (), self._unit_forms.on_host)
             leaves.keep(filled)
             average = WeightAverage(self._options.ema_decay, leaves)
             leaf_of = {param: leaves.add(param, piece) for param, piece in owned.items()}

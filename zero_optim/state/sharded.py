@@ -96,7 +96,7 @@ class ShardedOptimizer(OwningOptimizer):
                 groups = reader.param_groups
                 claim = self._claim_on(params_of(groups), group, options)
                 sharding = self._sharding_for(group, options)
-                leaves = Leaves(options.master_dtype, self._units or ())
+                leaves = Leaves(options.master_dtype, self._units or (), self._unit_forms.on_host)
                 average = WeightAverage(options.ema_decay, leaves)
                 asked = GroupOptions.taken_from(groups, options)
                 about = _about(default, asked, options, read_by)
@@ -171,9 +171,9 @@ class ShardedOptimizer(OwningOptimizer):
     ) -> list[UnitBucket]:
         """Fill the buckets of units that somebody else has kept so far; all ranks call."""
         if claim is not None and claim.is_open:
-            if self.keeping is not None:
+            if self.row_keeping is not None:
                 with failing_together(group):
-                    self.keeping.reserve_rows(bucket.nbytes_of_row for bucket in buckets)
+                    self.row_keeping.reserve_rows(bucket.nbytes_of_row for bucket in buckets)
             claim.fill(buckets)
             leaves.keep(buckets)
         return buckets

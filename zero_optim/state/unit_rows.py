@@ -29,7 +29,7 @@ class UnitRowsOptimizer(RebindableOptimizer):
 
         Args:
             units: the parameters concerned, each with the number of its unit; equal on every rank.
-            forms: how they are kept; in files on all ranks or none.
+            forms: how they are kept; in the same way on all ranks.
 
         Returns:
             The buckets of the units; they are freed.
@@ -48,7 +48,7 @@ class UnitRowsOptimizer(RebindableOptimizer):
                         "into one, or give each an optimizer"
                     )
                 self._options.check_units()
-            agree(group, [f"offload={forms.keeping is not None}"], "where a rank keeps what it owns")
+            agree(group, [f"offload={forms.describe()}"], "where a rank keeps what it owns")
             self.wait_for_gathers()
             before = self._units, self._unit_forms
             self._units, self._unit_forms = units, forms

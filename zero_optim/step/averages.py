@@ -44,7 +44,7 @@ class WeightAverage:
     def add(self, params: Iterable[Tensor]) -> None:
         """Begin averages at the present values."""
         if self._decay is not None:
-            self.averages.update({param: self._leaves.value(param).detach().clone() for param in params})
+            self.averages.update({param: self._leaves.copied_value(param) for param in params})
 
     def begin_anew(self) -> None:
         """Begin averages at the present values again, unless a step, or a loaded state, has moved any."""

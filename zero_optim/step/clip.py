@@ -35,7 +35,7 @@ from zero_optim.compat.streams import HostCopy, brought_to, is_asynchronous, to_
 from zero_optim.plan.description import describe
 from zero_optim.plan.pieces import Pieces
 from zero_optim.shard.keeping import Keeping, gradients_in_portions
-from zero_optim.step.partial import PartialGradient
+from zero_optim.step.partial import PartialGradient, is_on_host
 
 _HEADING_NBYTES = 16  # a byte for failure, then the digest
 
@@ -134,10 +134,19 @@ def clip_together(
             f"the norm of order {asked.norm_type} of all gradients is {norm.item()}: they cannot be clipped. "
             "Leave out error_if_nonfinite to scale them all the same"
         )
-    for portion in gradients_in_portions(keeping, _gradients_here(params)):
+    on_host = _gradients_here(params, on_host=True)
+    if on_host:
+        _scale_on_host(on_host, HostCopy(norm).read(), asked.max_norm)
+    for portion in gradients_in_portions(keeping, _gradients_here(params, on_host=False)):
         scaled: Any = list(map(_Holder, portion))
         torch.nn.utils.clip_grads_with_norm_(scaled, asked.max_norm, norm, asked.foreach)
     return norm
+
+
+def _scale_on_host(grads: list[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients on the host as ``clip_grads_with_norm_`` does; the norm is on the host too."""
+    coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    torch._foreach_mul_(grads, coefficient)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,9 +160,14 @@ class _Holder:
     grad: Tensor
 
 
-def _gradients_here(params: Sequence[Tensor]) -> list[Tensor]:
-    """List what is scaled here: plain tensors, so that many are scaled in one call."""
-    grads = (param.grad for param in params)
+def _gradients_here(params: Sequence[Tensor], *, on_host: bool) -> list[Tensor]:
+    """List what is scaled here: plain tensors, so that many are scaled in one call.
+
+    Args:
+        params: all parameters.
+        on_host: list those that are on the host, though their parameters are on a device; or all others.
+    """
+    grads = (param.grad for param in params if is_on_host(param.grad) == on_host)
     found = (grad.piece if isinstance(grad, PartialGradient) else grad for grad in grads)
     return [grad for grad in found if grad is not None]
 

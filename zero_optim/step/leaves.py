@@ -35,8 +35,11 @@ from zero_optim.compat.streams import is_asynchronous
 from zero_optim.errors import StateMismatchError
 from zero_optim.plan.memory import kept_dtype
 from zero_optim.plan.pieces import Piece, is_whole
+from zero_optim.shard.freed import is_freed, shown_when_freed
+from zero_optim.shard.on_host import HostKeeping
 from zero_optim.shard.units import UnitBucket
 from zero_optim.step.gradients import owned_gradient, rows_of
+from zero_optim.step.partial import is_on_host
 
 MASTER = "master"
 
@@ -48,6 +51,7 @@ class Leaves:
         master_dtype: parameters of a narrower floating-point dtype are stepped in this one; None
             steps every parameter itself.
         apart: parameters whose rows will be in `kept`.
+        home: keeps these rows on the host, where they are stepped; None if they are where the parameters are.
 
     Attributes:
         masters: parameter -> the master copy of what this rank owns of it.
@@ -59,6 +63,7 @@ class Leaves:
         self,
         master_dtype: torch.dtype | None,
         apart: Collection[Tensor] = (),
+        home: HostKeeping | None = None,
     ) -> None:
         if master_dtype is not None and not isinstance(master_dtype, torch.dtype):
             raise TypeError(f"expected master_dtype to be a torch.dtype or None, got {master_dtype!r}")
@@ -69,6 +74,7 @@ class Leaves:
         self.separate: dict[Tensor, Tensor] = {}
         self.kept: dict[Tensor, Tensor] = {}
         self._apart = apart
+        self._home = home
         self._pieces: dict[Tensor, Piece] = {}
         self._nothing: dict[tuple[torch.dtype, torch.device], Tensor] = {}  # what stand-ins are made of
 
@@ -78,7 +84,7 @@ class Leaves:
         It is over the rows until `let_go`, to be called when the class has it.
         """
         self._pieces[param] = piece
-        rows = self.rows(param)
+        rows = self._at_home(param, self.rows(param))
         dtype, trains = self.stepped_dtype(param), param.requires_grad
         if dtype != rows.dtype:
             self.masters[param] = Parameter(rows.detach().to(dtype), requires_grad=trains)
@@ -105,6 +111,23 @@ class Leaves:
         """Give the present value of what is stepped for an owned parameter: its master, or its rows."""
         return self.masters[param] if param in self.masters else self.rows(param)
 
+    def copied_value(self, param: Tensor) -> Tensor:
+        """Copy the present value of what is stepped for an owned parameter, to where it is stepped."""
+        value = self.value(param).detach()
+        there = value if param in self.masters else self._at_home(param, value)
+        return there.clone() if there is value else there
+
+    def _at_home(self, param: Tensor, rows: Tensor) -> Tensor:
+        """Give rows of a parameter where they are stepped: a copy, if they will be in `kept` on the host.
+
+        Rows that are freed have no values: they stay without memory.
+        """
+        if self._home is None or param not in self._apart or param in self.kept:
+            return rows
+        if is_freed(rows):
+            return shown_when_freed(rows.shape, rows.dtype, torch.device("cpu"))
+        return self._home.brought(rows)
+
     def stepped_dtype(self, param: Tensor) -> torch.dtype:
         """Tell the dtype in which a parameter is stepped."""
         dtype, kept = self._dtype, kept_dtype(param)
@@ -114,7 +137,8 @@ class Leaves:
 
     def tried_dtype(self, param: Tensor) -> torch.dtype:
         """Tell for which dtype a class must bear cuts; float32 on accelerators, see the probe."""
-        return self.stepped_dtype(param) if param.device.type == "cpu" else torch.float32
+        is_on_cpu = param.device.type == "cpu" or (self._home is not None and param in self._apart)
+        return self.stepped_dtype(param) if is_on_cpu else torch.float32
 
     def rows(self, param: Tensor) -> Tensor:
         """View what this rank owns of a parameter: the parameter itself unless it is cut, or kept apart.
@@ -122,6 +146,8 @@ class Leaves:
         Autograd sees a write to it as one to the parameter.
         """
         if param in self.kept:
+            if self._home is not None:
+                self._home.wait()
             return self.kept[param]
         piece = self._pieces[param]
         return param if is_whole(piece, param.shape) else rows_of(param.detach(), piece)
@@ -131,8 +157,11 @@ class Leaves:
         return rows_of(tensor, self._pieces[param])
 
     def own_gradient(self, param: Tensor) -> Tensor | None:
-        """Give what this rank owns of a parameter's gradient; see `owned_gradient`."""
-        return owned_gradient(param, self._pieces[param])
+        """Give what this rank owns of a parameter's gradient, where it is stepped; see `owned_gradient`."""
+        grad, home = owned_gradient(param, self._pieces[param]), self._home
+        if grad is None or home is None or param not in self._apart or is_on_host(param.grad):
+            return grad
+        return home.brought(grad)
 
     def drop(self, params: Iterable[Tensor]) -> None:
         """Forget parameters that could not be added."""
@@ -166,10 +195,10 @@ class Leaves:
         """Give masters what was changed from outside; see Note [Masters and their parameters]."""
         for param in params:
             if param in self.masters:
-                _follow(self.rows(param), self.masters[param])
+                _follow(self._at_home(param, self.rows(param)), self.masters[param])
 
     def _put_over_rows(self, param: Tensor) -> None:
-        rows, leaf = self.rows(param).data, self.separate[param]
+        rows, leaf = self._at_home(param, self.rows(param)).data, self.separate[param]
         if not _is_over(leaf, rows):
             leaf.data = rows
 
@@ -231,7 +260,7 @@ class Leaves:
             if saved is not None:
                 rows.copy_(master)
         for param in saved_masters.keys() - self.masters.keys():
-            self.kept[param].copy_(saved_masters[param])
+            self.rows(param).copy_(saved_masters[param])
 
 
 def _is_over(leaf: Tensor, rows: Tensor) -> bool:

@@ -10,12 +10,14 @@ Note [Partial gradients]
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from zero_optim.compat.streams import HostCopy, copy_to
 from zero_optim.plan.pieces import Pieces, owned_by_text
 
 # In place, each element alone, with numbers or 0-d tensors beside the gradients.
@@ -45,19 +47,21 @@ class PartialGradient(Tensor):
     Where gradients are reduced in a wider dtype than the parameter has, owners keep them in it. Autograd
     demands a gradient of the parameter's dtype, so only Python sees the other one: `dtype`.
 
+    Rows may be on the host, though the parameter is on a device. They may be on their way there: whoever asks
+    for `piece` waits for them. Operators work on them there, with copies of the numbers beside them.
+
     Args:
         param: whose gradient it is.
         pieces: who owns which of its rows.
         piece: the rows of this rank, with their shape; None if it owns none.
         name: of the parameter, for messages.
         dtype: of the rows, on all ranks; None for that of the parameter.
+        comes: the rows are on the host; waits until they have come. None if they are where the parameter is.
 
     Attributes:
-        piece: as given.
         is_of_sparse: the reduced gradient is sparse.
     """
 
-    piece: Tensor | None
     is_of_sparse: bool
 
     @staticmethod
@@ -68,6 +72,7 @@ class PartialGradient(Tensor):
         piece: Tensor | None,
         name: str,
         dtype: torch.dtype | None = None,
+        comes: Callable[[], None] | None = None,
     ) -> "PartialGradient":
         """Make the tensor without memory."""
         make: Any = Tensor._make_wrapper_subclass
@@ -85,9 +90,11 @@ class PartialGradient(Tensor):
         piece: Tensor | None,
         name: str,
         dtype: torch.dtype | None = None,
+        comes: Callable[[], None] | None = None,
     ) -> None:
         """Keep the rows."""
-        self.piece = piece
+        self._rows = piece
+        self._comes = comes
         self._dtype = param.dtype if dtype is None else dtype
         self.is_of_sparse = False
         self._of = weakref.ref(param)
@@ -97,13 +104,30 @@ class PartialGradient(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
+    def piece(self) -> Tensor | None:
+        """The rows of this rank, with their shape; None if it owns none. The CPU waits for them."""
+        if self._comes is not None and self._rows is not None:
+            self._comes()
+        return self._rows
+
+    @property
+    def rows_to_come(self) -> Tensor | None:
+        """What `piece` gives, without a wait: for work of a device behind the copy that brings them."""
+        return self._rows
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the rows are on the host, whatever the device of the parameter."""
+        return self._comes is not None
+
+    @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         """Tell the dtype of the rows, wherever they are."""
         return self._dtype
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # noqa: ANN401
         """Tell what it is, without an element."""
-        here = "no rows here" if self.piece is None else f"{self.piece.shape[0]} rows here"
+        here = "no rows here" if self._rows is None else f"{self._rows.shape[0]} rows here"
         kind = f"{tuple(self.shape)}, {self.dtype}, {self.device}"
         return f"PartialGradient({self._name}: {kind}, {owned_by_text(self._pieces)}, {here})"
 
@@ -120,7 +144,7 @@ class PartialGradient(Tensor):
         self._refuse("share_memory_")
 
     def _with(self, piece: Tensor | None) -> "PartialGradient":
-        made = PartialGradient(self, self._pieces, piece, self._name)
+        made = PartialGradient(self, self._pieces, piece, self._name, comes=self._comes)
         made.is_of_sparse = self.is_of_sparse
         return made
 
@@ -152,7 +176,7 @@ class PartialGradient(Tensor):
         name = func.overloadpacket.__name__
         first = args[0] if args else None
         if name == "detach" and isinstance(first, PartialGradient):
-            return first._with(first.piece)
+            return first._with(first._rows)
         if name == "detach_":
             return first
         beside = args[1:]
@@ -169,7 +193,8 @@ def _run_on_one(
     func: Callable[..., Any], name: str, grad: PartialGradient, beside: Sequence[Any], kwargs: dict[str, Any]
 ) -> None:
     if grad.piece is not None:
-        func(grad.piece, *beside, **kwargs)
+        with _brought(func, beside, on_host=grad.is_on_host) as near:
+            func(grad.piece, *near, **kwargs)
     if name == "zero_":
         grad.drop()
 
@@ -182,22 +207,58 @@ def _run_on_many(
     kwargs: dict[str, Any],
 ) -> Any:  # noqa: ANN401 - what the operator returns
     """Run an operator on a list of gradients, some of which are partial."""
-    there = []
-    for grad in grads:
+    there: list[tuple[int, Tensor, bool]] = []
+    for place, grad in enumerate(grads):
         if isinstance(grad, PartialGradient):
-            there.append(grad.piece)
+            if grad.piece is not None:
+                there.append((place, grad.piece, grad.is_on_host))
             if name == "_foreach_zero_":
                 grad.drop()
         else:
-            there.append(grad)
-    present = [place for place, tensor in enumerate(there) if tensor is not None]
-    if not present:
-        return None
-    # A list beside the gradients has a number, or a 0-d tensor, for each.
-    args = [
-        [value[place] for place in present] if isinstance(value, list | tuple) else value for value in beside
-    ]
-    return func([there[place] for place in present], *args, **kwargs)
+            there.append((place, grad, False))
+    result = None
+    for on_host in (False, True):
+        some = [(place, tensor) for place, tensor, is_there in there if is_there == on_host]
+        if not some:
+            continue
+        # A list beside the gradients has a number, or a 0-d tensor, for each.
+        args = [
+            [value[place] for place, _ in some] if isinstance(value, list | tuple) else value
+            for value in beside
+        ]
+        with _brought(func, args, on_host=on_host) as near:
+            result = func([tensor for _, tensor in some], *near, **kwargs)
+    return result
+
+
+@contextmanager
+def _brought(func: Any, beside: Sequence[Any], *, on_host: bool) -> Iterator[list[Any]]:  # noqa: ANN401
+    """Give what stands beside gradients where these are; what an operator writes there goes back.
+
+    Args:
+        func: the operator.
+        beside: numbers, 0-d tensors or lists of these.
+        on_host: the gradients are on the host, and 0-d tensors perhaps on a device.
+    """
+    if not on_host:
+        yield list(beside)
+        return
+    near = [_read(value) for value in beside]
+    yield near
+    for argument, given, used in zip(func._schema.arguments[1:], beside, near, strict=False):
+        if isinstance(given, Tensor) and argument.alias_info is not None and argument.alias_info.is_write:
+            copy_to(given, used)
+
+
+def _read(value: Any) -> Any:  # noqa: ANN401
+    if isinstance(value, list | tuple):
+        return [_read(each) for each in value]
+    return HostCopy(value).read() if isinstance(value, Tensor) else value
+
+
+def is_on_host(grad: Tensor | None) -> bool:
+    """Whether a gradient is one whose rows are on the host, whatever the device of its parameter."""
+    return isinstance(grad, PartialGradient) and grad.is_on_host
 
 
 def _has_elements(value: object) -> bool:

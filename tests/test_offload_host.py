@@ -1,0 +1,210 @@
+"""What a rank owns of a model on an accelerator may be on the CPU: the bits are the same.
+
+There is no accelerator here. The model of streams takes ordinary tensors for those of a device, and pinned
+memory and what the CPU makes of it for the host's. `tests/gpu/fully.py` does the same on a GPU.
+"""
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from modelled import StreamsModel, modelled_streams
+from pool import Ranks
+from test_fully_sharded import Tower, batch
+from zero_optim import RankMismatchError, ZeroRedundancyOptimizer, checkpoint
+from zero_optim.compat.streams import LateCopies
+from zero_optim.ddp import (
+    FullyShardedDataParallel,
+    PrecisionPolicy,
+    load_sharded_state_dict,
+    sharded_state_dict,
+    unsharded,
+)
+
+pytestmark = pytest.mark.not_late("the model of streams has collectives of its own")
+
+CASES: dict[str, dict[str, Any]] = {
+    "averaged, clipped": {"of_optimizer": {"ema_decay": 0.9}, "clips": True},
+    "two passes, scaled, clipped": {"passes": 2, "scales": True, "clips": True},
+    "wrapped first, computed in bfloat16": {
+        "later": True,
+        "mixed_precision": PrecisionPolicy(torch.bfloat16),
+    },
+    "masters": {"dtype": torch.bfloat16, "of_optimizer": {"master_dtype": torch.float32}},
+}
+
+
+class Rounded(Tower):
+    """A tower that takes what it is given in the dtype of its parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.first.weight.dtype))
+
+
+def built(model: nn.Module, offload: Any, given: dict[str, Any]) -> Any:
+    """Wrap a model; gives wrapper and optimizer."""
+    options = {"units": [*model.blocks], "mixed_precision": given.get("mixed_precision")}  # type: ignore[misc]
+    of_optimizer = {"lr": 1e-2, **given.get("of_optimizer", {})}
+    if given.get("later"):
+        wrapped = FullyShardedDataParallel(model, offload=offload, **options)
+        return wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, **of_optimizer)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **of_optimizer)
+    return FullyShardedDataParallel(model, optimizer, offload=offload, **options), optimizer
+
+
+def train(
+    wrapped: Any, optimizer: ZeroRedundancyOptimizer, inputs: list[Tensor], given: dict[str, Any]
+) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=given.get("scales", False))
+    passes = given.get("passes", 1)
+    for step in range(len(inputs) // passes):
+        optimizer.zero_grad()
+        for x in inputs[step * passes : (step + 1) * passes]:
+            scaler.scale(wrapped(x).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        if given.get("clips"):
+            optimizer.clip_grad_norm_(0.01)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def assert_on_host(streams: StreamsModel, optimizer: ZeroRedundancyOptimizer) -> None:
+    """Rows, gradients, state, masters and averages are not on the device."""
+    rows = [bucket.row for bucket in optimizer._sharding.unit_buckets()]
+    grads = [getattr(param.grad, "piece", param.grad) for param in optimizer.owned_parameters()]
+    beside = [value for entries in optimizer.state.values() for value in entries.values() if value.dim()]
+    found = {streams.kind_of(each) for each in (*rows, *grads) if each is not None and each.numel()}
+    assert found == {"pinned"}, found
+    found = {streams.kind_of(each) for each in beside}
+    assert beside
+    assert "device" not in found, found
+
+
+def assert_ordered(streams: StreamsModel) -> None:
+    streams.current_stream.synchronize()
+    races = streams.settle()
+    # Norms are brought to the group's device by its name, and the model's host has the same one.
+    mixed = [each for each in streams.mixed() if "_exchanged" not in each]
+    assert not races, str(races[0])
+    assert not mixed, mixed[0]
+
+
+def run(given: dict[str, Any], offload: Any) -> dict[str, Tensor]:
+    """Train, write and train on; gives the state dict."""
+    model, inputs = Rounded().to(given.get("dtype", torch.float32)), [batch(step) for step in range(6)]
+    with modelled_streams(checks=False) if offload else nullcontext() as streams:
+        wrapped, optimizer = built(model, offload, given)
+        train(wrapped, optimizer, inputs[:4], given)
+        with torch.no_grad(), unsharded(wrapped.module):
+            wrapped.module.first.weight.mul_(2)
+        train(wrapped, optimizer, inputs[4:], given)
+        if streams is not None:
+            assert_on_host(streams, optimizer)
+            assert wrapped.units.nbytes_live() == 0
+        if given.get("of_optimizer", {}).get("ema_decay"):
+            with optimizer.averaged_weights():
+                averaged = wrapped.state_dict()
+            state = {**wrapped.state_dict(), **{f"average {name}": averaged[name] for name in averaged}}
+        else:
+            state = wrapped.state_dict()
+        state = {name: value.clone() for name, value in state.items()}
+        if streams is not None:
+            assert_ordered(streams)
+    return state
+
+
+def trains_alike(name: str) -> None:
+    want, got = run(CASES[name], None), run(CASES[name], "cpu")
+    assert want.keys() == got.keys()
+    for key, value in want.items():
+        assert torch.equal(got[key], value), key
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_has_the_bits_of_rows_on_the_device(ranks2: Ranks, name: str) -> None:
+    ranks2.run(trains_alike, name)
+
+
+def saves_and_loads(folder: Path) -> None:
+    model, inputs = Tower(), [batch(step) for step in range(6)]
+    plain, one = built(copy.deepcopy(model), None, {})
+    train(plain, one, inputs[:2], {})
+    checkpoint.save(folder / "plain", model=plain, optimizer=one)
+    state = plain.state_dict()
+    train(plain, one, inputs[2:4], {})
+    want = plain.state_dict()
+    with pytest.MonkeyPatch.context() as patch, modelled_streams(checks=False) as streams:
+        # It brings loaded state to the leaf's device, by its name: the model's host has the accelerator's.
+        patch.setattr(
+            torch.optim.Optimizer, "_process_value_according_to_param_policy", staticmethod(as_it_is)
+        )
+        kept, other = built(copy.deepcopy(model), "cpu", {})
+        kept.load_state_dict(state)
+        checkpoint.load(folder / "plain", model=kept, optimizer=other)
+        train(kept, other, inputs[2:4], {})
+        assert_on_host(streams, other)
+        assert_equal(kept.state_dict(), want)
+        checkpoint.save(folder / "kept", model=kept, optimizer=other)
+        own = copy.deepcopy(sharded_state_dict(kept))
+        train(kept, other, inputs[4:], {})
+        last = kept.state_dict()
+        load_sharded_state_dict(kept, own)
+        assert_equal(kept.state_dict(), want)
+        streams.current_stream.synchronize()
+        races = streams.settle()
+        assert not races, str(races[0])
+    checkpoint.load(folder / "kept", model=plain, optimizer=one)
+    assert_equal(plain.state_dict(), want)
+    train(plain, one, inputs[4:], {})
+    assert_equal(plain.state_dict(), last)
+
+
+def as_it_is(param: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
+    return value
+
+
+def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
+
+
+def test_checkpoints_and_state_dicts_are_those_of_rows_on_the_device(ranks2: Ranks, tmp_path: Path) -> None:
+    ranks2.run(saves_and_loads, tmp_path)
+
+
+def races_without(part: Callable[..., object]) -> int:
+    model, inputs = Tower(), [batch(step) for step in range(3)]
+    with pytest.MonkeyPatch.context() as patch, modelled_streams(checks=False) as streams:
+        patch.setattr(LateCopies, "wait", part)
+        wrapped, optimizer = built(model, "cpu", {})
+        train(wrapped, optimizer, inputs, {})
+        return len(streams.settle())
+
+
+def nothing(copies: LateCopies) -> None:
+    """Wait for nothing."""
+
+
+def test_a_missing_wait_for_what_is_copied_is_found(ranks2: Ranks) -> None:
+    assert min(ranks2.run(races_without, nothing)) > 0
+
+
+def differs() -> None:
+    model = Tower()
+    with modelled_streams(checks=False):
+        offload = "cpu" if dist.get_rank() == 0 else None
+        with pytest.raises(RankMismatchError, match="where a rank keeps what it owns"):
+            built(model, offload, {})
+        with pytest.raises(RankMismatchError, match="arguments of FullyShardedDataParallel"):
+            built(model, offload, {"later": True})
+
+
+def test_ranks_that_keep_things_in_different_places_are_told(ranks2: Ranks) -> None:
+    ranks2.run(differs)
