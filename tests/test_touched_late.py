@@ -38,6 +38,7 @@ def begin() -> int:
 
 
 def growth_while_moving_in() -> int:
+    ZeroRedundancyOptimizer(nn.Linear(2, 2).parameters(), torch.optim.SGD, lr=0.1)  # loads the code
     model = made()
     before = begin()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, bucket_cap_mb=100)
