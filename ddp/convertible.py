@@ -5,6 +5,7 @@ See Note [Converted when it is used] in `zero_optim.ddp.conversions`.
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -18,7 +19,6 @@ from zero_optim.ddp.sharded import ShardedDataParallel
 from zero_optim.ddp.units import UnitsInUse
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.shard.claims import UnitsClaim
-from zero_optim.shard.unit_forms import UnitForms
 from zero_optim.shard.units import UnitBucket
 
 _HINTS = dict.fromkeys(
@@ -92,7 +92,7 @@ class ConvertibleWrapper(ShardedDataParallel):
         agree(everyone.during("agree"), [*conversions.describe()], "what the model was converted to", _HINTS)
         if not conversions.pending:
             return
-        forms = UnitForms(conversions.compute_dtypes(), claim.forms.keeping).anew()
+        forms = replace(claim.forms, compute_dtypes=conversions.compute_dtypes()).anew()
 
         def fill(buckets: Sequence[UnitBucket]) -> None:
             claim.fill_converted(buckets, conversions.converted)
