@@ -18,9 +18,9 @@ Note [Waits that nothing ends]
 
     What is sent from rank to rank is forgotten likewise; seen with 1 MiB and more, as the system takes less
     at once. There a wait that takes too long breaks the connections of a group that may be well. So it is
-    made without a limit, on a thread of its own, and the caller waits for that thread (`Sends`), which takes
-    some 50 µs. A thread whose send was forgotten stays until the timeout of the group, and holds nobody up.
-    A receive is never forgotten: its wait is made by the caller.
+    made without a limit, on a thread of its own, and the caller waits for that thread (`Paired`). A thread
+    whose send was forgotten stays until the timeout of the group, and holds nobody up. A receive is never
+    forgotten: its wait is made by the caller, meanwhile, so that little is waited for afterwards.
 """
 
 import _thread  # as its threads start in a third less of the time
@@ -33,17 +33,19 @@ import torch.distributed as dist
 LOOK = timedelta(seconds=1)
 
 
-class Sends:
-    """What gloo sends from rank to rank, as one handle. See Note [Waits that nothing ends].
+class Paired:
+    """What gloo sends from rank to rank, and receives, as one handle. See Note [Waits that nothing ends].
 
     Args:
-        works: handles of the sends. They are kept.
+        sends: handles of the sends, at least one. They are kept.
+        receives: handles of the receives.
     """
 
-    __slots__ = ("_works",)
+    __slots__ = ("_receives", "_sends")
 
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        self._works = works
+    def __init__(self, sends: Sequence[dist.Work], receives: Sequence[dist.Work] = ()) -> None:
+        self._sends = sends
+        self._receives = receives
 
     def wait(self) -> None:
         """Wait for all of them, and do not look up.
@@ -51,12 +53,12 @@ class Sends:
         Raises:
             RuntimeError: one has failed.
         """
-        for work in self._works:
+        for work in (*self._sends, *self._receives):
             work.wait()
 
     def is_completed(self) -> bool:
         """Tell whether somebody has waited for all of them."""
-        return all(work.is_completed() for work in self._works)
+        return all(work.is_completed() for work in (*self._sends, *self._receives))
 
     def wait_and_look_up(self, is_given_up: Callable[[], bool]) -> bool:
         """Wait for all of them; as `wait_and_look_up`."""
@@ -65,13 +67,16 @@ class Sends:
 
         def wait() -> None:
             try:
-                self.wait()
+                for work in self._sends:
+                    work.wait()
             except RuntimeError as error:
                 failures.append(error)
             finally:
                 over.release()
 
         _thread.start_new_thread(wait, ())
+        for work in self._receives:
+            work.wait()
         was_given_up = False
         while not over.acquire(timeout=LOOK.total_seconds()):
             if was_given_up:
@@ -85,7 +90,7 @@ class Sends:
         return True
 
 
-def wait_and_look_up(handle: dist.Work | Sends, is_given_up: Callable[[], bool]) -> bool:
+def wait_and_look_up(handle: dist.Work | Paired, is_given_up: Callable[[], bool]) -> bool:
     """Wait for a collective or sends of gloo. See Note [Waits that nothing ends].
 
     Args:
@@ -98,7 +103,7 @@ def wait_and_look_up(handle: dist.Work | Sends, is_given_up: Callable[[], bool])
     Raises:
         RuntimeError: it failed.
     """
-    if isinstance(handle, Sends):
+    if isinstance(handle, Paired):
         return handle.wait_and_look_up(is_given_up)
     while True:
         was_given_up = is_given_up()  # asked before: breaking the connections has the time of the wait
