@@ -30,7 +30,7 @@ from torch import Tensor
 
 from zero_optim.comm.ranks import Ranks
 from zero_optim.comm.traffic import Waitable, broadcast_nbytes, sum_nbytes
-from zero_optim.comm.unended import Paired
+from zero_optim.comm.unended import SMALL, Paired
 from zero_optim.comm.works import Record, Work
 from zero_optim.compat.engine import coalesced, coalesces, timeout_of
 from zero_optim.compat.streams import (
@@ -249,7 +249,8 @@ class RankGroup(Ranks):
                 there, back = lanes[self.rank % len(lanes)], lanes[rank % len(lanes)]
                 sent.append(dist.isend(pieces[rank], self._global(rank), group=there.process_group))
                 came.append(dist.irecv(received[rank], self._global(rank), group=back.process_group))
-        return [Paired(_all_made(sent), _all_made(came))], received
+        is_small = all(piece.nbytes <= SMALL for piece in pieces)
+        return [Paired(_all_made(sent), _all_made(came), is_small=is_small)], received
 
     def _exchange_at_once(
         self, pieces: Sequence[Tensor], received: list[Tensor], lane: "RankGroup"

@@ -16,11 +16,13 @@ Note [Waits that nothing ends]
     the end of the process for the group. So the group is kept for ever, with its threads; they go with the
     process.
 
-    What is sent from rank to rank is forgotten likewise; seen with 1 MiB and more, as the system takes less
-    at once. There a wait that takes too long breaks the connections of a group that may be well. So it is
-    made without a limit, on a thread of its own, and the caller waits for that thread (`Paired`). A thread
-    whose send was forgotten stays until the timeout of the group, and holds nobody up. A receive is never
-    forgotten: its wait is made by the caller, meanwhile, so that little is waited for afterwards.
+    What is sent from rank to rank is forgotten likewise. There a wait that takes too long breaks the
+    connections of a group that may be well. So it is made without a limit, on a thread of its own, and the
+    caller waits for that thread (`Paired`). A thread whose send was forgotten stays until the timeout of the
+    group, and holds nobody up. A receive is never forgotten: its wait is made by the caller, meanwhile, so
+    that little is waited for afterwards. To start the thread takes some 50 µs, 200 on a busy host. So pieces
+    of gradients up to `SMALL` bytes are waited for without it: the system takes that at once. In trials up to
+    512 KiB came through, and 1 MiB was forgotten.
 """
 
 import _thread  # as its threads start in a third less of the time
@@ -31,6 +33,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 LOOK = timedelta(seconds=1)
+SMALL = 2**16
 
 
 class Paired:
@@ -39,11 +42,15 @@ class Paired:
     Args:
         sends: handles of the sends, at least one. They are kept.
         receives: handles of the receives.
+        is_small: each send has `SMALL` bytes at most, so none is forgotten.
     """
 
-    __slots__ = ("_receives", "_sends")
+    __slots__ = ("_is_small", "_receives", "_sends")
 
-    def __init__(self, sends: Sequence[dist.Work], receives: Sequence[dist.Work] = ()) -> None:
+    def __init__(
+        self, sends: Sequence[dist.Work], receives: Sequence[dist.Work] = (), *, is_small: bool = False
+    ) -> None:
+        self._is_small = is_small
         self._sends = sends
         self._receives = receives
 
@@ -62,6 +69,9 @@ class Paired:
 
     def wait_and_look_up(self, is_given_up: Callable[[], bool]) -> bool:
         """Wait for all of them; as `wait_and_look_up`."""
+        if self._is_small:
+            self.wait()
+            return True
         over, failures = _thread.allocate_lock(), list[RuntimeError]()
         over.acquire()
 
