@@ -30,7 +30,7 @@ from torch import Tensor
 
 from zero_optim.comm.ranks import Ranks
 from zero_optim.comm.traffic import Waitable, broadcast_nbytes, sum_nbytes
-from zero_optim.comm.unended import Sends
+from zero_optim.comm.unended import SMALL, Paired
 from zero_optim.comm.works import Record, Work
 from zero_optim.compat.engine import coalesced, coalesces, timeout_of
 from zero_optim.compat.streams import (
@@ -84,8 +84,6 @@ class RankGroup(Ranks):
         handles: Sequence[Waitable | None],
         record: Record,
         device: torch.device,
-        *,
-        is_paired: bool = False,
     ) -> list[Waitable]:
         """Make works of handles that the backend gave for one record; for tensors on a device.
 
@@ -93,11 +91,9 @@ class RankGroup(Ranks):
             handles: as the backend gave them.
             record: of all of them.
             device: of the tensors.
-            is_paired: they may be of receives, not of collectives.
         """
         is_gloo, is_late = self.backend_of(device) == "gloo", is_asynchronous(device)
-        looks_up = is_gloo and not is_late and not is_paired
-        is_late = is_late and not is_gloo
+        looks_up, is_late = is_gloo and not is_late, is_late and not is_gloo
         return [
             Work(handle, self.phase, record, is_late=is_late, looks_up=looks_up)
             for handle in handles
@@ -236,7 +232,7 @@ class RankGroup(Ranks):
             works, received = self._start_exchange(pieces, received, lanes)
         nbytes = sum(piece.nbytes for rank, piece in enumerate(pieces) if rank != self.rank)
         self.phase.sent(nbytes)
-        return lane.works_of(works, record, mine.device, is_paired=True), received
+        return lane.works_of(works, record, mine.device), received
 
     def _start_exchange(
         self, pieces: Sequence[Tensor], received: list[Tensor], lanes: "Sequence[RankGroup]"
@@ -253,8 +249,8 @@ class RankGroup(Ranks):
                 there, back = lanes[self.rank % len(lanes)], lanes[rank % len(lanes)]
                 sent.append(dist.isend(pieces[rank], self._global(rank), group=there.process_group))
                 came.append(dist.irecv(received[rank], self._global(rank), group=back.process_group))
-        # Sends first: while their thread starts, the pieces are on their way.
-        return [Sends(_all_made(sent)), *_all_made(came)], received
+        is_small = all(piece.nbytes <= SMALL for piece in pieces)
+        return [Paired(_all_made(sent), _all_made(came), is_small=is_small)], received
 
     def _exchange_at_once(
         self, pieces: Sequence[Tensor], received: list[Tensor], lane: "RankGroup"
@@ -294,7 +290,7 @@ class RankGroup(Ranks):
         self.phase.sent(staged.nbytes * len(works), len(works))
         with self.phase.held_up(), record.waiting():
             if self._looks_up(staged.device):
-                record.group.wait_for(Sends(works))
+                record.group.wait_for(Paired(works))
             else:
                 for work in works:
                     work.wait()
@@ -319,7 +315,7 @@ class RankGroup(Ranks):
         with record.starting():
             work = dist.isend(tensor, self._global(to), group=self.process_group)
         self.phase.sent(tensor.nbytes)
-        return Work(Sends(_all_made([work])), self.phase, record)
+        return Work(Paired(_all_made([work])), self.phase, record)
 
     def start_recv(self, tensor: Tensor, source: int) -> Waitable:
         """Start to fill a contiguous tensor of the CPU, on gloo, with what ``source`` sends."""

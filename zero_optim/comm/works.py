@@ -40,7 +40,7 @@ import torch.distributed as dist
 from zero_optim.comm.activity import Activity
 from zero_optim.comm.backends import raised_by_backend
 from zero_optim.comm.traffic import Phase, Waitable
-from zero_optim.comm.unended import Sends, keep_for_ever, wait_and_look_up
+from zero_optim.comm.unended import Paired, keep_for_ever, wait_and_look_up
 from zero_optim.compat.engine import is_profiling
 from zero_optim.errors import StalledError, ZeroOptimError
 
@@ -257,7 +257,7 @@ class GroupWorks:
                 work = group.recv([torch.empty(1, dtype=torch.uint8)], other, _NO_TAG)
                 work.wait(timedelta(milliseconds=1))
 
-    def wait_for(self, handle: dist.Work | Sends) -> bool:
+    def wait_for(self, handle: dist.Work | Paired) -> bool:
         """Wait for a collective or sends of gloo. See Note [Waits that nothing ends] in `unended`.
 
         Raises:
@@ -267,7 +267,7 @@ class GroupWorks:
         if wait_and_look_up(handle, lambda: self.verdict is not None):
             return True
         group = self.group()
-        if group is not None and not isinstance(handle, Sends):
+        if group is not None and not isinstance(handle, Paired):
             keep_for_ever(group)
         assert self.verdict is not None  # the group was given up, for good
         raise self.verdict.error()
@@ -432,7 +432,7 @@ class Work:
             self.record.timeout = timeout
         with self._phase.held_up(), self.record.waiting():
             handle = self.handle
-            if isinstance(handle, Sends) or (self._looks_up and isinstance(handle, dist.Work)):
+            if isinstance(handle, Paired) or (self._looks_up and isinstance(handle, dist.Work)):
                 return self.record.group.wait_for(handle)
             return handle.wait()
 
