@@ -5,9 +5,11 @@ the step of a rank's share, without communication. The time of an iteration beyo
 communication, and whatever else the recipe does. Beside it stands how long communication held callers up by
 `metrics()`.
 
-A core may be taken by the threads that send, theirs and the system's, while a rank computes. Nobody waits for
-communication then, so `metrics()` does not count it. It is told apart: *queued* is how long the rank's thread
-was ready to run and had no core, as Linux counts it, beyond what it is in "compute alone".
+Where threads that send share cores with those that compute, exposed communication is more than waits, which
+`metrics()` counts. The rest is told apart, both beyond what they are in "compute alone": *queued* is how long
+the rank's thread was ready to run and had no core, as Linux counts it; *computed* is how much longer it ran.
+That is what a recipe does besides, and time that the system takes from the thread to move packets, or that
+colder caches cost.
 
 The bound is compute alone, then all bytes at the rate of the link: 2 (W-1)/W times the parameters' bytes
 from each rank. Bytes on the wire are those that the interfaces have sent, with headers and acknowledgements.
@@ -22,7 +24,7 @@ import torch
 import torch.distributed as dist
 from harness import arguments, launch, medians, record, show, time_interleaved
 from link import Link, emulated, require_root
-from recipes import ALONE, CONSECUTIVE, QUEUED, SHARDED, TORCH, Contender, chosen
+from recipes import ALONE, COMPUTED, CONSECUTIVE, QUEUED, SHARDED, TORCH, Contender, chosen
 
 EXPOSED, SENT = "exposed_seconds/total", "sent_bytes/total"
 
@@ -124,7 +126,7 @@ def tell(run: dict[str, Any]) -> None:
     for kind, seconds in times.items():
         metrics, wire = run["metrics"][kind], run["wire_nbytes"].get(kind)
         is_ours = EXPOSED in metrics
-        queued = metrics[QUEUED] - run["metrics"][ALONE][QUEUED]
+        queued, computed = (metrics[each] - run["metrics"][ALONE][each] for each in (QUEUED, COMPUTED))
         rows.append(
             [
                 kind,
@@ -134,13 +136,23 @@ def tell(run: dict[str, Any]) -> None:
                 f"{(seconds - times[ALONE]) * 1e3:.1f}",
                 f"{metrics[EXPOSED] * 1e3:.1f}" if is_ours else "",
                 f"{queued * 1e3:.1f}",
+                f"{computed * 1e3:.1f}",
                 f"{metrics[SENT] / ideal:.4f}" if is_ours and ideal else "",
                 "" if wire is None else f"{sum(wire) / len(wire) / ideal:.4f}",
                 "" if wire is None else f"{max(wire) / ideal:.4f}",
             ]
         )
     where = "loopback" if run["rate"] is None else f"links of {run['rate']}"
-    columns = ("iteration", "ms", "/ torch's", "/ bound", "exposed, ms", "metrics(), ms", "queued, ms")
+    columns = (
+        "iteration",
+        "ms",
+        "/ torch's",
+        "/ bound",
+        "exposed, ms",
+        "metrics(), ms",
+        "queued, ms",
+        "computed, ms",
+    )
     bytes_sent = ("metrics() sent / ideal", "wire / ideal", "fullest rank's")
     show(f"{run['model']}, {run['ranks']} ranks over {where}", [*columns, *bytes_sent], rows)
 

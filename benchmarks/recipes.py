@@ -26,7 +26,7 @@ OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}
 # training, which never stops to wait for all.
 CONSECUTIVE = 6
 MAX_NORM = 1.0
-QUEUED = "queued_seconds"
+QUEUED, COMPUTED = "queued_seconds", "computed_seconds"
 
 Metrics = dict[str, float]
 Clip = Callable[[], object]
@@ -39,7 +39,8 @@ class Contender:
     Attributes:
         turn: trains for one iteration and `CONSECUTIVE` more, waits for all that still runs, and gives the
             seconds from the end of the first step to the end of the last one.
-        metrics: what the library says of the communication in these seconds; empty for PyTorch's.
+        metrics: of these seconds: what the library says of the communication, which PyTorch's does not; how
+            long this thread computed, and how long it could have and had no core.
         nbytes: of the parameters.
     """
 
@@ -118,11 +119,12 @@ def training(
     def turn() -> float:
         iterate()
         metrics()  # sets the counts back
-        start, queued = time.perf_counter(), queued_seconds()
+        start, queued, computed = time.perf_counter(), queued_seconds(), time.thread_time()
         for _ in range(CONSECUTIVE):
             iterate()
         seconds = time.perf_counter() - start
-        told.update(metrics(), **{QUEUED: queued_seconds() - queued})
+        told.update(metrics())
+        told.update({QUEUED: queued_seconds() - queued, COMPUTED: time.thread_time() - computed})
         wait = getattr(optimizer, "wait_for_gathers", None)
         if wait is not None:  # nothing is left running for the contender that comes next
             wait()
