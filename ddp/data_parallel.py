@@ -64,6 +64,7 @@ NEEDED: tuple[tuple[object, str], ...] = (  # see Note [Private names] in zero_o
     *((TorchDistributedDataParallel, name) for name in (*_OVERRIDDEN, *_USED)),
     (dist, "_DEFAULT_FIRST_BUCKET_BYTES"),
     (distributed, "_MixedPrecision"),
+    (nn.Module, "_apply"),
     (nn.Module, "_buffers"),
     (nn.Module, "_parameters"),
     (torch._C, "Future"),

@@ -17,7 +17,7 @@ from training import assert_same_bits, make_params, params_of, train_both, twin
 from zero_optim import RankMismatchError, ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.groups import changed_in_kind
-from zero_optim.state import sharded as building
+from zero_optim.state import given as building
 from zero_optim.step import spec as asking
 
 SHAPES = ((64, 16), (32, 8), (7,))

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -216,6 +217,12 @@ def test_a_host_copy_that_is_waited_for_is_right_and_waits_for_no_more() -> None
         assert model.num_host_waits == 0
         assert value.sum().item() == 12.0
         assert model.num_host_waits == 1
+
+
+def test_tensors_over_memory_of_python_are_on_the_host() -> None:
+    with modelled_streams() as model:
+        made = (torch.frombuffer(bytearray(8), dtype=torch.uint8), torch.from_numpy(np.zeros(2)))
+        assert [model.kind_of(tensor) for tensor in made] == ["host", "host"]
 
 
 def test_what_the_cpu_has_waited_for_is_ordered() -> None:

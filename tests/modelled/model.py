@@ -162,6 +162,9 @@ class StreamsModel:
     def resizing(self, resize: Callable[..., Any]) -> Callable[..., Any]:
         return self._accesses.resizing(resize)
 
+    def on_host(self, factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return self._accesses.on_host(factory)
+
     def settle(self) -> list[Race]:
         """See to what was freed since, and give all that was found."""
         with self.clocks.lock:
@@ -317,6 +320,8 @@ def _install(stack: ExitStack, model: StreamsModel) -> None:
         (threading.Thread, "start", start_later),
         (threading.Thread, "run", run_watched),
         (torch.UntypedStorage, "resize_", model.resizing(torch.UntypedStorage.resize_)),
+        (torch, "frombuffer", model.on_host(torch.frombuffer)),
+        (torch, "from_numpy", model.on_host(torch.from_numpy)),
         (queue, "SimpleQueue", lambda: _Queue(model.clocks, simple_queue)),
     ):
         stack.enter_context(mock.patch.object(target, name, replacement))

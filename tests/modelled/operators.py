@@ -40,8 +40,6 @@ _FACTORIES = {
     torch.empty,
     torch.empty_strided,
     torch.eye,
-    torch.frombuffer,
-    torch.from_numpy,
     torch.full,
     torch.linspace,
     torch.ones,
@@ -172,6 +170,18 @@ class Accesses:
             if block is not None:
                 block.become(kind)
                 block.owner = self.clocks.current
+
+    def on_host(self, factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Take what a factory gives for memory of the host; PyTorch shows calls of it to no mode."""
+
+        def noted(*args: Any, **kwargs: Any) -> Tensor:
+            result = factory(*args, **kwargs)
+            with self.clocks.lock:
+                self.allocated(result)
+                self.make(result, "host")
+            return result
+
+        return noted
 
     def note_copy(self, source: Tensor, result: Tensor) -> None:
         """Note a copy of memory of the host to the device, which the current stream makes."""

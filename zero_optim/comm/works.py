@@ -431,10 +431,9 @@ class Work:
         if timeout is not None:
             self.record.timeout = timeout
         with self._phase.held_up(), self.record.waiting():
-            handle = self.handle
-            if isinstance(handle, Paired) or (self._looks_up and isinstance(handle, dist.Work)):
-                return self.record.group.wait_for(handle)
-            return handle.wait()
+            if self._looks_up and isinstance(self.handle, dist.Work | Paired):
+                return self.record.group.wait_for(self.handle)
+            return self.handle.wait()
 
     def is_completed(self) -> bool:
         """Tell whether it is over, well or not; waits for nothing.

@@ -52,6 +52,7 @@ NEEDED: tuple[tuple[object, str], ...] = (
     (dist.ProcessGroup, "_start_coalescing"),
     (Joinable, "_join_config"),
     (torch.nn.Module, "_forward_pre_hooks"),
+    (torch.ops.aten.copy_.default, "_schema"),
     (torch.optim.Optimizer, "_optimizer_load_state_dict_post_hooks"),
     (torch.optim.Optimizer, "_optimizer_load_state_dict_pre_hooks"),
     (torch_optimizer_module, "_global_optimizer_post_hooks"),
