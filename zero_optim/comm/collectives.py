@@ -315,7 +315,8 @@ class RankGroup(Ranks):
         with record.starting():
             work = dist.isend(tensor, self._global(to), group=self.process_group)
         self.phase.sent(tensor.nbytes)
-        return Work(Paired(_all_made([work])), self.phase, record)
+        handle = Paired(_all_made([work]))
+        return Work(handle, self.phase, record, looks_up=self._looks_up(tensor.device))
 
     def start_recv(self, tensor: Tensor, source: int) -> Waitable:
         """Start to fill a contiguous tensor of the CPU, on gloo, with what ``source`` sends."""
