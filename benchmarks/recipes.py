@@ -26,6 +26,7 @@ OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}
 # training, which never stops to wait for all.
 CONSECUTIVE = 6
 MAX_NORM = 1.0
+SMALL_BUCKETS_MB = 8.0
 QUEUED, COMPUTED = "queued_seconds", "computed_seconds"
 
 Metrics = dict[str, float]
@@ -79,7 +80,9 @@ def ours(
 ) -> Contender:
     work = workload(name)
     model = wrapper(work.model, gradient_as_bucket_view=True)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, **OPTIONS)
+    # In smaller buckets what the first modules wait for comes earlier.
+    cap = {"bucket_cap_mb": SMALL_BUCKETS_MB} if lazy and not overlap else {}
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, **cap, **OPTIONS)
     if overlap:
         model.register_comm_hook(None, zero_step(optimizer, gradients=overlap, ddp=model))
     return finished(work, model, optimizer, lazy=lazy, clips=clips)
@@ -89,7 +92,9 @@ def sharded(name: str, *, lazy: bool = False, clips: bool = False) -> Contender:
     """Gradients go to their owners alone, and the step is where it always was."""
     work = workload(name)
     # Buckets of 8 MiB, so that the first one is on its way early; PyTorch's settings are its best, too.
-    optimizer = ZeroRedundancyOptimizer(work.model.parameters(), AdamW, bucket_cap_mb=8.0, **OPTIONS)
+    optimizer = ZeroRedundancyOptimizer(
+        work.model.parameters(), AdamW, bucket_cap_mb=SMALL_BUCKETS_MB, **OPTIONS
+    )
     model = zero_optim.ddp.ShardedDataParallel(work.model, optimizer)
     return finished(work, model, optimizer, lazy=lazy, clips=clips)
 

@@ -25,7 +25,7 @@ Note [How conversions are seen]
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from zero_optim.compat.engine import eager
 from zero_optim.plan.memory import DTYPE_AS_KEPT, dense_strides, kept_dtype
 from zero_optim.shard.claims import UnitsClaim
 from zero_optim.shard.freed import shown_when_freed
+from zero_optim.shard.uncopied import Uncopied
 
 Function = Callable[[Tensor], Tensor]
 _MOST_DIMS_TRIED = 5  # memory formats are of 4 and 5
@@ -52,7 +53,7 @@ class Target:
     device: torch.device
 
 
-class Conversions:
+class Conversions(Uncopied):
     """What the parameters of a fully sharded model are to become; see Note [Converted when it is used].
 
     Nothing here communicates.
@@ -61,14 +62,14 @@ class Conversions:
         model: the module that is sharded.
         claim: its units.
         compute_dtype: gives the dtype in which what is kept in another one is computed with.
-        check: called with the name of a parameter, the dtype in which owners would keep it, and its device.
-
-    Raises:
-                ValueError: that does not go with what the wrapper was given.
+        check: called with the name of a parameter, the dtype in which owners would keep it, and its device;
+            raises ValueError if that does not go with what the wrapper was given.
         why_not: says why the optimizer allows none any more; None if it does.
         cast_rest: casts what is not sharded as the wrapper was told to, whenever it was converted.
+        on_use: has the model take the form that it was converted to; all ranks call it.
 
     Attributes:
+        on_use: as given.
         are_over: the first forward pass has begun.
         pending: for each parameter the functions that are to be called with its values, in order.
     """
@@ -81,7 +82,9 @@ class Conversions:
         check: Callable[[str, torch.dtype, torch.device], None],
         why_not: Callable[[], str | None],
         cast_rest: Callable[[], None],
+        on_use: Callable[[], None],
     ) -> None:
+        self.on_use = on_use
         self.are_over = False
         self.pending: dict[Tensor, list[Function]] = {}
         self._model = model
@@ -90,17 +93,6 @@ class Conversions:
         self._check = check
         self._why_not = why_not
         self._cast_rest = cast_rest
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        """Refuse to copy a module whose parameters are elsewhere."""
-        self.__reduce__()
-
-    def __reduce__(self) -> NoReturn:
-        """Refuse to copy or pickle a module whose parameters are elsewhere."""
-        raise RuntimeError(
-            "a module of a fully sharded model cannot be copied or pickled: no rank holds its parameters. "
-            "Save model.state_dict(), or use zero_optim.checkpoint.save"
-        )
 
     def hook_up(self) -> None:
         """See conversions of the model, and of modules that have parameters of units themselves."""
@@ -254,7 +246,7 @@ class _ButUnits:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Apply:
+class _Apply(Uncopied):
     """What stands in the place of a module's ``_apply``; see Note [How conversions are seen].
 
     Args:
@@ -280,11 +272,3 @@ class _Apply:
     def _left(self) -> frozenset[Tensor]:
         units = self.conversions._claim.units
         return frozenset(param for param in self.module.parameters() if param in units)
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        """Refuse to copy."""
-        self.conversions.__reduce__()
-
-    def __reduce__(self) -> NoReturn:
-        """Refuse to copy or pickle."""
-        self.conversions.__reduce__()

@@ -41,7 +41,7 @@ class ConvertibleWrapper(ShardedDataParallel):
             claim: the units.
             policy: how they are computed with.
         """
-        self._claim, units = claim, self.units
+        self._claim = claim
         found = weakref.ref(self)
 
         def check(name: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -60,10 +60,11 @@ class ConvertibleWrapper(ShardedDataParallel):
         def cast_rest() -> None:
             policy.cast_for_good(module, ignored)
 
-        conversions = Conversions(module, claim, policy.compute_dtype, check, why_not, cast_rest)
+        settle = weakly(self._settle)
+        conversions = Conversions(module, claim, policy.compute_dtype, check, why_not, cast_rest, settle)
         conversions.hook_up()
-        units.conversions = conversions
-        units.on_use = claim.settle = self._optimizer.on_use = weakly(self._settle)
+        self.units.conversions = conversions
+        claim.settle = self._optimizer.on_use = settle
 
     def _check_conversion(self, name: str, dtype: torch.dtype, device: torch.device) -> None:
         """Refuse a parameter of another dtype or device if it does not go with what was given.
@@ -109,7 +110,8 @@ class ConvertibleWrapper(ShardedDataParallel):
     def _change_optimizer(self, optimizer: ZeroRedundancyOptimizer) -> None:
         """Reduce gradients for an optimizer that has come later; all ranks call, and it communicates."""
         self._optimizer = optimizer
-        optimizer.on_use = self.units.on_use
+        conversions = self.units.conversions
+        optimizer.on_use = None if conversions is None else conversions.on_use
         if self._mesh is not None:
             self._mesh = self._mesh.owned_by(optimizer.ranks)
             optimizer.mesh = self._mesh.of_owners

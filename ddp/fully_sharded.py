@@ -263,7 +263,7 @@ class FullyShardedDataParallel(ConvertibleWrapper):
             hook_up(choice, units)
             self._policy.hook_up(choice.modules)
         else:
-            units.use(ranks, gathers, stamps)
+            units.supply.use(ranks, gathers, stamps)
         self._handles = hook_params(units, choice.unit_of, reducer.params)
         return reducer
 

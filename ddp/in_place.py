@@ -1,7 +1,7 @@
 """`fully_shard`: a module whose parameters are sharded, and which stays what it is."""
 
 import inspect
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import nn
 
@@ -9,6 +9,7 @@ from zero_optim.compat.engine import eager
 from zero_optim.ddp.fully_sharded import FullyShardedDataParallel
 from zero_optim.ddp.unit_hooks import begin_anew
 from zero_optim.optimizer import ZeroRedundancyOptimizer
+from zero_optim.shard.uncopied import Uncopied
 
 
 class _Controller(FullyShardedDataParallel):
@@ -19,7 +20,7 @@ class _Controller(FullyShardedDataParallel):
         return self.module(*inputs, **kwargs)
 
 
-class _ForwardHooks:
+class _ForwardHooks(Uncopied):
     """What a wrapper does before and after the forward pass of its module, hung on the module itself.
 
     A module may call itself, and only the outermost call counts. It is found on the stack: a counter would
@@ -31,14 +32,6 @@ class _ForwardHooks:
 
     def __init__(self, controller: _Controller) -> None:
         self.controller = controller
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        """Refuse to copy a model whose parameters are elsewhere."""
-        self.__reduce__()
-
-    def __reduce__(self) -> NoReturn:
-        """Refuse to copy or pickle a model whose parameters are elsewhere."""
-        self.controller.units.__reduce__()
 
     @eager
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401

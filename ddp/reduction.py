@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.works import Work
+from zero_optim.comm.started import Work
 from zero_optim.ddp.assignment import Members
 from zero_optim.ddp.bucket import GradBucket, ReducerBucket, tensor_of
 

@@ -35,7 +35,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from zero_optim.comm.collectives import RankGroup, ranks_text
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.frames import ranks_text
 from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
 from zero_optim.errors import ReductionError
 

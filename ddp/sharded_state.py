@@ -51,7 +51,7 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
     """
     module, units = module_and_units(model)
     units.check_settled()
-    _check_unpinned(units)
+    units.supply.check_unpinned()
     own, names, rest = _own_rows(units), *_named(module, units)
     rows = {name: own[param] for name, param in names.items() if param in own}
     told = {n: {"first": each.first, "shape": each.shape, "values": each.values} for n, each in rows.items()}
@@ -79,22 +79,16 @@ def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     module, units = module_and_units(model)
     units.settle()
     with failing_together(units.group):
-        _check_unpinned(units)
+        units.supply.check_unpinned()
         own, names, rest = _own_rows(units), *_named(module, units)
         wanted = {name: own[param].place for name, param in names.items() if param in own}
         found = _checked(state, wanted, rest)
-    with failing_together(units.group), units.left_freed():
+    with failing_together(units.group), units.supply.left_freed():
         module.load_state_dict(state[WHOLE], strict=False)
     values = {names[name]: each for name, each in found.items()}
     for unit in units.units:
         for bucket in unit.buckets:
             _load_bucket(bucket, values)
-
-
-def _check_unpinned(units: UnitsInUse) -> None:
-    for unit in units.units:
-        for bucket in unit.buckets:
-            bucket.check_unpinned()
 
 
 def _own_rows(units: UnitsInUse) -> dict[Tensor, _Own]:

@@ -9,11 +9,23 @@ Note [The next unit]
 
 
 class UnitOrder:
-    """The order in which units are needed in passes of one kind."""
+    """The order in which units are needed in passes of one kind.
+
+    Attributes:
+        before: numbers of units, in the order in which the pass before needed them.
+        now: likewise for the pass that is under way.
+        is_under_way: one is.
+    """
 
     def __init__(self) -> None:
         self.before: list[int] = []
         self.now: list[int] = []
+        self.is_under_way = False
+
+    def begin(self) -> None:
+        """Begin a pass."""
+        self.now.clear()
+        self.is_under_way = True
 
     def reached(self, number: int) -> int | None:
         """Take note that a unit is needed; tell which one came next in the pass before."""
@@ -26,3 +38,9 @@ class UnitOrder:
     def end(self) -> None:
         """End a pass."""
         self.before, self.now = self.now, []
+        self.is_under_way = False
+
+    def break_off(self) -> None:
+        """End a pass that an exception has ended: the order of the one before holds."""
+        self.now.clear()
+        self.is_under_way = False

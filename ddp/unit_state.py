@@ -75,7 +75,7 @@ def module_and_units(model: nn.Module) -> tuple[nn.Module, UnitsInUse]:
 
 def freed_state(module: nn.Module, units: UnitsInUse) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Take the state dict without communication; gives the parameters of units by name, and all of it."""
-    with units.left_freed():
+    with units.supply.left_freed():
         state = dict(module.state_dict())
     params = {param.data_ptr(): param for unit in units.units for param in unit.params if param.numel()}
     names = {}

@@ -19,20 +19,20 @@ Note [When a unit is whole]
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.pending import Pending
 from zero_optim.compat.engine import in_backward
 from zero_optim.ddp.graph import tensors_in
 from zero_optim.ddp.inbox import weakly, when_backward_ends
 from zero_optim.ddp.saved_reads import SavedReads
 from zero_optim.ddp.unit import Unit
 from zero_optim.ddp.unit_order import UnitOrder
-from zero_optim.shard.storage import ParamBucket
+from zero_optim.ddp.unit_supply import UnitSupply
+from zero_optim.shard.uncopied import Uncopied
 from zero_optim.shard.unit_gathers import UnitGathers
 from zero_optim.shard.unit_stamps import UnitStamps
 
@@ -45,7 +45,19 @@ _SECOND = (
 )
 
 
-class UnitsInUse:
+class _Call(NamedTuple):
+    """A call that is under way.
+
+    Attributes:
+        number: of the unit that it uses.
+        guards: it has begun to watch what autograd saves.
+    """
+
+    number: int
+    guards: bool
+
+
+class UnitsInUse(Uncopied):
     """Gathers and frees the units of a model. All ranks make the same calls, in the same order; communicates.
 
     Args:
@@ -60,11 +72,11 @@ class UnitsInUse:
 
     Attributes:
         units: as given.
+        supply: makes them whole and frees them.
         unfinished: for each state dict or load that is under way, what gives a module its own parameters back
             if an exception has ended it. Called when the next forward pass begins.
         may_be_rounded: owners may keep another dtype than parameters have, after a conversion.
         conversions: those that are possible until the first forward pass; None from then on.
-        on_use: has the model take the form that it was converted to; None likewise.
     """
 
     def __init__(
@@ -78,44 +90,15 @@ class UnitsInUse:
         guards_reads: bool = True,
     ) -> None:
         self.units = units
-        self._group = group
-        self._gathers = gathers
+        self.supply = UnitSupply(units, group, gathers, stamps)
         self._keeps = keeps
-        self._stamps = stamps
         self._forward: dict[int, UnitOrder] = {}  # by the unit whose call is the outermost
         self._backward = UnitOrder()
-        self._calls: list[int] = []  # units whose calls are under way, the outermost first
+        self._calls: list[_Call] = []  # the outermost first
         self._reads = SavedReads(units, weakly(self._output_reached), is_on=guards_reads)
-        self._guarding = list[bool]()  # for each call under way, whether it has begun to watch what is saved
-        self._in_backward = False  # a callback at the end of a backward pass is queued
         self.unfinished: list[Callable[[], None]] = []
         self.may_be_rounded = False
         self.conversions: Conversions | None = None
-        self.on_use: Callable[[], None] | None = None
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        """Refuse to copy a model whose parameters are elsewhere."""
-        self._refuse()
-
-    def __reduce__(self) -> NoReturn:
-        """Refuse to pickle a model whose parameters are elsewhere."""
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise RuntimeError(
-            "a fully sharded model cannot be copied or pickled: no rank holds its parameters. "
-            "Save model.state_dict(), or use zero_optim.checkpoint.save"
-        )
-
-    def use(self, group: RankGroup, gathers: UnitGathers, stamps: UnitStamps) -> None:
-        """Gather for another optimizer from now on, with the same ranks, which counts what is sent.
-
-        Args:
-            group: the ranks.
-            gathers: starts the gathers.
-            stamps: those of the other optimizer.
-        """
-        self._group, self._gathers, self._stamps = group, gathers, stamps
 
     @property
     def is_outermost_call(self) -> bool:
@@ -125,12 +108,11 @@ class UnitsInUse:
     @property
     def group(self) -> RankGroup:
         """The ranks."""
-        return self._group
+        return self.supply.group
 
-    @property
-    def gathers(self) -> UnitGathers:
-        """Starts the gathers."""
-        return self._gathers
+    def nbytes_live(self) -> int:
+        """Bytes of the flat tensors that are there right now, beside what this rank keeps for good."""
+        return sum(bucket.nbytes_live for unit in self.units for bucket in unit.buckets)
 
     # ------------------------------------------------------------------ conversions
 
@@ -145,12 +127,12 @@ class UnitsInUse:
         Raises:
             RankMismatchError: on every rank: the model was converted differently.
         """
-        if self.conversions is None or self.on_use is None:
+        if self.conversions is None:
             return
-        self.on_use()
+        self.conversions.on_use()
         if in_pass:
             self.conversions.are_over = True
-            self.conversions = self.on_use = None
+            self.conversions = None
 
     def check_settled(self) -> None:
         """Refuse what does not communicate between a conversion and the next use; see `Conversions`.
@@ -161,48 +143,6 @@ class UnitsInUse:
         if self.conversions is not None:
             self.conversions.check_none()
 
-    # ------------------------------------------------------------------ whole and freed
-
-    def _start(self, unit: Unit, *, tells: bool = False) -> None:
-        stamps = self._stamps if tells else None
-        for bucket in unit.buckets:
-            if not bucket.is_whole and bucket.coming is None:
-                bucket.coming = self.start_gather_of(bucket, stamps)
-
-    def start_gather_of(self, bucket: ParamBucket, stamps: UnitStamps | None = None) -> Pending:
-        """Start the gather of a bucket; all ranks call.
-
-        Args:
-            bucket: the bucket.
-            stamps: travel with it; None for none.
-        """
-        return self._gathers.start(bucket, stamps)
-
-    def need(self, unit: Unit, *, tells: bool = False) -> None:
-        """Make a unit whole; the current stream, on the CPU the caller, waits.
-
-        Args:
-            unit: the unit.
-            tells: its gather tells what other ranks did differently, see `zero_optim.shard.unit_stamps`.
-        """
-        self._start(unit, tells=tells)
-        for bucket in unit.buckets:
-            bucket.arrive()
-        if tells:
-            self._stamps.look()
-
-    def _free(self, unit: Unit) -> None:
-        for bucket in unit.buckets:
-            bucket.free()
-
-    def _fetch(self, number: int | None, *, tells: bool = False) -> None:
-        if number is not None:
-            self._start(self.units[number], tells=tells)
-
-    def nbytes_live(self) -> int:
-        """Bytes of the flat tensors that are there right now, beside what this rank keeps for good."""
-        return sum(bucket.nbytes_live for unit in self.units for bucket in unit.buckets)
-
     # ------------------------------------------------------------------ forward
 
     def forget_calls(self) -> None:
@@ -212,8 +152,7 @@ class UnitsInUse:
         if not self._calls:
             return
         while self._calls:
-            self._calls.pop()
-            if self._guarding.pop():
+            if self._calls.pop().guards:
                 self._reads.end()
         for unit in self.units:
             unit.depth = max((bucket.num_pins for bucket in unit.buckets), default=0)
@@ -223,10 +162,9 @@ class UnitsInUse:
 
         Args:
             unit: the unit.
-            tells: see `need`. If it raises, `leave` has to be called all the same.
+            tells: see `UnitSupply.start`. If it raises, `leave` has to be called all the same.
         """
-        self._calls.append(unit.number)
-        self._guarding.append(self._reads.begin())
+        self._calls.append(_Call(unit.number, self._reads.begin()))
         unit.depth += 1
         if unit.depth > 1 and unit.is_whole:
             return
@@ -236,15 +174,15 @@ class UnitsInUse:
             return
         self.settle(in_pass=tells)
         self._begin_to_tell(tells=tells)
-        self.need(unit, tells=tells)
-        order = self._forward.setdefault(self._calls[0], UnitOrder())
+        self.supply.need(unit, tells=tells)
+        order = self._forward.setdefault(self._calls[0].number, UnitOrder())
         if len(self._calls) == 1:
-            order.now.clear()
-        self._fetch(order.reached(unit.number), tells=tells)
+            order.begin()
+        self.supply.fetch(order.reached(unit.number), tells=tells)
 
     def _begin_to_tell(self, *, tells: bool) -> None:
         if tells and len(self._calls) < 2:
-            self._stamps.begin_pass()
+            self.supply.stamps.begin_pass()
 
     def leave(self, unit: Unit, output: object) -> None:
         """Take note that a call has returned.
@@ -253,9 +191,8 @@ class UnitsInUse:
             unit: the unit.
             output: of the call; None if it raised.
         """
-        outermost = self._calls[0]
-        self._calls.pop()
-        if self._guarding.pop():
+        outermost = self._calls[0].number
+        if self._calls.pop().guards:
             self._reads.end()
         unit.depth -= 1
         if unit.depth:
@@ -267,16 +204,10 @@ class UnitsInUse:
             return
         order = self._forward.get(outermost, UnitOrder())
         if not keeps:
-            self._free(unit)
+            self.supply.free(unit)
         if not self._calls:
             order.end()
-            self._free_fetched()
-
-    def _free_fetched(self) -> None:
-        """Free what was fetched, but not needed, in a forward pass that has ended."""
-        for unit in self.units:
-            if any(bucket.coming is not None for bucket in unit.buckets):
-                self._free(unit)
+            self.supply.free_fetched()
 
     def _watch(self, unit: Unit, output: object, *, is_outermost: bool) -> bool:
         """Have a unit made whole before the backward pass comes to it.
@@ -297,7 +228,7 @@ class UnitsInUse:
         """Whether a unit is one of the last in the order of the pass before."""
         if self._keeps is None:
             return True
-        order = self._forward[self._calls[0]].before if self._calls else []
+        order = self._forward[self._calls[0].number].before if self._calls else []
         last = list(dict.fromkeys(reversed(order)))[: self._keeps]
         return unit.number in last
 
@@ -316,13 +247,12 @@ class UnitsInUse:
     def _need_in_backward(self, number: int) -> None:
         """Make a unit whole in a backward pass, and fetch the next one."""
         self._begin_backward()
-        self.need(self.units[number])
-        self._fetch(self._backward.reached(number))
+        self.supply.need(self.units[number])
+        self.supply.fetch(self._backward.reached(number))
 
     def _begin_backward(self) -> None:
-        if not self._in_backward:
-            self._in_backward = True
-            self._backward.now.clear()
+        if not self._backward.is_under_way:
+            self._backward.begin()
             when_backward_ends(weakly(self._end_backward), weakly(self._break_off))
 
     def gradient_came(self, number: int, index: int) -> None:
@@ -336,18 +266,15 @@ class UnitsInUse:
         unit.arrived.add(index)
         if unit.waits_for and unit.arrived >= unit.waits_for:
             unit.arrived.clear()
-            if not unit.depth:
-                self._free(unit)
+            self.supply.free_unused([unit])
 
     def _end_backward(self) -> None:
-        self._in_backward = False
         self._backward.end()
         self.free_all()
 
     def _break_off(self) -> None:
         """Take note that an exception has ended a backward pass; what is under way is waited for later."""
-        self._in_backward = False
-        self._backward.now.clear()
+        self._backward.break_off()
         for unit in self.units:
             unit.arrived.clear()
 
@@ -355,8 +282,7 @@ class UnitsInUse:
         """Free every unit that no call is using."""
         for unit in self.units:
             unit.arrived.clear()
-            if not unit.depth:
-                self._free(unit)
+        self.supply.free_unused()
 
     # ------------------------------------------------------------------ on request
 
@@ -373,55 +299,26 @@ class UnitsInUse:
         tells = not self._calls
         self._begin_to_tell(tells=tells)
         for unit in units:
-            self._start(unit, tells=tells)
+            self.supply.start(unit, tells=tells)
         for unit in units:
-            self.need(unit)
+            self.supply.need(unit)
         for unit in units:
-            self._pin(unit, 1)
+            self.supply.pin(unit, 1)
         guards = self._reads.begin()
         try:
             if tells:
-                self._stamps.look()
+                self.supply.stamps.look()
             yield
         finally:
             if guards:
                 self._reads.end()
             for unit in units:
-                self._pin(unit, -1)
+                self.supply.pin(unit, -1)
             try:
                 for unit in units if writes else ():
                     self.take_written(unit)
             finally:
-                for unit in units:
-                    if not unit.depth:
-                        self._free(unit)
-
-    def _pin(self, unit: Unit, more: int) -> None:
-        unit.depth += more
-        for bucket in unit.buckets:
-            bucket.num_pins += more
-
-    @contextmanager
-    def left_freed(self) -> Iterator[None]:
-        """Have state dicts show the parameters as they are; does not communicate."""
-        buckets = [bucket for unit in self.units for bucket in unit.buckets]
-        for bucket in buckets:
-            bucket.is_left = True
-        try:
-            yield
-        finally:
-            for bucket in buckets:
-                bucket.is_left = False
-
-    def check_unpinned(self) -> None:
-        """Refuse what is not possible while somebody needs parameters of any unit whole.
-
-        Raises:
-            RuntimeError: somebody does.
-        """
-        for unit in self.units:
-            for bucket in unit.buckets:
-                bucket.check_unpinned()
+                self.supply.free_unused(units)
 
     def take_written(self, unit: Unit) -> None:
         """Have owners take over what was written to the whole parameters of a unit."""

@@ -47,9 +47,9 @@ class WideUnit:
         """
         if not self._depth:
             self._units.settle()
-            self._units.check_unpinned()
+            self._units.supply.check_unpinned()
             buckets = [WideBucket(bucket) for bucket in self.unit.buckets]
-            for pending in [self._units.start_gather_of(bucket) for bucket in buckets]:
+            for pending in [self._units.supply.start_gather_of(bucket) for bucket in buckets]:
                 pending.wait()
             self._buckets = buckets
             self._values = {param: value for bucket in buckets for param, value in bucket.values.items()}

@@ -85,8 +85,9 @@ OUTCOMES = {
         True,
     ),
     "apart": Outcome(
-        "`StalledError`: who waits for what, and which rank made a call more often or less often than others"
-        "; after a step of a fully sharded model `RankMismatchError`: how many calls each rank has made",
+        "`StalledError`: who waits for what, and which rank made a call more often or less often than "
+        "others; where two agreements meet, or after a step of a fully sharded model, `RankMismatchError`, "
+        "which says how many calls each rank has made",
         r"StalledError: .*times of .* on rank {bad}\b|(?!StalledError)\w+: .*rank {bad}\b",
         False,
     ),

@@ -10,8 +10,9 @@ from torch import nn
 from pool import Ranks
 from training import MATRICES, make_params, needs_muon, train_both, twin
 from zero_optim import RankMismatchError, RemoteRankError, ZeroRedundancyOptimizer
-from zero_optim.comm.agreement import failing_together
+from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.frames import framed, unframed
 
 AdamW = torch.optim.AdamW
 
@@ -212,3 +213,45 @@ def check_non_member() -> None:
 
 def test_a_rank_outside_the_group_is_told_so(ranks4: Ranks) -> None:
     ranks4.run(check_non_member)
+
+
+def in_another_agreement(group: RankGroup, mine: RuntimeError | None) -> None:
+    with group.doing("call()"):
+        if dist.get_rank() == 0:
+            agree(group, ["a"], "something")
+        with failing_together(group):
+            if mine is not None:
+                raise mine
+
+
+def check_other_agreements(kind: str) -> None:
+    """Rank 1 says whether something failed, as in a call that it makes twice; rank 0 is in another call."""
+    group = RankGroup.of(None)
+    rank = dist.get_rank()
+    for _ in range(1 + rank):
+        with group.doing("build()"):
+            pass
+    mine = RuntimeError("mine") if kind == "raises" and rank == 1 else None
+    with pytest.raises(RuntimeError if mine else RankMismatchError) as caught:
+        in_another_agreement(group, mine)
+    if mine is None:
+        counts = "times of build(): 1 on rank 0 and 2 on rank 1"
+        assert f"rank 0 is in call(), rank 1 is in call(); {counts}" in str(caught.value)
+    else:
+        assert caught.value is mine  # it tells more
+    assert group.all_gather_fixed(b"x") == [b"x", b"x"]  # nothing is left to be received
+
+
+@pytest.mark.parametrize("kind", ["ends well", "raises"])
+def test_ranks_in_different_agreements_raise(ranks2: Ranks, kind: str) -> None:
+    """In gloo, messages of different lengths would end a process."""
+    ranks2.run(check_other_agreements, kind)
+
+
+def test_frames() -> None:
+    short = [b"", b"\1", b"ab", bytes(32)]
+    assert len({len(framed(each)) for each in short}) == 1
+    assert [unframed([framed(each)] * 2) for each in short] == [[each] * 2 for each in short]
+    assert unframed([framed(b"ab"), framed(b"cd")]) == [b"ab", b"cd"]
+    assert unframed([framed(b"ab"), framed(b"a")]) is None
+    assert unframed([framed(bytes(40))] * 2) == [bytes(40)] * 2

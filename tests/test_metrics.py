@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from pool import Ranks
 from training import set_grads
 from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.comm.started import Work
 from zero_optim.comm.traffic import Phase, Traffic, broadcast_nbytes
-from zero_optim.comm.works import Work
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 from zero_optim.hooks import zero_step
 from zero_optim.plan.layout import spans

@@ -5,8 +5,8 @@ memory and what the CPU makes of it for the host's. `tests/gpu/fully.py` does th
 """
 
 import copy
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from modelled import StreamsModel, modelled_streams
 from pool import Ranks
 from test_fully_sharded import Tower, batch
 from zero_optim import RankMismatchError, ZeroRedundancyOptimizer, checkpoint
-from zero_optim.compat.streams import LateCopies
+from zero_optim.compat.streams import HostCopy, LateCopies
 from zero_optim.ddp import (
     FullyShardedDataParallel,
     PrecisionPolicy,
@@ -38,6 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
         "mixed_precision": PrecisionPolicy(torch.bfloat16),
     },
     "masters": {"dtype": torch.bfloat16, "of_optimizer": {"master_dtype": torch.float32}},
+    "an optimizer that has stepped": {"before": 2, "of_optimizer": {"ema_decay": 0.9}},
 }
 
 
@@ -48,14 +49,18 @@ class Rounded(Tower):
         return super().forward(x.to(self.first.weight.dtype))
 
 
-def built(model: nn.Module, offload: Any, given: dict[str, Any]) -> Any:
-    """Wrap a model; gives wrapper and optimizer."""
+def built(model: nn.Module, offload: Any, given: dict[str, Any], early: Sequence[Tensor] = ()) -> Any:
+    """Wrap a model; gives wrapper and optimizer, which has taken a step with each early batch before."""
     options = {"units": [*model.blocks], "mixed_precision": given.get("mixed_precision")}  # type: ignore[misc]
     of_optimizer = {"lr": 1e-2, **given.get("of_optimizer", {})}
     if given.get("later"):
         wrapped = FullyShardedDataParallel(model, offload=offload, **options)
         return wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, **of_optimizer)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **of_optimizer)
+    for x in early:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
     return FullyShardedDataParallel(model, optimizer, offload=offload, **options), optimizer
 
 
@@ -75,6 +80,23 @@ def train(
         scaler.update()
 
 
+@contextmanager
+def loading_beside_leaves() -> Iterator[None]:
+    """Have PyTorch bring loaded state to the host, where the leaves of the optimizer are.
+
+    It goes by the name of a leaf's device, which the model's host has in common with its accelerator.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            torch.optim.Optimizer, "_process_value_according_to_param_policy", staticmethod(brought)
+        )
+        yield
+
+
+def brought(param: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
+    return HostCopy(value).read() if value.dim() else value
+
+
 def assert_on_host(streams: StreamsModel, optimizer: ZeroRedundancyOptimizer) -> None:
     """Rows, gradients, state, masters and averages are not on the device."""
     rows = [bucket.row for bucket in optimizer._sharding.unit_buckets()]
@@ -90,8 +112,9 @@ def assert_on_host(streams: StreamsModel, optimizer: ZeroRedundancyOptimizer) ->
 def assert_ordered(streams: StreamsModel) -> None:
     streams.current_stream.synchronize()
     races = streams.settle()
-    # Norms are brought to the group's device by its name, and the model's host has the same one.
-    mixed = [each for each in streams.mixed() if "_exchanged" not in each]
+    # Norms and state that moves are brought to the group's device, and from it, by its name: the model's host
+    # has the same one.
+    mixed = [each for each in streams.mixed() if "_exchanged" not in each and "move_state" not in each]
     assert not races, str(races[0])
     assert not mixed, mixed[0]
 
@@ -99,8 +122,10 @@ def assert_ordered(streams: StreamsModel) -> None:
 def run(given: dict[str, Any], offload: Any) -> dict[str, Tensor]:
     """Train, write and train on; gives the state dict."""
     model, inputs = Rounded().to(given.get("dtype", torch.float32)), [batch(step) for step in range(6)]
+    early = [batch(100 + step) for step in range(given.get("before", 0))]
     with modelled_streams(checks=False) if offload else nullcontext() as streams:
-        wrapped, optimizer = built(model, offload, given)
+        with loading_beside_leaves() if offload else nullcontext():
+            wrapped, optimizer = built(model, offload, given, early)
         train(wrapped, optimizer, inputs[:4], given)
         with torch.no_grad(), unsharded(wrapped.module):
             wrapped.module.first.weight.mul_(2)
@@ -140,11 +165,7 @@ def saves_and_loads(folder: Path) -> None:
     state = plain.state_dict()
     train(plain, one, inputs[2:4], {})
     want = plain.state_dict()
-    with pytest.MonkeyPatch.context() as patch, modelled_streams(checks=False) as streams:
-        # It brings loaded state to the leaf's device, by its name: the model's host has the accelerator's.
-        patch.setattr(
-            torch.optim.Optimizer, "_process_value_according_to_param_policy", staticmethod(as_it_is)
-        )
+    with modelled_streams(checks=False) as streams, loading_beside_leaves():
         kept, other = built(copy.deepcopy(model), "cpu", {})
         kept.load_state_dict(state)
         checkpoint.load(folder / "plain", model=kept, optimizer=other)
@@ -164,10 +185,6 @@ def saves_and_loads(folder: Path) -> None:
     assert_equal(plain.state_dict(), want)
     train(plain, one, inputs[4:], {})
     assert_equal(plain.state_dict(), last)
-
-
-def as_it_is(param: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
-    return value
 
 
 def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:

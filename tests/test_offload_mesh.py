@@ -44,7 +44,9 @@ def trains_alike(folder: Path) -> None:
     assert_alike(kept.module, plain.module)
     assert_same_state(one, other)
     assert_equal_everywhere(kept.module)
-    copies = [each for column in kept.units.gathers._columns.values() for each in column._copies.values()]
+    copies = [
+        each for column in kept.units.supply.gathers._columns.values() for each in column._copies.values()
+    ]
     large = [each for each in copies if each.nbytes >= PAGE]
     assert large
     assert all(other.keeping._memory.holds(each) for each in large)
@@ -74,7 +76,7 @@ def trains_alike_on_host() -> None:
         kept, other = over_all(model, "cpu")
         step_on(kept, other, inputs)
         state = kept.state_dict()
-        columns = kept.units.gathers._columns.values()
+        columns = kept.units.supply.gathers._columns.values()
         places = {streams.kind_of(each) for column in columns for each in column._copies.values()}
         assert places == {"pinned"}, places
         streams.current_stream.synchronize()

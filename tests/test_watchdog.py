@@ -31,9 +31,10 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.diagnosis import Status
 from zero_optim.comm.directory import Directory
 from zero_optim.comm.peers import Address, Listener, Message, Presence, ask, host_towards, in_threads
+from zero_optim.comm.started import Work
 from zero_optim.comm.verdicts import EXIT_CODE, Verdicts
 from zero_optim.comm.watchdog import Watchdog, unwatch
-from zero_optim.comm.works import Verdict, Work, WorkLog, explain_nothing
+from zero_optim.comm.works import Verdict, WorkLog, explain_nothing
 from zero_optim.compat.engine import default_store
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.ddp.reducer import Reducer

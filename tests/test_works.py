@@ -23,7 +23,8 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.diagnosis import Status, judge
 from zero_optim.comm.lanes import gloo_lanes_beside
 from zero_optim.comm.peers import Presence
-from zero_optim.comm.works import KEPT, Record, Verdict, Work
+from zero_optim.comm.started import Work
+from zero_optim.comm.works import KEPT, Record, Verdict
 from zero_optim.compat.engine import default_store
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 from zero_optim.ddp.bucket import GradBucket

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from zero_optim.comm.collectives import RankGroup, ranks_text
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.frames import ranks_text
 from zero_optim.errors import (
     CheckpointError,
     NotConsolidatedError,
@@ -97,7 +98,7 @@ def failing_together(group: RankGroup) -> Iterator[None]:
         mine = error
     try:
         flags = group.all_gather_fixed(b"\0" if mine is None else b"\1")
-    except RemoteRankError as unanswered:
+    except (RemoteRankError, RankMismatchError) as unanswered:
         if mine is None:
             raise
         raise mine from unanswered  # it tells more, and may be why nobody answered: a device of no use

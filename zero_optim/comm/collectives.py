@@ -21,6 +21,7 @@ Note [gloo and CUDA]
     CPU tensors are sent piece by piece, which takes no second copy of them.
 """
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -28,17 +29,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_optim.comm.frames import framed, met_otherwise, unframed
 from zero_optim.comm.ranks import Ranks
+from zero_optim.comm.started import Work
 from zero_optim.comm.traffic import Waitable, broadcast_nbytes, sum_nbytes
 from zero_optim.comm.unended import SMALL, Paired
-from zero_optim.comm.works import Record, Work
+from zero_optim.comm.works import Record
 from zero_optim.compat.engine import coalesced, coalesces, timeout_of
 from zero_optim.compat.streams import (
     HostCopy,
     is_asynchronous,
     to_device,
 )
-from zero_optim.errors import RemoteRankError, StalledError
+from zero_optim.errors import RankMismatchError, RemoteRankError, StalledError
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,11 +158,25 @@ class RankGroup(Ranks):
 
         Raises:
             RemoteRankError: a rank has ended, or did not come within the group's timeout.
+            RankMismatchError: on every rank: payloads differ in length, so ranks are in different calls. See
+                Note [Agreements that meet] in `zero_optim.comm.frames`.
         """
         if self.size == 1 or not payload:
             return [payload] * self.size
-        gathered = self.all_gather_rows(to_device(bytes_to_tensor(payload), self.device))
-        return [tensor_to_bytes(row) for row in HostCopy(gathered).read()]
+        gathered = self.all_gather_rows(to_device(bytes_to_tensor(framed(payload)), self.device))
+        payloads = unframed([tensor_to_bytes(row) for row in HostCopy(gathered).read()])
+        if payloads is None:
+            raise self._met_otherwise()
+        return payloads
+
+    def _met_otherwise(self) -> RankMismatchError:
+        """Make what is raised where ranks are in different agreements; all ranks call. Communicates."""
+        activity = self.works.log.activity
+        inside = [mark.name for mark in list(activity.open.values())][:1]
+        told = self.all_gather_bytes(json.dumps([dict(activity.counts), inside]).encode())
+        return RankMismatchError(
+            met_otherwise({rank: json.loads(each) for rank, each in zip(self.numbers, told, strict=True)})
+        )
 
     def all_gather_rows(self, mine: Tensor) -> Tensor:
         """Gather the tensors of all ranks, which must have equal length. One collective.
@@ -347,8 +364,3 @@ def bytes_to_tensor(payload: bytes) -> Tensor:
 def tensor_to_bytes(tensor: Tensor) -> bytes:
     """Copy a 1-D uint8 tensor into bytes."""
     return tensor.cpu().numpy().tobytes()
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Name some ranks in a message: "rank 1", "ranks 0, 2"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -7,6 +7,7 @@ from typing import Any
 
 from zero_optim.comm.activity import OVERLAPPED_STEP, Activity, Mark
 from zero_optim.comm.crosswise import Standing, Standings, Stuck
+from zero_optim.comm.frames import differences, ranks_text
 from zero_optim.comm.peers import Message, Presence
 from zero_optim.comm.works import Record, Verdict
 
@@ -125,7 +126,7 @@ def judge(seen: Seen, own: int, seconds: float | None) -> Verdict:
     if not missing:
         told.append(f"every rank waits, {'but not' if len(waiting) > 1 else 'all'} for the same")
     for work, ranks in waiting.items():
-        told.append(f"{_listed(ranks)} wait{'s' * (len(ranks) == 1)} in {work}")
+        told.append(f"{ranks_text(ranks)} wait{'s' * (len(ranks) == 1)} in {work}")
     if not ended and (len(waiting) > 1 or not missing):
         told += _differences(seen)
     why = "stalled" if seconds is None else f"stalled for {seconds:.3g} s"
@@ -153,8 +154,8 @@ def judge_crosswise(seen: Seen, found: Sequence[Stuck]) -> Verdict:
     told = ["ranks have made different calls, and now wait for each other, which no timeout can end"]
     told += _irregular(seen)
     for (text, lacking), ranks in ranks_of.items():
-        other = f", which {_listed(lacking)} ha{'ve' if len(lacking) > 1 else 's'} not begun"
-        told.append(f"{_listed(ranks)} wait{'s' * (len(ranks) == 1)} in {text}{other if lacking else ''}")
+        other = f", which {ranks_text(lacking)} ha{'ve' if len(lacking) > 1 else 's'} not begun"
+        told.append(f"{ranks_text(ranks)} wait{'s' * (len(ranks) == 1)} in {text}{other if lacking else ''}")
     return Verdict(f"stalled: {'; '.join(told + _differences(seen))}. {_ADVICE}")
 
 
@@ -177,22 +178,8 @@ def _irregular(seen: Seen) -> list[str]:
     return told if regular else []
 
 
-def _listed(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
 def _differences(seen: Seen) -> list[str]:
-    """Say what some ranks have begun more often than others: who left out a call, or made one too many."""
-    counts = {rank: what.counts for rank, what in sorted(seen.items()) if isinstance(what, Status)}
-    told = []
-    for name in sorted(set().union(*counts.values())):
-        ranks_of: dict[int, list[int]] = {}
-        for rank, of_rank in counts.items():
-            ranks_of.setdefault(of_rank.get(name, 0), []).append(rank)
-        if len(ranks_of) > 1:
-            each = " and ".join(f"{count} on {_listed(ranks)}" for count, ranks in ranks_of.items())
-            told.append(f"times of {name}: {each}")
-    return told
+    return differences({rank: what.counts for rank, what in seen.items() if isinstance(what, Status)})
 
 
 def _steps_beside(status: Status) -> bool:

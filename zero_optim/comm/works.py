@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from threading import get_ident
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -39,10 +39,13 @@ import torch.distributed as dist
 
 from zero_optim.comm.activity import Activity
 from zero_optim.comm.backends import raised_by_backend
-from zero_optim.comm.traffic import Phase, Waitable
+from zero_optim.comm.traffic import Phase
 from zero_optim.comm.unended import Paired, keep_for_ever, wait_and_look_up
 from zero_optim.compat.engine import is_profiling
 from zero_optim.errors import StalledError, ZeroOptimError
+
+if TYPE_CHECKING:
+    from zero_optim.comm.started import Work
 
 KEPT = 512  # records in the ring
 _NO_TAG = 2**31 - 1  # of messages that nobody sends
@@ -382,92 +385,3 @@ def log_of(world: dist.ProcessGroup) -> WorkLog:
     if found is None:
         found = _LOGS.setdefault(world, WorkLog())
     return found
-
-
-class Work:
-    """A collective that was started: a handle with a label, whose waits are counted.
-
-    Args:
-        handle: of the backend, or a future.
-        phase: where waits are counted.
-        record: the label.
-        is_late: the CPU does not wait for it, so the watchdog asks the handle.
-        looks_up: it is a collective of gloo, see Note [Waits that nothing ends] in `zero_optim.comm.unended`.
-
-    Attributes:
-        handle: as given.
-        record: the label, and what is known of it.
-    """
-
-    __slots__ = ("_is_late", "_looks_up", "_phase", "handle", "record")
-
-    def __init__(
-        self,
-        handle: Waitable,
-        phase: Phase,
-        record: Record,
-        *,
-        is_late: bool = False,
-        looks_up: bool = False,
-    ) -> None:
-        self.handle = handle
-        self._is_late = is_late
-        self._looks_up = looks_up
-        self._phase = phase
-        self.record = record
-        if is_late and record.group.outstanding is None:
-            record.group.outstanding = self
-
-    def wait(self, timeout: float | None = None) -> Any:  # noqa: ANN401 - what the handle gives
-        """Wait for it: the caller, or on an accelerator the current stream.
-
-        Args:
-            timeout: seconds after which the watchdog gives up this wait, and the group; None for the timeout
-                that the work has. Has no effect where no watchdog runs.
-
-        Raises:
-            StalledError: a rank did not come in time, or has ended.
-        """
-        if timeout is not None:
-            self.record.timeout = timeout
-        with self._phase.held_up(), self.record.waiting():
-            if self._looks_up and isinstance(self.handle, dist.Work | Paired):
-                return self.record.group.wait_for(self.handle)
-            return self.handle.wait()
-
-    def is_completed(self) -> bool:
-        """Tell whether it is over, well or not; waits for nothing.
-
-        What gloo sends from rank to rank is over as soon as somebody has waited for it.
-        """
-        handle: Any = self.handle
-        try:
-            return bool(handle.done() if isinstance(handle, torch.futures.Future) else handle.is_completed())
-        except RuntimeError:  # of a device that has failed
-            return True
-
-    def exception(self) -> Exception | None:
-        """Give what it failed with; None if it went well, or is not over. Waits for nothing, and asks nobody.
-
-        If its group was given up, that is the reason, as `wait` raises it. What is given refers to no frame:
-        see Note [Groups that end].
-        """
-        if not self.is_completed():
-            return None
-        found = self._found()
-        verdict = self.record.group.verdict
-        return found if found is None or verdict is None else verdict.error()
-
-    def _found(self) -> Exception | None:
-        """Give what the backend says of a work that is over."""
-        handle: Any = self.handle
-        with suppress(AttributeError, TypeError):  # a future has none; PyTorch 2.8 cannot hand it out
-            found = handle.exception()
-            if isinstance(found, Exception):
-                return found
-        if not self._is_late:  # else a stream would wait
-            try:
-                handle.wait()
-            except Exception as error:  # noqa: BLE001 - given, not raised
-                return error.with_traceback(None)
-        return None

@@ -4,7 +4,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from zero_optim.comm.collectives import ranks_text
+from zero_optim.comm.frames import ranks_text
 from zero_optim.errors import RankMismatchError, RemoteRankError
 from zero_optim.plan.options import DIGEST_NBYTES
 

@@ -43,7 +43,8 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.agreement import encoded, failure_of_others
-from zero_optim.comm.collectives import RankGroup, bytes_to_tensor, ranks_text, tensor_to_bytes
+from zero_optim.comm.collectives import RankGroup, bytes_to_tensor, tensor_to_bytes
+from zero_optim.comm.frames import ranks_text
 from zero_optim.compat.streams import HostCopy, copy_to
 from zero_optim.errors import RankMismatchError
 from zero_optim.plan.groups import ParamGroup

@@ -60,7 +60,7 @@ Note [Freed one by one]
 from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -70,6 +70,7 @@ from zero_optim.plan.layout import Layout
 from zero_optim.plan.memory import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE, kept_dtype
 from zero_optim.shard.freed import ShownWhenFreed
 from zero_optim.shard.places import Form
+from zero_optim.shard.uncopied import Uncopied
 from zero_optim.shard.unit_flat import UnitFlat
 from zero_optim.shard.unit_forms import KeptRows, UnitForms
 from zero_optim.shard.unit_row import UnitRow
@@ -88,7 +89,7 @@ _PINNED = (
 )
 
 
-class UnitBucket:
+class UnitBucket(Uncopied):
     """A bucket whose parameters can be freed; see Note [Freed in place].
 
     It begins empty, and is used when all parameters were taken in and let go: Note [Freed one by one].
@@ -134,17 +135,6 @@ class UnitBucket:
         self.num_changes = 0
         self._has_changed = False
         self._sent: Pending | None = None  # the last gather, which reads what stays
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        """Refuse to copy."""
-        self.__reduce__()
-
-    def __reduce__(self) -> NoReturn:
-        """Refuse to copy or pickle what only this rank's part is of."""
-        raise RuntimeError(
-            "an optimizer of a fully sharded model cannot be copied or pickled: no rank holds its "
-            "parameters. Use zero_optim.checkpoint.save"
-        )
 
     @property
     def layout(self) -> Layout:

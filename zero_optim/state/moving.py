@@ -24,8 +24,9 @@ from typing import Any
 from torch import Tensor
 
 from zero_optim.comm.agreement import failing_together
-from zero_optim.comm.collectives import RankGroup, ranks_text
+from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import Nested, decode, encode
+from zero_optim.comm.frames import ranks_text
 from zero_optim.comm.wire import recv_encoded, send_value
 from zero_optim.errors import LostStateError, RankMismatchError
 from zero_optim.plan.pieces import Piece, Pieces

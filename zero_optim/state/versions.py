@@ -6,7 +6,7 @@ Nothing here communicates. See Note [Versions] in `zero_optim.state.mirror`.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zero_optim.comm.collectives import ranks_text
+from zero_optim.comm.frames import ranks_text
 from zero_optim.errors import LostStateError, RankMismatchError
 
 GO_BACK = "Go back to a checkpoint, with zero_optim.checkpoint.rebind() on all ranks"

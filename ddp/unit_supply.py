@@ -1,0 +1,122 @@
+"""Makes units whole and frees them, for whoever knows when. What knows it is `zero_optim.ddp.units`."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.pending import Pending
+from zero_optim.ddp.unit import Unit
+from zero_optim.shard.storage import ParamBucket
+from zero_optim.shard.unit_gathers import UnitGathers
+from zero_optim.shard.unit_stamps import UnitStamps
+
+
+class UnitSupply:
+    """The gathers of some units. All ranks make the same calls, in the same order.
+
+    `start`, `start_gather_of`, `fetch` and `need` communicate.
+
+    Args:
+        units: by number.
+        group: the ranks.
+        gathers: starts the gathers.
+        stamps: what the gathers of forward passes tell of steps.
+
+    Attributes:
+        units, group, gathers, stamps: as given, or as of `use`.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], group: RankGroup, gathers: UnitGathers, stamps: UnitStamps
+    ) -> None:
+        self.units = units
+        self.use(group, gathers, stamps)
+
+    def use(self, group: RankGroup, gathers: UnitGathers, stamps: UnitStamps) -> None:
+        """Gather for another optimizer from now on, with the same ranks, which counts what is sent.
+
+        Args:
+            group: the ranks.
+            gathers: starts the gathers.
+            stamps: those of the other optimizer.
+        """
+        self.group, self.gathers, self.stamps = group, gathers, stamps
+
+    def start(self, unit: Unit, *, tells: bool = False) -> None:
+        """Start the gather of a unit, unless it is whole, or on its way.
+
+        Args:
+            unit: the unit.
+            tells: its gather tells what other ranks did differently, see `zero_optim.shard.unit_stamps`.
+        """
+        stamps = self.stamps if tells else None
+        for bucket in unit.buckets:
+            if not bucket.is_whole and bucket.coming is None:
+                bucket.coming = self.start_gather_of(bucket, stamps)
+
+    def start_gather_of(self, bucket: ParamBucket, stamps: UnitStamps | None = None) -> Pending:
+        """Start the gather of a bucket.
+
+        Args:
+            bucket: the bucket.
+            stamps: travel with it; None for none.
+        """
+        return self.gathers.start(bucket, stamps)
+
+    def fetch(self, number: int | None, *, tells: bool = False) -> None:
+        """Start the gather of the unit that comes next, if it is known; see `start`."""
+        if number is not None:
+            self.start(self.units[number], tells=tells)
+
+    def need(self, unit: Unit, *, tells: bool = False) -> None:
+        """Make a unit whole; the current stream, on the CPU the caller, waits. See `start`."""
+        self.start(unit, tells=tells)
+        for bucket in unit.buckets:
+            bucket.arrive()
+        if tells:
+            self.stamps.look()
+
+    def free(self, unit: Unit) -> None:
+        """Free a unit, except what somebody has pinned."""
+        for bucket in unit.buckets:
+            bucket.free()
+
+    def free_fetched(self) -> None:
+        """Free what was fetched and not needed."""
+        for unit in self.units:
+            if any(bucket.coming is not None for bucket in unit.buckets):
+                self.free(unit)
+
+    def free_unused(self, units: Iterable[Unit] | None = None) -> None:
+        """Free those of some units that no call is using; None for all."""
+        for unit in self.units if units is None else units:
+            if not unit.depth:
+                self.free(unit)
+
+    def pin(self, unit: Unit, more: int) -> None:
+        """Count one more, or one fewer, that needs a unit whole."""
+        unit.depth += more
+        for bucket in unit.buckets:
+            bucket.num_pins += more
+
+    def check_unpinned(self) -> None:
+        """Refuse what is not possible while somebody needs parameters of any unit whole.
+
+        Raises:
+            RuntimeError: somebody does.
+        """
+        for unit in self.units:
+            for bucket in unit.buckets:
+                bucket.check_unpinned()
+
+    @contextmanager
+    def left_freed(self) -> Iterator[None]:
+        """Have state dicts show the parameters as they are; does not communicate."""
+        buckets = [bucket for unit in self.units for bucket in unit.buckets]
+        for bucket in buckets:
+            bucket.is_left = True
+        try:
+            yield
+        finally:
+            for bucket in buckets:
+                bucket.is_left = False
