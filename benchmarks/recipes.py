@@ -81,7 +81,7 @@ def ours(
     work = workload(name)
     model = wrapper(work.model, gradient_as_bucket_view=True)
     # In smaller buckets what the first modules wait for comes earlier.
-    cap = {"bucket_cap_mb": SMALL_BUCKETS_MB} if lazy and not overlap else {}
+    cap: dict[str, Any] = {"bucket_cap_mb": SMALL_BUCKETS_MB} if lazy and not overlap else {}
     optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, **cap, **OPTIONS)
     if overlap:
         model.register_comm_hook(None, zero_step(optimizer, gradients=overlap, ddp=model))

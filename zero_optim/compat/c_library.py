@@ -10,10 +10,10 @@ Note [Blocks that the C library keeps]
 
     So a fully sharded model whose units have less than 32 MiB may take more resident memory than the sum of
     its tensors: in the test 18 to 32 % more, for units of 3 MiB, although the units themselves are in memory
-    that the heap knows nothing of. With the reduced gradients there too it was the same, with all that is sent
-    and received as well 9 to 12 %: the gradients that autograd makes come and go in the heap, and glibc 2.36
-    finds no room for a block of 64-byte alignment where one of the same size was. With a fixed limit it is 2.5
-    to 3 %.
+    that the heap knows nothing of. With the reduced gradients there too it was the same, with all that is
+    sent and received as well 9 to 12 %: the gradients that autograd makes come and go in the heap, and glibc
+    2.36 finds no room for an aligned block where one of the same size was. With a fixed limit it is 2.5 to
+    3 %.
 
     A fixed limit costs CPU time, as the system zeroes each page of a block when it is first touched: on a
     virtual machine 0.5 ms a MiB, where a copy to memory that is there takes 0.03 ms. So which one is better
