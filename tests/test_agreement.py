@@ -12,7 +12,7 @@ from training import MATRICES, make_params, needs_muon, train_both, twin
 from zero_optim import RankMismatchError, RemoteRankError, ZeroRedundancyOptimizer
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.frames import framed, unframed
+from zero_optim.comm.frames import framed, is_short, unframed
 
 AdamW = torch.optim.AdamW
 
@@ -249,9 +249,20 @@ def test_ranks_in_different_agreements_raise(ranks2: Ranks, kind: str) -> None:
 
 
 def test_frames() -> None:
-    short = [b"", b"\1", b"ab", bytes(32)]
+    short = [b"", b"\1", b"ab", bytes(47)]
     assert len({len(framed(each)) for each in short}) == 1
     assert [unframed([framed(each)] * 2) for each in short] == [[each] * 2 for each in short]
     assert unframed([framed(b"ab"), framed(b"cd")]) == [b"ab", b"cd"]
     assert unframed([framed(b"ab"), framed(b"a")]) is None
-    assert unframed([framed(bytes(40))] * 2) == [bytes(40)] * 2
+    assert is_short(bytes(47))
+    assert not is_short(bytes(48))
+
+
+def check_any_length() -> None:
+    group, rank = RankGroup.of(None), dist.get_rank()
+    for length in range(1, 70):
+        assert group.all_gather_fixed(bytes([rank + 1] * length)) == [b"\1" * length, b"\2" * length]
+
+
+def test_messages_of_any_length_come_as_they_are(ranks2: Ranks) -> None:
+    ranks2.run(check_any_length)

@@ -2,7 +2,8 @@
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from pool import Ranks
 from test_fully_sharded import Block, Tower, adamw, batch
 from test_fully_sharded_models import assert_alike, both, train, trains_alike
+from waiting import wait_until
 from zero_optim.ddp import FullyShardedDataParallel
 
 KEPT: dict[str, Tensor] = {}  # what the modules below keep outside of themselves
@@ -181,6 +183,11 @@ def test_without_the_guard_modules_use_torch_func(ranks2: Ranks) -> None:
     ranks2.run(derives)
 
 
+def are_gone(objects: Sequence[weakref.ref[Any]]) -> bool:
+    gc.collect()
+    return all(each() is None for each in objects)
+
+
 def lets_go() -> None:
     for goes_back in (True, False):
         model = Routed("attribute")
@@ -192,8 +199,9 @@ def lets_go() -> None:
             loss.backward()
             optimizer.step()
         del model, optimizer, wrapped, loss
-        while gc.collect():  # what autograd's nodes held is garbage only when these have gone
-            pass
+        # What autograd's nodes held is garbage only when these have gone; and another thread may be about to
+        # let go of what it has waited for.
+        wait_until(partial(are_gone, buckets))
         assert [bucket() for bucket in buckets] == [None] * len(buckets)
 
 

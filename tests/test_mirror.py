@@ -402,7 +402,7 @@ def check_bytes() -> None:
         assert each.mirror_held_nbytes == 2 * (sent[each.rank] + sent[each.rank - 1])
     assert f"mirror: rank 0 sends {sent[0] / 2**20:.2f} MiB a step to rank 1" in str(told)
     word = optimizer.metrics()["sent_bytes/mirror"] - sent[rank]
-    assert word == (size - 1) * 33  # of the small collective, and no form
+    assert word == (size - 1) * 48  # the frame of the small collective, and no form
     off = fresh(adamw, mirror=False)
     train(off, 0, 1)
     assert all(each.mirror_held_nbytes == 0 for each in off.explain(quiet=True).ranks)

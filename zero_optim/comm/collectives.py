@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_optim.comm.frames import framed, met_otherwise, unframed
+from zero_optim.comm.frames import framed, is_short, met_otherwise, unframed
 from zero_optim.comm.ranks import Ranks
 from zero_optim.comm.started import Work
 from zero_optim.comm.traffic import Waitable, broadcast_nbytes, sum_nbytes
@@ -163,11 +163,16 @@ class RankGroup(Ranks):
         """
         if self.size == 1 or not payload:
             return [payload] * self.size
-        gathered = self.all_gather_rows(to_device(bytes_to_tensor(framed(payload)), self.device))
-        payloads = unframed([tensor_to_bytes(row) for row in HostCopy(gathered).read()])
+        if not is_short(payload):
+            return self._gathered(payload)
+        payloads = unframed(self._gathered(framed(payload)))
         if payloads is None:
             raise self._met_otherwise()
         return payloads
+
+    def _gathered(self, payload: bytes) -> list[bytes]:
+        gathered = self.all_gather_rows(to_device(bytes_to_tensor(payload), self.device))
+        return [tensor_to_bytes(row) for row in HostCopy(gathered).read()]
 
     def _met_otherwise(self) -> RankMismatchError:
         """Make what is raised where ranks are in different agreements; all ranks call. Communicates."""

@@ -11,18 +11,21 @@ Note [Agreements that meet]
 
 from collections.abc import Mapping, Sequence
 
-_ROOM = 32  # bytes; a digest
+_ROOM = 47  # bytes: a digest, a word of a mirror
+
+
+def is_short(message: bytes) -> bool:
+    """Whether a message fits into a frame."""
+    return len(message) <= _ROOM
 
 
 def framed(message: bytes) -> bytes:
-    """Put a message in a frame, if it is short enough; others stay as they are."""
-    return message if len(message) > _ROOM else bytes([len(message)]) + message.ljust(_ROOM, b"\0")
+    """Put a short message in a frame."""
+    return bytes([len(message)]) + message.ljust(_ROOM, b"\0")
 
 
 def unframed(frames: Sequence[bytes]) -> list[bytes] | None:
     """Take the messages of all ranks out of their frames; None if these are not of one length."""
-    if len(frames[0]) != 1 + _ROOM:
-        return list(frames)
     length = frames[0][0]
     return [frame[1 : 1 + length] for frame in frames] if {frame[0] for frame in frames} == {length} else None
 

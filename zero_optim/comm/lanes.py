@@ -42,7 +42,7 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.engine import make_group, timeout_of
 from zero_optim.compat.streams import is_asynchronous
-from zero_optim.errors import RankMismatchError
+from zero_optim.errors import RankMismatchError, StalledError
 
 # Beyond this number, garbage is collected before a lane is made: it may hold lanes. That takes some 0.1 s.
 _MADE_FREELY = 16
@@ -228,7 +228,11 @@ def _num_started(lane: dist.ProcessGroup) -> int:
 
 def _made(group: RankGroup, backend: str, name: str) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(group.process_group)
+    record = group.begin_work("process groups to be made beside the one given")
     try:
-        return make_group(ranks, backend, name, timeout_of(group.process_group))
+        with record.starting():
+            return make_group(ranks, backend, name, timeout_of(group.process_group))
+    except StalledError:
+        raise
     except RuntimeError as error:
         raise group.unanswered("no process groups could be made beside the one given", error) from error
