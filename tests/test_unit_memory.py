@@ -127,6 +127,81 @@ def test_what_was_needed_once_goes_back_to_the_system() -> None:
     assert anonymous_nbytes() - before < MIB
 
 
+def test_pages_that_the_rest_of_a_period_does_not_need_go_back_to_the_system() -> None:
+    pages = FreePages()
+    made = [memory(pages, 4 * MIB) for _ in range(4)]
+    for period in range(3):
+        before = anonymous_nbytes()
+        for each in made:  # a forward pass that keeps units
+            each.grow()
+            each.flat.fill_(1)
+        for number, each in enumerate(reversed(made), 1):  # and the backward pass
+            each.free()
+            if period and number < 4:
+                assert pages.nbytes_waiting == 0
+                assert anonymous_nbytes() - before < (4 - number) * 4 * MIB + MIB
+
+
+def test_pages_wait_for_what_a_period_needs_after_it_has_freed_some() -> None:
+    pages = FreePages()
+    one, two = memory(pages, 4 * MIB), memory(pages, 3 * MIB)
+    waiting = []
+    for _ in range(3):
+        one.grow()
+        two.grow()
+        two.free()
+        waiting.append(pages.nbytes_waiting)
+        two.grow()
+        two.free()
+        waiting.append(pages.nbytes_waiting)
+        one.free()
+    assert waiting[2:] == [3 * MIB, 0] * 2  # from the second period on it is known
+
+
+def test_while_units_come_in_another_order_than_before_nothing_waits() -> None:
+    pages = FreePages()
+    made = [memory(pages, size * MIB) for size in (2, 3, 4)]
+    for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
+        for number in order:
+            made[number].grow()
+        for number in order[:2]:
+            made[number].free()
+            assert pages.nbytes_waiting == 0
+        made[order[2]].free()
+
+
+def test_a_period_that_never_ends_takes_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zero_optim.shard.unit_memory._MOST_NOTED", 6)
+    pages = FreePages()
+    stays, comes = memory(pages, 2 * MIB), memory(pages, 2 * MIB)
+    stays.grow()
+    for _ in range(20):
+        comes.grow()
+        comes.free()
+    assert len(pages._period.in_use) == 6
+    stays.free()
+    assert pages.nbytes_waiting == 0
+    for _ in range(2):  # periods after it
+        comes.grow()
+        comes.free()
+        assert pages.nbytes_waiting == 2 * MIB
+
+
+@pytest.mark.parametrize("nbytes", [3 * MIB, 2 * MIB, 64 * 2**10])
+def test_what_is_large_begins_where_huge_pages_can(nbytes: int) -> None:
+    pages = FreePages()
+    made = [memory(pages, nbytes) for _ in range(3)]
+    for _ in range(3):
+        for each in made:
+            each.grow()
+            each.flat.fill_(1)
+        for each in made:
+            each.free()
+        starts = [each.flat.data_ptr() for each in made] + [source for _, source in pages._waiting]
+        if nbytes >= 2 * MIB:
+            assert not any(start % (2 * MIB) for start in starts)
+
+
 def test_a_view_outlives_what_it_was_a_view_of() -> None:
     view = memory(FreePages(), 3 * MIB).flat[5:9]
     assert view.isnan().all()
@@ -145,7 +220,7 @@ def test_pages_that_cannot_be_moved_are_replaced(monkeypatch: pytest.MonkeyPatch
 
 
 def test_where_the_system_cannot_move_pages_storages_are_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zero_optim.shard.unit_memory._system", lambda: None)
+    monkeypatch.setattr("zero_optim.shard.unit_memory.page_moves", lambda: None)
     made = FreePages().memory(1024, torch.float32, CPU)
     assert type(made) is UnitMemory
     made.free()

@@ -7,14 +7,18 @@ Note [Pages that move]
     So a view that somebody keeps of a parameter can always be read. A write to what shows NaN is lost.
 
     A page that comes from the system is zeroed first. On a virtual machine that took 0.4 to 0.9 ms a MiB,
-    more than all else that is done with a unit. To move pages takes 0.03 ms a MiB. In comparison, PyTorch's
+    more than all else that is done with a unit. To move pages takes 0.03 ms a MiB. Of *huge pages* (2 MiB) a
+    MiB took 0.04 to 0.2 ms to come and next to nothing to move; so tensors begin where these can, and ask for
+    them, where the system gives them on request (``transparent_hugepage/enabled``). In comparison, PyTorch's
     own memory, emptied and grown, costs next to nothing up to 32 MiB, as the C library keeps it (Note [Blocks
     that the C library keeps] in `zero_optim.compat.c_library`), and 0.5 to 1 ms a MiB beyond.
 
     Moved pages lie apart from the C library's heap, so a unit never makes holes in that. How many wait for
-    the next unit is bounded: together with the units that are whole, never more than were whole at most. When
-    no unit is whole any more, as at the end of a step, what was not needed in the last two such periods goes
-    back to the system. So training keeps the pages that it needs again, and a model that was made whole once
+    the next unit is bounded. A *period* lasts from one moment when no unit is whole to the next, as a step
+    does. While units come and go as in the period before, pages wait that the rest of the period will need:
+    so in a backward pass that frees units and gathers no more, their memory goes back to the system, in time
+    for the gradients. While they do not, nothing waits. At the end of a period, what was not needed in the
+    last two goes back. So training keeps the pages that it needs again, and a model that was made whole once
     leaves nothing.
 
     Addresses take no memory, but the system counts ranges of them with something of their own behind them: a
@@ -24,30 +28,34 @@ Note [Pages that move]
     may get them. Elsewhere, and on accelerators, the storage is emptied and grown.
 """
 
-import ctypes
 import mmap
 import os
-import sys
 import threading
 import weakref
 from bisect import bisect_left, insort
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from zero_optim.compat.page_moves import (
+    ANONYMOUS,
+    MAP_FIXED,
+    NO_RESERVE,
+    PRIVATE,
+    READ_WRITE,
+    PageMoves,
+    aligned,
+    page_moves,
+    with_room_to_align,
+)
 from zero_optim.compat.streams import is_asynchronous, record_use
-from zero_optim.shard.mapped import PAGE, in_pages
+from zero_optim.shard.mapped import in_pages
 
-_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
-_PRIVATE = getattr(mmap, "MAP_PRIVATE", 2)
-_ANONYMOUS = getattr(mmap, "MAP_ANONYMOUS", 0x20)
-_MAP_FIXED = 0x10
-_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0)  # most addresses have no memory at a time
-_MAY_MOVE, _FIXED, _DONT_UNMAP = 1, 2, 4  # of mremap
 _MOST_RANGES = 32
 _LEAST_RANGE = 2**16
+_MOST_NOTED = 2**16  # changes in a period; whoever keeps a unit whole for long takes no memory for them
 
 _MOVED = (
     "the memory of a fully sharded model's parameters was replaced, as share_memory() does: share a copy "
@@ -106,8 +114,11 @@ class PagedMemory(UnitMemory):
         nbytes = numel * torch.empty((), dtype=dtype).element_size()
         self._room = in_pages(nbytes)
         self._pages = pages
-        addresses = mmap.mmap(-1, self._room, flags=_PRIVATE | _ANONYMOUS | _NO_RESERVE, prot=_READ_WRITE)
-        octets = torch.frombuffer(addresses, dtype=torch.uint8, count=nbytes)  # keeps the addresses
+        length = with_room_to_align(self._room)
+        addresses = mmap.mmap(-1, length, flags=PRIVATE | ANONYMOUS | NO_RESERVE, prot=READ_WRITE)
+        octets = torch.frombuffer(addresses, dtype=torch.uint8)  # keeps the addresses
+        begin = aligned(octets.data_ptr(), self._room) - octets.data_ptr()
+        octets = torch.frombuffer(addresses, dtype=torch.uint8, count=nbytes, offset=begin)
         self._start = octets.data_ptr()
         self._shows_nan = _is_nan_by_octets(dtype)
         self.is_there = False
@@ -142,57 +153,50 @@ class PagedMemory(UnitMemory):
             raise RuntimeError(_MOVED)
 
 
-class _System:
-    """Calls of the C library that Python does not have."""
+class _Period:
+    """How much is in use after each change, from nothing to nothing: Note [Pages that move].
 
-    def __init__(self) -> None:
-        library = ctypes.CDLL(None, use_errno=True)
-        address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-        self.mmap: Any = library.mmap
-        self.mmap.argtypes = (address, size, number, number, number, ctypes.c_long)
-        self.mmap.restype = address
-        self.mremap: Any = library.mremap
-        self.mremap.argtypes = (address, size, size, number, address)
-        self.mremap.restype = address
-        self.munmap: Any = library.munmap
-        self.munmap.argtypes = (address, size)
+    Args:
+        before: the same of the period before.
+        most_before: that was in use at once then.
 
-    def new_pages(self, start: int, nbytes: int) -> None:
-        """Have fresh pages at some addresses.
+    Attributes:
+        in_use: bytes after each change, as far as they are noted.
+    """
 
-        Raises:
-            MemoryError: the system gives none.
-        """
-        flags = _PRIVATE | _ANONYMOUS | _MAP_FIXED | _NO_RESERVE
-        if self.mmap(start, nbytes, _READ_WRITE, flags, -1, 0) != start:
-            why = os.strerror(ctypes.get_errno())
-            raise MemoryError(f"{nbytes} bytes to make a unit of a fully sharded model whole: {why}")
+    def __init__(self, before: Sequence[int] = (), most_before: int = 0) -> None:
+        self.in_use: list[int] = []
+        self._now = self._most = 0
+        self._before = before
+        self._most_before = most_before
+        self._to_come = list(accumulate(reversed(before), max))[::-1]
+        self._is_alike = True
 
-    def moved_away(self, start: int, nbytes: int) -> int | None:
-        """Move pages away, and give where they are; there are fresh ones in their place. None if not."""
-        found: int | None = self.mremap(start, nbytes, nbytes, _MAY_MOVE | _DONT_UNMAP, None)
-        return None if found == ctypes.c_void_p(-1).value else found
+    def change(self, nbytes: int) -> None:
+        """Take note that more is in use now, or, if negative, less."""
+        number = len(self.in_use)
+        self._now += nbytes
+        self._most = max(self._most, self._now)
+        self._is_alike = self._is_alike and number < len(self._before) and self._before[number] == self._now
+        if number < _MOST_NOTED:
+            self.in_use.append(self._now)
 
-    def moved_to(self, start: int, nbytes: int, source: int) -> bool:
-        """Move pages to some addresses; whether that was possible."""
-        return bool(self.mremap(source, nbytes, nbytes, _MAY_MOVE | _FIXED, start) == start)
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is in use any more."""
+        return not self._now
 
+    def may_wait(self) -> int:
+        """Return how many bytes of pages may wait, behind the last change."""
+        if self.is_over:
+            return min(self._most, self._most_before)
+        if self._is_alike:
+            return self._to_come[len(self.in_use) - 1] - self._now
+        return 0
 
-def _system() -> _System | None:
-    """Give the calls, if they do what is needed here."""
-    if sys.platform != "linux" or not hasattr(os, "memfd_create"):
-        return None
-    try:
-        system = _System()
-        with mmap.mmap(-1, PAGE, flags=_PRIVATE | _ANONYMOUS, prot=_READ_WRITE) as page:
-            page[0] = 1
-            start = ctypes.addressof(ctypes.c_char.from_buffer(page))
-            away = system.moved_away(start, PAGE)
-            if away is None or page[0] != 0:
-                return None
-            return system if system.moved_to(start, PAGE, away) and page[0] == 1 else None
-    except (AttributeError, BufferError, OSError):
-        return None
+    def next(self) -> "_Period":
+        """Begin the period that follows."""
+        return _Period(self.in_use, self._most)
 
 
 class FreePages:
@@ -204,12 +208,11 @@ class FreePages:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._system: _System | None = None
+        self._system: PageMoves | None = None
         self._is_asked = False
         self._waiting: list[tuple[int, int]] = []  # bytes and address, in ascending order
         self.nbytes_waiting = 0
-        self._live = 0
-        self._most = self._most_before = 0  # that was live, since nothing was, and in the period before
+        self._period = _Period()
         self._nan_file = -1
         self._nan_nbytes = 0
 
@@ -231,7 +234,7 @@ class FreePages:
         return UnitMemory(torch.empty(numel, dtype=dtype, device=device))
 
     def _begin(self) -> None:
-        self._is_asked, self._system = True, _system()
+        self._is_asked, self._system = True, page_moves()
         if self._system is not None:
             self._nan_file = os.memfd_create("freed units")
             weakref.finalize(self, os.close, self._nan_file).atexit = False
@@ -253,8 +256,7 @@ class FreePages:
             self._system.new_pages(start, nbytes)
             return
         with self._lock:
-            self._live += nbytes
-            self._most = max(self._most, self._live)
+            self._period.change(nbytes)
             place = bisect_left(self._waiting, (nbytes, 0))  # the smallest that is enough
             if place < len(self._waiting):
                 there, source = self._waiting.pop(place)
@@ -265,22 +267,22 @@ class FreePages:
                     return
                 self._system.munmap(source, nbytes)
             self._system.new_pages(start, nbytes)
-            self._keep_at_most(max(self._most, self._most_before) - self._live)
+            self._keep_at_most(self._period.may_wait())
 
     def give(self, start: int, nbytes: int) -> None:
         """Take the pages at some addresses away; there are fresh ones, without memory, in their place."""
         assert self._system is not None
         with self._lock:
-            self._live -= nbytes
+            self._period.change(-nbytes)
             away = self._system.moved_away(start, nbytes)
             if away is None:  # somebody has changed something of these pages, such as by mlock()
                 self._system.new_pages(start, nbytes)
             else:
                 insort(self._waiting, (nbytes, away))
                 self.nbytes_waiting += nbytes
-            if not self._live:
-                self._keep_at_most(min(self._most, self._most_before))
-                self._most, self._most_before = 0, self._most
+            self._keep_at_most(self._period.may_wait())
+            if self._period.is_over:
+                self._period = self._period.next()
 
     def _keep_at_most(self, nbytes: int) -> None:
         """Return what is more to the system, the smallest pieces first: the others can be divided."""
@@ -307,8 +309,8 @@ class FreePages:
                 os.pwrite(self._nan_file, b"\xff" * length, 0)
                 self._nan_nbytes = length
         for offset in range(0, nbytes, length):
-            size, flags = min(length, nbytes - offset), _PRIVATE | _MAP_FIXED | _NO_RESERVE
-            self._system.mmap(start + offset, size, _READ_WRITE, flags, self._nan_file, 0)
+            size, flags = min(length, nbytes - offset), PRIVATE | MAP_FIXED | NO_RESERVE
+            self._system.mmap(start + offset, size, READ_WRITE, flags, self._nan_file, 0)
 
 
 def _is_nan_by_octets(dtype: torch.dtype) -> bool:
