@@ -255,3 +255,26 @@ def test_saving_in_the_background_after_a_rank_was_killed_fails_within_the_timeo
         for process in processes:
             process.kill()
             process.join()
+
+
+def drops_what_is_under_way() -> int:
+    group = RankGroup.of(None)
+    other = 1 - group.rank
+    lanes = []
+    for _ in range(3):
+        held = lease(group, 2, "gloo")
+        lanes += [lane.process_group for lane in held.groups]
+        there, back = (held.groups[sender] for sender in (group.rank, other))
+        sent, room = torch.full((2**20,), float(group.rank)), torch.empty(2**20)
+        held.under_way += [back.start_recv(room, other), there.start_send(sent, other)]
+        del held, there, back, sent
+        again = lease(group, 2, "gloo")
+        lanes += [lane.process_group for lane in again.groups]
+        assert (room == other).all()
+        assert again.groups[0].all_gather_fixed(b"%d" % group.rank) == [b"0", b"1"]
+        del again
+    return len(set(lanes))
+
+
+def test_sends_under_way_are_waited_for_before_others_get_the_lanes(ranks2: Ranks) -> None:
+    assert ranks2.run(drops_what_is_under_way) == [2, 2]

@@ -1,6 +1,7 @@
 """Mirrors: what a rank owns is with its buddy too, so that the loss of a rank loses nothing."""
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -428,3 +429,22 @@ def check_alone() -> None:
 
 def test_one_rank_alone_is_told_that_nothing_is_mirrored(ranks1: Ranks) -> None:
     ranks1.run(check_alone)
+
+
+def drops_and_trains() -> None:
+    """The version of the last step is on its way when the optimizer goes."""
+    for _ in range(3):
+        for mirror in (True, False):
+            params = [torch.ones(2**16).requires_grad_() for _ in range(4)]
+            optimizer = adamw(params, mirror=mirror, timeout=30)
+            for _ in range(2):
+                for param in params:
+                    param.grad = torch.ones_like(param)
+                optimizer.step()
+            assert all(torch.equal(param, params[0]) for param in params)
+            del optimizer
+            gc.collect()
+
+
+def test_an_optimizer_that_goes_while_it_mirrors_harms_no_other(ranks2: Ranks) -> None:
+    ranks2.run(drops_and_trains)

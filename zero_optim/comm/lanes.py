@@ -12,6 +12,10 @@ Note [Lanes]
     A lease is dropped when Python collects garbage, and each rank does that at another time. So the ranks
     tell each other which lanes are free, and take lanes that are free on all.
 
+    A user may be dropped while sends and receives from rank to rank are under way on its lanes. To drop these
+    too would break the lanes: gloo leaves the rest of a message unread. So they are kept, and the next user
+    waits for them before it gets the lanes. By then all ranks have dropped the user, so each has begun them.
+
     A rank that failed may have started fewer collectives on its lanes than the others. The next collectives
     would be paired wrongly. So a user that saw a failure abandons its lanes. Also, a lane is lent only if
     every rank has started the same number of collectives on it.
@@ -30,9 +34,9 @@ import gc
 import json
 import secrets
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -40,6 +44,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.traffic import Waitable
 from zero_optim.compat.engine import make_group, timeout_of
 from zero_optim.compat.streams import is_asynchronous
 from zero_optim.errors import RankMismatchError, StalledError
@@ -54,26 +59,32 @@ class Lease:
 
     Args:
         lanes: the lanes by name.
-        free: receives the names when the lease ends, on any thread.
+        free: receives the names when the lease ends, on any thread, each with what is under way then.
 
     Attributes:
         groups: the lanes.
+        under_way: sends and receives that nobody has waited for yet. Whoever begins them keeps them here.
     """
 
-    def __init__(self, lanes: Mapping[str, RankGroup], free: set[str]) -> None:
+    def __init__(self, lanes: Mapping[str, RankGroup], free: "_Free") -> None:
         self.groups = tuple(lanes.values())
-        # A finalizer may run anywhere, even within the garbage collector. This one only changes a set.
-        self._end = weakref.finalize(self, free.update, tuple(lanes))
+        self.under_way: list[Waitable] = []
+        # A finalizer may run anywhere, even within the garbage collector. This one only changes a dict.
+        self._end = weakref.finalize(self, free.update, dict.fromkeys(lanes, self.under_way))
         self._end.atexit = False
 
     @classmethod
     def of(cls, group: RankGroup) -> "Lease":
         """Make a lease of a group that is not a lane; nothing happens when it ends."""
-        return cls({"": group}, set())
+        return cls({"": group}, {})
 
     def abandon(self) -> None:
         """Never lend these lanes again, because something failed on them. Does not communicate."""
         self._end.detach()
+
+
+# Names of lanes that are free, each with the sends and receives of its last user that are to be waited for.
+_Free: TypeAlias = dict[str, list[Waitable]]
 
 
 @dataclass(slots=True)
@@ -84,13 +95,12 @@ class _Pool:
     """
 
     lanes: WeakValueDictionary[str, dist.ProcessGroup] = field(default_factory=WeakValueDictionary)
-    free: set[str] = field(default_factory=set)
+    free: _Free = field(default_factory=dict)
 
-    def offer(self) -> set[str]:
+    def offer(self) -> _Free:
         """Take all free lanes out, so that no other thread offers them at the same time."""
-        free = self.free.copy()
-        self.free -= free
-        return {name for name in free if name in self.lanes}
+        taken = {name: self.free.pop(name) for name in list(self.free)}
+        return {name: under_way for name, under_way in taken.items() if name in self.lanes}
 
     def lend(self, names: Iterable[str], group: RankGroup) -> Lease:
         """Lend lanes; what goes on them counts where what goes on the group beside them does."""
@@ -172,12 +182,15 @@ def lease(group: RankGroup, number: int, backend: str) -> Lease:
         for index in range(number - len(chosen)):
             name = f"zero_optim:{everyone[0]['token']}:{index}"
             pool.lanes[name] = _made(group, backend, name)
-            offered.add(name)
+            offered[name] = []
             chosen.append(name)
-        offered.difference_update(chosen)
+        for name in chosen:
+            under_way = offered.pop(name)
+            while under_way:
+                under_way.pop(0).wait()
         return pool.lend(chosen, group)
     finally:
-        pool.free |= offered
+        pool.free.update(offered)
 
 
 def _pool_of(group: RankGroup, backend: str) -> _Pool:
@@ -189,7 +202,7 @@ def _pool_of(group: RankGroup, backend: str) -> _Pool:
 
 
 def _exchange(
-    group: RankGroup, pool: _Pool, offered: set[str], number: int, backend: str
+    group: RankGroup, pool: _Pool, offered: Collection[str], number: int, backend: str
 ) -> list[dict[str, Any]]:
     """Tell every rank what this one wants and which lanes are free here.
 

@@ -22,7 +22,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, TypeVar
+
+from zero_optim.comm.threads import start_thread
 
 Message = dict[str, Any]  # plain JSON
 
@@ -171,7 +174,7 @@ def in_threads(calls: Mapping[int, Callable[[], T]], limit: float) -> dict[int, 
 
     numbers, most = list(calls), 32
     for start in range(min(most, len(numbers))):
-        threading.Thread(target=run, args=(numbers[start::most],), daemon=True).start()
+        start_thread(partial(run, numbers[start::most]), "zero_optim question")
     deadline = time.monotonic() + limit
     for _ in numbers:
         if not over.acquire(timeout=max(0.0, deadline - time.monotonic())):

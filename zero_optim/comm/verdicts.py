@@ -40,6 +40,7 @@ from zero_optim.comm.crosswise import Standing, stuck
 from zero_optim.comm.diagnosis import Seen, Status, closed, gone, judge, judge_crosswise, standings
 from zero_optim.comm.directory import Directory
 from zero_optim.comm.peers import ANSWER_LIMIT, Message, Presence
+from zero_optim.comm.threads import start_thread
 from zero_optim.comm.works import GroupWorks, Record, Verdict, WorkLog
 
 EXIT_CODE = 75  # of a process that was ended because a wait took too long: "try again" in sysexits.h
@@ -298,9 +299,7 @@ def _is_deciding(what: Status | Presence) -> bool:
 
 def _beside(work: Callable[[], object]) -> threading.Thread:
     """Do something that takes long on a thread of its own: that of the watchdog has to answer meanwhile."""
-    thread = threading.Thread(target=work, name="zero_optim diagnosis", daemon=True)
-    thread.start()
-    return thread
+    return start_thread(work, "zero_optim diagnosis")
 
 
 def _flush() -> None:

@@ -35,6 +35,7 @@ from zero_optim.comm.works import WorkLog, explain_nothing, log_of
 OnStall = Literal["raise", "exit"]
 
 _LONGEST_LOOK = 1.0  # seconds between two looks at the waits
+_LONGEST_END = 3.0  # seconds that the end of the process waits for the thread
 _GROUP_FOR_ALL = 1024  # up to this number of ranks each one learns all addresses when it is built
 
 
@@ -175,7 +176,7 @@ class Watchdog:
         """End the thread, and wait for it; called when the interpreter exits."""
         self._is_over = True
         self._listener.wake()
-        self._thread.join(1.0)
+        self._thread.join(_LONGEST_END)
 
     # ------------------------------------------------------------------ the thread
 

@@ -256,6 +256,8 @@ class Mirror:
         received = [back.start_recv(into, before)] if into.numel() else []
         sent = [there.start_send(room, buddy)] if room.numel() else []
         self._under_way = _UnderWay(arriving, form_nbytes, received, sent)
+        assert self._lease is not None
+        self._lease.under_way += [*received, *sent]
 
     def _finish(self) -> None:
         """Wait until the last version is whole on this rank, and with its buddy."""
@@ -275,6 +277,8 @@ class Mirror:
         last.other = other
         for work in under_way.sent:
             work.wait()
+        if self._lease is not None:
+            self._lease.under_way.clear()
 
     def relabel(self, steps: int) -> None:
         """Note that a step was skipped: the state is still that of the last version."""
@@ -297,14 +301,13 @@ class Mirror:
         Args:
             waits: wait for the version under way. If a rank has ended, it is given up.
         """
-        taken, self._lease = self._lease, None
         try:
             if waits:
                 self._finish()
         except RuntimeError:  # of the backend
             waits = False
         finally:
-            self._under_way = None
+            taken, self._lease, self._under_way = self._lease, None, None
             if not waits and taken is not None:
                 taken.abandon()
 

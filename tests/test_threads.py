@@ -1,0 +1,88 @@
+"""Threads that are inside PyTorch are waited for when a process ends, so that its exit status is its own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zero_optim.comm.threads import start_thread
+
+BESIDE = """
+import sys
+from datetime import timedelta
+from torch.distributed import HashStore
+from zero_optim.comm import threads
+
+def work():
+    try:
+        HashStore().wait(["never"], timedelta(seconds=float(sys.argv[1])))
+    except RuntimeError:
+        print("came back", flush=True)
+
+threads._LONGEST = float(sys.argv[2])
+threads.start_thread(work, "beside")
+print("ends", flush=True)
+raise SystemExit(7)
+"""
+
+
+def ended(program: str, *args: str) -> tuple[int, list[str]]:
+    found = subprocess.run(
+        [sys.executable, "-c", program, *args], capture_output=True, text=True, timeout=100, check=False
+    )
+    return found.returncode, found.stdout.split("\n")[:-1]
+
+
+def test_the_end_of_the_process_waits_for_a_thread() -> None:
+    assert ended(BESIDE, "0.5", "60") == (7, ["ends", "came back"])
+
+
+def test_it_does_not_wait_for_ever() -> None:
+    assert ended(BESIDE, "3600", "0.1") == (7, ["ends"])
+
+
+def test_a_thread_that_has_ended_leaves_nothing_to_be_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = []
+    monkeypatch.setattr("atexit.register", waiting.append)
+    monkeypatch.setattr("atexit.unregister", waiting.remove)
+    for _ in range(3):
+        start_thread(lambda: None, "beside").join()
+    assert not waiting
+
+
+LEAVES_OUT_A_STEP = """
+import sys
+import torch, torch.distributed as dist
+from zero_optim import StalledError, ZeroRedundancyOptimizer
+from zero_optim.ddp import DistributedDataParallel
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
+model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+model = DistributedDataParallel(model)
+try:
+    for number in range(6):
+        model(torch.ones(2, 64)).sum().backward()
+        if (rank, number) != (1, 2):
+            optimizer.step()
+except StalledError:
+    sys.exit(7)
+"""
+
+
+def test_a_process_whose_wait_was_given_up_ends_with_its_own_exit_status(tmp_path: Path) -> None:
+    """What made the wait raise, breaking connections, was still under way, and ended the process (134)."""
+    command = [sys.executable, "-c", LEAVES_OUT_A_STEP]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        told = [rank.communicate(timeout=150)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [7, 7], told
