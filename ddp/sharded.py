@@ -186,7 +186,9 @@ class ShardedDataParallel(DistributedDataParallel):
             optimizer.check_sparse(param for name, param in pairs if name in sparse)
         if mesh is not None:
             agree_between_replicas(mesh.everyone, optimizer.describe())
-        return OwnerReducer(pairs, optimizer, options, sparse=sparse, wanted=self._wanted(), mesh=mesh)
+        made = OwnerReducer(pairs, optimizer, options, sparse=sparse, wanted=self._wanted(), mesh=mesh)
+        made.expect(True)  # modules may be called by themselves, before the first forward pass of the whole
+        return made
 
     def _caps(self) -> tuple[int, ...]:
         return (self._optimizer.bucket_cap_nbytes,)
