@@ -38,7 +38,7 @@ from zero_optim.ddp.owner_reducer import Accumulate
 from zero_optim.ddp.precision import PrecisionPolicy, sparse_names
 from zero_optim.ddp.reducer import Reducer
 from zero_optim.ddp.sharded import ShardedDataParallel
-from zero_optim.ddp.unit import Unit
+from zero_optim.ddp.unit import OUTERMOST, Unit
 from zero_optim.ddp.unit_choice import UnitChoice, Units, choose_units
 from zero_optim.ddp.unit_filling import Init, check_init, has_meta, leave_meta, take_values_of_first
 from zero_optim.ddp.unit_hooks import begin_anew, hook_params, hook_up, units_of
@@ -271,7 +271,9 @@ class FullyShardedDataParallel(ConvertibleWrapper):
         """Choose how units are gathered; all ranks call, and it communicates."""
         ranks, mesh, claim = self._optimizer.ranks, self._mesh, self._chosen.claim
         if mesh is None or not mesh.splits_state:
-            return GathersFromOwners(ranks, lanes_for_rows(ranks, claim.units))
+            units = list(zip(self._chosen.choice.names, claim.buckets, strict=True))
+            named = [(f"unit {name}" if name else OUTERMOST, some) for name, some in units]
+            return GathersFromOwners.of(ranks, lanes_for_rows(ranks, claim.units), named)
         inner, across = (
             lanes_for_rows(replace(part, phase=ranks.phase), claim.units)
             for part in (mesh.inner, mesh.across)
@@ -337,5 +339,5 @@ def _units(choice: UnitChoice, buckets: Sequence[list[UnitBucket]], trained: Seq
         params = [param for bucket in some for param in bucket.params]
         is_trained = all(param in index_of for param in params)
         waits_for = frozenset(index_of[param] for param in params) if is_trained else frozenset[int]()
-        units.append(Unit(number, name or "the outermost unit", some, waits_for))
+        units.append(Unit(number, name or OUTERMOST, some, waits_for))
     return units

@@ -6,6 +6,8 @@ from torch import Tensor
 
 from zero_optim.shard.units import UnitBucket
 
+OUTERMOST = "the outermost unit"
+
 
 @dataclass(slots=True, eq=False)
 class Unit:

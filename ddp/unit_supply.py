@@ -6,8 +6,10 @@ from contextlib import contextmanager
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.pending import Pending
 from zero_optim.ddp.unit import Unit
+from zero_optim.errors import RankMismatchError
 from zero_optim.shard.storage import ParamBucket
 from zero_optim.shard.unit_gathers import UnitGathers
+from zero_optim.shard.unit_marks import Purpose
 from zero_optim.shard.unit_stamps import UnitStamps
 
 
@@ -42,37 +44,42 @@ class UnitSupply:
         """
         self.group, self.gathers, self.stamps = group, gathers, stamps
 
-    def start(self, unit: Unit, *, tells: bool = False) -> None:
+    def start(self, unit: Unit, purpose: Purpose, *, tells: bool = False) -> None:
         """Start the gather of a unit, unless it is whole, or on its way.
 
         Args:
             unit: the unit.
+            purpose: what it is gathered for.
             tells: its gather tells what other ranks did differently, see `zero_optim.shard.unit_stamps`.
         """
         stamps = self.stamps if tells else None
         for bucket in unit.buckets:
             if not bucket.is_whole and bucket.coming is None:
-                bucket.coming = self.start_gather_of(bucket, stamps)
+                bucket.coming = self.gathers.start(bucket, stamps, purpose)
 
-    def start_gather_of(self, bucket: ParamBucket, stamps: UnitStamps | None = None) -> Pending:
-        """Start the gather of a bucket.
+    def start_gather_of(self, bucket: ParamBucket) -> Pending:
+        """Start the gather of a bucket that somebody has asked for."""
+        return self.gathers.start(bucket)
 
-        Args:
-            bucket: the bucket.
-            stamps: travel with it; None for none.
-        """
-        return self.gathers.start(bucket, stamps)
-
-    def fetch(self, number: int | None, *, tells: bool = False) -> None:
+    def fetch(self, number: int | None, purpose: Purpose, *, tells: bool = False) -> None:
         """Start the gather of the unit that comes next, if it is known; see `start`."""
         if number is not None:
-            self.start(self.units[number], tells=tells)
+            self.start(self.units[number], purpose, tells=tells)
 
-    def need(self, unit: Unit, *, tells: bool = False) -> None:
-        """Make a unit whole; the current stream, on the CPU the caller, waits. See `start`."""
-        self.start(unit, tells=tells)
+    def need(self, unit: Unit, purpose: Purpose, *, tells: bool = False) -> None:
+        """Make a unit whole; the current stream, on the CPU the caller, waits. See `start`.
+
+        Raises:
+            RankMismatchError: another rank has gathered something else. The unit is freed.
+        """
+        self.start(unit, purpose, tells=tells)
         for bucket in unit.buckets:
             bucket.arrive()
+        try:
+            self.gathers.check()
+        except RankMismatchError:
+            self.free(unit)
+            raise
         if tells:
             self.stamps.look()
 

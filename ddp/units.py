@@ -34,6 +34,7 @@ from zero_optim.ddp.unit_order import UnitOrder
 from zero_optim.ddp.unit_supply import UnitSupply
 from zero_optim.shard.uncopied import Uncopied
 from zero_optim.shard.unit_gathers import UnitGathers
+from zero_optim.shard.unit_marks import Purpose
 from zero_optim.shard.unit_stamps import UnitStamps
 
 if TYPE_CHECKING:
@@ -162,7 +163,8 @@ class UnitsInUse(Uncopied):
 
         Args:
             unit: the unit.
-            tells: see `UnitSupply.start`. If it raises, `leave` has to be called all the same.
+            tells: the user calls it, and its gather tells what other ranks did differently, see
+                `UnitSupply.start`. If it raises, `leave` has to be called all the same.
         """
         self._calls.append(_Call(unit.number, self._reads.begin()))
         unit.depth += 1
@@ -174,11 +176,12 @@ class UnitsInUse(Uncopied):
             return
         self.settle(in_pass=tells)
         self._begin_to_tell(tells=tells)
-        self.supply.need(unit, tells=tells)
+        purpose = _purpose() if tells else Purpose.REQUEST
+        self.supply.need(unit, purpose, tells=tells)
         order = self._forward.setdefault(self._calls[0].number, UnitOrder())
         if len(self._calls) == 1:
             order.begin()
-        self.supply.fetch(order.reached(unit.number), tells=tells)
+        self.supply.fetch(order.reached(unit.number), purpose, tells=tells)
 
     def _begin_to_tell(self, *, tells: bool) -> None:
         if tells and len(self._calls) < 2:
@@ -247,8 +250,8 @@ class UnitsInUse(Uncopied):
     def _need_in_backward(self, number: int) -> None:
         """Make a unit whole in a backward pass, and fetch the next one."""
         self._begin_backward()
-        self.supply.need(self.units[number])
-        self.supply.fetch(self._backward.reached(number))
+        self.supply.need(self.units[number], Purpose.BACKWARD)
+        self.supply.fetch(self._backward.reached(number), Purpose.BACKWARD)
 
     def _begin_backward(self) -> None:
         if not self._backward.is_under_way:
@@ -299,9 +302,9 @@ class UnitsInUse(Uncopied):
         tells = not self._calls
         self._begin_to_tell(tells=tells)
         for unit in units:
-            self.supply.start(unit, tells=tells)
+            self.supply.start(unit, Purpose.REQUEST, tells=tells)
         for unit in units:
-            self.supply.need(unit)
+            self.supply.need(unit, Purpose.REQUEST)
         for unit in units:
             self.supply.pin(unit, 1)
         guards = self._reads.begin()
@@ -331,3 +334,8 @@ class UnitsInUse(Uncopied):
             if any(param is member for member in unit.params):
                 return unit.number
         return None
+
+
+def _purpose() -> Purpose:
+    """What a forward pass gathers for."""
+    return Purpose.TRAINING if torch.is_grad_enabled() else Purpose.EVALUATION

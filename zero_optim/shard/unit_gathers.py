@@ -38,6 +38,7 @@ from zero_optim.plan.layout import Layout, Span
 from zero_optim.shard.gathers import gather_into, start_broadcasts, start_gather
 from zero_optim.shard.keeping import RowKeeping
 from zero_optim.shard.storage import ParamBucket
+from zero_optim.shard.unit_marks import Marked, Purpose, UnitMarks
 from zero_optim.shard.unit_stamps import UnitStamps
 from zero_optim.shard.units import UnitBucket
 
@@ -45,12 +46,26 @@ from zero_optim.shard.units import UnitBucket
 class UnitGathers(Protocol):
     """Starts the gathers of units."""
 
-    def start(self, bucket: ParamBucket, stamps: UnitStamps | None = None) -> Pending:
+    def start(
+        self,
+        bucket: ParamBucket,
+        stamps: UnitStamps | None = None,
+        purpose: Purpose = Purpose.REQUEST,
+    ) -> Pending:
         """Start the gather of a bucket; all ranks call, in one order.
 
         Args:
             bucket: the bucket.
             stamps: travel with it; None for none.
+            purpose: what it is gathered for.
+        """
+        ...
+
+    def check(self) -> None:
+        """Check that what has come is what this rank has gathered: Note [Marks of units] in `unit_marks`.
+
+        Raises:
+            RankMismatchError: it is not.
         """
         ...
 
@@ -62,15 +77,40 @@ class GathersFromOwners:
     Args:
         group: the ranks.
         lanes: for gathers alone.
+        marks: of the units.
+        numbers: of their buckets.
     """
 
     group: RankGroup
     lanes: Lease
+    marks: UnitMarks
+    numbers: Mapping[ParamBucket, int]
 
-    def start(self, bucket: ParamBucket, stamps: UnitStamps | None = None) -> Pending:
+    @classmethod
+    def of(
+        cls, group: RankGroup, lanes: Lease, units: Sequence[tuple[str, Sequence[UnitBucket]]]
+    ) -> "GathersFromOwners":
+        """Make the gathers of some units, each with its name and its buckets."""
+        named = [(name, bucket) for name, buckets in units for bucket in buckets]
+        numbers: dict[ParamBucket, int] = {bucket: number for number, (_, bucket) in enumerate(named)}
+        return cls(group, lanes, UnitMarks([name for name, _ in named], group), numbers)
+
+    def start(
+        self,
+        bucket: ParamBucket,
+        stamps: UnitStamps | None = None,
+        purpose: Purpose = Purpose.REQUEST,
+    ) -> Pending:
         """See `UnitGathers.start`."""
-        lanes = self.lanes.groups or (self.group,)
-        return start_gather([lane.during("gather") for lane in lanes], bucket, stamps)
+        lanes = [lane.during("gather") for lane in self.lanes.groups or (self.group,)]
+        number = self.numbers.get(bucket)
+        if number is None:
+            return start_gather(lanes, bucket, stamps)
+        return start_gather(lanes, bucket, Marked(self.marks, number, purpose, stamps))
+
+    def check(self) -> None:
+        """See `UnitGathers.check`."""
+        self.marks.check()
 
 
 class _Column:
@@ -230,7 +270,15 @@ class GathersInReplicas:
         """Bytes of the copies of other ranks' rows."""
         return sum(column.nbytes for column in self._columns.values())
 
-    def start(self, bucket: ParamBucket, stamps: UnitStamps | None = None) -> Pending:
+    def check(self) -> None:
+        """Do nothing: there are no marks."""
+
+    def start(
+        self,
+        bucket: ParamBucket,
+        stamps: UnitStamps | None = None,
+        purpose: Purpose = Purpose.REQUEST,
+    ) -> Pending:
         """See `UnitGathers.start`. What is no bucket of a unit comes from its owners."""
         column = self._columns.get(bucket) if isinstance(bucket, UnitBucket) else None
         if column is None:

@@ -27,7 +27,7 @@ from zero_optim.comm.collectives import RankGroup, tensor_to_bytes
 from zero_optim.compat.streams import HostCopy, is_asynchronous
 from zero_optim.plan.layout import Layout, Room
 from zero_optim.plan.options import Plain
-from zero_optim.shard.stamp import STAMP_NBYTES, stamps_in
+from zero_optim.shard.stamp import MARK, MARK_NBYTES, STAMP_NBYTES, stamps_in
 from zero_optim.shard.stamps import Origins, Stamps
 
 
@@ -118,7 +118,7 @@ class UnitStamps:
         for rooms, copy in came:
             octets = tensor_to_bytes(copy.read())
             for number, room in enumerate(rooms):
-                self._seen[room.owner] = octets[number * STAMP_NBYTES :][:STAMP_NBYTES]
+                self._seen[room.owner] = _unmarked(octets[number * STAMP_NBYTES :][:STAMP_NBYTES])
         known = self._stamps_of()
         if known is None or not came or _are_one(self._seen):
             return
@@ -127,6 +127,11 @@ class UnitStamps:
         if error is not None:
             self._told(error)
             raise error
+
+
+def _unmarked(octets: bytes) -> bytes:
+    """Leave out what tells one gather from another."""
+    return octets[:MARK] + bytes(MARK_NBYTES) + octets[MARK + MARK_NBYTES :]
 
 
 def _are_one(seen: Mapping[int, bytes]) -> bool:
