@@ -50,7 +50,7 @@ late: $(STAMP)  ## run what communicates with collectives as late as they may, m
 gpu: $(if $(GPU_GIVEN),,$(STAMP))  ## run every claim on the GPUs there are, minutes; ARGS='--device cpu --dry' without one
 	PYTHONPATH=tests:. $(if $(GPU_GIVEN),$(PYTHON),$(VENV)/bin/python) -m gpu $(ARGS)
 
-bench: $(STAMP)  ## run every benchmark, about a quarter of an hour
+bench: $(STAMP)  ## run every benchmark, about 40 minutes
 	@for name in partition memory muon consolidate checkpoint offload step reducer overlap fully_sharded mesh watchdog; do $(VENV)/bin/python benchmarks/$$name.py || exit 1; done
 
 lint: style types imports  ## check all three; add -k to see what else fails after a failure

@@ -10,7 +10,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from zero_optim.ddp.reduction import Hook, hook_name
 from zero_optim.ddp.report import names_text
 from zero_optim.ddp.torch_adapters import TorchLoggerAdapter, TorchReducerAdapter
 from zero_optim.plan.description import describe_hook
+from zero_optim.shard.freed import is_freed
 
 _OVERRIDDEN = (
     "_ddp_init_helper",
@@ -117,6 +118,7 @@ class DistributedDataParallel(RebindableWrapper):
     _lazy_init_ran = True
     _precision: Precision | None = None
     _casting: Casting | None = None
+    _may_be_freed: ClassVar[bool] = False  # parameters are on their owners alone
 
     @wraps(TorchDistributedDataParallel.__init__)  # type: ignore[misc]
     def __init__(
@@ -129,6 +131,8 @@ class DistributedDataParallel(RebindableWrapper):
     ) -> None:
         bound = _SIGNATURE.bind(self, module, *args, **kwargs)
         given = _DEFAULTS | bound.arguments
+        if not self._may_be_freed:
+            refuse_freed(module)
         if given.get("init_sync", True):
             agree_on_model(given, self, timeout, on_stall)
         check_patience(timeout, on_stall)
@@ -410,6 +414,18 @@ class DistributedDataParallel(RebindableWrapper):
             reset: count from zero again; False leaves the counts alone.
         """
         return self._own().metrics(reset=reset)
+
+
+def refuse_freed(module: nn.Module) -> None:
+    """Refuse a model whose parameters are on their owners alone.
+
+    Raises:
+        ValueError: it is fully sharded, or a part of it.
+    """
+    if isinstance(module, nn.Module) and any(map(is_freed, module.parameters())):
+        raise ValueError(
+            "the model is fully sharded already, or a part of it: its parameters are on their owners alone"
+        )
 
 
 def _wait(work: Waitable) -> None:

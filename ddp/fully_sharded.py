@@ -128,6 +128,7 @@ class FullyShardedDataParallel(ConvertibleWrapper):
 
     _refused = {**ShardedDataParallel._refused, **OF_FSDP}  # noqa: RUF012 - the base class's
     _may_split_state = True
+    _may_be_freed = True
 
     def __init__(  # noqa: PLR0913 - keyword-only
         self,

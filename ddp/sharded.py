@@ -13,12 +13,11 @@ from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.mesh import RankMesh, agree_between_replicas
 from zero_optim.ddp.assignment import ReducerOptions
-from zero_optim.ddp.data_parallel import DistributedDataParallel
+from zero_optim.ddp.data_parallel import DistributedDataParallel, refuse_freed
 from zero_optim.ddp.owner_reducer import Accumulate, OwnerReducer
 from zero_optim.ddp.reducer import Reducer
 from zero_optim.ddp.report import names_text
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
-from zero_optim.shard.freed import is_freed
 
 _OPTIONS = (
     "broadcast_buffers",
@@ -164,19 +163,12 @@ class ShardedDataParallel(DistributedDataParallel):
 
     def _check_more(self, module: nn.Module) -> list[str]:
         """Check what a subclass is given, and describe what must be alike; does not communicate."""
-        self._refuse_freed(module)
+        refuse_freed(module)
         return []
 
     def _prepared(self, module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
         """Do what comes before PyTorch's constructor; gives the options for that. All ranks call."""
         return options
-
-    def _refuse_freed(self, module: nn.Module) -> None:
-        if any(map(is_freed, module.parameters())):
-            raise ValueError(
-                "the model is fully sharded already, or a part of it: its parameters are on their owners "
-                "alone"
-            )
 
     def _make_reducer(
         self, pairs: Sequence[tuple[str, Tensor]], options: ReducerOptions, sparse: Sequence[str]
@@ -220,7 +212,7 @@ class ShardedDataParallel(DistributedDataParallel):
         with failing_together(ranks):
             _check_group(self._optimizer, process_group)
             _check_module(self.module, self._optimizer)
-            self._refuse_freed(self.module)
+            refuse_freed(self.module)
         super().rebind(ranks.process_group)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ANN401 - PyTorch's

@@ -15,7 +15,7 @@ from stalling import TIMEOUT, outcomes
 from test_fully_sharded import Tower, adamw, batch
 from test_fully_sharded_models import assert_alike, both, loss_of, train
 from zero_optim import ReductionError, ZeroRedundancyOptimizer
-from zero_optim.ddp import FullyShardedDataParallel, ShardedDataParallel, unsharded
+from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel, unsharded
 
 
 class Breaking(torch.autograd.Function):
@@ -175,3 +175,15 @@ def refuses_mirrors() -> None:
 
 def test_mirrors_are_refused_as_they_would_have_no_effect(ranks2: Ranks) -> None:
     ranks2.run(refuses_mirrors)
+
+
+def is_wrapped_in_ddp() -> None:
+    model = Tower()
+    wrapped = FullyShardedDataParallel(model, adamw(model), units=model.blocks)
+    for module in (model, wrapped):
+        with pytest.raises(ValueError, match="the model is fully sharded already"):
+            DistributedDataParallel(module)
+
+
+def test_ddp_around_a_fully_sharded_model_is_refused_by_name(ranks2: Ranks) -> None:
+    ranks2.run(is_wrapped_in_ddp)
