@@ -32,7 +32,6 @@ from zero_optim.ddp.model_agreement import agree_on_model
 from zero_optim.ddp.rebindable import RebindableWrapper
 from zero_optim.ddp.reducer import Reducer
 from zero_optim.ddp.reduction import Hook, hook_name
-from zero_optim.ddp.report import names_text
 from zero_optim.ddp.torch_adapters import TorchLoggerAdapter, TorchReducerAdapter
 from zero_optim.plan.description import describe_hook
 from zero_optim.shard.freed import is_freed
@@ -195,11 +194,6 @@ class DistributedDataParallel(RebindableWrapper):
         for hook, state in self.__dict__.get("_comm_hooks", ()):  # when a copy is made whole
             self._set_comm_hook(state, hook)
         self._passing_sync_batchnorm_handle(self.module)  # type: ignore[no-untyped-call]
-        self._frozen = [
-            (name, param)
-            for name, param in self.module.named_parameters()
-            if not param.requires_grad and name not in self.parameters_to_ignore
-        ]
         if self._precision is not None:
             with_sparse = [param for name, param in pairs if name in sparse]
             self._casting = Casting(self.module, self._precision, self.parameters_to_ignore, with_sparse)
@@ -279,28 +273,12 @@ class DistributedDataParallel(RebindableWrapper):
         if self._check_sync_bufs_post_fwd():  # type: ignore[no-untyped-call]
             self._sync_buffers()  # type: ignore[no-untyped-call]
         if torch.is_grad_enabled():
-            self._refuse_unfrozen()
             self._own().expect(self.require_backward_grad_sync)
         self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
         if self.require_forward_param_sync:
             self._own().prepare(output)
         self._clear_grad_buffer()  # type: ignore[no-untyped-call]
         return output
-
-    def _refuse_unfrozen(self) -> None:
-        """Refuse parameters that nobody reduces, before each rank trains them with gradients of its own.
-
-        Raises:
-            RuntimeError: a parameter that was frozen when it was wrapped requires a gradient now.
-        """
-        found = [name for name, param in self._frozen if param.requires_grad]
-        if found:
-            raise RuntimeError(
-                f"{names_text(found)} did not require a gradient when the model was wrapped, and now does: "
-                "its gradient would not be reduced, and each rank would train it for itself. Wrap the model "
-                "while all that will be trained requires a gradient, with find_unused_parameters=True, and "
-                "freeze behind that; or wrap it anew"
-            )
 
     def _delayed_all_reduce_hook(self, grad: Tensor) -> Tensor:
         """Average the gradients that were delayed; PyTorch's does not wait for the result."""
@@ -416,7 +394,7 @@ class DistributedDataParallel(RebindableWrapper):
         return self._own().metrics(reset=reset)
 
 
-def refuse_freed(module: nn.Module) -> None:
+def refuse_freed(module: object) -> None:
     """Refuse a model whose parameters are on their owners alone.
 
     Raises:

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import JoinHook
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.mesh import RankMesh, agree_between_replicas
+from zero_optim.compat.engine import eager
 from zero_optim.ddp.assignment import ReducerOptions
 from zero_optim.ddp.data_parallel import DistributedDataParallel, refuse_freed
 from zero_optim.ddp.owner_reducer import Accumulate, OwnerReducer
@@ -178,9 +180,35 @@ class ShardedDataParallel(DistributedDataParallel):
             optimizer.check_sparse(param for name, param in pairs if name in sparse)
         if mesh is not None:
             agree_between_replicas(mesh.everyone, optimizer.describe())
+        self._frozen = [
+            (name, param)
+            for name, param in self.module.named_parameters()
+            if not param.requires_grad and name not in self.parameters_to_ignore
+        ]
         made = OwnerReducer(pairs, optimizer, options, sparse=sparse, wanted=self._wanted(), mesh=mesh)
         made.expect(True)  # modules may be called by themselves, before the first forward pass of the whole
         return made
+
+    @eager
+    def _post_forward(self, output: object) -> object:
+        if torch.is_grad_enabled():
+            self._refuse_unfrozen()
+        return super()._post_forward(output)
+
+    def _refuse_unfrozen(self) -> None:
+        """Refuse parameters that nobody reduces, before each rank trains them with gradients of its own.
+
+        Raises:
+            RuntimeError: a parameter that was frozen when it was wrapped requires a gradient now.
+        """
+        found = [name for name, param in self._frozen if param.requires_grad]
+        if found:
+            raise RuntimeError(
+                f"{names_text(found)} did not require a gradient when the model was wrapped, and now does: "
+                "its gradient would not be reduced, and each rank would train it for itself. Wrap the model "
+                "while all that will be trained requires a gradient, with find_unused_parameters=True, and "
+                "freeze behind that; or wrap it anew"
+            )
 
     def _caps(self) -> tuple[int, ...]:
         return (self._optimizer.bucket_cap_nbytes,)

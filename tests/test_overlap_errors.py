@@ -54,6 +54,12 @@ def replace_gradient(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> No
     optimizer.step()
 
 
+def drop_some_gradients(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
+    for param in list(model.parameters())[-2:]:
+        param.grad = None
+    optimizer.step()
+
+
 def scale(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(torch.ones(()))
@@ -86,6 +92,7 @@ TOO_LATE: dict[str, tuple[Callable[[nn.Module, ZeroRedundancyOptimizer], None], 
     "clip_grad_norm_ of ours": (clip_by_optimizer, "too early to clip"),
     "clip_grad_norm_ of PyTorch": (clip_by_torch, "gradients were changed, clipped or unscaled perhaps"),
     "other gradients": (replace_gradient, "gradients were changed"),
+    "some gradients dropped": (drop_some_gradients, "gradients were taken from some parameters after"),
     "GradScaler": (scale, "too early for GradScaler"),
     "GradScaler, unscaled": (unscale, "too early for GradScaler"),
     "two backward passes": (second_pass, "2 backward passes were reduced before step"),

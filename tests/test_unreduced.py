@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from pool import Ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import (
-    DistributedDataParallel,
     FullyShardedDataParallel,
     ShardedDataParallel,
     fully_shard,
@@ -30,7 +29,6 @@ def in_place(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> nn.Module:
 
 
 WRAPPERS: dict[str, Callable[[nn.Module, ZeroRedundancyOptimizer], nn.Module]] = {
-    "ddp": lambda model, _: DistributedDataParallel(model),
     "gradients": ShardedDataParallel,
     "parameters": lambda model, optimizer: FullyShardedDataParallel(
         model, optimizer, units=[*model.children()]

@@ -94,19 +94,24 @@ class OverlappedStep:
             )
 
     def check_gradients(self) -> None:
-        """Refuse gradients that were changed after they were used.
+        """Refuse gradients that were changed after they were used, or some of which were taken away.
+
+        If all are gone, that is ``zero_grad()``.
 
         Raises:
             RuntimeError: some were.
         """
-        for param, identity, version in self.seen:
-            grad = param.grad
-            if grad is not None and (id(grad) != identity or grad._version != version):
-                raise RuntimeError(
-                    "gradients were changed, clipped or unscaled perhaps, after the step had been taken with "
-                    "them during the backward pass. That cannot have an effect: leave it out, or leave out "
-                    "zero_step (overlap_with_ddp)"
-                )
+        num_gone = sum(param.grad is None for param, _, _ in self.seen)
+        is_changed = any(
+            param.grad is not None and (id(param.grad) != identity or param.grad._version != version)
+            for param, identity, version in self.seen
+        )
+        if is_changed or 0 < num_gone < len(self.seen):
+            what = "changed, clipped or unscaled perhaps," if is_changed else "taken from some parameters"
+            raise RuntimeError(
+                f"gradients were {what} after the step had been taken with them during the backward pass. "
+                "That cannot have an effect: leave it out, or leave out zero_step (overlap_with_ddp)"
+            )
 
     def rest(self, groups: Sequence[ParamGroup]) -> list[Tensor]:
         """List what ``step()`` has yet to step: what trains or has a gradient; the same on every rank."""
