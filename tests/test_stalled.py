@@ -108,20 +108,21 @@ def test_a_rank_that_skips_its_backward_pass_is_named(kind: str) -> None:
     check(ended, "rank 0 waits in the reduction")
 
 
-def consolidate_alone() -> str:
+def call_alone(call: str) -> str:
     optimizer = sharded(with_gradients(linear()))
     optimizer.step()
     if is_bad():
         stay_away()
     else:
-        optimizer.consolidate_state_dict()
-    return "saved"
+        getattr(optimizer, call)()
+    return "called"
 
 
-def test_consolidating_on_one_rank_only_raises_there_and_names_the_ranks_that_did_not_call() -> None:
-    ended = outcomes(2, consolidate_alone)
-    check(ended, "rank 1 has not called consolidate_state_dict() (last seen: step() 1 ended ")
-    assert ended[1].said == "saved"
+@pytest.mark.parametrize("call", ["consolidate_state_dict", "explain"])
+def test_a_call_on_one_rank_only_raises_there_and_names_the_ranks_that_did_not_call(call: str) -> None:
+    ended = outcomes(2, call_alone, call)
+    check(ended, f"rank 1 has not called {call}() (last seen: step() 1 ended ")
+    assert ended[1].said == "called"
 
 
 def construct_without_one() -> str:

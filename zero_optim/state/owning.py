@@ -267,6 +267,13 @@ class OwningOptimizer(Optimizer):
         Returns:
             The same as data, on every rank.
         """
+        with self._group.doing("explain()"):
+            explanation = self._explained()
+        if self._group.rank == 0 and not quiet:
+            print(explanation)  # noqa: T201 - what it is for
+        return explanation
+
+    def _explained(self) -> Explanation:
         local, groups, nbytes = self._owned.local, self.param_groups, self.state_nbytes()
         reasons = dict.fromkeys(self._kept_whole, "cuts=False")
         params = self._params()
@@ -277,7 +284,4 @@ class OwningOptimizer(Optimizer):
                 if not is_borne:
                     reasons.setdefault(param, "another rank, with another processor, found a difference")
         mirrored = self.mirror_nbytes()
-        explanation = explain(self._group, self._sharding, local, groups, reasons, nbytes, mirrored)
-        if self._group.rank == 0 and not quiet:
-            print(explanation)  # noqa: T201 - what it is for
-        return explanation
+        return explain(self._group, self._sharding, local, groups, reasons, nbytes, mirrored)
