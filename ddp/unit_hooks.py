@@ -18,6 +18,7 @@ from zero_optim.ddp.unit_choice import UnitChoice
 from zero_optim.ddp.unit_members import UnitMembers
 from zero_optim.ddp.units import UnitsInUse
 from zero_optim.ddp.wide_state import hook_wide_state, wide_units
+from zero_optim.shard.claims import first_claim
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -209,6 +210,19 @@ def units_of(model: nn.Module) -> UnitsInUse | None:
     return None
 
 
+def refuse_inner(module: nn.Module) -> None:
+    """Refuse a module that lies inside a unit, where nobody looks after it alone.
+
+    Raises:
+        ValueError: it does.
+    """
+    if first_claim([*module.parameters()]) is not None:
+        raise ValueError(
+            f"this {type(module).__name__} lies inside a unit of a fully sharded model, which is made whole "
+            "as one: give the module that is the unit, or one around it"
+        )
+
+
 @eager
 def begin_anew(units: UnitsInUse) -> None:
     """Take note that the outermost call begins."""
@@ -232,6 +246,7 @@ def unsharded(module: nn.Module, *, writes: bool = True) -> Iterator[None]:
     """
     units = units_of(module)
     if units is None:
+        refuse_inner(module)
         raise ValueError(
             f"no parameter of this {type(module).__name__} is sharded: wrap the model in "
             "FullyShardedDataParallel first"

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.ddp.data_parallel import DistributedDataParallel
-from zero_optim.ddp.unit_hooks import units_of
+from zero_optim.ddp.unit_hooks import refuse_inner, units_of
 from zero_optim.ddp.units import UnitsInUse
 from zero_optim.ddp.wide_state import wide_units
 
@@ -69,6 +69,7 @@ def module_and_units(model: nn.Module) -> tuple[nn.Module, UnitsInUse]:
     module = model.module if isinstance(model, DistributedDataParallel) else model
     units = units_of(module)
     if units is None:
+        refuse_inner(module)
         raise ValueError(f"this {type(module).__name__} is not fully sharded: take its state_dict()")
     return module, units
 

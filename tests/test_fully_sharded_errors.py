@@ -15,7 +15,13 @@ from stalling import TIMEOUT, outcomes
 from test_fully_sharded import Tower, adamw, batch
 from test_fully_sharded_models import assert_alike, both, loss_of, train
 from zero_optim import ReductionError, ZeroRedundancyOptimizer
-from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel, unsharded
+from zero_optim.ddp import (
+    DistributedDataParallel,
+    FullyShardedDataParallel,
+    ShardedDataParallel,
+    full_state_dict,
+    unsharded,
+)
 
 
 class Breaking(torch.autograd.Function):
@@ -187,3 +193,18 @@ def is_wrapped_in_ddp() -> None:
 
 def test_ddp_around_a_fully_sharded_model_is_refused_by_name(ranks2: Ranks) -> None:
     ranks2.run(is_wrapped_in_ddp)
+
+
+def asks_for_a_part_of_a_unit() -> None:
+    model = Tower()
+    FullyShardedDataParallel(model, adamw(model), units=model.blocks)
+    part = model.blocks[0].up
+    message = "this Linear lies inside a unit of a fully sharded model"
+    with pytest.raises(ValueError, match=message), unsharded(part):
+        pass
+    with pytest.raises(ValueError, match=message):
+        full_state_dict(part)
+
+
+def test_a_part_of_a_unit_is_not_made_whole_by_itself(ranks2: Ranks) -> None:
+    ranks2.run(asks_for_a_part_of_a_unit)
