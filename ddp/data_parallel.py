@@ -383,10 +383,10 @@ class DistributedDataParallel(RebindableWrapper):
         """Tell what the reductions on this rank communicated since the last call. Does not communicate.
 
         The keys are those of `ZeroRedundancyOptimizer.metrics`, which explains them, and the figures of both
-        can be added up. The phases are ``reduce`` (gradients), ``agree`` (failures, unused parameters, the
-        order of buckets) and ``total``. ``passes`` is how many backward passes were reduced. With a comm hook
-        ``exposed_seconds/reduce`` is what the hook takes, and the wait for it. What it sends is not counted
-        here. Nor are buffers, which PyTorch's code broadcasts.
+        can be added up. The phases are ``reduce`` (gradients), ``agree`` (failures, unused parameters),
+        ``order`` (in which buckets are made anew) and ``total``. ``passes`` is how many backward passes were
+        reduced. With a comm hook ``exposed_seconds/reduce`` is what the hook takes, and the wait for it. What
+        it sends is not counted here. Nor are buffers, which PyTorch's code broadcasts.
 
         Args:
             reset: count from zero again; False leaves the counts alone.

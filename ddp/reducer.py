@@ -146,7 +146,7 @@ class Reducer:
 
     def metrics(self, *, reset: bool = True) -> dict[str, float]:
         """Tell what this rank communicated since the last call; see `DistributedDataParallel.metrics`."""
-        return self._group.phase.traffic.figures(("reduce", "agree"), "passes", reset=reset)
+        return self._group.phase.traffic.figures(("reduce", "agree", "order"), "passes", reset=reset)
 
     @property
     def activity(self) -> Activity:
@@ -194,7 +194,8 @@ class Reducer:
             return False
         history.rebuild_is_due = False
         agreed = to_device(torch.tensor(history.order(), dtype=torch.int64), self._group.device)
-        for work in self._group.broadcast_rows([(0, agreed)]):
+        # Not "agree": where it meets an agreement, ranks have made different calls, which is to be seen.
+        for work in self._group.during("order").broadcast_rows([(0, agreed)], "gradients"):
             work.wait()
         self._assign(agreed.tolist())  # the CPU waits, this once
         history.has_rebuilt = True

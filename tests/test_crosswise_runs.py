@@ -137,3 +137,21 @@ def wait_beside(folder: Path) -> str:
 def test_threads_that_wait_for_threads_that_compute_raise_no_alarm(tmp_path: Path) -> None:
     ended = outcomes(2, wait_beside, tmp_path)
     assert [outcome.said for outcome in ended] == ["0 verdicts"] * 2, ended
+
+
+def consolidate_before_buckets_are_rebuilt() -> str:
+    soon()
+    model, optimizer = built("plain")
+    for number in range(3):
+        if is_odd() and number == 1:  # the others agree on the order of gradients in this forward pass
+            optimizer.consolidate_state_dict()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    return "trained"
+
+
+def test_an_agreement_that_meets_the_rebuilding_of_buckets_is_named() -> None:
+    check(
+        outcomes(2, consolidate_before_buckets_are_rebuilt),
+        "rank 0 waits in an agreement on the order of gradients",
+    )

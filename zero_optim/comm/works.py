@@ -56,6 +56,7 @@ _NOUNS = {
     "reduce": "the reduction",
     "clip": "the norm for clip_grad_norm_()",
     "agree": "an agreement",
+    "order": "an agreement on the order",
     "state": "the exchange of optimizer state",
     "checkpoint": "the exchange of a checkpoint",
     "buffers": "the broadcast of the model's buffers",
