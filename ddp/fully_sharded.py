@@ -272,9 +272,9 @@ class FullyShardedDataParallel(ConvertibleWrapper):
         """Choose how units are gathered; all ranks call, and it communicates."""
         ranks, mesh, claim = self._optimizer.ranks, self._mesh, self._chosen.claim
         if mesh is None or not mesh.splits_state:
-            units = list(zip(self._chosen.choice.names, claim.buckets, strict=True))
-            named = [(f"unit {name}" if name else OUTERMOST, some) for name, some in units]
-            return GathersFromOwners.of(ranks, lanes_for_rows(ranks, claim.units), named)
+            names = [f"unit {name}" if name else OUTERMOST for name in self._chosen.choice.names]
+            units = list(zip(names, claim.buckets, strict=True))
+            return GathersFromOwners.of(ranks, lanes_for_rows(ranks, claim.units), units)
         inner, across = (
             lanes_for_rows(replace(part, phase=ranks.phase), claim.units)
             for part in (mesh.inner, mesh.across)
