@@ -36,7 +36,6 @@ def nothing_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise Started(config)
 
     monkeypatch.setattr("zero_optim.demo.elastic.launch", start)
-    monkeypatch.setattr("zero_optim.demo.survival.launch", start)
     monkeypatch.setattr("zero_optim.demo.worker.run_under_torchrun", start)
     monkeypatch.chdir(tmp_path)
     for name in LAUNCHER:
@@ -119,7 +118,6 @@ def write(config: RunConfig, step: int) -> None:
         (["--shard", "gradients", "--overlap", "owners", "--clip", "1"], "but cannot clip"),
         (["--shard", "parameters", "--ddp", "torch"], "--shard parameters needs zero_optim's"),
         (["--shard", "parameters", "--hook", "fp16"], "leave out --hook fp16"),
-        (["--shard", "parameters", "--survive"], "--survive needs the parameters on every rank"),
         (["--resume"], "give a run folder"),
         (["--resume", "nowhere"], "no checkpoint at nowhere"),
     ],
@@ -168,8 +166,7 @@ def test_every_field_has_an_option_and_every_option_reaches_its_field() -> None:
     sharded = started("--shard", "gradients", "--out", "sharded")
     assert (sharded.shard, sharded.clip) == ("gradients", RunConfig(out="").clip)
     assert started("--shard", "parameters", "--out", "whole").shard == "parameters"
-    assert started("--survive", "--out", "surviving").survive
-    others = {"options", "hook_options", "bf16", "trace", "overlap", "shard", "text", "resume", "survive"}
+    others = {"options", "hook_options", "bf16", "trace", "overlap", "shard", "text", "resume"}
     assert {*given, *others} == config.to_dict().keys()
 
 
@@ -196,16 +193,6 @@ def test_a_resumed_run_keeps_its_options_but_for_those_named() -> None:
     assert (
         started("--resume", "there/checkpoints/00000005", "--optimizer", "SGD", "--out", "new").out == "new"
     )
-
-
-def test_ranks_that_survive_would_not_go_on_from_another_checkpoint_than_the_one_resumed(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    save("there", step=5, steps=9)
-    save("there", step=7, steps=9)
-    line = refused(capsys, "--resume", "there/checkpoints/00000005", "--survive")
-    assert "there has a newer one than there/checkpoints/00000005: give another --out" in line
-    assert started("--resume", "there", "--survive").resume == "there/checkpoints/00000007"
 
 
 @pytest.mark.parametrize(

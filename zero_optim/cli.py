@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
-from zero_optim.demo import elastic, prepare, saved, survival
+from zero_optim.demo import elastic, prepare, saved
 from zero_optim.demo.config import Device, Overlap, RunConfig, Schedule, Sharded, Wrapper, defaults
 from zero_optim.errors import InterruptedRunError, RankFailedError, ZeroOptimError
 
@@ -73,7 +73,7 @@ def _torchrun() -> prepare.Started | None:
 
 def _launch(config: RunConfig) -> int:
     try:
-        (survival if config.survive else elastic).launch(config)
+        elastic.launch(config)
     except RankFailedError as error:
         _leave_bar()
         _complain(str(error))
@@ -207,12 +207,6 @@ def _add_run(command: argparse.ArgumentParser, default: dict[str, Any]) -> None:
         help="continue from the newest checkpoint of the run folder DIR, or of the newest run in runs/; "
         "options that are not given stay those of the run, but --optimizer package.module:Class must be "
         "given again",
-    )
-    group.add_argument(
-        "--survive",
-        action=argparse.BooleanOptionalAction,
-        help="if a rank is killed, the others go on from the newest checkpoint, in the same processes; "
-        "only on the CPU, and not under torchrun",
     )
     for name, text in (
         ("seed", "seed of the initial weights and the order of the text"),

@@ -2,6 +2,5 @@
 
 `config` has the options. `prepare` checks them before any process starts. `elastic` launches the ranks. Each
 rank runs `worker` with a `trainer`, in the `loop`. Rank 0 also has a `run_log`, which uses `metrics` and
-`display`. With ``--survive``, `survival` launches the ranks, and each is a `survivor`. They meet at a
-`meeting`.
+`display`.
 """

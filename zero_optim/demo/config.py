@@ -75,7 +75,6 @@ class RunConfig:
         shard: what each rank keeps only a part of: the optimizer state, or the gradients too, or also the
             parameters. With ``accumulate``, gradients are whole on each rank until the last micro-batch.
         trace: whether one update is profiled and drawn.
-        survive: whether the other ranks go on when one dies.
         context, layers, width, heads: see `ModelShape`.
     """
 
@@ -103,7 +102,6 @@ class RunConfig:
     overlap: Overlap = "off"
     shard: Sharded = "state"
     trace: bool = False
-    survive: bool = False
     context: int = 128
     layers: int = 4
     width: int = 128
@@ -144,11 +142,6 @@ class RunConfig:
                 "give --overlap off or --shard state (--overlap owners reduces gradients to their owners "
                 "too, but cannot clip)"
             )
-        if self.shard == "parameters" and self.survive:
-            raise ValueError(
-                "--survive needs the parameters on every rank, and --shard parameters keeps each on one: "
-                "leave one of them out"
-            )
 
     @property
     def shape(self) -> ModelShape:
@@ -188,7 +181,9 @@ class RunConfig:
             ValueError: not JSON, or a value is refused.
             TypeError: the fields are not those of this version.
         """
-        return RunConfig(**{name: _tuples(value) for name, value in json.loads(text).items()})
+        given = {name: _tuples(value) for name, value in json.loads(text).items()}
+        given.pop("survive", None)  # in configs of earlier versions
+        return RunConfig(**given)
 
 
 def defaults() -> dict[str, Any]:

@@ -36,7 +36,6 @@ class Summary:
         folder: the run folder.
         sample: the prompt and the text that the model generated; None for no sample.
         stalls: seconds that training waited, for each checkpoint.
-        deaths: what happened to ranks that died, and who went on from where; with ``--survive``.
     """
 
     shards: Sequence["Shard"]
@@ -46,7 +45,6 @@ class Summary:
     folder: str
     sample: tuple[str, str] | None
     stalls: Sequence[float] = ()
-    deaths: Sequence[str] = ()
 
 
 class _Console(Console):
@@ -113,10 +111,6 @@ class Display:
     def _seconds_left(self, step: int) -> float:
         return self.seconds / max(1, step - self._done) * (self._steps - step)
 
-    def go_back(self, step: int) -> None:
-        """Go on from an earlier update; the time that is left is estimated anew."""
-        self._done, self._began = step, perf_counter()
-
     def finish(self, summary: Summary) -> None:
         """Show the result of the run."""
         print_summary(self._console, summary)
@@ -148,11 +142,6 @@ class BarDisplay(Display):
     ) -> None:
         """Stop drawing; the bar stays as the last line."""
         self._bar.stop()
-
-    def go_back(self, step: int) -> None:
-        """Move the bar back."""
-        super().go_back(step)
-        self._bar.update(self._task, completed=step)
 
     def update(self, record: "Metric") -> None:
         """Move the bar."""
@@ -191,8 +180,6 @@ def print_summary(console: Console, summary: Summary) -> None:
         count = f"{len(summary.stalls)} written in the background"
         waits = f"training waited {1e3 * mean:.0f} ms for each (at most {1e3 * most:.0f})"
         print_fact(console, "checkpoints", f"{count}; {waits}")
-    for death in summary.deaths:
-        print_fact(console, "survived", death)
     print_fact(console, "run folder", summary.folder)
     if summary.sample is not None:
         given, added = map(printable, summary.sample)

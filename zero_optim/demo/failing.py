@@ -31,11 +31,6 @@ def _all_have_told() -> bool:
     return len(list(own.parent.parent.glob(f"*/{own.name}"))) == int(here)
 
 
-def only_heard(path: Path) -> bool:
-    """Tell whether a failure that was written to a file is that another rank has failed."""
-    return bool(json.loads(path.read_text())["message"]["extraInfo"]["heard"])
-
-
 def write_failure(error: Exception, path: Path) -> None:
     """Write a failure to a file, in the format of PyTorch's launcher.
 

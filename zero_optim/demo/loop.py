@@ -6,13 +6,13 @@ from pathlib import Path
 
 from zero_optim.demo import trace
 from zero_optim.demo.metrics import Metric
-from zero_optim.demo.run_log import Past, RunLog
+from zero_optim.demo.run_log import RunLog
 from zero_optim.demo.trainer import Trainer
 
 TRACED_AFTER = 5  # updates: the allocator and the buckets no longer change then
 
 
-def train(trainer: Trainer, run_log: RunLog | None, past: Past) -> None:
+def train(trainer: Trainer, run_log: RunLog | None) -> None:
     """Make the remaining updates; all ranks call, only rank 0 with a ``run_log``."""
     config = trainer.config
     if trainer.step == 0:
@@ -28,9 +28,8 @@ def train(trainer: Trainer, run_log: RunLog | None, past: Past) -> None:
         _tell(run_log, record)
         if _due(trainer.step, config.save_every, config.steps):
             stall = trainer.save()
-            past.stalls.append(stall)
             if run_log is not None:
-                run_log.saved()
+                run_log.saved(stall)
     trainer.finish_saving()
 
 

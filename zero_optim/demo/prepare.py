@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from zero_optim import checkpoint
 from zero_optim.demo import optimizers, ranks, saved, text
 from zero_optim.demo.config import RunConfig, defaults, flag
 from zero_optim.demo.metrics import METRICS
@@ -62,9 +61,7 @@ def prepare(given: Mapping[str, Any], started: Started | None) -> RunConfig:
     if found is not None:
         _check_fits(config, found)
     config.check_ranks(config.nproc if started is None else started.world_size)
-    kind = ranks.choose_device(config.device, config.nproc)
-    if config.survive:
-        _check_survivable(config, kind)
+    ranks.choose_device(config.device, config.nproc)
     trial = optimizers.check(config.optimizer, config.options)
     scheduled = [flag(name) for name in ("schedule", "warmup") if name in given]
     if scheduled and not optimizers.has_rate(trial):
@@ -81,20 +78,6 @@ def prepare(given: Mapping[str, Any], started: Started | None) -> RunConfig:
         if not traits.steppable_in_parts:
             raise ValueError(f"--overlap: {config.optimizer} cannot be stepped in parts: {traits.counting}")
     return config
-
-
-def _check_survivable(config: RunConfig, kind: str) -> None:
-    if kind == "cuda":
-        raise ValueError(
-            "--survive works on the CPU only, as NCCL ends the other processes when a rank dies: "
-            "give --device cpu or --no-survive"
-        )
-    newest = checkpoint.latest(Path(config.out) / saved.FOLDER)
-    if config.resume is not None and newest is not None and newest.resolve() != Path(config.resume).resolve():
-        raise ValueError(
-            f"--survive goes back to the newest checkpoint, and {config.out} has a newer one than "
-            f"{config.resume}: give another --out"
-        )
 
 
 def check_extras() -> None:
@@ -148,9 +131,7 @@ def _merge(
             raise ValueError(
                 f"--nproc {given['nproc']}, but torchrun started {here} ranks on this host: leave --nproc out"
             )
-        if given.get("survive"):
-            raise ValueError("--survive needs zero-optim's own launcher, not torchrun: leave it out")
-        fields["nproc"], fields["survive"] = here, False
+        fields["nproc"] = here
     named = optimizers.parse(given.get("options", ()))
     if fields["optimizer"] == base["optimizer"]:
         named = dict(base["options"]) | named

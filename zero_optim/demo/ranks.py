@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,9 +10,6 @@ from torch import Tensor
 
 from zero_optim.demo.config import Device
 from zero_optim.run.host import num_cores, use_loopback
-
-# With --survive. A rank that dies in the moment in which ranks connect is not noticed before.
-_PATIENCE = timedelta(minutes=5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,20 +74,6 @@ def join(device: Device, meeting: str | None = None) -> Ranks:
         here = torch.device("cpu")
         dist.init_process_group("gloo", **found)
     return Ranks(rank, world_size, here)
-
-
-def form(store: dist.Store, rank: int, world_size: int) -> Ranks:  # type: ignore[name-defined]
-    """Enter a default process group of ranks of this host, on the CPU; all ranks call.
-
-    Args:
-        store: where they find each other, and nothing else has been.
-        rank: of this process in the group.
-        world_size: number of ranks.
-    """
-    _share_cores(world_size)
-    use_loopback()
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_PATIENCE)
-    return Ranks(rank, world_size, torch.device("cpu"))
 
 
 def _share_cores(local_world_size: int) -> None:

@@ -1,7 +1,6 @@
 """What rank 0 shows to the user during a run, and writes to the run folder. Nothing here communicates."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 
@@ -12,38 +11,23 @@ from zero_optim.demo.saved import Saved, run_folder
 from zero_optim.demo.trainer import Shard, Trainer
 
 
-@dataclass(slots=True)
-class Past:
-    """What every rank remembers of a run, as any of them may become rank 0.
-
-    Attributes:
-        began: when, by `time.perf_counter`.
-        stalls: seconds that training waited, for each checkpoint.
-        deaths: what happened to ranks that died, and who went on from where.
-    """
-
-    began: float = field(default_factory=perf_counter)
-    stalls: list[float] = field(default_factory=list)
-    deaths: list[str] = field(default_factory=list)
-
-
 class RunLog:
     """Writes to the terminal and to the run folder, which it makes if it does not exist.
 
     Args:
         trainer: of rank 0, already restored if the run continues from a checkpoint.
         source: that checkpoint; None if the run is new.
-        past: of the run so far.
     """
 
-    def __init__(self, trainer: Trainer, source: str | None, past: Past) -> None:
+    def __init__(self, trainer: Trainer, source: str | None) -> None:
         config = trainer.config
         self._trainer = trainer
         self._folder = Path(config.out)
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / "config.json").write_text(config.to_json() + "\n")
         self._records = _records(self._folder, source, trainer.step)
-        self._past = past
+        self._began = perf_counter()
+        self._stalls: list[float] = []  # seconds that training waited, for each checkpoint
         self.display: Display = make_display(trainer.step, config.steps)
 
     def open(self, saved: Saved | None) -> None:
@@ -60,19 +44,9 @@ class RunLog:
         self._records.add(record)
         self.display.update(record)
 
-    def go_back(self, trainer: Trainer, source: str | None) -> None:
-        """Go on from an earlier update: the records behind it are made again.
-
-        Args:
-            trainer: of rank 0 now.
-            source: the checkpoint that was loaded; None if the run starts anew.
-        """
-        self._trainer = trainer
-        self._records = _records(self._folder, source, trainer.step)
-        self.display.go_back(trainer.step)
-
-    def saved(self) -> None:
-        """Draw the losses so far, as a save has begun."""
+    def saved(self, stall: float) -> None:
+        """Draw the losses so far, as a save has begun; training waited ``stall`` seconds for it."""
+        self._stalls.append(stall)
         self._records.draw(_what_is_sharded(self._trainer))
 
     def traced(self, hidden: float) -> None:
@@ -92,12 +66,11 @@ class RunLog:
         Args:
             shards: what each rank keeps, by rank.
         """
-        seconds = perf_counter() - self._past.began
+        seconds = perf_counter() - self._began
         losses = [loss for _, loss in self._records.validations()]
         sample = self._trainer.sample() if self._trainer.config.sample_length else None
-        past, folder = self._past, str(self._folder)
         self.display.finish(
-            Summary(shards, losses[0], losses[-1], seconds, folder, sample, past.stalls, past.deaths)
+            Summary(shards, losses[0], losses[-1], seconds, str(self._folder), sample, self._stalls)
         )
 
 

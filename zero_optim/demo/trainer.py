@@ -10,11 +10,9 @@ Note [Bitwise resume]
     other buckets. So every run, new or resumed, starts with a pass that trains nothing.
 """
 
-import gc
 import math
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -244,33 +242,6 @@ class Trainer:
         self.step = checkpoint.load(
             path, model=self.gpt, optimizer=self._optimizer, scheduler=self._scheduler, random=False
         )["step"]
-
-    def let_go(self) -> None:
-        """Leave a process group that has lost a rank; does not communicate. `go_on` follows."""
-        if self._saving is not None:
-            with suppress(Exception):  # it may be complete or not: whoever looks for the newest one will see
-                self._saving.wait()
-            self._saving = None
-        self._optimizer.zero_grad()
-        if hasattr(self, "_ddp"):  # else `go_on` was broken off
-            if isinstance(self._ddp, DistributedDataParallel):
-                self._ddp.detach()
-            del self._ddp  # PyTorch's has no other way to leave
-        gc.collect()
-        self._optimizer.detach()
-
-    def go_on(self, ranks: "Ranks", path: Path) -> None:
-        """Go back to a checkpoint with the ranks of another process group; all of them call, after `let_go`.
-
-        The wrapper is made anew: so it has the buckets of a run that is resumed, see Note [Bitwise resume].
-        """
-        self.ranks = ranks
-        self.step = checkpoint.rebind(
-            path, model=self.gpt, optimizer=self._optimizer, scheduler=self._scheduler, random=False
-        )["step"]
-        self._ddp = self._wrapped()
-        self._pass_without_update()
-        self._register_hook()
 
     def shards(self) -> list[Shard]:
         """Return what each rank keeps, by rank; all ranks call."""

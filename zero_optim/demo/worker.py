@@ -12,9 +12,7 @@ from zero_optim.demo import ranks, saved, text
 from zero_optim.demo.config import RunConfig
 from zero_optim.demo.failing import record_failure
 from zero_optim.demo.loop import train
-from zero_optim.demo.meeting import Meeting
-from zero_optim.demo.run_log import Past, RunLog
-from zero_optim.demo.survivor import Survivor
+from zero_optim.demo.run_log import RunLog
 from zero_optim.demo.trainer import Trainer
 from zero_optim.run.host import end_with_parent
 
@@ -22,17 +20,13 @@ from zero_optim.run.host import end_with_parent
 def main() -> None:
     """Run as a rank of `launch`. Arguments: the run, the parent's process id, where the ranks meet.
 
-    They meet in the file of a store; with ``--survive`` in the folder of a `Meeting`.
+    They meet in the file of a store.
     """
     end_with_parent(int(sys.argv[2]))
     if os.environ["RANK"] != "0":
         warnings.simplefilter("ignore")  # rank 0 shows the same ones
     try:
-        config = RunConfig.from_json(sys.argv[1])
-        if config.survive:
-            Survivor(config, Meeting(Path(sys.argv[3])), int(os.environ["RANK"])).work()
-        else:
-            work(config, sys.argv[3])
+        work(RunConfig.from_json(sys.argv[1]), sys.argv[3])
     except Exception as error:  # noqa: BLE001 - the parent reports whatever it is
         record_failure(error)
         sys.exit(1)
@@ -60,17 +54,16 @@ def work(config: RunConfig, meeting: str | None = None) -> None:
     trainer = Trainer(config, place, text.load(config.text, config.context))
     if config.resume is not None:
         trainer.restore(config.resume)
-    past = Past()
     if place.rank == 0:
-        run_log = RunLog(trainer, config.resume, past)
+        run_log = RunLog(trainer, config.resume)
         run_log.open(saved.look(Path(config.resume)) if config.resume is not None else None)
         with run_log.display:
-            train(trainer, run_log, past)
+            train(trainer, run_log)
         shards = trainer.shards()
         with trainer.whole():
             run_log.close(shards)
     else:
-        train(trainer, None, past)
+        train(trainer, None)
         trainer.shards()
         with trainer.whole():
             pass
