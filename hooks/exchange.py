@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_optim.compat.streams import future_on, record_use
 from zero_optim.hooks.bucket import TensorFuture
 
 
@@ -39,31 +38,6 @@ def start_average(group: dist.ProcessGroup, tensor: Tensor) -> TensorFuture:
     Each rank divides before the sum. So a sum in 16 bits does not overflow if the mean does not.
     """
     return start_sum(group, tensor.div_(group.size()))
-
-
-def start_all_gather(group: dist.ProcessGroup, row: Tensor) -> TensorFuture:
-    """Start gathering one row from every rank; the future's value is a matrix with the rows by group rank.
-
-    Args:
-        group: the ranks.
-        row: 1-D, of the same length and dtype on every rank. Do not change it until the future is done.
-    """
-    rows = row.new_empty(group.size(), row.numel())
-    future = _future(dist.all_gather(list(rows.unbind(0)), row, group=group, async_op=True))
-
-    def gathered(landed: torch.futures.Future[Any]) -> Tensor:
-        landed.value()  # raises what the collective raised
-        record_use(rows, row)  # a callback has a stream of its own
-        return rows
-
-    return future.then(gathered)
-
-
-def landed(tensor: Tensor) -> TensorFuture:
-    """Make a future that is done already."""
-    future = future_on(tensor.device)
-    future.set_result(tensor)
-    return future
 
 
 def _future(work: dist.Work | None) -> torch.futures.Future[Any]:

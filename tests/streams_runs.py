@@ -20,7 +20,8 @@ from zero_optim.ddp import (
     ShardedDataParallel,
     unsharded,
 )
-from zero_optim.hooks import make_hook, zero_step
+from zero_optim.hooks import zero_step
+from zero_optim.hooks.bucket import Hook
 
 STEPS = 3
 CAP_MB = 0.001  # several buckets of several parameters, so that their order matters
@@ -56,7 +57,7 @@ class Run:
 
     Args:
         overlap: keyword arguments of `zero_step`; None for a step after the backward pass.
-        hook: name and options of a comm hook; None for DDP's own reduction.
+        hook: a comm hook without state; None for DDP's own reduction.
         options: of the optimizer.
         ddp_options: of the wrapper.
         sharded: gradients are sharded; keyword arguments of `ShardedDataParallel`.
@@ -72,7 +73,7 @@ class Run:
     """
 
     overlap: dict[str, Any] | None = None
-    hook: tuple[str, dict[str, Any]] | None = None
+    hook: Hook | None = None
     options: dict[str, Any] = field(default_factory=dict)
     ddp_options: dict[str, Any] = field(default_factory=dict)
     sharded: dict[str, Any] | None = None
@@ -100,11 +101,10 @@ class Run:
             self.ddp = DistributedDataParallel(net, bucket_cap_mb=CAP_MB, **self.ddp_options)
         if self.lazily:
             self.optimizer.gather_lazily(self.ddp)
-        state, hook = (None, None) if self.hook is None else make_hook(self.hook[0], **self.hook[1])
         if self.overlap is not None:
-            self.ddp.register_comm_hook(state, zero_step(self.optimizer, hook, **self.overlap))
-        elif hook is not None:
-            self.ddp.register_comm_hook(state, hook)
+            self.ddp.register_comm_hook(None, zero_step(self.optimizer, self.hook, **self.overlap))
+        elif self.hook is not None:
+            self.ddp.register_comm_hook(None, self.hook)
 
     def train(self, net: Net) -> list[Tensor]:
         """Train a model; gives its parameters."""

@@ -8,18 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from pool import Ranks
 from training import assert_same_bits, make_params, params_of, set_grads
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.hooks import (
-    PowerSGDState,
     allreduce_hook,
     bf16_compress_hook,
     bf16_compress_wrapper,
     fp16_compress_wrapper,
-    powerSGD_hook,
     zero_step,
 )
 
@@ -317,11 +316,11 @@ def test_a_call_that_is_wrong_on_one_rank_raises_on_all_and_changes_nothing(rank
 def check_registration(kind: str) -> None:
     odd = dist.get_rank() == 1
     ddp = DistributedDataParallel(nn.Linear(3, 2))
-    state = PowerSGDState(None, matrix_approximation_rank=2 if odd and kind == "rank" else 1)
+    state = PowerSGDState(None, matrix_approximation_rank=2 if odd and kind == "rank" else 1)  # type: ignore[no-untyped-call]
     hook = allreduce_hook if odd and kind == "hook" else powerSGD_hook
     with pytest.raises(Exception, match="ranks disagree about the comm hook"):
         ddp.register_comm_hook(state, 3 if odd and kind == "no hook" else hook)  # type: ignore[arg-type]
-    state = PowerSGDState(None, matrix_approximation_rank=1)
+    state = PowerSGDState(None, matrix_approximation_rank=1)  # type: ignore[no-untyped-call]
     ddp.register_comm_hook(state, powerSGD_hook)
     ddp(torch.ones(1, 3)).sum().backward()
 

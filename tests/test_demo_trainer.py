@@ -12,7 +12,7 @@ import torch.distributed as dist
 from pool import Pool, RankError
 from zero_optim import checkpoint
 from zero_optim.demo import saved, text
-from zero_optim.demo.config import RunConfig, Sharded
+from zero_optim.demo.config import CommHook, RunConfig, Sharded
 from zero_optim.demo.metrics import Metric
 from zero_optim.demo.ranks import Ranks
 from zero_optim.demo.trainer import Shard, Trainer
@@ -110,13 +110,9 @@ def test_clipped_losses_and_norms_are_the_same_bits_with_gradients_or_parameters
     assert train(pool, 2, replace(config, shard=shard)) == train(pool, 2, config)
 
 
-@pytest.mark.parametrize(
-    "hook",
-    ["fp16", "bf16", "quantize_tensor", "quantize_channel", "power_sgd", "batched_power_sgd", "top_k"],
-)
-def test_the_demo_converges_with_every_hook_overlapped(pool: Pool, config: RunConfig, hook: str) -> None:
-    options = (("ratio", "0.25"),) if hook == "top_k" else ()
-    config = replace(config, clip=0.0, hook=hook, hook_options=options, overlap="everywhere")
+@pytest.mark.parametrize("hook", ["fp16", "bf16"])
+def test_the_demo_converges_with_every_hook_overlapped(pool: Pool, config: RunConfig, hook: CommHook) -> None:
+    config = replace(config, clip=0.0, hook=hook, overlap="everywhere")
     found = losses(train(pool, 2, config, until=8))
     assert found[-1] < found[1] - 0.3
 

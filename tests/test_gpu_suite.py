@@ -27,7 +27,7 @@ QUICK = (
     "parity: GradScaler, fused",
     "parity: AdamW fused, cut by rows, float32",
     "DDP: unused parameters",
-    "hook: power_sgd, on both DDPs",
+    "hook: fp16, on both DDPs",
     "bucketer: 2 streams",
     "overlap: ours DDP, owners, lazily",
     "overlap: several streams",

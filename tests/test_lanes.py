@@ -24,7 +24,7 @@ from zero_optim import RemoteRankError, ZeroRedundancyOptimizer, checkpoint
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease, lanes_beside, lease
 from zero_optim.compat.engine import timeout_of
-from zero_optim.hooks import PowerSGDState, powerSGD_hook, zero_step
+from zero_optim.hooks import zero_step
 
 MOST_LANES = 18  # those made freely, and two more of the last user
 THREADS_OF_A_LANE, DESCRIPTORS_OF_A_LANE = 3, 5  # on gloo with two ranks
@@ -42,11 +42,8 @@ def num_threads_and_descriptors() -> tuple[int, int]:
 def build_train_and_drop(wrapper: str, how: str) -> None:
     net = nn.Linear(8, 8)
     model = WRAPPERS[wrapper](net)
-    if how == "PowerSGD":
-        model.register_comm_hook(PowerSGDState(start_powerSGD_iter=0), powerSGD_hook)  # type: ignore[no-untyped-call]
-    else:
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
-        model.register_comm_hook(None, zero_step(optimizer, gradients=how))  # type: ignore[no-untyped-call, arg-type]
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    model.register_comm_hook(None, zero_step(optimizer, gradients=how))  # type: ignore[no-untyped-call, arg-type]
     model(torch.ones(2, 8)).sum().backward()
 
 
@@ -64,9 +61,7 @@ def check_no_growth(wrapper: str, how: str) -> None:
     assert descriptors <= MOST_LANES * DESCRIPTORS_OF_A_LANE + 8, (threads, descriptors)  # 8 for whatever
 
 
-@pytest.mark.parametrize(
-    ("wrapper", "how"), [("ours", "everywhere"), ("torch", "owners"), ("ours", "PowerSGD")]
-)
+@pytest.mark.parametrize(("wrapper", "how"), [("ours", "everywhere"), ("torch", "owners")])
 def test_building_again_and_again_takes_no_more_threads_and_descriptors(
     ranks2: Ranks, wrapper: str, how: str
 ) -> None:

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,18 +16,12 @@ from zero_optim.hooks import zero_step
 
 both_wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
 
-OURS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("fp16", {}),
-    ("bf16", {}),
-    ("allreduce", {"wrap": "fp16"}),
-    ("allreduce", {"wrap": "bf16", "log": True}),
-    ("quantize_tensor", {}),
-    ("quantize_channel", {"group_size": 64}),
-    ("power_sgd", {"rank": 1, "start": 2, "min_rate": 1.0}),
-    ("power_sgd", {"rank": 2, "start": 2, "min_rate": 1.0, "wrap": "bf16"}),
-    ("batched_power_sgd", {"rank": 1, "start": 2}),
-    ("top_k", {"ratio": 0.2}),
-)
+OURS = {
+    "fp16": hooks.fp16_compress_hook,
+    "bf16": hooks.bf16_compress_hook,
+    "in fp16": hooks.fp16_compress_wrapper(hooks.allreduce_hook),
+    "in bf16": hooks.bf16_compress_wrapper(hooks.allreduce_hook),
+}
 
 
 def pytorchs_power_sgd() -> tuple[object, object]:
@@ -49,13 +42,12 @@ THEIRS: dict[str, Callable[[], tuple[object, object]]] = {
 
 
 def check_hooks(wrapper: str) -> None:
-    for name, options in OURS:
-        setting = Setting(wrapper, hook=partial(hooks.make_hook, name, **options))
-        assert_same_run(setting, steps=7, where=(name, options))
-    for name, hook in THEIRS.items():
+    for name, hook in OURS.items():
+        assert_same_run(Setting(wrapper, hook=pytorchs(hook)), steps=7, where=name)
+    for name, make in THEIRS.items():
         # PyTorch's PowerSGD launches collectives from callbacks, which on gloo mix those of several buckets.
         options = {"bucket_cap_mb": 25} if name == "power_sgd" else {}
-        assert_same_run(Setting(wrapper, hook=hook, options=options), steps=7, where=("PyTorch's", name))
+        assert_same_run(Setting(wrapper, hook=make, options=options), steps=7, where=("PyTorch's", name))
 
 
 @both_wrappers
@@ -66,7 +58,7 @@ def test_every_hook_gives_the_same_bits(ranks2: Ranks, wrapper: str) -> None:
 def check_wrapped(wrapper: str) -> None:
     """zero_step inside a wrapper: it finds 16-bit gradients, which the wrapper casts back for DDP alone."""
     setting = Setting(wrapper)
-    plain, one = Setting(wrapper, hook=lambda: hooks.make_hook("allreduce", wrap="bf16")).build(overlap=False)
+    plain, one = Setting(wrapper, hook=pytorchs(OURS["in bf16"])).build(overlap=False)
     model = WRAPPERS[wrapper](setting.model(), bucket_cap_mb=0.0004)
     other = setting.optimizer(model)
     model.register_comm_hook(None, hooks.bf16_compress_wrapper(zero_step(other)))

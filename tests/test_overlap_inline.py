@@ -25,12 +25,12 @@ from overlap import (
 )
 from pool import Ranks
 from test_overlap_errors import assert_trains_on, check_failing_hook, check_failing_step, run_broken_off
-from test_overlap_hooks import OURS, THEIRS
+from test_overlap_hooks import OURS, THEIRS, pytorchs
 from test_overlap_order import check_rebuilding
 from test_overlap_owners import check_equal
 from test_overlap_training import KINDS, LOOPS, check_no_step
 from test_overlap_uneven import UNUSED, check_uneven, sgd
-from zero_optim import ZeroRedundancyOptimizer, hooks
+from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.hooks import allreduce_hook
 
@@ -70,10 +70,7 @@ def test_every_kind_of_loop_gives_the_same_bits(ranks2: Ranks, wrapper: str, nam
 
 
 def check_hooks(wrapper: str) -> None:
-    for name, options in OURS[:1] + OURS[4:5] + OURS[6:7] + OURS[9:]:
-        setting = Setting(wrapper, hook=lambda n=name, o=options: hooks.make_hook(n, **o))  # type: ignore[misc]
-        check_run(setting, plain_step, 5, moves=True)
-    for hook in (THEIRS["allreduce"], THEIRS["fp16"]):
+    for hook in (pytorchs(OURS["bf16"]), pytorchs(OURS["in fp16"]), THEIRS["allreduce"], THEIRS["fp16"]):
         check_run(Setting(wrapper, hook=hook), plain_step, 4, moves=True)
 
 

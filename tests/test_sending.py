@@ -13,15 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
 
-from device_names import CPU, GLOO, GPU0, GPU3, MIXED, XCCL, XPU1
+from device_names import CPU, GPU0, GPU3, MIXED
 from pool import Ranks
 from zero_optim.comm import collectives, lanes
-from zero_optim.comm import ranks as comm_ranks
 from zero_optim.comm.backends import parse_config
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import lanes_beside
 from zero_optim.compat.engine import coalesced, coalesces, make_group
-from zero_optim.hooks.order import LaterStage
 
 # ---------------------------------------------------------------------- exchanges and lanes
 
@@ -92,20 +90,6 @@ def check_lanes_know_the_data() -> None:
 
 def test_lanes_know_where_the_data_lie(ranks1: Ranks) -> None:
     ranks1.run(check_lanes_know_the_data)
-
-
-def check_later_stage() -> None:
-    world: Any = dist.group.WORLD
-    for config, device, same in [(MIXED, GPU3, True), (XCCL, XPU1, True), (GLOO, CPU, False)]:
-        with mock.patch.object(comm_ranks, "backends_of", return_value=parse_config(config)):
-            stage = LaterStage.beside(world, device)
-        assert (stage.lease.groups[0].process_group is world) == same, config
-
-
-def test_what_follows_a_collective_has_a_group_of_its_own_unless_futures_are_queued_work(
-    ranks1: Ranks,
-) -> None:
-    ranks1.run(check_later_stage)
 
 
 # ---------------------------------------------------------------------- rows at once

@@ -21,6 +21,7 @@ from streams_runs import (
     save,
 )
 from zero_optim.ddp import PrecisionPolicy
+from zero_optim.hooks import allreduce_hook, bf16_compress_wrapper, fp16_compress_hook
 
 EVERYWHERE: dict[str, object] = {}
 OWNERS: dict[str, object] = {"gradients": "owners"}
@@ -106,14 +107,9 @@ RUNS: dict[str, dict[str, Any]] = {
     "consolidation": {"before": consolidate},
     "a save beside": {"before": save},
     "reduce-scatters on two streams": {"after": reduce_scatters},
-    "power_sgd": {"hook": ("power_sgd", {"rank": 1})},
-    "batched_power_sgd": {"hook": ("batched_power_sgd", {"rank": 1})},
-    "quantize_tensor": {"hook": ("quantize_tensor", {})},
-    "quantize_channel": {"hook": ("quantize_channel", {})},
-    "fp16": {"hook": ("fp16", {})},
-    "top_k": {"hook": ("top_k", {})},
-    "top_k and zero_step": {"hook": ("top_k", {}), "overlap": EVERYWHERE},
-    "power_sgd and zero_step": {"hook": ("power_sgd", {"rank": 1}), "overlap": EVERYWHERE},
+    "fp16": {"hook": fp16_compress_hook},
+    "fp16 and zero_step": {"hook": fp16_compress_hook, "overlap": EVERYWHERE},
+    "in bf16": {"hook": bf16_compress_wrapper(allreduce_hook)},
 }
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from zero_optim.demo import elastic, prepare, saved
-from zero_optim.demo.config import Device, Overlap, RunConfig, Schedule, Sharded, Wrapper, defaults
+from zero_optim.demo.config import CommHook, Device, Overlap, RunConfig, Schedule, Sharded, Wrapper, defaults
 from zero_optim.errors import InterruptedRunError, RankFailedError, ZeroOptimError
 
 
@@ -261,15 +261,8 @@ def _add_gradients(command: argparse.ArgumentParser, default: dict[str, Any]) ->
     )
     group.add_argument(
         "--hook",
-        metavar="NAME",
-        help="comm hook that reduces the gradients; an unknown name prints all names",
-    )
-    group.add_argument(
-        "--hook-opt",
-        dest="hook_options",
-        action="append",
-        metavar="KEY=VALUE",
-        help="option of the hook, such as rank=2; may be repeated",
+        choices=[name for name in get_args(CommHook) if name],
+        help="comm hook that reduces the gradients: all of each, or in 16 bits",
     )
     group.add_argument(
         "--overlap",

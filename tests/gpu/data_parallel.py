@@ -17,7 +17,7 @@ from gpu.setting import Here, need_futures
 from training import assert_same_bits
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel
-from zero_optim.hooks import make_hook
+from zero_optim.hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
 
 
 class Deep(nn.Module):
@@ -106,12 +106,15 @@ def precision(here: Here, param: torch.dtype, reduce: torch.dtype | None, sharde
         assert_same_bits(list(net.parameters()), list(twin.parameters()), number)
 
 
-def hook_on_both(here: Here, name: str, options: dict[str, Any]) -> None:
+HOOKS = {"allreduce": allreduce_hook, "bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
+
+
+def hook_on_both(here: Here, name: str) -> None:
     """A hook of ours gives the same on either DDP."""
     need_futures(here)
     both = pair(here, mlp())
     for model in both:
-        model.register_comm_hook(*make_hook(name, **options))
+        model.register_comm_hook(None, HOOKS[name])
     both.train(mlp_loss, 6, name)
 
 
@@ -127,7 +130,7 @@ def hook_beside_torchs(here: Here, name: str) -> None:
     }[name]
     net = mlp().to(here.device)
     models = [TorchDistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=SMALL_MB) for _ in range(2)]
-    models[0].register_comm_hook(*make_hook(name))
+    models[0].register_comm_hook(None, HOOKS[name])
     models[1].register_comm_hook(None, theirs)
     for number in range(4):
         grads = []

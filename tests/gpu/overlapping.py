@@ -7,13 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gpu.data_parallel import HOOKS
 from gpu.setting import Here, futures_work, need_futures
 from overlap import BUCKET_CAP_MB, Net, Setting, assert_same_params, inputs
 from training import assert_same_bits
 from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.compat.streams import future_on
 from zero_optim.ddp import DistributedDataParallel
-from zero_optim.hooks import allreduce_hook, make_hook, zero_step
-from zero_optim.hooks.exchange import landed
+from zero_optim.hooks import allreduce_hook, zero_step
 
 NUM_STEPS = 6
 
@@ -22,7 +23,9 @@ def waiting_hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Ten
     """Average a bucket without the backend's futures: for gloo, where it gives none on CUDA."""
     buffer = bucket.buffer().div_(dist.get_world_size())
     dist.all_reduce(buffer)
-    return landed(buffer)
+    future = future_on(buffer.device)
+    future.set_result(buffer)
+    return future
 
 
 def averaging(here: Here) -> Callable[[Any, Any], torch.futures.Future[Tensor]]:
@@ -167,10 +170,10 @@ def in_streams(here: Here) -> None:
     assert_same_params(model, plain)
 
 
-def hooked(here: Here, name: str, options: dict[str, Any]) -> None:
+def hooked(here: Here, name: str) -> None:
     """`zero_step` around another hook: the bits of the hook alone."""
     need_futures(here)
-    setting = Setting(wrapper="ours", model=lambda: net(here), hook=lambda: make_hook(name, **options))
+    setting = Setting(wrapper="ours", model=lambda: net(here), hook=lambda: (None, HOOKS[name]))
     (plain, one), (model, other) = setting.build(overlap=False), setting.build(overlap=True)
     train(here, plain, one)
     train(here, model, other)

@@ -9,12 +9,20 @@ OptionValue = bool | int | float | str | None | tuple["OptionValue", ...]
 Schedule = Literal["cosine", "linear", "constant"]
 Device = Literal["auto", "cpu", "cuda"]
 Wrapper = Literal["ours", "torch"]
+CommHook = Literal["", "allreduce", "bf16", "fp16"]
 Overlap = Literal["off", "everywhere", "owners"]
 Sharded = Literal["state", "gradients", "parameters"]
 
 _COUNTS = ("nproc", "steps", "batch_size", "accumulate", "context", "layers", "width", "heads")
 _COUNTS_OR_ZERO = ("warmup", "seed", "eval_every", "save_every", "sample_length")
-_CHOICES = {"schedule": Schedule, "device": Device, "ddp": Wrapper, "overlap": Overlap, "shard": Sharded}
+_CHOICES = {
+    "schedule": Schedule,
+    "device": Device,
+    "ddp": Wrapper,
+    "hook": CommHook,
+    "overlap": Overlap,
+    "shard": Sharded,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +76,7 @@ class RunConfig:
         sample_length: bytes of text generated at the end.
         device: where to train; "auto" takes GPUs if there is one for each rank of this host.
         ddp: whose DistributedDataParallel averages the gradients.
-        hook: name of a comm hook in `zero_optim.hooks`; "" for none.
-        hook_options: options of the hook, as sorted pairs of strings.
+        hook: what reduces gradients, in the place of the wrapper's own all-reduce; "" for that one.
         overlap: whether the optimizer steps during the backward pass, and whether gradients are then reduced
             everywhere or only to their owners.
         shard: what each rank keeps only a part of: the optimizer state, or the gradients too, or also the
@@ -97,8 +104,7 @@ class RunConfig:
     sample_length: int = 400
     device: Device = "auto"
     ddp: Wrapper = "ours"
-    hook: str = ""
-    hook_options: tuple[tuple[str, str], ...] = ()
+    hook: CommHook = ""
     overlap: Overlap = "off"
     shard: Sharded = "state"
     trace: bool = False
@@ -117,7 +123,7 @@ class RunConfig:
             raise ValueError(f"--clip must be a number of at least 0, got {self.clip}")
         for name, kind in _CHOICES.items():
             if getattr(self, name) not in get_args(kind):
-                raise ValueError(f"{flag(name)} must be one of {', '.join(get_args(kind))}")
+                raise ValueError(f"{flag(name)} must be one of {', '.join(filter(None, get_args(kind)))}")
         if self.shard != "state":
             self._check_sharded_gradients()
         if self.overlap != "off" and self.clip:
@@ -182,7 +188,8 @@ class RunConfig:
             TypeError: the fields are not those of this version.
         """
         given = {name: _tuples(value) for name, value in json.loads(text).items()}
-        given.pop("survive", None)  # in configs of earlier versions
+        for gone in ("survive", "hook_options"):  # in configs of earlier versions
+            given.pop(gone, None)
         return RunConfig(**given)
 
 

@@ -16,7 +16,6 @@ from zero_optim.demo.config import RunConfig, defaults, flag
 from zero_optim.demo.metrics import METRICS
 from zero_optim.demo.model import GPT
 from zero_optim.demo.saved import Saved
-from zero_optim.hooks import make_hook, parse_hook_options
 from zero_optim.probe.probe import probe
 
 _EXTRAS = ("matplotlib", "rich")
@@ -69,10 +68,6 @@ def prepare(given: Mapping[str, Any], started: Started | None) -> RunConfig:
             f"{config.optimizer} has no fixed learning rate to schedule: leave out {' and '.join(scheduled)}"
         )
     text.load(config.text, config.context)
-    if config.hook:
-        make_hook(config.hook, None, **dict(config.hook_options))
-    elif config.hook_options:
-        raise ValueError("--hook-opt without --hook: give the hook too")
     if config.overlap != "off":
         traits = probe(type(trial), dict(config.options), [{}])
         if not traits.steppable_in_parts:
@@ -136,9 +131,6 @@ def _merge(
     if fields["optimizer"] == base["optimizer"]:
         named = dict(base["options"]) | named
     fields["options"] = optimizers.with_presets(fields["optimizer"], named)
-    fields["hook_options"] = tuple(sorted(parse_hook_options(given.get("hook_options", ())).items()))
-    if "hook" not in given and "hook_options" not in given:
-        fields["hook_options"] = tuple(base["hook_options"])
     if fields["overlap"] != "off" and "clip" not in given:
         fields["clip"] = 0.0
     fields["text"] = tuple(str(Path(name).resolve()) for name in fields["text"])

@@ -38,7 +38,8 @@ from zero_optim.demo.text import Corpus, Samples, held_out_windows
 from zero_optim.demo.trace import BACKWARD, FORWARD
 from zero_optim.demo.unit_memory import UnitMeter
 from zero_optim.errors import DivergedError
-from zero_optim.hooks import make_hook, zero_step
+from zero_optim.hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook, zero_step
+from zero_optim.hooks.bucket import Hook
 from zero_optim.plan.pieces import numel_of, piece_of
 from zero_optim.step.partial import PartialGradient
 
@@ -50,6 +51,12 @@ _CAP_MB = 32.0  # the optimizer's own default
 # Gradients are reduced bucket by bucket, and the default model has 3.4 MB of them: in one bucket all of them
 # would be reduced when the backward pass has ended.
 _SHARDED_CAP_MB = 1.0
+_HOOKS: dict[str, Hook | None] = {
+    "": None,
+    "allreduce": allreduce_hook,
+    "bf16": bf16_compress_hook,
+    "fp16": fp16_compress_hook,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +120,11 @@ class Trainer:
     def _register_hook(self) -> None:
         """Register the comm hook, if any. The pass without an update, which comes before, must not step."""
         config = self.config
-        state, hook = None, None
-        if config.hook:
-            state, hook = make_hook(config.hook, None, **dict(config.hook_options))
+        hook = _HOOKS[config.hook]
         if config.overlap != "off":
             hook = zero_step(self._optimizer, hook, gradients=config.overlap)
         if hook is not None:
-            self._ddp.register_comm_hook(state, hook)
+            self._ddp.register_comm_hook(None, hook)
 
     def _pass_without_update(self) -> int:
         """Run a pass that trains nothing, see Note [Bitwise resume]; all ranks call.
