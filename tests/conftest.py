@@ -1,5 +1,6 @@
 """Fixtures: one worker pool for the session, and the pool with a fixed world size for tests."""
 
+import inspect
 import multiprocessing
 from collections.abc import Iterator
 
@@ -26,6 +27,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         mark = item.get_closest_marker("not_late")
         if mark is not None:
             item.add_marker(pytest.mark.skip(reason=f"not on the late backend: {mark.args[0]}"))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Makes a test for each world size of ``pool.on_ranks``."""
+    mark = metafunc.definition.get_closest_marker("on_ranks")
+    if mark is not None:
+        sizes, slow, forked, _ = mark.args
+        more = [] if slow is None else [pytest.param(slow, marks=pytest.mark.slow)]
+        metafunc.fixturenames += ["world_size", "forked_pool" if forked else "pool"]
+        metafunc.parametrize("world_size", [*sizes, *more], ids=lambda size: f"{size} ranks")
+
+
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs the function of a test that has the mark of ``pool.on_ranks`` on every rank."""
+    mark = pyfuncitem.get_closest_marker("on_ranks")
+    if mark is None:
+        return None
+    _, _, forked, timeout = mark.args
+    given = pyfuncitem.funcargs
+    names = inspect.signature(pyfuncitem.function).parameters
+    pool: Pool = given["forked_pool" if forked else "pool"]
+    pool.run(given["world_size"], pyfuncitem.function, *[given[name] for name in names], timeout=timeout)
+    return True
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -28,6 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+import pytest
 import torch.distributed as dist
 
 import pool_worker
@@ -72,6 +73,22 @@ class Ranks:
         """Calls ``function(*args)`` on every rank; see ``Pool.run``."""
         __tracebackhide__ = True
         return self.pool.run(self.size, function, *args, timeout=timeout)
+
+
+def on_ranks(
+    *sizes: int, slow: int | None = None, forked: bool = False, timeout: float = CALL_TIMEOUT
+) -> pytest.MarkDecorator:
+    """Runs a test function on every rank of one or more world sizes; ``conftest`` does it.
+
+    The arguments of the function, fixtures too, are pickled, and are equal on every rank.
+
+    Args:
+        *sizes: world sizes; the function runs once for each.
+        slow: one more, in tests marked slow.
+        forked: of processes that are replaced in milliseconds, for a call that fails.
+        timeout: see ``Pool.run``.
+    """
+    return pytest.mark.on_ranks(sizes, slow, forked, timeout)
 
 
 class Pool:
