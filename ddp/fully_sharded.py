@@ -26,11 +26,12 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.lanes import lanes_for_rows
 from zero_optim.ddp.assignment import ReducerOptions
-from zero_optim.ddp.convertible import ConvertibleWrapper
+from zero_optim.ddp.conversions import refuse_conversions
 from zero_optim.ddp.fsdp_options import OF_FSDP
 from zero_optim.ddp.inbox import weakly
 from zero_optim.ddp.offload import Offload, keeping_for
@@ -67,7 +68,7 @@ class _Asked:
     init: Init | None
 
 
-class FullyShardedDataParallel(ConvertibleWrapper):
+class FullyShardedDataParallel(ShardedDataParallel):
     """Keep each parameter on its owners alone, and gather it while it is used (ZeRO stage 3).
 
     The optimizer is built before or after, and the loop stays as it is::
@@ -80,9 +81,8 @@ class FullyShardedDataParallel(ConvertibleWrapper):
     reduced to their owners when all are there. Meanwhile the next unit is on its way. At other times a
     parameter shows NaN, and a write to it raises: `unsharded` makes parameters whole to be read and written.
 
-    Until the first forward pass ``to()``, ``half()`` and the like convert or move the model, or a part of it,
-    on all ranks alike. There may be an optimizer by then that was neither stepped nor loaded. Bits are those
-    of a model that was converted before it was wrapped.
+    Convert and move the model before it is wrapped: behind that ``to()``, ``half()`` and the like raise, if
+    they would change a parameter.
 
     Bits are those of ``ShardedDataParallel`` with the same units. ``state_dict()`` is whole on every rank and
     ``load_state_dict()`` takes a whole one; both communicate, so all ranks call them.
@@ -129,6 +129,9 @@ class FullyShardedDataParallel(ConvertibleWrapper):
     _refused = {**ShardedDataParallel._refused, **OF_FSDP}  # noqa: RUF012 - the base class's
     _may_split_state = True
     _may_be_freed = True
+    units: UnitsInUse
+    _policy: PrecisionPolicy
+    _handles: list[RemovableHandle]
 
     def __init__(  # noqa: PLR0913 - keyword-only
         self,
@@ -163,7 +166,7 @@ class FullyShardedDataParallel(ConvertibleWrapper):
         claim = self._chosen.claim
         claim.is_open = stand_in is not None
         claim.everyone = None if self._mesh is None else self._mesh.everyone
-        self._allow_conversions(claim, self._policy)
+        refuse_conversions(self.module, claim.units)
 
     @property
     def _chosen(self) -> Made:
@@ -260,7 +263,6 @@ class FullyShardedDataParallel(ConvertibleWrapper):
         if units is None:
             made, guards = _units(choice, claim.buckets, reducer.params), self._asked.guards_reads
             self.units = units = UnitsInUse(ranks, gathers, made, self._keeps, stamps, guards_reads=guards)
-            units.may_be_rounded = self._policy.params is not None
             hook_up(choice, units)
             self._policy.hook_up(choice.modules)
         else:
@@ -288,6 +290,16 @@ class FullyShardedDataParallel(ConvertibleWrapper):
 
         keeping = self._optimizer.row_keeping
         return GathersInReplicas(mesh, inner, across, buckets, stamps, reducer.params, num_reduced, keeping)
+
+    def _change_optimizer(self, optimizer: ZeroRedundancyOptimizer) -> None:
+        """Reduce gradients for an optimizer that has come later; all ranks call, and it communicates."""
+        self._optimizer = optimizer
+        if self._mesh is not None:
+            self._mesh = self._mesh.owned_by(optimizer.ranks)
+            optimizer.mesh = self._mesh.of_owners
+        for handle in self._handles:
+            handle.remove()
+        self._renew_reducer()
 
     def _run_ddp_forward(self, *inputs: object, **kwargs: object) -> object:
         begin_anew(self.units)

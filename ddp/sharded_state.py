@@ -46,11 +46,9 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
 
     Raises:
         ValueError: the model is not fully sharded.
-        RuntimeError: parameters are whole for somebody to read or write; or the model was converted, and not
-            used since.
+        RuntimeError: parameters are whole for somebody to read or write.
     """
     module, units = module_and_units(model)
-    units.check_settled()
     units.supply.check_unpinned()
     own, names, rest = _own_rows(units), *_named(module, units)
     rows = {name: own[param] for name, param in names.items() if param in own}
@@ -77,7 +75,6 @@ def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
         Exception: a module refuses its extra state; buffers have changed then.
     """
     module, units = module_and_units(model)
-    units.settle()
     with failing_together(units.group):
         units.supply.check_unpinned()
         own, names, rest = _own_rows(units), *_named(module, units)

@@ -31,7 +31,6 @@ def full_state_dict(model: nn.Module, *, ranks: Sequence[int] = (0,)) -> dict[st
         RankMismatchError: likewise, ranks were given others.
     """
     module, units = module_and_units(model)
-    units.settle()
     group = units.group
     with failing_together(group):
         if not ranks or not set(ranks) <= set(range(group.size)):

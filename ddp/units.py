@@ -19,7 +19,7 @@ Note [When a unit is whole]
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,9 +36,6 @@ from zero_optim.shard.uncopied import Uncopied
 from zero_optim.shard.unit_gathers import UnitGathers
 from zero_optim.shard.unit_marks import Purpose
 from zero_optim.shard.unit_stamps import UnitStamps
-
-if TYPE_CHECKING:
-    from zero_optim.ddp.conversions import Conversions
 
 _SECOND = (
     "create_graph=True is not possible with FullyShardedDataParallel: the gradients of gradients would read "
@@ -76,8 +73,6 @@ class UnitsInUse(Uncopied):
         supply: makes them whole and frees them.
         unfinished: for each state dict or load that is under way, what gives a module its own parameters back
             if an exception has ended it. Called when the next forward pass begins.
-        may_be_rounded: owners may keep another dtype than parameters have, after a conversion.
-        conversions: those that are possible until the first forward pass; None from then on.
     """
 
     def __init__(
@@ -98,8 +93,6 @@ class UnitsInUse(Uncopied):
         self._calls: list[_Call] = []  # the outermost first
         self._reads = SavedReads(units, weakly(self._output_reached), is_on=guards_reads)
         self.unfinished: list[Callable[[], None]] = []
-        self.may_be_rounded = False
-        self.conversions: Conversions | None = None
 
     @property
     def is_outermost_call(self) -> bool:
@@ -114,35 +107,6 @@ class UnitsInUse(Uncopied):
     def nbytes_live(self) -> int:
         """Bytes of the flat tensors that are there right now, beside what this rank keeps for good."""
         return sum(bucket.nbytes_live for unit in self.units for bucket in unit.buckets)
-
-    # ------------------------------------------------------------------ conversions
-
-    def settle(self, *, in_pass: bool = False) -> None:
-        """Have the model take the form that it was converted to, before it is used; all ranks call.
-
-        Communicates, until the first forward pass.
-
-        Args:
-            in_pass: a forward pass begins: there are no conversions any more.
-
-        Raises:
-            RankMismatchError: on every rank: the model was converted differently.
-        """
-        if self.conversions is None:
-            return
-        self.conversions.on_use()
-        if in_pass:
-            self.conversions.are_over = True
-            self.conversions = None
-
-    def check_settled(self) -> None:
-        """Refuse what does not communicate between a conversion and the next use; see `Conversions`.
-
-        Raises:
-            RuntimeError: the model was converted, and not used since.
-        """
-        if self.conversions is not None:
-            self.conversions.check_none()
 
     # ------------------------------------------------------------------ forward
 
@@ -174,7 +138,6 @@ class UnitsInUse(Uncopied):
             if not unit.is_whole:
                 self._need_in_backward(unit.number)
             return
-        self.settle(in_pass=tells)
         self._begin_to_tell(tells=tells)
         purpose = _purpose() if tells else Purpose.REQUEST
         self.supply.need(unit, purpose, tells=tells)
@@ -297,7 +260,6 @@ class UnitsInUse(Uncopied):
             numbers: of the units.
             writes: when it ends, owners take over what was written to their rows.
         """
-        self.settle()
         units = [self.units[number] for number in numbers]
         tells = not self._calls
         self._begin_to_tell(tells=tells)

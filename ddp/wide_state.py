@@ -46,7 +46,6 @@ class WideUnit:
                 so that a walk over all of them raises before it has changed anything.
         """
         if not self._depth:
-            self._units.settle()
             self._units.supply.check_unpinned()
             buckets = [WideBucket(bucket) for bucket in self.unit.buckets]
             for pending in [self._units.supply.start_gather_of(bucket) for bucket in buckets]:
@@ -96,8 +95,8 @@ class WideUnit:
 
 
 def wide_units(units: UnitsInUse) -> dict[int, WideUnit]:
-    """Make one for each unit of which owners keep another dtype, or may do so, by number."""
-    wide = [unit for unit in units.units if unit.is_rounded or units.may_be_rounded]
+    """Make one for each unit of which owners keep another dtype, by number."""
+    wide = [unit for unit in units.units if unit.is_rounded]
     return {unit.number: WideUnit(units, unit) for unit in wide}
 
 

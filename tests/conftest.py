@@ -33,9 +33,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Makes a test for each world size of ``pool.on_ranks``."""
     mark = metafunc.definition.get_closest_marker("on_ranks")
     if mark is not None:
-        sizes, slow, forked, _ = mark.args
+        sizes, slow, _, _ = mark.args
         more = [] if slow is None else [pytest.param(slow, marks=pytest.mark.slow)]
-        metafunc.fixturenames += ["world_size", "forked_pool" if forked else "pool"]
+        metafunc.fixturenames.append("world_size")
         metafunc.parametrize("world_size", [*sizes, *more], ids=lambda size: f"{size} ranks")
 
 
@@ -44,11 +44,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     mark = pyfuncitem.get_closest_marker("on_ranks")
     if mark is None:
         return None
-    _, _, forked, timeout = mark.args
-    given = pyfuncitem.funcargs
-    names = inspect.signature(pyfuncitem.function).parameters
-    pool: Pool = given["forked_pool" if forked else "pool"]
-    pool.run(given["world_size"], pyfuncitem.function, *[given[name] for name in names], timeout=timeout)
+    _, _, fixture, timeout = mark.args
+    given, size = pyfuncitem.funcargs, pyfuncitem.callspec.params["world_size"]
+    args = [given[name] for name in inspect.signature(pyfuncitem.function).parameters]
+    given[fixture].run(size, pyfuncitem.function, *args, timeout=timeout)
     return True
 
 

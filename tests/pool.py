@@ -77,7 +77,7 @@ class Ranks:
 
 def on_ranks(
     *sizes: int, slow: int | None = None, forked: bool = False, timeout: float = CALL_TIMEOUT
-) -> pytest.MarkDecorator:
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Runs a test function on every rank of one or more world sizes; ``conftest`` does it.
 
     The arguments of the function, fixtures too, are pickled, and are equal on every rank.
@@ -88,7 +88,13 @@ def on_ranks(
         forked: of processes that are replaced in milliseconds, for a call that fails.
         timeout: see ``Pool.run``.
     """
-    return pytest.mark.on_ranks(sizes, slow, forked, timeout)
+    fixture = "forked_pool" if forked else "pool"
+
+    def marked(function: Callable[..., None]) -> Callable[..., None]:
+        marks = pytest.mark.on_ranks(sizes, slow, fixture, timeout), pytest.mark.usefixtures(fixture)
+        return marks[0](marks[1](function))
+
+    return marked
 
 
 class Pool:

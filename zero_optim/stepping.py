@@ -76,7 +76,6 @@ class SteppedOptimizer(UnitRowsOptimizer, Joinable):
 
     def _run_and_gather(self, name: str, work: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
         self.check_attached()
-        self.settle_units()
         call = self._call(name)
         try:
             self.begin_step()

@@ -27,7 +27,6 @@ from zero_optim.checkpoint.names import (
     group_of,
     mesh_of,
     names_of,
-    settle_units,
     unwrapped,
 )
 from zero_optim.checkpoint.own_state import agreed_options, own_state, wanted_state
@@ -89,7 +88,6 @@ def load(
     mesh = mesh_of(optimizer, process_group, timeout)
     everyone = group if mesh is None else mesh.everyone
     with watching(everyone), group.doing("checkpoint.load()"):
-        settle_units(optimizer)
         with failing_together(everyone):
             check_patience(timeout)
             check_group(process_group)

@@ -19,12 +19,6 @@ from zero_optim.shard.freed import is_freed
 from zero_optim.shard.unit_forms import KeptRows
 
 
-def settle_units(optimizer: object) -> None:
-    """Have a fully sharded model take the form that it was converted to; all ranks call, it communicates."""
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        optimizer.settle_units()
-
-
 @dataclass(frozen=True, slots=True)
 class Objects:
     """The objects to save or to load; None for those that are not.

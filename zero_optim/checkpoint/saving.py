@@ -18,7 +18,7 @@ from zero_optim.checkpoint import folder as folders
 from zero_optim.checkpoint.content import RankContent, collect
 from zero_optim.checkpoint.lock import FolderLock
 from zero_optim.checkpoint.manifest import Chunk, DataFile, dtype_named
-from zero_optim.checkpoint.names import Objects, check_group, group_of, mesh_of, settle_units
+from zero_optim.checkpoint.names import Objects, check_group, group_of, mesh_of
 from zero_optim.checkpoint.replicas import add_random_of_replicas, with_everyone, write_once
 from zero_optim.checkpoint.safetensors import Box
 from zero_optim.checkpoint.storage import complete, discard, entries_of, new_token, write_tensors
@@ -81,7 +81,6 @@ def save(  # noqa: PLR0913 - keyword-only
     mesh = mesh_of(optimizer, process_group, timeout)
     everyone = group if mesh is None else mesh.everyone
     with watching(everyone), group.doing("checkpoint.save()"):
-        settle_units(optimizer)
         given = partial(Objects, model, optimizer, scheduler, scaler, mesh)
         folder, objects = _ready(group, everyone, path, given, process_group, timeout)
         part, note = _begin(group, Path(path), objects, extra, keep), _note(objects)
@@ -119,7 +118,6 @@ def save_async(  # noqa: PLR0913 - keyword-only
     mesh = mesh_of(optimizer, process_group, timeout)
     everyone = group if mesh is None else mesh.everyone
     with watching(everyone), group.doing("checkpoint.save_async()"):
-        settle_units(optimizer)
         given = partial(Objects, model, optimizer, scheduler, scaler, mesh)
         folder, objects = _ready(group, everyone, path, given, process_group, timeout)
         lane = _lane(group)

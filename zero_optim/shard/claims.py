@@ -56,8 +56,6 @@ class UnitsClaim:
         everyone: with a mesh, the ranks of all replicas; None without one.
         is_open: an optimizer may come and take them over.
         told: called with an optimizer that has.
-        settle: has the model take the form that it was converted to; all ranks call. None once that is not
-            possible any more.
     """
 
     def __init__(self, units: dict[Tensor, int], num_units: int) -> None:
@@ -68,7 +66,6 @@ class UnitsClaim:
         self.everyone: RankGroup | None = None
         self.is_open = False
         self.told: Callable[[Any], None] | None = None
-        self.settle: Callable[[], None] | None = None
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be copied or pickled with a parameter."""
@@ -159,26 +156,6 @@ class UnitsClaim:
                     for param, value in values.items():
                         if param in bucket_of:
                             bucket_of[param].take_in({param: value})
-
-    def fill_converted(
-        self, buckets: Sequence[UnitBucket], converted: Callable[[Tensor, Tensor], Tensor]
-    ) -> None:
-        """Copy the rows that this rank is to keep into new buckets; all ranks call, and it communicates.
-
-        The parameters may show what they are to become. They are still those of the former buckets.
-
-        Args:
-            buckets: the new ones.
-            converted: gives for a parameter and its whole values those that the new buckets are to have.
-        """
-        assert self.group is not None
-        bucket_of = {param: bucket for bucket in buckets for param in bucket.params}
-        for bucket in (bucket for of_unit in self.buckets for bucket in of_unit):
-            wide = WideBucket(bucket)
-            with bucket.as_freed():
-                start_gather((self.group.during("state"),), wide).wait()
-            for param, value in wide.values.items():
-                bucket_of[param].take_in({param: converted(param, value)})
 
     def failing_together(self) -> Any:  # noqa: ANN401 - a context
         """Give a context that fails on the ranks of all replicas alike; all of them enter and leave it.
@@ -280,19 +257,6 @@ def first_claim(params: object) -> UnitsClaim | None:
         params: as optimizers take them, but no iterators. What is wrong in them is passed over.
     """
     return next(filter(None, (getattr(param, _CLAIM, None) for param in _tensors_in(params))), None)
-
-
-def settle_claim(params: object) -> None:
-    """Have a fully sharded model that some parameters belong to take the form that it was converted to.
-
-    All ranks call, and it communicates until the first forward pass.
-
-    Args:
-        params: see `first_claim`.
-    """
-    claim = first_claim(params)
-    if claim is not None and claim.settle is not None:
-        claim.settle()
 
 
 def group_of_claim(params: object) -> dist.ProcessGroup | None:

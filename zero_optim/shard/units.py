@@ -59,7 +59,6 @@ Note [Freed one by one]
 
 from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -361,19 +360,6 @@ class UnitBucket(Uncopied):
         self._flat.empty()
         self.is_whole = False
         self._freed.note_versions()
-
-    @contextmanager
-    def as_freed(self) -> Iterator[None]:
-        """Have the parameters show what this bucket knows, where they were given another form meanwhile.
-
-        For whoever gathers what is to become that; see `zero_optim.ddp.conversions`.
-        """
-        shown = [param.data for param in self.params]
-        self._show(self._freed.tensors)
-        try:
-            yield
-        finally:
-            self._show(shown)
 
     def _show(self, tensors: list[Tensor]) -> None:
         for param, tensor in zip(self.params, tensors, strict=True):

@@ -3,7 +3,7 @@
 `state.sharded` makes the parts.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -37,11 +37,9 @@ class OwningOptimizer(Optimizer):
     Attributes:
         mesh: of the replicas that hold what this rank's group holds, where a wrapper has a mesh; else None,
             and in a copy. Checkpoints ask for it.
-        on_use: of the wrapper of a fully sharded model, see `settle_units`; else None, and in a copy.
     """
 
     mesh: RankMesh | None = None
-    on_use: Callable[[], None] | None = None
     _units: Mapping[Tensor, int] = MappingProxyType({})
     _unit_forms = UnitForms()
     _ranks: RankGroup
@@ -92,18 +90,6 @@ class OwningOptimizer(Optimizer):
     @_group.setter
     def _group(self, group: RankGroup) -> None:
         self._ranks = group
-
-    def settle_units(self) -> None:
-        """Have a fully sharded model take the form that it was converted to; all ranks call.
-
-        To be called before the parameters are used otherwise than in passes. It communicates until the first
-        forward pass, and does nothing later.
-
-        Raises:
-            RankMismatchError: on every rank: the model was converted differently.
-        """
-        if self.on_use is not None:
-            self.on_use()
 
     def check_attached(self) -> None:
         """Raise if the optimizer is detached; does not communicate.

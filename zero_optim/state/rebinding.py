@@ -27,7 +27,6 @@ from zero_optim.plan.groups import ParamGroup, param_names, params_of, short_nam
 from zero_optim.plan.plan import Plan, describe_params
 from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.storage import ParamBucket, ViewBucket
-from zero_optim.shard.units import UnitBucket
 from zero_optim.state.holding import Found, HoldingOptimizer
 from zero_optim.state.moving import Forms, Moved, move_state, refuse_lost
 from zero_optim.state.whole import Snapshot, check_targets
@@ -327,7 +326,6 @@ class RebindableOptimizer(HoldingOptimizer):
         sharding: Sharding,
         plan: Plan,
         groups: list[ParamGroup],
-        filled: Sequence[UnitBucket] = (),
     ) -> OwnedState:
         """Build what steps the new owner's parameters; all ranks call.
 
@@ -336,7 +334,6 @@ class RebindableOptimizer(HoldingOptimizer):
             sharding: the new one, to which the plan is not added yet.
             plan: the new one.
             groups: with their options.
-            filled: buckets of units that have this rank's rows already.
         """
         params = self._params()
         owned = sharding.owned(params, plan)
@@ -347,7 +344,6 @@ class RebindableOptimizer(HoldingOptimizer):
 
         with failing_together(group):
             leaves = Leaves(self._options.master_dtype, self._units or (), self._unit_forms.on_host)
-            leaves.keep(filled)
             average = WeightAverage(self._options.ema_decay, leaves)
             leaf_of = {param: leaves.add(param, piece) for param, piece in owned.items()}
             local = self._owned.local.again(groups, leaf_of)

@@ -20,7 +20,7 @@ from zero_optim.comm.watchdog import learn_addresses, patient, watch
 from zero_optim.plan.costs import cost_named
 from zero_optim.plan.groups import ParamGroup, params_of, short_names
 from zero_optim.plan.pieces import Piece
-from zero_optim.shard.claims import UnitsClaim, claim_of, first_claim, reusable_buckets, settle_claim
+from zero_optim.shard.claims import UnitsClaim, claim_of, first_claim, reusable_buckets
 from zero_optim.shard.lazy import LazyGather, check_reader
 from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.units import UnitBucket
@@ -74,7 +74,6 @@ class ShardedOptimizer(OwningOptimizer):
         group = patient(RankGroup.of(group.process_group, params), options.timeout)
         watch(self, group, options.on_stall)
         with group.doing(f"{type(self).__name__}()"):
-            settle_claim(params)
             self._build(params, default, group, options, read_by)
         learn_addresses(group)
 
@@ -221,7 +220,6 @@ class ShardedOptimizer(OwningOptimizer):
             RankMismatchError: likewise, if the groups differ between ranks.
         """
         self.check_attached()
-        self.settle_units()
         before = len(self.param_groups)
         try:
             self._plan_and_add(copied_group(param_group), before)
@@ -263,7 +261,6 @@ class ShardedOptimizer(OwningOptimizer):
 
     def gather_parameters(self) -> None:
         """Give every parameter its owner's value, on every rank; all ranks call. Communicates like a step."""
-        self.settle_units()
         with failing_together(self._group):
             self._sharding.refresh(self.param_groups)
         self._sharding.gather_all()
@@ -300,7 +297,6 @@ class ShardedOptimizer(OwningOptimizer):
         Needs ``ema_decay``. Communicates like a step, at the start and at the end. Inside, a step raises, and
         so does a load, or a save of model and optimizer together.
         """
-        self.settle_units()
         with failing_together(self._group):
             self._sharding.refresh(self.param_groups)
             self._owned.average.swap_in()

@@ -55,7 +55,6 @@ class ShardedStateDicts(ShardedOptimizer):
             ``state``.
         """
         self._owned.local.check_dicts()
-        self.settle_units()
         with self._group.doing("consolidate_state_dict()"):
             self._consolidate(to)
 
@@ -125,7 +124,6 @@ class ShardedStateDicts(ShardedOptimizer):
             Exception: on every rank, what the class itself raises on any rank. After any of these errors
             nothing has changed.
         """
-        self.settle_units()
         with self._group.doing("load_state_dict()"):
             self._load(state_dict, src)
 

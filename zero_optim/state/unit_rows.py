@@ -1,14 +1,11 @@
 """An optimizer whose parameters become those of the units of a fully sharded model."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 
 from torch import Tensor
 
 from zero_optim.comm.agreement import agree, failing_together
-from zero_optim.comm.collectives import RankGroup
-from zero_optim.plan.groups import short_names
 from zero_optim.shard.unit_forms import KeptRows, UnitForms
 from zero_optim.shard.units import UnitBucket
 from zero_optim.state.rebinding import RebindableOptimizer
@@ -60,54 +57,6 @@ class UnitRowsOptimizer(RebindableOptimizer):
                 self._units, self._unit_forms = before
                 raise
         return self._sharding.unit_buckets()
-
-    def renew_units(self, forms: UnitForms, fill: Callable[[list[UnitBucket]], None]) -> list[UnitBucket]:
-        """Plan anew for units whose parameters have other dtypes or devices by now; all ranks call.
-
-        To be called before the optimizer has any state: it is built anew.
-
-        Args:
-            forms: how parameters are kept from now on; in files on all ranks or none.
-            fill: called with the new buckets of units, by all ranks, to copy the rows that this rank keeps.
-
-        Returns:
-            The new buckets. The parameters are freed.
-
-        Raises:
-            Exception: on every rank, as the constructor. Nothing has changed then.
-        """
-        params, groups = self._params(), self.param_groups
-        here = RankGroup.of(self._group.process_group, params)
-        group = replace(self._group, device=here.device, data_devices=here.data_devices)
-        before = self._unit_forms
-        with group.doing("a conversion of the model"):
-            self.wait_for_gathers()
-            with failing_together(group):
-                group.check_serves(params)
-                self.check_weights()
-                about = [*self._options.describe(), *self._owned.local.describe_specs()]
-            self._unit_forms = forms
-            try:
-                sharding, plan = self._planned(group, group.size, groups, about)
-                buckets = sharding.make_unit_buckets(params, plan)
-                if forms.keeping is not None:
-                    with failing_together(group):
-                        forms.keeping.reserve_rows(bucket.nbytes_of_row for bucket in buckets)
-                fill(buckets)
-                owned = self._built(group, sharding, plan, groups, buckets)
-            except BaseException:
-                self._unit_forms = before
-                raise
-        # Everything is checked now.
-        self._ranks, self._sharding, self._owned = group, sharding, owned
-        self.defaults = owned.local.defaults
-        sharding.add(params, plan, short_names(groups))
-        for bucket in buckets:
-            bucket.let_go()
-            bucket.has_new_place()
-        owned.keep()
-        self._show_state()
-        return buckets
 
     @contextmanager
     def leaving_freed(self) -> Iterator[dict[Tensor, KeptRows]]:
