@@ -56,7 +56,7 @@ def _moving(make: Callable[..., Any], device: torch.device) -> Callable[..., Any
         requires_grad = kwargs.pop("requires_grad", False)
         made = make(*args, **kwargs)
         if not made.is_meta:  # inside `torch.device("meta")`
-            made = made.to(device)
+            made = made.to(device, non_blocking=True)
         return made.requires_grad_() if requires_grad else made
 
     return make_and_move

@@ -5,7 +5,7 @@ below. Here every layer sleeps too, in the forward and the backward pass.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ import test_sharded_training as gradients
 from gpu.setting import Here
 from on_device import on_device
 from sharded import Setting
+from sync_calls import cpu_as_accelerator
 from test_fully_sharded_forms import trains_as_optimizer_first
 from test_fully_sharded_worlds import trains_alone
 from zero_optim.ddp import PrecisionPolicy
@@ -96,7 +97,8 @@ def run(here: Here, function: Any, *args: object) -> None:
     """Run a test's function on the device."""
     folder = here.folder / "empty"
     folder.mkdir(exist_ok=True)
-    with on_device(here.device), layers_asleep(here):
+    likewise = nullcontext() if here.is_cuda else cpu_as_accelerator()  # the library's code for devices
+    with on_device(here.device), layers_asleep(here), likewise:
         function(*(str(folder) if arg == FOLDER else arg for arg in args))
 
 
