@@ -163,13 +163,14 @@ def test_four_ranks_give_the_bits_of_sharded_gradients(ranks4: Ranks) -> None:
     ranks4.run(with_four)
 
 
+def trained(model: nn.Module) -> Iterator[Tensor]:
+    return (param for param in model.parameters() if param.requires_grad)
+
+
 def trains_frozen(inside: bool) -> None:
     model = Tower()
     for param in [*model.blocks[0].parameters(), model.blocks[1].up.weight, model.first.bias]:
         param.requires_grad_(False)
-
-    def trained(model: nn.Module) -> Iterator[Tensor]:
-        return (param for param in model.parameters() if param.requires_grad)
 
     (whole, one), (fully, other) = both(model, owned=nn.Module.parameters if inside else trained)
     assert train(fully, other, loss_of) == train(whole, one, loss_of)
@@ -181,6 +182,37 @@ def trains_frozen(inside: bool) -> None:
 @pytest.mark.parametrize("inside", [True, False])
 def test_frozen_parameters_are_sharded_if_the_optimizer_has_them(ranks2: Ranks, inside: bool) -> None:
     ranks2.run(trains_frozen, inside)
+
+
+class Adapted(nn.Module):
+    """LoRA: a frozen layer, and two small ones beside it that train."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def trains_adapters(inside: bool, how: str = "") -> None:
+    """The optimizer has the frozen base or not; it stays as it was."""
+    model = Tower(how=how).requires_grad_(False)
+    for block in model.blocks:
+        block.up, block.down = Adapted(block.up), Adapted(block.down)
+    (whole, one), (fully, other) = both(model, owned=nn.Module.parameters if inside else trained)
+    assert train(fully, other, loss_of) == train(whole, one, loss_of)
+    assert_alike(fully.module, whole.module)
+    for block, kept in zip(whole.module.blocks, model.blocks, strict=True):
+        assert torch.equal(block.up.base.weight, kept.up.base.weight)
+        assert not torch.equal(block.up.up.weight, kept.up.up.weight)
+
+
+@pytest.mark.parametrize(("inside", "how"), [(True, ""), (True, "not reentrant"), (False, "")])
+def test_adapters_of_a_frozen_base_train_alike(ranks2: Ranks, inside: bool, how: str) -> None:
+    ranks2.run(trains_adapters, inside, how)
 
 
 class Hidden:

@@ -139,7 +139,7 @@ def test_masters_averages_and_state_go_from_two_ranks_to_four_and_back(
 
 def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
     pairs = [(one[name], other[name]) for name in other]
-    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
+    return all(torch.equal(a.cpu(), b.cpu()) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
 
 
 @pytest.mark.parametrize(

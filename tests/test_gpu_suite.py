@@ -7,7 +7,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 
+import zero_optim
 from gpu import costs
 from gpu.cases import EVERYWHERE, GLOO, NCCL, Case, Phase, all_cases
 from gpu.costs import training
@@ -15,6 +17,7 @@ from gpu.record import summary, table, write
 from gpu.running import Row, run_all, run_case
 from gpu.setting import Figures, Here, NotHere
 from gpu.waits import waits_for_events
+from on_device import on_device
 from pool import Pool
 from sync_calls import Event, cpu_as_accelerator
 from zero_optim.compat.streams import HostCopy
@@ -27,6 +30,11 @@ QUICK = (
     "parity: GradScaler, fused",
     "parity: AdamW fused, cut by rows, float32",
     "DDP: unused parameters",
+    "gradients: unused",
+    "parameters: checkpointing, not reentrant, bf16",
+    "parameters: order of sums, float32",
+    "mesh: fully",
+    "memory: parameters",
     "hook: fp16, on both DDPs",
     "bucketer: 2 streams",
     "overlap: ours DDP, owners, lazily",
@@ -71,6 +79,19 @@ def test_every_case_runs_on_the_cpu(pool: Pool, tmp_path: Path) -> None:
 def test_every_row_has_a_name_of_its_own() -> None:
     rows = [(case.name, setup.name) for case in all_cases() for setup in case.setups]
     assert len(set(rows)) == len(rows)
+
+
+def test_what_a_test_makes_is_on_its_device_and_what_the_library_makes_is_not() -> None:
+    by_the_library = compile("torch.ones(2)", zero_optim.__file__, "eval")
+    with on_device(torch.device("meta")):
+        made = torch.ones(2, requires_grad=True)
+        assert made.is_meta
+        assert made.is_leaf
+        assert made.requires_grad
+        assert all(param.is_meta for param in nn.Linear(2, 2).parameters())
+        assert not torch.ones(2, device="cpu").is_meta
+        assert not eval(by_the_library).is_meta
+    assert not torch.ones(2).is_meta
 
 
 def test_the_count_of_waits_sees_those_of_the_library() -> None:

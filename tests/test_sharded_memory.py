@@ -21,7 +21,6 @@ from pool import Pool, Ranks
 from waiting import wait_until
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import ShardedDataParallel
-from zero_optim.step.partial import PartialGradient
 
 WIDTH, NUM_LAYERS = 128, 24
 LAYER_NBYTES = WIDTH * WIDTH * 4  # above what is copied in batches
@@ -43,24 +42,24 @@ class LivingStorages(TorchDispatchMode):
         super().__init__()
         self.peak = 0
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
-        self._living: dict[int, tuple[StorageWeakRef, int, int]] = {}
+        self._living: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         for value in tree_leaves(made):
-            if isinstance(value, Tensor) and not isinstance(value, PartialGradient):
+            if type(value) in (Tensor, Parameter):  # others have no memory of their own
                 storage = value.untyped_storage()
                 if storage._cdata not in self._known:
-                    held = StorageWeakRef(storage), storage.data_ptr(), storage.nbytes()
-                    self._living[storage._cdata] = held
+                    self._living[storage._cdata] = StorageWeakRef(storage)
         self.peak = max(self.peak, self.count())
         return made
 
     def count(self) -> int:
-        """Bytes that somebody holds now; those of storages that share memory once."""
-        self._living = {key: held for key, held in self._living.items() if not held[0].expired()}
+        """Bytes that somebody holds now, as large as storages are by now; those that share memory once."""
+        self._living = {key: held for key, held in self._living.items() if not held.expired()}
+        storages = [torch.UntypedStorage._new_with_weak_ptr(held.cdata) for held in self._living.values()]
         nbytes, end = 0, 0
-        for start, size in sorted((start, size) for _, start, size in self._living.values()):
+        for start, size in sorted((each.data_ptr(), each.nbytes()) for each in storages if each is not None):
             nbytes += max(0, start + size - max(start, end))
             end = max(end, start + size)
         return nbytes

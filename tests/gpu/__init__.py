@@ -9,7 +9,11 @@ Note [The GPU suite]
 
     Ranks come from ``pool``, as in the other tests. Its processes begin in a gloo group; for NCCL a case's
     group takes that one's place. Two ranks over gloo share one card, which NCCL refuses: so NCCL runs with
-    one rank, and with two where there are two cards.
+    one rank, and with two where there are two cards. Three and four ranks over gloo show the order of sums.
+
+    Much of what the CPU's suite proves needs no case of its own: `gpu.cpu_tests` lists functions of its
+    tests, which run on the device as they are. On the CPU they run the library's code for devices with
+    streams.
 
     No file here is collected by pytest. ``tests/test_gpu_suite.py`` runs the cases on the CPU; the suite
     itself needs PyTorch, numpy and pytest (which helpers import), no network and no installed package.

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from gpu import bucketing, costs, data_parallel, fully, overlapping, parity, starting
+from gpu import bucketing, costs, cpu_tests, data_parallel, fully, overlapping, parity, stages, starting
 from gpu.setting import Figures, Setup
 
-GLOO = Setup("gloo, 2 ranks, 1 card", "gloo", 2)
+GLOO, GLOO_3, GLOO_4 = (Setup(f"gloo, {size} ranks, 1 card", "gloo", size) for size in (2, 3, 4))
 NCCL = Setup("nccl, 1 rank", "nccl", 1)
 NCCL_2 = Setup("nccl, 2 cards", "nccl", 2, 2)
 EVERYWHERE = (GLOO, NCCL, NCCL_2)
@@ -121,6 +121,19 @@ def _data_parallel() -> Iterator[Case]:
     yield _case("DDP and optimizer: Join", data_parallel.joined)
 
 
+def _cpu_tests() -> Iterator[Case]:
+    tables: tuple[tuple[dict[str, cpu_tests.Run], tuple[Setup, ...]], ...] = (
+        (cpu_tests.ONE_OR_TWO_RANKS, EVERYWHERE),
+        (cpu_tests.ONE_RANK, (NCCL,)),
+        (cpu_tests.TWO_RANKS, (GLOO, NCCL_2)),
+        (cpu_tests.MORE_RANKS, (GLOO_3, GLOO_4)),
+        (cpu_tests.MESHES, (GLOO_4,)),
+    )
+    for runs, setups in tables:
+        for name, run in runs.items():
+            yield _case(name, cpu_tests.run, *run, setups=setups)
+
+
 def _fully() -> Iterator[Case]:
     for passes, scales in ((1, False), (2, True)):
         name = f"fully sharded, kept on the CPU: {passes} pass{'es' if passes > 1 else ''}"
@@ -182,10 +195,15 @@ def _costs() -> Iterator[Case]:
     for setup in EVERYWHERE:
         yield _case("memory: peak", costs.memory, 1024, 16, setups=(setup,))
         yield _case("speed: an iteration", costs.speed, 1024, 16, 40, setups=(setup,))
+    for stage in stages.STAGES:
+        yield _case(f"memory: {stage}", stages.memory, stage, 2048, 16)
     yield _case("speed: an iteration, small", costs.speed, 128, 24, 40, setups=(NCCL, NCCL_2))
 
 
 def all_cases() -> list[Case]:
     """List the cases in the order of the table."""
-    parts = (_starting, _parity, _data_parallel, _fully, _hooks, _bucketing, _overlap, _checkpoints, _costs)
+    parts = (
+        *(_starting, _parity, _data_parallel, _cpu_tests, _fully),
+        *(_hooks, _bucketing, _overlap, _checkpoints, _costs),
+    )
     return [case for part in parts for case in part()]

@@ -1,0 +1,124 @@
+"""Cases: tests of the CPU's suite, run on the device as they are; see `on_device`.
+
+Each is the function that a test runs on its ranks. It compares bits with the unsharded run, or with the stage
+below. Here every layer sleeps too, in the forward and the backward pass.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as every_module
+
+import test_fully_sharded as parameters
+import test_fully_sharded_made as made
+import test_fully_sharded_models as models
+import test_fully_sharded_precision as precision
+import test_mesh as mesh
+import test_sharded_accumulation as accumulation
+import test_sharded_cuts as cuts
+import test_sharded_training as gradients
+from gpu.setting import Here
+from on_device import on_device
+from sharded import Setting
+from sync_calls import cpu_as_accelerator
+from test_fully_sharded_forms import trains_as_optimizer_first
+from test_fully_sharded_worlds import trains_alone
+from zero_optim.ddp import PrecisionPolicy
+
+Run = tuple[Any, ...]  # the function of a test, and its arguments
+
+FOLDER = Path("an empty folder")  # stands for one among the arguments
+UNUSED = {"find_unused_parameters": True}
+WIDE = PrecisionPolicy(*[torch.float32] * 5, "units")
+NARROW = precision.NARROW
+
+ONE_OR_TWO_RANKS: dict[str, Run] = {
+    "gradients: training": (gradients.trains_alike, Setting()),
+    "gradients: sparse": (gradients.trains_alike, Setting(gradients.Words, gradients.sgd)),
+    "gradients: mixed precision": (gradients.trains_alike, Setting(options=gradients.narrow_precision())),
+    "gradients: masters and averages, bf16": (gradients.keeps_masters_and_averages,),
+    "gradients: unused": (gradients.leaves_unused_alone, Setting(gradients.Unused, options=UNUSED)),
+    "gradients: frozen and thawed": (gradients.freezes_alike,),
+    "gradients: clipped": (gradients.clips_alike, 2.0, None),
+    "gradients: no_sync": (accumulation.trains_alike_with_no_sync,),
+    "parameters: units kept": (parameters.trains_alike, "", False),
+    "parameters: LoRA": (models.trains_adapters, True),
+    "parameters: LoRA, checkpointing": (models.trains_adapters, True, "not reentrant"),
+    "parameters: LoRA, base on every rank": (models.trains_adapters, False),
+    "parameters: optimizer built later": (made.trains_with_a_later_optimizer, "reentrant"),
+    "parameters: odd ones": (made.trains_odd_ones, False),
+    "parameters: fully_shard": (made.trains_in_place, False),
+    "parameters: masters, bf16": (models.with_masters,),
+    "parameters: bf16, several passes": (precision.follows, NARROW, "", 3),
+    "parameters: bf16, averages": (precision.averages,),
+    **{f"parameters: {kind}": (models.trains_kind, kind) for kind in models.CASES},
+}
+for how in ("reentrant", "not reentrant"):
+    setting = Setting(partial(gradients.Checkpointed, how == "reentrant"))
+    ONE_OR_TWO_RANKS |= {
+        f"gradients: checkpointing, {how}": (gradients.trains_alike, setting),
+        f"parameters: checkpointing, {how}": (parameters.trains_alike, how, True),
+        f"parameters: checkpointing, {how}, bf16": (precision.follows, NARROW, how, 1),
+    }
+
+ONE_RANK: dict[str, Run] = {"parameters: save, load, evaluate": (trains_alone, FOLDER)}
+
+TWO_RANKS: dict[str, Run] = {
+    "gradients: cut": (gradients.trains_alike, Setting(optimizer=cuts.cut_adamw)),
+    "parameters: bf16, cut": (precision.cuts,),
+    "parameters: units on their way": (parameters.counts_live_bytes, True, 0),
+    "parameters: bf16, built later": (trains_as_optimizer_first, ["wrapper", "dtypes"], FOLDER, "AdamW"),
+}
+
+MORE_RANKS: dict[str, Run] = {  # the sums of the reference are made in the order of ranks
+    "gradients: order of sums": (gradients.summed_in_rank_order,),
+    "gradients: order of sums, passes on owners": (accumulation.adds_up, "owner"),
+    "gradients: order of sums, passes on ranks": (accumulation.adds_up, "local"),
+    "parameters: order of sums, float32": (precision.follows, WIDE, "not reentrant", 2),
+    "parameters: order of sums, bf16": (precision.follows, NARROW, "", 2),
+    "parameters: as gradients sharded": (models.with_four,),
+}
+
+MESHES: dict[str, Run] = {  # of two replicas of two ranks
+    **{f"mesh: {way}": (mesh.trains_as_by_hand, way) for way in mesh.WAYS},
+    **{f"mesh: passes on owners, {way}": (mesh.accumulates, way, "owner") for way in mesh.WAYS},
+    "mesh: clipped, GradScaler": (mesh.clips_and_scales, "fully"),
+    "mesh: unused": (mesh.agrees_about_use, "gradients"),
+    "mesh: bf16": (trains_as_optimizer_first, ["wrapper", "mesh", "dtypes"], FOLDER, "AdamW"),
+}
+
+
+def run(here: Here, function: Any, *args: object) -> None:
+    """Run a test's function on the device."""
+    folder = here.folder / "empty"
+    folder.mkdir(exist_ok=True)
+    likewise = nullcontext() if here.is_cuda else cpu_as_accelerator()  # the library's code for devices
+    with on_device(here.device), layers_asleep(here), likewise:
+        function(*(str(folder) if arg == FOLDER else arg for arg in args))
+
+
+@contextmanager
+def layers_asleep(here: Here) -> Iterator[None]:
+    """Have each layer's forward and backward pass begin behind a kernel that sleeps."""
+
+    def sleep(*_: object) -> None:
+        here.sleep(0.2)
+
+    def sleep_on_the_way_back(_: nn.Module, __: object, output: object) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(sleep)  # type: ignore[no-untyped-call]
+
+    handles = [
+        every_module.register_module_forward_pre_hook(sleep),
+        every_module.register_module_forward_hook(sleep_on_the_way_back),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
