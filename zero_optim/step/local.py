@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from zero_optim.plan.groups import ParamGroup, options_of, params_of
 from zero_optim.plan.options import OptionKey, Plain
+from zero_optim.probe.rows import CutRows
 from zero_optim.probe.shaped import ShapedKeys
 from zero_optim.probe.traits import Traits
 from zero_optim.step.built import BuiltOptimizer
@@ -116,43 +117,37 @@ class LocalOptimizer:
         return [(built.spec.name, built.traits) for built in self._built]
 
     def why_not_cut(
-        self, group: ParamGroup, spec: OptimizerSpec | None, dtypes: Sequence[torch.dtype]
+        self, group: ParamGroup, spec: OptimizerSpec | None, cuts: Sequence[CutRows]
     ) -> list[str | None]:
         """Tell why ranks cannot share rows of the parameters of a group that may be added.
 
         Args:
             group: the public group.
             spec: of its own optimizer, if any.
-            dtypes: of each of its parameters, see `Leaves.tried_dtype`.
+            cuts: of each of its parameters, see `Leaves.cut_rows`.
         """
-        shared = self._shared()
+        shared, own = self._shared(), options_of(group)
         if spec is None and shared is not None:
-            return shared.why_not_cut(dtypes, options_of(group))
+            return shared.why_not_cut(own, cuts, own)
         spec = spec or self._default
-        return spec.why_not_cut([options_of(group)], dtypes, is_tried=not self._assume_separable)
+        return spec.why_not_cut([own], own, cuts, is_tried=not self._assume_separable)
 
-    def whole_because(
-        self, groups: Sequence[ParamGroup], dtype_of: Callable[[Tensor], torch.dtype]
-    ) -> dict[Tensor, str]:
-        """Tell of which parameters ranks cannot share rows, and why.
+    def why_not_cut_so(self, cuts: Sequence[Sequence[CutRows]]) -> list[str | None]:
+        """Tell why ranks cannot share rows of the parameters that are stepped; None where they can.
 
         Args:
-            groups: the public groups.
-            dtype_of: tells for which dtype a class must bear cuts, see `Leaves.tried_dtype`.
+            cuts: of each parameter of each public group, see `Leaves.cut_rows`.
         """
-        found: dict[Tensor, str] = {}
-        for built in self._built:
-            params = params_of([groups[number] for number in built.numbers])
-            reasons = built.why_not_cut(list(map(dtype_of, params)))
-            found.update((p, reason) for p, reason in zip(params, reasons, strict=True) if reason is not None)
+        found: list[str | None] = []
+        for number, of_group in enumerate(cuts):
+            built = self.of_group(number)
+            found += built.why_not_cut(built.given[built.numbers.index(number)], of_group)
         return found
 
-    def check_cuts(
-        self, groups: list[ParamGroup], dtypes_of: Callable[[ParamGroup], list[torch.dtype]]
-    ) -> None:
+    def check_cuts(self, groups: list[ParamGroup], cuts_of: Callable[[ParamGroup], list[CutRows]]) -> None:
         """Refuse options with which a class does not bear its cuts; see `BuiltOptimizer.check_cuts`."""
         for built in self._built:
-            built.check_cuts(groups, dtypes_of)
+            built.check_cuts(groups, cuts_of)
 
     @property
     def defaults(self) -> dict[str, Any]:
