@@ -24,6 +24,7 @@ from zero_optim.ddp import (
     unsharded,
 )
 from zero_optim.errors import RankMismatchError
+from zero_optim.step.leaves import MASTER
 
 Convert = Callable[[Any], object]
 
@@ -160,7 +161,7 @@ def test_every_conversion_does_at_every_moment(ranks_2_and_4: Ranks, order: str,
 def converts_with(options: dict[str, Any], of_optimizer: dict[str, Any]) -> None:
     for order in ("first", "later"):
         _, optimizer = compare(order, CONVERSIONS["to"], of_optimizer, **options)
-        masters = [entry["master"].dtype for entry in optimizer.owned_state().values() if "master" in entry]
+        masters = [entry[MASTER].dtype for entry in optimizer.owned_state().values() if MASTER in entry]
         assert set(masters) <= {torch.float32}
         assert bool(masters) == ("master_dtype" in of_optimizer)
 

@@ -75,10 +75,11 @@ def why_not_cut(
 ) -> str | None:
     """Find out why ranks cannot share the rows of parameters, if they cannot.
 
-    `why_rows_not_cut` of `zero_optim.probe.rows` then asks about the rows of one. It is tried where `probe` found nothing against it: rows of small parameters are stepped as parameters of
+    It is tried where `probe` found nothing against it: rows of small parameters are stepped as parameters of
     their own. The rows must have the bits of the whole parameter, and so must their state: each entry either
     has the parameter's shape, and is cut like it, or is the same for all rows. Options may change later, so
-    numbers that are zero, such as a weight decay, are tried with another value too.
+    numbers that are zero, such as a weight decay, are tried with another value too. Whether a class bears
+    the very rows that a plan cuts is the question of `zero_optim.probe.rows.why_rows_not_cut`.
 
     Nothing is cut that is stepped on the CPU in a dtype narrower than float32. Kernels there compute in
     float32, and round what fills no vector at other places. Too few elements show it for a trial to rely on.

@@ -1,4 +1,4 @@
-"""Find by a trial which entries of an optimizer's state have the shape of their parameter."""
+"""Find by a trial which entries an optimizer's state has, and which have the shape of their parameter."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -29,15 +29,19 @@ class ShapedKeys:
 
     optimizer_class: Callable[..., Optimizer]
     defaults: dict[str, Any]
-    _found: dict[int, frozenset[str]] = field(default_factory=dict)
+    _found: dict[int, dict[str, bool]] = field(default_factory=dict)
 
     def of(self, num_dims: int) -> frozenset[str]:
         """Name the entries that have the parameter's shape; none if the class cannot be tried."""
+        return frozenset(name for name, is_shaped in self.entries(num_dims).items() if is_shaped)
+
+    def entries(self, num_dims: int) -> dict[str, bool]:
+        """Name all entries, and tell of each whether it has the parameter's shape; see `of`."""
         if num_dims not in self._found:
-            self._found[num_dims] = self._try(num_dims) if 0 < num_dims <= len(_TRIAL_SIZES) else frozenset()
+            self._found[num_dims] = self._try(num_dims) if 0 < num_dims <= len(_TRIAL_SIZES) else {}
         return self._found[num_dims]
 
-    def _try(self, num_dims: int) -> frozenset[str]:
+    def _try(self, num_dims: int) -> dict[str, bool]:
         subject = OptimizerUnderTest.of(self.optimizer_class, self.defaults, ())
         feed = Feed((_TRIAL_SIZES[:num_dims],), gaps=False, num_groups=1, num_steps=1)
         with isolated():
@@ -48,11 +52,9 @@ class ShapedKeys:
                     except Exception:  # noqa: BLE001 - a class that needs more than this is not checked
                         continue
                     return _shaped(made.run)
-        return frozenset()
+        return {}
 
 
-def _shaped(run: TrialRun) -> frozenset[str]:
+def _shaped(run: TrialRun) -> dict[str, bool]:
     (param,), (entries, *_) = run.leaves[0], run.state_of(0)
-    return frozenset(
-        k for k, value in entries.items() if isinstance(value, Tensor) and value.shape == param.shape
-    )
+    return {k: isinstance(value, Tensor) and value.shape == param.shape for k, value in entries.items()}

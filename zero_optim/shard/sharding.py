@@ -34,9 +34,11 @@ from zero_optim.plan.plan import (
     describe_params,
     make_plan,
 )
+from zero_optim.probe.traits import ELSEWHERE
 from zero_optim.shard.freed import is_freed
 from zero_optim.shard.gathers import Gathers, UnderWay
 from zero_optim.shard.making import BucketMaker
+from zero_optim.shard.order import Alike
 from zero_optim.shard.stamps import Call, Stamps
 from zero_optim.shard.storage import ParamBucket, is_active
 from zero_optim.shard.unit_forms import UnitForms
@@ -48,9 +50,6 @@ _DIFFERS_ON_PURPOSE = (
 )
 # What to do about a difference in options, by the first word of the item that differs.
 _HINTS = {"optimizer": _DIFFERS_ON_PURPOSE, "group": _DIFFERS_ON_PURPOSE}
-
-
-_ELSEWHERE = "another rank, with another processor, found a difference"
 
 
 class Sharding:
@@ -142,6 +141,7 @@ class Sharding:
             used = [self._maker.forms.compute_dtypes.get(param, param.dtype) for param in every]
             plan = make_plan(*known, None if why_whole is None else [True] * len(units), units, used)
             reasons = [] if why_whole is None or not plan.is_cut else why_whole(plan.pieces)
+            alike = Alike.among(new, self._maker.units.keys())
             described = [*describe_params(new), *describe_options(new), *about]
             # Owners come last: they differ where anything else does, and the first difference is told.
             items = [*described, f"buckets of {self.cap_nbytes} bytes"]
@@ -150,12 +150,13 @@ class Sharding:
             if reasons:
                 items += describe_costs(new, plan)
         agree(self._group, items, "the parameters and options of the optimizer", _HINTS)
+        alike.check_order(self._group, new)
         # Now all ranks know whether anything would be cut.
         whole_because: list[str | None] = [None] * len(every)
         while why_whole is not None and plan.is_cut:
             borne = said_by_all(self._group, [reason is None for reason in reasons])
             refused = [
-                None if may else reason or _ELSEWHERE for may, reason in zip(borne, reasons, strict=True)
+                None if may else reason or ELSEWHERE for may, reason in zip(borne, reasons, strict=True)
             ]
             if not any(new and not old for new, old in zip(refused, whole_because, strict=True)):
                 break

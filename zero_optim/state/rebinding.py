@@ -356,4 +356,5 @@ class RebindableOptimizer(HoldingOptimizer):
             leaf_of = {param: leaves.add(param, piece) for param, piece in owned.items()}
             local = self._owned.local.again(groups, leaf_of)
             local.check_cuts(groups, cuts_of)  # options may have changed, and other parameters are cut
+        local.agree_on_traits(group)
         return self._owned_state(group, leaves, average, local, groups, owned)

@@ -118,6 +118,7 @@ class ShardedOptimizer(OwningOptimizer):
                 local = LocalOptimizer(default, groups, asked.specs, leaf_of, options.assume_separable)
                 if options.mirror:
                     local.check_dicts()
+            local.agree_on_traits(group)
             state = self._owned_state(group, leaves, average, local, groups, owned)
             state.keep()
         # Now that no leaf holds the memory that parameters leave.

@@ -1,6 +1,6 @@
 """What the local optimizer steps for each parameter that this rank owns: its leaf, perhaps a master copy.
 
-Master copies travel in state dicts as entries of the parameter's state, "master". Of a parameter that is cut,
+Master copies travel in state dicts as entries of the parameter's state, `MASTER`. Of a parameter that is cut,
 they have the rows that this rank owns.
 
 Note [Masters and their parameters]
@@ -42,7 +42,8 @@ from zero_optim.shard.units import UnitBucket
 from zero_optim.step.gradients import owned_gradient, rows_of
 from zero_optim.step.partial import is_on_host
 
-MASTER = "master"
+MASTER = "zero_optim.master"  # no class has an entry of that name
+OLD_MASTER = "master"  # its name in older files
 
 
 class Leaves:

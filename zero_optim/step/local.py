@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zero_optim.comm.agreement import said_by_all
+from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.groups import ParamGroup, options_of, params_of
 from zero_optim.plan.options import OptionKey, Plain
 from zero_optim.probe.rows import CutRows
@@ -42,7 +44,7 @@ class OptimizerView:
 
 
 class LocalOptimizer:
-    """The user's optimizers over one rank's leaves. Does not communicate.
+    """The user's optimizers over one rank's leaves. Only `agree_on_traits` communicates.
 
     Args:
         default: what steps the groups that name no class of their own.
@@ -115,6 +117,17 @@ class LocalOptimizer:
     def traits(self) -> list[tuple[str, Traits | None]]:
         """List what was found of each class; None where it was not tried."""
         return [(built.spec.name, built.traits) for built in self._built]
+
+    def agree_on_traits(self, group: RankGroup) -> None:
+        """Take for true of a class what its trials showed on every rank; all ranks call.
+
+        Trials may end differently where processors differ, or where a class asks for its rank. What follows
+        from them, such as which buckets are gathered, must be equal everywhere.
+        """
+        tried = [(built, built.traits) for built in self._built if built.traits is not None]
+        said = iter(said_by_all(group, [answer for _, traits in tried for answer in traits.answers()]))
+        for built, traits in tried:
+            built.traits = traits.combined([next(said) for _ in traits.answers()])
 
     def why_not_cut(
         self, group: ParamGroup, spec: OptimizerSpec | None, cuts: Sequence[CutRows]
