@@ -169,3 +169,29 @@ def check_old_dict() -> None:
 
 def test_a_state_dict_with_our_old_names_loads(ranks2: Ranks) -> None:
     ranks2.run(check_old_dict)
+
+
+class Factors(Small):
+    """Keeps one entry, of the parameter's shape or, for a large one, with a number for each row."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, p in self.each():
+            is_large = p.dim() == 2 and p.numel() >= 4096
+            square = p.grad.square()
+            seen = self.state[p].setdefault("seen", torch.zeros_like(square[:, :1] if is_large else square))
+            seen.add_(square.mean(1, keepdim=True) if is_large else square)
+            p.sub_(p.grad / (seen.sqrt() + 1e-8), alpha=group["lr"])
+
+
+def check_factored() -> None:
+    params = make_params(((64, 80), (6, 8), (70, 3)))
+    plain, sharded = Factors(params), ZeroRedundancyOptimizer(twin(params), Factors)
+    train_both(plain, sharded, 2)
+    again = ZeroRedundancyOptimizer(twin(params), Factors)
+    again.load_state_dict(whole_state(sharded))
+    train_both(plain, again, 2, 2)
+
+
+def test_entries_may_have_another_shape_for_large_parameters(ranks2: Ranks) -> None:
+    ranks2.run(check_factored)
