@@ -250,3 +250,70 @@ class Counted(Small):
     def __init__(self, params: Any, **options: Any) -> None:
         type(self).built += 1
         super().__init__(params, **options)
+
+
+class InBlocks(Tensor):
+    """State in whole numbers, one scale for each block of elements, as libraries for 8-bit state keep it."""
+
+    @staticmethod
+    def __new__(cls: Any, codes: Tensor, scale: Tensor) -> "InBlocks":
+        return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+
+    def __init__(self, codes: Tensor, scale: Tensor) -> None:
+        self.codes = codes
+        self.scale = scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: None, *_: Any) -> "InBlocks":
+        return InBlocks(inner["codes"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].codes, args[0].scale)
+        raise NotImplementedError(func)
+
+    @classmethod
+    def of(cls, value: Tensor, block: int) -> "InBlocks":
+        blocks = value.reshape(-1, block)
+        scale = blocks.abs().amax(1, keepdim=True).clamp(min=1e-12)
+        return cls((blocks / scale * 127).round().to(torch.int8).reshape(value.shape), scale)
+
+    def whole(self) -> Tensor:
+        return (self.codes.reshape(len(self.scale), -1) * (self.scale / 127)).reshape(self.codes.shape)
+
+
+class Quantized(Small):
+    """Keeps its momentum in blocks, where the elements fill blocks and are enough to be worth it.
+
+    As torchao's and bitsandbytes' classes. Since it steps with the momentum before it is rounded, the first
+    step shows nothing.
+    """
+
+    def __init__(self, params: Any, block: int = 256, least: int = 4096, wraps: bool = True) -> None:
+        super().__init__(params)
+        self.block, self.least, self.wraps = block, least, wraps
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, p in self.each():
+            before = self.state[p].get("momentum", torch.zeros_like(p))
+            now = (before.whole() if isinstance(before, InBlocks) else before) * 0.9 + p.grad
+            p.sub_(now, alpha=group["lr"])
+            if p.numel() >= self.least and p.numel() % self.block == 0:
+                kept = InBlocks.of(now, self.block)
+                now = kept if self.wraps else kept.whole()
+            self.state[p]["momentum"] = now
+
+
+class RoundsLarge(Small):
+    """Draws random numbers for large parameters alone."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, p in self.each():
+            noise = torch.rand_like(p) * 1e-2 if p.numel() >= 4096 else 0.0
+            p.sub_((p.grad + noise) * group["lr"])

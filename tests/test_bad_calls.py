@@ -21,6 +21,8 @@ from zero_optim.hooks import (
     fp16_compress_wrapper,
     zero_step,
 )
+from zero_optim.step.averages import EMA
+from zero_optim.step.leaves import MASTER
 
 AdamW, SGD = torch.optim.AdamW, torch.optim.SGD
 SHAPES = ((6, 5), (7,), (4, 3), ())
@@ -260,13 +262,13 @@ CALLS: dict[str, Call] = {
         other_dict(o, partial(with_entry, "odd", torch.zeros(2).as_subclass(Odd)))
     ),
     "a master of another shape": lambda o, bad: o.load_state_dict(
-        other_dict(o, partial(with_entry, "master", torch.zeros(1)))
+        other_dict(o, partial(with_entry, MASTER, torch.zeros(1)))
     ),
     "an average of another shape": lambda o, bad: o.load_state_dict(
-        other_dict(o, partial(with_entry, "ema", torch.zeros(1)))
+        other_dict(o, partial(with_entry, EMA, torch.zeros(1)))
     ),
     "a master that is no tensor": lambda o, bad: o.load_state_dict(
-        other_dict(o, partial(with_entry, "master", "x"))
+        other_dict(o, partial(with_entry, MASTER, "x"))
     ),
     "an optimizer that is none": lambda o, bad: zero_step(3 if bad else o),  # type: ignore[arg-type]
     "a hook that is none": lambda o, bad: zero_step(o, 3 if bad else allreduce_hook),  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from torch import nn
 from pool import Pool
 from zero_optim import CheckpointError, ZeroRedundancyOptimizer, checkpoint, cli
 from zero_optim.checkpoint.manifest import VERSION
+from zero_optim.step.averages import EMA
 
 DATA = Path(__file__).parent / "data"
 
@@ -55,7 +56,7 @@ def check(path: Path) -> None:
             entries = optimizer.state[param]
             assert entries["exp_avg"].unique().tolist() == [number + 0.5]
             assert entries["step"].item() == 1.0
-            assert set(entries) == {"step", "exp_avg", "exp_avg_sq", "ema"}
+            assert set(entries) == {"step", "exp_avg", "exp_avg_sq", EMA}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -73,7 +73,7 @@ def check_who_is_asked() -> None:
     with pytest.MonkeyPatch.context() as replacing:
         replacing.setattr(building, "why_not_cut", asking_counted)
         replacing.setattr(RankGroup, "all_gather_fixed", exchange_counted)
-        assert num_cut(built(make_params(((7,), (7,), (7,))))) == 0
+        assert num_cut(built(make_params(((7,), (8,), (9,))))) == 0
         assert asked == []
         without = [*exchanged]
         exchanged.clear()

@@ -20,6 +20,8 @@ from zero_optim import CheckpointError, StateMismatchError, ZeroRedundancyOptimi
 from zero_optim.checkpoint import data, manifest, offline, storage
 from zero_optim.checkpoint.data import read_run
 from zero_optim.checkpoint.dcp_rows import RowsToSave
+from zero_optim.step.averages import EMA
+from zero_optim.step.leaves import MASTER
 
 Whole = dict[str, Any]
 
@@ -181,7 +183,7 @@ def check_masters(path: Path) -> None:
     for each in (optimizer, whole):
         each.consolidate_state_dict(to=None)
     assert_same_state(optimizer.state_dict(), whole.state_dict())
-    assert set(optimizer.state_dict()["state"][0]) >= {"master", "ema"}
+    assert set(optimizer.state_dict()["state"][0]) >= {MASTER, EMA}
     checkpoint.save(path, model=model, optimizer=optimizer)
     for cut in (True, False):
         fresh = nn.Linear(16, 64).bfloat16()
@@ -203,8 +205,8 @@ def check_masters(path: Path) -> None:
     wrong = copy.deepcopy(whole)
     wrong.consolidate_state_dict(to=None)
     state = wrong.state_dict()
-    state["state"][0]["master"] = state["state"][0]["master"][:32]
-    with pytest.raises(StateMismatchError, match="'master' has shape"):
+    state["state"][0][MASTER] = state["state"][0][MASTER][:32]
+    with pytest.raises(StateMismatchError, match=f"'{MASTER}' has shape"):
         optimizer.load_state_dict(state)
 
 
@@ -467,7 +469,7 @@ def check_old(path: Path) -> None:
     optimizer.consolidate_state_dict(to=None)
     for number, entries in optimizer.state_dict()["state"].items():
         assert entries["exp_avg"].unique().tolist() == [number + 0.5]
-        assert entries["exp_avg"].shape == entries["ema"].shape == params_of(optimizer)[number].shape
+        assert entries["exp_avg"].shape == entries[EMA].shape == params_of(optimizer)[number].shape
 
 
 @pytest.mark.parametrize("version", range(1, manifest.VERSION + 1))

@@ -16,7 +16,9 @@ from pool import Ranks
 from training import assert_same_bits, make_params, params_of, set_grads, train_both, twin
 from zero_optim import RankMismatchError, ZeroRedundancyOptimizer
 from zero_optim.plan.pieces import Piece
+from zero_optim.step.averages import EMA
 from zero_optim.step.gradients import rows_of
+from zero_optim.step.leaves import MASTER
 
 CLASSES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 0.01}),
@@ -97,8 +99,8 @@ def check_masters(view: bool) -> None:
         for piece in sharded.pieces()[param]:
             if piece.owner == dist.get_rank():
                 entries = sharded.state[param]
-                assert torch.equal(entries["master"], rows_of(master, piece))
-                assert torch.equal(entries["ema"], rows_of(average, piece))
+                assert torch.equal(entries[MASTER], rows_of(master, piece))
+                assert torch.equal(entries[EMA], rows_of(average, piece))
     before = [param.detach().clone() for param in mine]
     with sharded.averaged_weights():
         assert_same_bits(mine, [average.to(torch.bfloat16) for average in averages])

@@ -15,6 +15,8 @@ from cuts import ONE_A_BUCKET, cut_pair, cutting
 from pool import Ranks
 from training import assert_same_bits, assert_same_state, make_params, params_of, set_grads, train_both, twin
 from zero_optim import StateMismatchError, ZeroRedundancyOptimizer
+from zero_optim.step.averages import EMA
+from zero_optim.step.leaves import MASTER
 from zero_optim.step.state_view import OwnedEntries
 
 SHAPES = ((32, 8), (7,), (64, 16))
@@ -211,18 +213,18 @@ def check_masters_written() -> None:
     for param in mine:
         entries = sharded.state[param]
         assert isinstance(entries, OwnedEntries)
-        assert list(entries) == ["step", "exp_avg", "exp_avg_sq", "master", "ema"]
+        assert list(entries) == ["step", "exp_avg", "exp_avg_sq", MASTER, EMA]
         entries["exp_avg"] = torch.zeros_like(entries["exp_avg"])
-        entries["master"] = torch.full_like(entries["master"], 1.001)
-        entries["ema"] = torch.full_like(entries["ema"], 3.0)
+        entries[MASTER] = torch.full_like(entries[MASTER], 1.001)
+        entries[EMA] = torch.full_like(entries[EMA], 3.0)
         assert torch.equal(
             sharded.optim.state[sharded._owned.leaves.leaf(param)]["exp_avg"], entries["exp_avg"]
         )
-        assert bool((entries["master"] == 1.001).all() and (entries["ema"] == 3.0).all())
+        assert bool((entries[MASTER] == 1.001).all() and (entries[EMA] == 3.0).all())
         assert bool((sharded._owned.leaves.rows(param) == torch.tensor(1.001, dtype=torch.bfloat16)).all())
-        with pytest.raises(StateMismatchError, match="expected 'master' of a parameter of shape"):
-            entries["master"] = torch.zeros(1, 2, 3)
-        for name in ("master", "ema"):
+        with pytest.raises(StateMismatchError, match=f"expected '{MASTER}' of a parameter of shape"):
+            entries[MASTER] = torch.zeros(1, 2, 3)
+        for name in (MASTER, EMA):
             with pytest.raises(TypeError, match=f"'{name}' is kept as long as the optimizer"):
                 del entries[name]
         with pytest.raises(TypeError, match="expected the state of a parameter to be a mapping, got int"):
@@ -231,8 +233,8 @@ def check_masters_written() -> None:
     set_grads(params_of(sharded), 3)
     sharded.step()
     for param in mine:
-        assert bool((sharded.state[param]["master"] == 1.001).all())
-        assert bool((sharded.state[param]["ema"] == (3.0 + torch.tensor(1.001)) / 2).all())
+        assert bool((sharded.state[param][MASTER] == 1.001).all())
+        assert bool((sharded.state[param][EMA] == (3.0 + torch.tensor(1.001)) / 2).all())
 
 
 def test_a_write_to_a_master_or_an_average_is_one(ranks2: Ranks) -> None:
@@ -248,15 +250,15 @@ def check_start_again(act: Callable[[Optimizer], None]) -> None:
     for param in mine:
         entries, rows = sharded.state[param], sharded._owned.leaves.rows(param).float()
         assert entries["step"] == 1
-        assert torch.equal(entries["master"], rows)
-        assert torch.equal(entries["ema"], rows)
+        assert torch.equal(entries[MASTER], rows)
+        assert torch.equal(entries[EMA], rows)
 
 
 def delete_what_is_there(optimizer: Optimizer) -> None:
     for param in list(optimizer.state):
         popped = optimizer.state.pop(param)
-        assert not torch.equal(popped["ema"], optimizer.state[param]["ema"])
-        assert list(optimizer.state[param]) == ["master", "ema"]
+        assert not torch.equal(popped[EMA], optimizer.state[param][EMA])
+        assert list(optimizer.state[param]) == [MASTER, EMA]
 
 
 def clear_what_is_there(optimizer: Optimizer) -> None:
@@ -297,8 +299,8 @@ def check_moved() -> None:
         optimizer.step()
     assert_same_bits(params_of(sharded), params_of(other))
     for param, same in zip(mine, (param for param in params_of(other) if param in other.state), strict=True):
-        assert torch.equal(sharded.state[param]["master"], other.state[same]["master"])
-        assert torch.equal(sharded.state[param]["ema"], other.state[same]["ema"])
+        assert torch.equal(sharded.state[param][MASTER], other.state[same][MASTER])
+        assert torch.equal(sharded.state[param][EMA], other.state[same][EMA])
 
 
 def test_entries_with_a_master_can_be_rebuilt_and_copied(ranks2: Ranks) -> None:
@@ -310,7 +312,7 @@ def check_averages_in() -> None:
     with sharded.averaged_weights():
         for param in mine:
             with pytest.raises(RuntimeError, match="the model holds the averaged weights"):
-                sharded.state[param]["master"] = torch.zeros_like(sharded.state[param]["master"])
+                sharded.state[param][MASTER] = torch.zeros_like(sharded.state[param][MASTER])
     dist.barrier()
 
 

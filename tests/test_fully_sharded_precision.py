@@ -21,6 +21,7 @@ from zero_optim.ddp import (
     full_state_dict,
     unsharded,
 )
+from zero_optim.step.leaves import MASTER
 
 BF16, FP32 = torch.bfloat16, torch.float32
 NARROW = PrecisionPolicy(params=BF16, gradients=FP32, outputs=FP32)
@@ -434,7 +435,7 @@ def saves_masters(folder: str) -> dict[str, Tensor]:
     zero_optim.checkpoint.save(folder, model=model, optimizer=optimizer)
     state = optimizer.owned_state()
     names = {param: name for name, param in model.named_parameters()}
-    return {names[param]: entries["master"].clone() for param, entries in state.items()}
+    return {names[param]: entries[MASTER].clone() for param, entries in state.items()}
 
 
 def loads_masters(folder: str, masters: dict[str, Tensor]) -> None:

@@ -23,6 +23,8 @@ from training import (
     twin,
 )
 from zero_optim import RemoteRankError, ZeroRedundancyOptimizer
+from zero_optim.step.averages import EMA
+from zero_optim.step.leaves import MASTER
 
 
 def low_precision(dtype: torch.dtype) -> list[nn.Parameter]:
@@ -51,7 +53,7 @@ def check_masters(dtype: torch.dtype, view: bool) -> None:
 
     train(sharded, range(5))
     owned = sharded.owned_parameters()
-    masters = [entries["master"] for entries in sharded.state.values() if "master" in entries]
+    masters = [entries[MASTER] for entries in sharded.state.values() if MASTER in entries]
     assert len(masters) == sum(p.dtype == dtype for p in owned)  # the owner alone holds one
     assert all(master.dtype == torch.float32 for master in masters)
     assert sharded.state_nbytes() >= sum(3 * 4 * p.numel() for p in owned if p.dtype == dtype)
@@ -61,8 +63,8 @@ def check_masters(dtype: torch.dtype, view: bool) -> None:
     dist.broadcast_object_list(box, src=0)
     assert box[0] is not None
     for index, q in enumerate(wide[:-1]):
-        assert torch.equal(box[0]["state"][index]["master"], q)
-    assert "master" not in box[0]["state"][len(wide) - 1]
+        assert torch.equal(box[0]["state"][index][MASTER], q)
+    assert MASTER not in box[0]["state"][len(wide) - 1]
     again = ZeroRedundancyOptimizer(
         low_precision(dtype), torch.optim.AdamW, parameters_as_bucket_view=view, master_dtype=torch.float32
     )
@@ -143,7 +145,7 @@ def check_row_zeroed(pretend_asynchronous: bool) -> None:
                     p[3, 0] = math.nan
     assert_same_bits([param.nan_to_num()], [wide.to(torch.bfloat16).nan_to_num()])
     if sharded.owned_parameters():
-        master = sharded.state[param]["master"]
+        master = sharded.state[param][MASTER]
         assert torch.equal(master[1:3], wide[1:3])
 
 
@@ -168,8 +170,8 @@ def check_averages_that_do_not_load(kind: str) -> None:
         "meta": torch.empty_like(params[index], device="meta"),
         "complex": torch.zeros_like(params[index], dtype=torch.complex64),
     }
-    bad = {**whole, "state": {**whole["state"], index: {**whole["state"][index], "ema": wrong[kind]}}}
-    with pytest.raises(ValueError, match="expected 'ema' of a parameter of shape"):
+    bad = {**whole, "state": {**whole["state"], index: {**whole["state"][index], EMA: wrong[kind]}}}
+    with pytest.raises(ValueError, match=f"expected '{EMA}' of a parameter of shape"):
         sharded.load_state_dict(bad)
     sharded.consolidate_state_dict(to=None)
     assert_same_state(sharded.state_dict(), whole)
@@ -251,7 +253,7 @@ def check_average(master_dtype: torch.dtype | None) -> None:
     with sharded.averaged_weights():
         assert_same_bits(params, [average.to(dtype) for average in averages], "averaged while frozen")
     params[0].requires_grad_(True)
-    held = [entries["ema"] for entries in sharded.state.values()]
+    held = [entries[EMA] for entries in sharded.state.values()]
     assert sum(e.numel() for e in held) == sum(p.numel() for p in sharded.owned_parameters())
     sharded.consolidate_state_dict(to=1)
     box = [sharded.state_dict() if dist.get_rank() == 1 else None]
@@ -444,7 +446,7 @@ def check_complex_average() -> None:
         assert box[0] is not None
         loaded = ZeroRedundancyOptimizer(twin(params), torch.optim.AdamW, **options)
         loaded.load_state_dict(box[0])
-        held, again = ([e["ema"] for e in one.state.values()] for one in (saved, loaded))
+        held, again = ([e[EMA] for e in one.state.values()] for one in (saved, loaded))
         assert all(average.is_complex() for average in held)
         assert_same_bits(again, held, "loaded")
 

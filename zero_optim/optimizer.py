@@ -44,7 +44,8 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
 
     Args:
         params: parameters, dicts of groups, or (name, parameter) pairs, as ``torch.optim`` takes
-            them; the same on every rank. Any dtypes and shapes; dense.
+            them; the same on every rank, in the same order. Any dtypes and shapes; dense. Names are compared.
+            Without them, parameters alike are told apart by values, where ranks start with equal ones.
         optimizer_class: the class to shard, or a callable that builds one from groups. Ranks compare its
             code and arguments; what shall differ between ranks it finds out itself when it is called.
         process_group: ranks to shard over; None for the default group, or for the group of the fully sharded
@@ -61,9 +62,11 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
             that go element by element, "matmul" for those that orthogonalize matrices (Muon), or a
             function of the parameter. A group may name its own under the key "cost".
         master_dtype: step parameters of narrower floating-point dtypes through copies in this dtype,
-            held by the owner alone: torch.float32 for bf16 and fp16 parameters.
+            held by the owner alone: torch.float32 for bf16 and fp16 parameters. In the state they are entries
+            named ``zero_optim.master``.
         ema_decay: keep an exponential moving average of the weights, each rank of what it owns, for
-            `averaged_weights`; the factor by which it keeps its past at a step, below 1.
+            `averaged_weights`; the factor by which it keeps its past at a step, below 1. In the state the
+            averages are entries named ``zero_optim.ema``.
         gather_lazily: the model, whose forward passes wait for the gathers in the place of `step`, each
             module for its own parameters. So with clipping, the norm alone is waited for after backward.
             The method of this name says what else waits, and what must. Wrapped in DDP or not, by now or

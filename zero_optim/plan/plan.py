@@ -63,11 +63,13 @@ class Plan:
         costs: what owning each parameter costs.
         pieces: of each parameter, the rows that each of its owners has.
         buckets: every parameter is in exactly one.
+        whole_because: of each parameter, why it may not be cut, if that was asked; None where it may be.
     """
 
     costs: tuple[float, ...]
     pieces: tuple[Pieces, ...]
     buckets: tuple[BucketPlan, ...]
+    whole_because: tuple[str | None, ...] = ()
 
     @property
     def is_cut(self) -> bool:

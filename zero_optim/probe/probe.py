@@ -11,6 +11,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from zero_optim.comm.encoding import inner_tensors
@@ -27,13 +28,18 @@ from zero_optim.probe.trials import (
     by_rows,
     isolated,
     record,
+    recorded,
     start,
     step_in_parts,
     step_whole,
 )
 
-# Some classes factor or quantize state from some size on: 128 rows, or 4096 elements.
-_LARGE = ((130, 130),)
+# Some classes factor or quantize state from some size on: 128 rows, or 4096 elements that fill blocks, the
+# largest of which has as many. What they rounded shows from the second step on.
+_LARGE = ((256, 176),)
+_STEPS_OF_LARGE = 3
+# Enough for the same, where several are stepped apart.
+_SEVERAL_LARGE = ((128, 32), (64, 128))
 # Many vectors of any processor; cut, no piece fills one.
 _SHORT = (63, 7)
 # Numbers that scripts change between runs, and by which resumed runs differ.
@@ -67,12 +73,13 @@ def why_not_cut(
     groups: Sequence[Mapping[str, Any]] = (),
     dtype: torch.dtype = torch.float32,
 ) -> str | None:
-    """Find out why ranks cannot share the rows of a parameter, if they cannot.
+    """Find out why ranks cannot share the rows of parameters, if they cannot.
 
     It is tried where `probe` found nothing against it: rows of small parameters are stepped as parameters of
     their own. The rows must have the bits of the whole parameter, and so must their state: each entry either
     has the parameter's shape, and is cut like it, or is the same for all rows. Options may change later, so
-    numbers that are zero, such as a weight decay, are tried with another value too.
+    numbers that are zero, such as a weight decay, are tried with another value too. Whether a class bears
+    the very rows that a plan cuts is the question of `zero_optim.probe.rows.why_rows_not_cut`.
 
     Nothing is cut that is stepped on the CPU in a dtype narrower than float32. Kernels there compute in
     float32, and round what fills no vector at other places. Too few elements show it for a trial to rely on.
@@ -155,7 +162,7 @@ def _try_cut(subject: OptimizerUnderTest, dtype: torch.dtype) -> str | None:
         return traits.shape_use
     feed = replace(found.feed, dtype=dtype)
     with isolated():
-        made = _recorded(found.subject, feed.with_rows())
+        made = recorded(found.subject, feed.with_rows())
         if made is None:
             return f"parameters of {dtype} could not be tried"
         return _why_rows_differ(found.subject, feed, made) or _why_rows_differ_awake(found.subject, feed)
@@ -180,11 +187,14 @@ def _why_coupled(subject: OptimizerUnderTest, made: TrialRecord, *, with_state: 
 
 
 def _why_coupled_otherwise(subject: OptimizerUnderTest, made: TrialRecord) -> str | None:
-    """Try again where NaN or single precision may have hidden a difference."""
+    """Try again where NaN, single precision or a small size may have hidden a difference."""
+    if made.feed.dtype != torch.float32 or made.feed.shapes == _SEVERAL_LARGE:
+        return None
     tamer = [] if made.finite or made.feed.huge == 1 else [replace(made.feed, huge=1.0)]
-    half = [] if made.feed.dtype != torch.float32 else [replace(made.feed, dtype=torch.bfloat16, num_steps=2)]
-    for feed in (*tamer, *half):
-        again = _recorded(subject, feed)
+    half = replace(made.feed, dtype=torch.bfloat16, num_steps=2)
+    large = replace(made.feed, shapes=_SEVERAL_LARGE, num_in_group=1, num_steps=_STEPS_OF_LARGE, gaps=False)
+    for feed in (*tamer, half, large.with_groups(subject)):
+        again = recorded(subject, feed)
         if again is None:
             continue
         reason = _why_coupled(subject, again)
@@ -214,8 +224,10 @@ def _why_shape_used(subject: OptimizerUnderTest, made: TrialRecord) -> str | Non
     """Cut every parameter in pieces, and compare; if there is no difference, cut a larger one too."""
     if made.feed.sparse:
         return "it takes sparse gradients, which are not cut"
-    feed = replace(made.feed, shapes=_LARGE, num_groups=1, num_in_group=1, num_steps=1, gaps=False)
-    large = _recorded(subject, feed.with_groups(subject))
+    feed = replace(
+        made.feed, shapes=_LARGE, num_groups=1, num_in_group=1, num_steps=_STEPS_OF_LARGE, gaps=False
+    )
+    large = recorded(subject, feed.with_groups(subject))
     for whole in (made, large):
         if whole is None:
             continue
@@ -243,19 +255,20 @@ def _why_rows_differ(
         cut_long: how to cut what is longer than some vectors.
     """
     one = replace(feed, num_groups=1, num_in_group=1, gaps=False)
-    large = replace(one, shapes=_LARGE, num_steps=1).with_groups(subject).with_rows()
+    large = replace(one, shapes=_LARGE, num_steps=_STEPS_OF_LARGE).with_groups(subject)
     short = replace(one, shapes=(_SHORT,) if len(feed.shapes[0]) > 1 else ((_SHORT[0] * _SHORT[1],),))
     tried: list[tuple[Feed, Cut]] = [(made.feed, cut_long), (large, cut_long)]
     if not subject.is_fused:
         tried.append((short.with_groups(subject), below_vectors))
     for each, cut in tried:
-        whole = made if each is made.feed else _recorded(subject, each)
+        whole = made if each is made.feed else recorded(subject, each)
         if whole is None:
             return f"parameters of shape {each.shapes[0]} and {each.dtype} could not be tried"
         if whole.run.global_state():
             return "it keeps state that belongs to no parameter"
-        if _keeps_nested(whole):
-            return "it keeps tensors in lists or dicts of its state, whose rows would not be joined"
+        reason = _why_not_joined(whole)
+        if reason is not None:
+            return reason
         begin = partial(start, subject, each, whole.starts, cut=cut)
         reason = difference(subject, whole, "cut between rows", begin)
         if reason is not None:
@@ -269,7 +282,7 @@ def _why_rows_differ_awake(subject: OptimizerUnderTest, feed: Feed) -> str | Non
         awake = subject.awake(feed.shapes[0], names)
         if awake is None:
             return None
-        made = _recorded(awake, feed.with_rows())
+        made = recorded(awake, feed.with_rows())
         if made is not None and made.finite:
             # Not between rows where a kernel is not fused: more elements change their place in a vector so.
             cut_long = by_rows if awake.is_fused else anywhere
@@ -278,11 +291,16 @@ def _why_rows_differ_awake(subject: OptimizerUnderTest, feed: Feed) -> str | Non
     return None
 
 
-def _keeps_nested(made: TrialRecord) -> bool:
-    """Whether an entry of some parameter's state is a container with tensors."""
-    states = [state for index in made.run.leaves for state in made.run.state_of(index)]
-    entries = [entry for state in states if isinstance(state, Mapping) for entry in state.values()]
-    return any(not isinstance(entry, torch.Tensor) and inner_tensors(entry) for entry in entries)
+def _why_not_joined(made: TrialRecord) -> str | None:
+    """Say which entries of a parameter's state nobody could join: containers with tensors, and subclasses."""
+    for index, (leaf,) in made.run.leaves.items():
+        (state,) = made.run.state_of(index)
+        for entry in state.values() if isinstance(state, Mapping) else ():
+            if not isinstance(entry, torch.Tensor) and inner_tensors(entry):
+                return "it keeps tensors in lists or dicts of its state, whose rows would not be joined"
+            if type(entry) not in (torch.Tensor, Parameter) and getattr(entry, "shape", None) == leaf.shape:
+                return f"it keeps a {type(entry).__name__} in its state, whose rows would not be joined"
+    return None
 
 
 _WITHOUT_GRADIENT = "it changes parameters that have no gradient, and these are not stepped then"
@@ -304,10 +322,3 @@ def _moves_frozen(subject: OptimizerUnderTest, made: TrialRecord) -> bool:
         if [run.bits(index) for index in still] != before:
             return True
     return False
-
-
-def _recorded(subject: OptimizerUnderTest, feed: Feed) -> TrialRecord | None:
-    try:
-        return record(subject, feed)
-    except Exception:  # noqa: BLE001 - a class need not know bfloat16, for example
-        return None

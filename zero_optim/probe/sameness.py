@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zero_optim.comm.encoding import flattened
+from zero_optim.compat.engine import wraps_tensors
 from zero_optim.probe.subject import to_hashable
 
 
@@ -27,8 +29,15 @@ def same(a: object, b: object) -> bool:
 
 
 def same_tensors(a: Tensor, b: Tensor) -> bool:
-    """Compare tensors bit for bit: values, dtype, shape."""
+    """Compare tensors bit for bit: values, dtype, shape. Tensors made of others are compared by these."""
+    if wraps_tensors(a) or wraps_tensors(b):
+        return type(a) is type(b) and a.shape == b.shape and same(_inside(a), _inside(b))
     return to_hashable(a.to_dense() if a.is_sparse else a) == to_hashable(b.to_dense() if b.is_sparse else b)
+
+
+def _inside(tensor: Tensor) -> list[object]:
+    attributes, context = flattened(tensor)
+    return [context, {name: getattr(tensor, name) for name in attributes}]
 
 
 def same_pieces(whole: object, pieces: Sequence[Any], shape: torch.Size) -> bool:
@@ -36,8 +45,8 @@ def same_pieces(whole: object, pieces: Sequence[Any], shape: torch.Size) -> bool
     if len(pieces) == 1:
         return same(whole, pieces[0])
     if isinstance(whole, Tensor) and whole.shape == shape:
-        if not all(isinstance(piece, Tensor) for piece in pieces):
-            return False
+        if wraps_tensors(whole) or not all(isinstance(piece, Tensor) for piece in pieces):
+            return False  # nobody knows which part of what it holds belongs to a row
         return same_tensors(whole.reshape(-1), torch.cat([piece.reshape(-1) for piece in pieces]))
     if isinstance(whole, Mapping):
         alike = all(isinstance(piece, Mapping) and piece.keys() == whole.keys() for piece in pieces)

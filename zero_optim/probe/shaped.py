@@ -1,4 +1,4 @@
-"""Find by a trial which entries of an optimizer's state have the shape of their parameter."""
+"""Find by a trial which entries an optimizer's state has, and which have the shape of their parameter."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -12,6 +12,9 @@ from zero_optim.probe.trials import Feed, TrialRun, isolated, record
 
 # Sizes of trial parameters: distinct, so that no other tensor of the state has the shape by chance.
 _TRIAL_SIZES = (5, 3, 7, 2, 4, 6)
+# Classes that factor state from 128 rows on, or from 4,096 elements, have other entries then.
+_LARGE_SIZES = (128, 34, 3, 2, 5, 7)
+_LARGE_VECTOR = (4352,)
 
 
 @dataclass(slots=True)
@@ -19,8 +22,8 @@ class ShapedKeys:
     """Which entries of a class's state have the shape of their parameter.
 
     A loaded state dict can be checked against this before the optimizer has any state of its own.
-    One step of a temporary optimizer finds them, for each number of dimensions. Draws no random numbers and
-    does not communicate.
+    One step of a temporary optimizer finds them, for each number of dimensions and two sizes. Draws no random
+    numbers and does not communicate.
 
     Args:
         optimizer_class: as given to `ZeroRedundancyOptimizer`.
@@ -29,17 +32,29 @@ class ShapedKeys:
 
     optimizer_class: Callable[..., Optimizer]
     defaults: dict[str, Any]
-    _found: dict[int, frozenset[str]] = field(default_factory=dict)
+    _found: dict[int, dict[str, bool]] = field(default_factory=dict)
 
     def of(self, num_dims: int) -> frozenset[str]:
         """Name the entries that have the parameter's shape; none if the class cannot be tried."""
+        return frozenset(name for name, is_shaped in self.entries(num_dims).items() if is_shaped)
+
+    def entries(self, num_dims: int) -> dict[str, bool]:
+        """Name all entries, and tell of each whether it has the parameter's shape; see `of`."""
         if num_dims not in self._found:
-            self._found[num_dims] = self._try(num_dims) if 0 < num_dims <= len(_TRIAL_SIZES) else frozenset()
+            found: dict[str, bool] = {}
+            if 0 < num_dims <= len(_TRIAL_SIZES):
+                large = _LARGE_VECTOR if num_dims == 1 else _LARGE_SIZES[:num_dims]
+                tried = [
+                    entries for shape in (_TRIAL_SIZES[:num_dims], large) if (entries := self._try(shape))
+                ]
+                # What has the shape of a small parameter only need not have it.
+                found = {k: all(entries.get(k) for entries in tried) for entries in tried for k in entries}
+            self._found[num_dims] = found
         return self._found[num_dims]
 
-    def _try(self, num_dims: int) -> frozenset[str]:
+    def _try(self, shape: tuple[int, ...]) -> dict[str, bool]:
         subject = OptimizerUnderTest.of(self.optimizer_class, self.defaults, ())
-        feed = Feed((_TRIAL_SIZES[:num_dims],), gaps=False, num_groups=1, num_steps=1)
+        feed = Feed((shape,), gaps=False, num_groups=1, num_steps=1)
         with isolated():
             for candidate in (subject, subject.without_switches()):
                 for tried in (feed, replace(feed, sparse=True)):
@@ -48,11 +63,9 @@ class ShapedKeys:
                     except Exception:  # noqa: BLE001 - a class that needs more than this is not checked
                         continue
                     return _shaped(made.run)
-        return frozenset()
+        return {}
 
 
-def _shaped(run: TrialRun) -> frozenset[str]:
+def _shaped(run: TrialRun) -> dict[str, bool]:
     (param,), (entries, *_) = run.leaves[0], run.state_of(0)
-    return frozenset(
-        k for k, value in entries.items() if isinstance(value, Tensor) and value.shape == param.shape
-    )
+    return {k: isinstance(value, Tensor) and value.shape == param.shape for k, value in entries.items()}

@@ -1,7 +1,7 @@
 """What an optimizer class tolerates: the answers of `probe`, and the message when a class is refused."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from torch.optim import Optimizer
 
@@ -10,6 +10,7 @@ NEEDS_CLOSURE = (
     "its step() needs a closure that evaluates the model, and while it searches, each rank would "
     "have changed its own parameters only"
 )
+ELSEWHERE = "another rank, with another processor, found a difference"
 NEEDS_SECOND_ORDER = "its step() needs second-order gradients, of backward(create_graph=True)"
 
 
@@ -30,6 +31,24 @@ class Traits:
     shape_use: str | None = None
     untried: str | None = None
     moves_frozen: bool = False
+
+    def answers(self) -> list[bool]:
+        """List what a class tolerates that is not refused, for ranks to combine."""
+        return [self.counting is None, self.shape_use is None, not self.moves_frozen]
+
+    def combined(self, said_by_all: Sequence[bool]) -> "Traits":
+        """Return what it tolerates on every rank.
+
+        Args:
+            said_by_all: for each of the `answers`, whether all ranks say yes.
+        """
+        in_parts, in_pieces, spares_frozen = said_by_all
+        return replace(
+            self,
+            counting=None if in_parts else self.counting or ELSEWHERE,
+            shape_use=None if in_pieces else self.shape_use or ELSEWHERE,
+            moves_frozen=not spares_frozen,
+        )
 
     @property
     def separable(self) -> bool:

@@ -282,6 +282,14 @@ def record(subject: OptimizerUnderTest, feed: Feed) -> TrialRecord:
     return made
 
 
+def recorded(subject: OptimizerUnderTest, feed: Feed) -> TrialRecord | None:
+    """Do as `record`, but return None if the class raises: it need not know bfloat16, for example."""
+    try:
+        return record(subject, feed)
+    except Exception:  # noqa: BLE001 - the user's class may raise anything
+        return None
+
+
 # ---------------------------------------------------------------------- isolation
 
 

@@ -34,9 +34,11 @@ from zero_optim.plan.plan import (
     describe_params,
     make_plan,
 )
+from zero_optim.probe.traits import ELSEWHERE
 from zero_optim.shard.freed import is_freed
 from zero_optim.shard.gathers import Gathers, UnderWay
 from zero_optim.shard.making import BucketMaker
+from zero_optim.shard.order import Alike
 from zero_optim.shard.stamps import Call, Stamps
 from zero_optim.shard.storage import ParamBucket, is_active
 from zero_optim.shard.unit_forms import UnitForms
@@ -65,6 +67,7 @@ class Sharding:
 
     Attributes:
         pieces: of each parameter, the rows that each of its owners has.
+        whole_because: why parameters may not be cut, of those of which that was found.
         loads: the cost of what each rank owns.
         cap_nbytes: capacity of a bucket in bytes.
         buckets: in the order in which they are gathered, the same on every rank; see Note [Order of gathers]
@@ -84,6 +87,7 @@ class Sharding:
         forms: UnitForms | None = None,
     ) -> None:
         self.pieces: dict[Tensor, Pieces] = {}
+        self.whole_because: dict[Tensor, str] = {}
         self.loads: list[float] = [0] * (group.size if num_owners is None else num_owners)
         self.buckets: list[ParamBucket] = []
         self.gathers = Gathers() if gathers is None else gathers
@@ -106,7 +110,7 @@ class Sharding:
         costs: Sequence[Cost],
         before: int,
         about: Sequence[str],
-        bear_cuts: Callable[[], Sequence[bool]] | None,
+        why_whole: Callable[[Sequence[Pieces]], Sequence[str | None]] | None,
     ) -> Plan:
         """Plan groups, and check that all ranks have the same plan; all ranks call.
 
@@ -117,9 +121,10 @@ class Sharding:
             costs: the cost function of each group to plan.
             before: number of groups that have been planned already.
             about: further descriptions to agree on.
-            bear_cuts: tells for each parameter to plan whether several ranks may own rows of it, as far as
-                this rank can know; called if there is something to cut. A parameter is cut if all ranks say
-                yes. None cuts nothing, and evens out the model alone, not each bucket.
+            why_whole: tells for each parameter to plan why ranks may not own the pieces given of it, as far
+                as this rank can know; None if they may. Called if there is something to cut, and again where
+                the answers lead to other pieces. A parameter is cut if all ranks say that it may be. None
+                cuts nothing, and evens out the model alone, not each bucket.
 
         Raises:
             ValueError: on every rank, a parameter cannot be sharded; or TypeError.
@@ -134,19 +139,33 @@ class Sharding:
             every = params_of(new)
             units = [self._maker.units.get(param) for param in every]
             used = [self._maker.forms.compute_dtypes.get(param, param.dtype) for param in every]
-            plan = make_plan(*known, None if bear_cuts is None else [True] * len(units), units, used)
-            answer = [] if bear_cuts is None or not plan.is_cut else bear_cuts()
+            plan = make_plan(*known, None if why_whole is None else [True] * len(units), units, used)
+            reasons = [] if why_whole is None or not plan.is_cut else why_whole(plan.pieces)
+            alike = Alike.among(new, self._maker.units.keys())
             described = [*describe_params(new), *describe_options(new), *about]
             # Owners come last: they differ where anything else does, and the first difference is told.
             items = [*described, f"buckets of {self.cap_nbytes} bytes"]
             items += [f"units of the parameters: {units}, used as {used}"] if self._maker.units else []
             items += describe_owners(new, plan)
-            if answer:
+            if reasons:
                 items += describe_costs(new, plan)
         agree(self._group, items, "the parameters and options of the optimizer", _HINTS)
+        alike.check_order(self._group, new)
         # Now all ranks know whether anything would be cut.
-        answer = said_by_all(self._group, answer)
-        return plan if all(answer) else make_plan(*known, answer, units, used)
+        whole_because: list[str | None] = [None] * len(every)
+        while why_whole is not None and plan.is_cut:
+            borne = said_by_all(self._group, [reason is None for reason in reasons])
+            refused = [
+                None if may else reason or ELSEWHERE for may, reason in zip(borne, reasons, strict=True)
+            ]
+            if not any(new and not old for new, old in zip(refused, whole_because, strict=True)):
+                break
+            whole_because = [old or new for old, new in zip(whole_because, refused, strict=True)]
+            plan = make_plan(*known, [reason is None for reason in whole_because], units, used)
+            if plan.is_cut:  # in other pieces
+                with failing_together(self._group):
+                    reasons = why_whole(plan.pieces)
+        return replace(plan, whole_because=tuple(whole_because))
 
     def let_go(self, *, waits: bool) -> None:
         """Let the process group go, after the gathers, see `Gathers.let_go`; does not communicate."""
@@ -197,6 +216,8 @@ class Sharding:
             names: of the parameters, for messages.
         """
         self.pieces.update(zip(params, plan.pieces, strict=True))
+        refused = zip(params, plan.whole_because, strict=True) if plan.whole_because else ()
+        self.whole_because.update((param, reason) for param, reason in refused if reason is not None)
         more = plan.loads(len(self.loads))
         self.loads = [load + extra for load, extra in zip(self.loads, more, strict=True)]
         labels = [

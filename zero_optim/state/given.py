@@ -13,8 +13,11 @@ from zero_optim.comm.watchdog import check_patience
 from zero_optim.plan.costs import Cost, CostName, cost_named
 from zero_optim.plan.description import describe
 from zero_optim.plan.groups import ParamGroup
+from zero_optim.plan.pieces import Pieces
+from zero_optim.probe.rows import CutRows
 from zero_optim.step.spec import OptimizerSpec, why_not_cut
 
+KEPT_WHOLE = "cuts=False"  # why a parameter is not cut, if the user wants it so
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 
@@ -152,18 +155,19 @@ class GroupOptions:
         may_cut = [taken_cuts(group, options.cuts) for group in groups]
         return cls(costs, may_cut, [OptimizerSpec.taken_from(group) for group in groups])
 
-    def bear_cuts(
+    def why_whole(
         self,
         default: OptimizerSpec,
         groups: Sequence[ParamGroup],
-        dtype_of: Callable[[Tensor], torch.dtype],
+        cut_rows: Callable[[Tensor, Pieces], CutRows],
+        pieces: Sequence[Pieces],
         *,
         is_tried: bool,
-    ) -> list[bool]:
-        """Tell of each parameter whether it may be cut and its class bears that; see `why_not_cut`."""
-        reasons = why_not_cut(default, groups, self.specs, dtype_of, is_tried=is_tried)
+    ) -> list[str | None]:
+        """Tell of each parameter why it is not cut, see `why_not_cut`; None if it may be."""
+        reasons = why_not_cut(default, groups, self.specs, cut_rows, pieces, is_tried=is_tried)
         allowed = [may for may, group in zip(self.may_cut, groups, strict=True) for _ in group["params"]]
-        return [reason is None and may for reason, may in zip(reasons, allowed, strict=True)]
+        return [reason if may else KEPT_WHOLE for reason, may in zip(reasons, allowed, strict=True)]
 
 
 def kept_whole_in(groups: Sequence[ParamGroup], may_cut: Sequence[bool]) -> set[Tensor]:

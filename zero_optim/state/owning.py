@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_optim.comm.agreement import said_by_all
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.mesh import RankMesh
 from zero_optim.comm.traffic import PHASES
@@ -24,7 +23,7 @@ from zero_optim.plan.plan import describe_params
 from zero_optim.shard.keeping import Keeping, RowKeeping
 from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.unit_forms import UnitForms
-from zero_optim.state.given import ShardingOptions
+from zero_optim.state.given import KEPT_WHOLE, ShardingOptions
 from zero_optim.state.mirror import Mirror
 from zero_optim.state.whole import Snapshot, nbytes_held
 from zero_optim.step.local import OptimizerView
@@ -261,13 +260,6 @@ class OwningOptimizer(Optimizer):
 
     def _explained(self) -> Explanation:
         local, groups, nbytes = self._owned.local, self.param_groups, self.state_nbytes()
-        reasons = dict.fromkeys(self._kept_whole, "cuts=False")
-        params = self._params()
-        if len(reasons) < len(params):
-            reasons = local.whole_because(groups, self._owned.leaves.tried_dtype) | reasons
-            everywhere = said_by_all(self._group, [param not in reasons for param in params])
-            for param, is_borne in zip(params, everywhere, strict=True):
-                if not is_borne:
-                    reasons.setdefault(param, "another rank, with another processor, found a difference")
+        reasons = self._sharding.whole_because | dict.fromkeys(self._kept_whole, KEPT_WHOLE)
         mirrored = self.mirror_nbytes()
         return explain(self._group, self._sharding, local, groups, reasons, nbytes, mirrored)

@@ -24,9 +24,12 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.watchdog import learn_addresses, unwatch, watch
 from zero_optim.plan.description import describe
 from zero_optim.plan.groups import ParamGroup, param_names, params_of, short_names
+from zero_optim.plan.pieces import Pieces
 from zero_optim.plan.plan import Plan, describe_params
+from zero_optim.probe.rows import CutRows
 from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.storage import ParamBucket, ViewBucket
+from zero_optim.state.given import KEPT_WHOLE
 from zero_optim.state.holding import Found, HoldingOptimizer
 from zero_optim.state.moving import Forms, Moved, move_state, refuse_lost
 from zero_optim.state.whole import Snapshot, check_targets
@@ -299,12 +302,13 @@ class RebindableOptimizer(HoldingOptimizer):
         sharding = Sharding(group, as_views, cap_mb, num_owners, gathers, own, *units)
         costs = [self._costs.__getitem__ for _ in groups]
 
-        def bear_cuts() -> list[bool]:
-            owned = self._owned
-            reasons = owned.local.whole_because(groups, owned.leaves.tried_dtype)
-            return [p not in reasons and p not in self._kept_whole for p in params_of(groups)]
+        def why_whole(pieces: Sequence[Pieces]) -> list[str | None]:
+            owned, pieces_of = self._owned, iter(pieces)
+            cuts = [[owned.leaves.cut_rows(p, next(pieces_of)) for p in group["params"]] for group in groups]
+            reasons = zip(params_of(groups), owned.local.why_not_cut_so(cuts), strict=True)
+            return [KEPT_WHOLE if param in self._kept_whole else reason for param, reason in reasons]
 
-        return sharding, sharding.plan(groups, costs, 0, about, bear_cuts if any(self._may_cut()) else None)
+        return sharding, sharding.plan(groups, costs, 0, about, why_whole if any(self._may_cut()) else None)
 
     def _may_cut(self) -> list[bool]:
         """Tell for each group whether its parameters may be cut, as the user wants it."""
@@ -337,15 +341,16 @@ class RebindableOptimizer(HoldingOptimizer):
         """
         params = self._params()
         owned = sharding.owned(params, plan)
-        cut = {param for param, pieces in zip(params, plan.pieces, strict=True) if len(pieces) > 1}
+        cut = {param: pieces for param, pieces in zip(params, plan.pieces, strict=True) if len(pieces) > 1}
 
-        def dtypes_of_cut(of: ParamGroup) -> list[torch.dtype]:
-            return list(dict.fromkeys(leaves.tried_dtype(param) for param in of["params"] if param in cut))
+        def cuts_of(of: ParamGroup) -> list[CutRows]:
+            return [leaves.cut_rows(param, cut[param]) for param in of["params"] if param in cut]
 
         with failing_together(group):
             leaves = Leaves(self._options.master_dtype, self._units or (), self._unit_forms.on_host)
             average = WeightAverage(self._options.ema_decay, leaves)
             leaf_of = {param: leaves.add(param, piece) for param, piece in owned.items()}
             local = self._owned.local.again(groups, leaf_of)
-            local.check_cuts(groups, dtypes_of_cut)  # options may have changed, and other parameters are cut
+            local.check_cuts(groups, cuts_of)  # options may have changed, and other parameters are cut
+        local.agree_on_traits(group)
         return self._owned_state(group, leaves, average, local, groups, owned)

@@ -19,7 +19,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.watchdog import learn_addresses, patient, watch
 from zero_optim.plan.costs import cost_named
 from zero_optim.plan.groups import ParamGroup, params_of, short_names
-from zero_optim.plan.pieces import Piece
+from zero_optim.plan.pieces import Piece, Pieces
 from zero_optim.shard.claims import UnitsClaim, claim_of, first_claim, reusable_buckets
 from zero_optim.shard.lazy import LazyGather, check_reader
 from zero_optim.shard.sharding import Sharding
@@ -101,8 +101,8 @@ class ShardedOptimizer(OwningOptimizer):
                 about = _about(default, asked, options, read_by)
                 check_reader(read_by, params_of(groups))
             is_tried = not options.assume_separable
-            bear_cuts = partial(asked.bear_cuts, default, groups, leaves.tried_dtype, is_tried=is_tried)
-            plan = sharding.plan(groups, asked.costs, 0, about, bear_cuts if any(asked.may_cut) else None)
+            why_whole = partial(asked.why_whole, default, groups, leaves.cut_rows, is_tried=is_tried)
+            plan = sharding.plan(groups, asked.costs, 0, about, why_whole if any(asked.may_cut) else None)
         if claim is not None:
             claim.agree(groups, about, plan)
         every = params_of(groups)
@@ -117,6 +117,7 @@ class ShardedOptimizer(OwningOptimizer):
                 local = LocalOptimizer(default, groups, asked.specs, leaf_of, options.assume_separable)
                 if options.mirror:
                     local.check_dicts()
+            local.agree_on_traits(group)
             state = self._owned_state(group, leaves, average, local, groups, owned)
             state.keep()
         # Now that no leaf holds the memory that parameters leave.
@@ -245,11 +246,11 @@ class ShardedOptimizer(OwningOptimizer):
         finally:
             self.defaults = defaults
 
-        def bear_cuts() -> list[bool]:
-            dtypes = list(map(self._owned.leaves.tried_dtype, group["params"]))
-            return [reason is None for reason in self._owned.local.why_not_cut(group, spec, dtypes)]
+        def why_whole(pieces: Sequence[Pieces]) -> list[str | None]:
+            cuts = list(map(self._owned.leaves.cut_rows, group["params"], pieces))
+            return self._owned.local.why_not_cut(group, spec, cuts)
 
-        asked = bear_cuts if may_cut else None
+        asked = why_whole if may_cut else None
         plan = self._sharding.plan(self.param_groups, [cost], before, about, asked)
         self._owned.add_group(group, spec, self._sharding.owned(group["params"], plan))
         self._costs.update(zip(group["params"], plan.costs, strict=True))

@@ -18,6 +18,7 @@ from torch import Tensor
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.plan.description import describe
 from zero_optim.plan.groups import ParamGroup, describe_options, param_names
+from zero_optim.probe.rows import CutRows
 from zero_optim.state.cut_state import CutState
 from zero_optim.state.sharded import ShardedOptimizer
 from zero_optim.state.whole import (
@@ -217,11 +218,11 @@ class ShardedStateDicts(ShardedOptimizer):
             this.
         """
         if self._sharding.has_cuts:
-            self._owned.local.check_cuts(groups, self._dtypes_of_cut)
+            self._owned.local.check_cuts(groups, self._cuts_of)
 
-    def _dtypes_of_cut(self, group: ParamGroup) -> list[torch.dtype]:
+    def _cuts_of(self, group: ParamGroup) -> list[CutRows]:
         cut = filter(self._sharding.is_cut, group["params"])
-        return list(dict.fromkeys(map(self._owned.leaves.tried_dtype, cut)))
+        return [self._owned.leaves.cut_rows(param, self._sharding.pieces[param]) for param in cut]
 
     def _take_over(self, owned: Mapping[Any, Any], groups: list[ParamGroup], *, exact: bool) -> None:
         self.wait_for_gathers()  # they read the parameters, which masters are written to

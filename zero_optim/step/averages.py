@@ -1,6 +1,6 @@
 """Averages of the parameters that this rank owns, to be evaluated.
 
-They travel in state dicts as entries of the parameter's state, "ema". Of a parameter that is cut, they have
+They travel in state dicts as entries of the parameter's state, `EMA`. Of a parameter that is cut, they have
 the rows that this rank owns.
 """
 
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from zero_optim.step.leaves import Leaves, entries_named
 
-EMA = "ema"
+EMA = "zero_optim.ema"  # no class has an entry of that name
+OLD_EMA = "ema"  # its name in older files
 
 
 class WeightAverage:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from zero_optim.plan.groups import ParamGroup, changed_in_kind, kind_of, options_of, params_of
 from zero_optim.plan.options import Plain, are_close, plain
 from zero_optim.probe.probe import probe
+from zero_optim.probe.rows import CutRows
 from zero_optim.probe.shaped import ShapedKeys
 from zero_optim.probe.traits import Traits, refusal
 from zero_optim.step.spec import OptimizerSpec
@@ -101,14 +102,15 @@ class BuiltOptimizer:
         """Refuse a class whose step cannot be taken some parameters at a time; see `OptimizerSpec`."""
         self.spec.check_parts(self.traits)
 
-    def why_not_cut(self, dtypes: Sequence[torch.dtype], *more: ParamGroup) -> list[str | None]:
-        """Tell why ranks cannot share the rows of parameters that it steps; see `OptimizerSpec`.
+    def why_not_cut(self, own: ParamGroup, cuts: Sequence[CutRows], *more: ParamGroup) -> list[str | None]:
+        """Tell why ranks cannot share the rows of parameters of a group that it steps; see `OptimizerSpec`.
 
         Args:
-            dtypes: of each parameter, see `Leaves.tried_dtype`.
+            own: the options of the group.
+            cuts: of each parameter, see `Leaves.cut_rows`.
             more: options of groups that may be added.
         """
-        return self.spec.why_not_cut([*self.given, *more], dtypes, is_tried=self._is_tried)
+        return self.spec.why_not_cut([*self.given, *more], own, cuts, is_tried=self._is_tried)
 
     def why_not_sparse_rows(self, options: ParamGroup, dtype: torch.dtype) -> str | None:
         """Tell why it cannot step rows of a parameter with rows of sparse gradients; None if it can.
@@ -127,9 +129,7 @@ class BuiltOptimizer:
             self._sparse[kind] = self.spec.why_not_sparse_rows(options, dtype)
         return self._sparse[kind]
 
-    def check_cuts(
-        self, groups: list[ParamGroup], dtypes_of: Callable[[ParamGroup], list[torch.dtype]]
-    ) -> None:
+    def check_cuts(self, groups: list[ParamGroup], cuts_of: Callable[[ParamGroup], list[CutRows]]) -> None:
         """Refuse options of public groups with which the class does not bear that parameters are cut.
 
         Options are compared with those of the last step, which the groups here still have. Only where they
@@ -137,7 +137,7 @@ class BuiltOptimizer:
 
         Args:
             groups: all public groups.
-            dtypes_of: tells of the cut parameters of a group for which dtypes the class must bear cuts.
+            cuts_of: lists where the parameters of a group are cut.
 
         Raises:
             ValueError: there are such options; says what to do.
@@ -147,7 +147,7 @@ class BuiltOptimizer:
             changed = changed_in_kind(own, group)
             if not changed:
                 continue
-            reason = self._why_not_cut_now(options_of(group), dtypes_of(group))
+            reason = self._why_not_cut_now(options_of(group), cuts_of(group))
             if reason is not None:
                 given = ", ".join(f"{key}={group.get(key)!r}" for key in changed)
                 raise ValueError(
@@ -156,10 +156,10 @@ class BuiltOptimizer:
                     "optimizer with these options, or with cuts=False"
                 )
 
-    def _why_not_cut_now(self, options: ParamGroup, dtypes: list[torch.dtype]) -> str | None:
-        kinds = frozenset((key, kind_of(key, value)) for key, value in options.items()), tuple(dtypes)
+    def _why_not_cut_now(self, options: ParamGroup, cuts: list[CutRows]) -> str | None:
+        kinds = frozenset((key, kind_of(key, value)) for key, value in options.items()), tuple(cuts)
         if kinds not in self._asked:
-            reasons = self.spec.why_not_cut([options], dtypes, is_tried=self._is_tried)
+            reasons = self.spec.why_not_cut([options], options, cuts, is_tried=self._is_tried)
             self._asked[kinds] = next((reason for reason in reasons if reason is not None), None)
         return self._asked[kinds]
 

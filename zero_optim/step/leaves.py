@@ -1,6 +1,6 @@
 """What the local optimizer steps for each parameter that this rank owns: its leaf, perhaps a master copy.
 
-Master copies travel in state dicts as entries of the parameter's state, "master". Of a parameter that is cut,
+Master copies travel in state dicts as entries of the parameter's state, `MASTER`. Of a parameter that is cut,
 they have the rows that this rank owns.
 
 Note [Masters and their parameters]
@@ -34,14 +34,16 @@ from torch.nn import Parameter
 from zero_optim.compat.streams import is_asynchronous
 from zero_optim.errors import StateMismatchError
 from zero_optim.plan.memory import kept_dtype
-from zero_optim.plan.pieces import Piece, is_whole
+from zero_optim.plan.pieces import Piece, Pieces, is_whole
+from zero_optim.probe.rows import CutRows
 from zero_optim.shard.freed import is_freed, shown_when_freed
 from zero_optim.shard.on_host import HostKeeping
 from zero_optim.shard.units import UnitBucket
 from zero_optim.step.gradients import owned_gradient, rows_of
 from zero_optim.step.partial import is_on_host
 
-MASTER = "master"
+MASTER = "zero_optim.master"  # no class has an entry of that name
+OLD_MASTER = "master"  # its name in older files
 
 
 class Leaves:
@@ -139,6 +141,10 @@ class Leaves:
         """Tell for which dtype a class must bear cuts; float32 on accelerators, see the probe."""
         is_on_cpu = param.device.type == "cpu" or (self._home is not None and param in self._apart)
         return self.stepped_dtype(param) if is_on_cpu else torch.float32
+
+    def cut_rows(self, param: Tensor, pieces: Pieces) -> CutRows:
+        """Tell where a parameter is cut, for trials of its class."""
+        return CutRows(self.tried_dtype(param), tuple(param.shape), tuple(p.stop for p in pieces[:-1]))
 
     def rows(self, param: Tensor) -> Tensor:
         """View what this rank owns of a parameter: the parameter itself unless it is cut, or kept apart.

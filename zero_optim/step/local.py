@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zero_optim.comm.agreement import said_by_all
+from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.groups import ParamGroup, options_of, params_of
 from zero_optim.plan.options import OptionKey, Plain
+from zero_optim.probe.rows import CutRows
 from zero_optim.probe.shaped import ShapedKeys
 from zero_optim.probe.traits import Traits
 from zero_optim.step.built import BuiltOptimizer
@@ -41,7 +44,7 @@ class OptimizerView:
 
 
 class LocalOptimizer:
-    """The user's optimizers over one rank's leaves. Does not communicate.
+    """The user's optimizers over one rank's leaves. Only `agree_on_traits` communicates.
 
     Args:
         default: what steps the groups that name no class of their own.
@@ -115,44 +118,49 @@ class LocalOptimizer:
         """List what was found of each class; None where it was not tried."""
         return [(built.spec.name, built.traits) for built in self._built]
 
+    def agree_on_traits(self, group: RankGroup) -> None:
+        """Take for true of a class what its trials showed on every rank; all ranks call.
+
+        Trials may end differently where processors differ, or where a class asks for its rank. What follows
+        from them, such as which buckets are gathered, must be equal everywhere.
+        """
+        tried = [(built, built.traits) for built in self._built if built.traits is not None]
+        said = iter(said_by_all(group, [answer for _, traits in tried for answer in traits.answers()]))
+        for built, traits in tried:
+            built.traits = traits.combined([next(said) for _ in traits.answers()])
+
     def why_not_cut(
-        self, group: ParamGroup, spec: OptimizerSpec | None, dtypes: Sequence[torch.dtype]
+        self, group: ParamGroup, spec: OptimizerSpec | None, cuts: Sequence[CutRows]
     ) -> list[str | None]:
         """Tell why ranks cannot share rows of the parameters of a group that may be added.
 
         Args:
             group: the public group.
             spec: of its own optimizer, if any.
-            dtypes: of each of its parameters, see `Leaves.tried_dtype`.
+            cuts: of each of its parameters, see `Leaves.cut_rows`.
         """
-        shared = self._shared()
+        shared, own = self._shared(), options_of(group)
         if spec is None and shared is not None:
-            return shared.why_not_cut(dtypes, options_of(group))
+            return shared.why_not_cut(own, cuts, own)
         spec = spec or self._default
-        return spec.why_not_cut([options_of(group)], dtypes, is_tried=not self._assume_separable)
+        return spec.why_not_cut([own], own, cuts, is_tried=not self._assume_separable)
 
-    def whole_because(
-        self, groups: Sequence[ParamGroup], dtype_of: Callable[[Tensor], torch.dtype]
-    ) -> dict[Tensor, str]:
-        """Tell of which parameters ranks cannot share rows, and why.
+    def why_not_cut_so(self, cuts: Sequence[Sequence[CutRows]]) -> list[str | None]:
+        """Tell why ranks cannot share rows of the parameters that are stepped; None where they can.
 
         Args:
-            groups: the public groups.
-            dtype_of: tells for which dtype a class must bear cuts, see `Leaves.tried_dtype`.
+            cuts: of each parameter of each public group, see `Leaves.cut_rows`.
         """
-        found: dict[Tensor, str] = {}
-        for built in self._built:
-            params = params_of([groups[number] for number in built.numbers])
-            reasons = built.why_not_cut(list(map(dtype_of, params)))
-            found.update((p, reason) for p, reason in zip(params, reasons, strict=True) if reason is not None)
+        found: list[str | None] = []
+        for number, of_group in enumerate(cuts):
+            built = self.of_group(number)
+            found += built.why_not_cut(built.given[built.numbers.index(number)], of_group)
         return found
 
-    def check_cuts(
-        self, groups: list[ParamGroup], dtypes_of: Callable[[ParamGroup], list[torch.dtype]]
-    ) -> None:
+    def check_cuts(self, groups: list[ParamGroup], cuts_of: Callable[[ParamGroup], list[CutRows]]) -> None:
         """Refuse options with which a class does not bear its cuts; see `BuiltOptimizer.check_cuts`."""
         for built in self._built:
-            built.check_cuts(groups, dtypes_of)
+            built.check_cuts(groups, cuts_of)
 
     @property
     def defaults(self) -> dict[str, Any]:

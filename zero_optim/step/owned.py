@@ -11,8 +11,8 @@ from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.groups import ParamGroup
 from zero_optim.plan.pieces import Piece
-from zero_optim.step.averages import EMA, WeightAverage
-from zero_optim.step.leaves import MASTER, Leaves
+from zero_optim.step.averages import EMA, OLD_EMA, WeightAverage
+from zero_optim.step.leaves import MASTER, OLD_MASTER, Leaves
 from zero_optim.step.local import LocalOptimizer
 from zero_optim.step.portions import KeptState
 from zero_optim.step.spec import OptimizerSpec
@@ -186,6 +186,7 @@ class OwnedState:
             with failing_together(self._group):
                 leaf_of = {param: self.leaves.add(param, piece) for param, piece in owned.items()}
                 self.local.add_group(group, spec, leaf_of)
+            self.local.agree_on_traits(self._group)
         except Exception:
             self.local.drop_groups(before)
             self.leaves.drop(owned)
@@ -226,13 +227,18 @@ class OwnedState:
             StateMismatchError: on every rank, masters or averages do not fit their parameters on any.
             Exception: likewise, what the class raises on any. Nothing has been changed after either.
         """
-        entries = {param: value for param, value in owned.items() if isinstance(value, dict)}
+        number_of = {param: number for number, group in enumerate(groups) for param in group["params"]}
+        entries = {
+            param: self._with_our_names(param, number_of[param], value)
+            for param, value in owned.items()
+            if isinstance(value, dict) and param in number_of
+        }
         of_leaves: dict[Any, Any] = {}
         separate = self.leaves.separate
         for key, value in owned.items():
             of_leaf = value
             if key in entries:
-                of_leaf = {name: entry for name, entry in value.items() if name not in (MASTER, EMA)}
+                of_leaf = {name: entry for name, entry in entries[key].items() if name not in (MASTER, EMA)}
             if of_leaf != {}:
                 of_leaves[separate.get(key, key)] = of_leaf
         before = self.local.save()
@@ -250,3 +256,14 @@ class OwnedState:
         self.leaves.load(masters)
         self.average.load(averages)
         self.keep()
+
+    def _with_our_names(self, param: Tensor, number: int, entries: dict[str, Any]) -> dict[str, Any]:
+        """Rename masters and averages of older files, where the class has no entry of the old name itself."""
+        held = (MASTER, OLD_MASTER, self.leaves.masters), (EMA, OLD_EMA, self.average.averages)
+        for name, old, kept in held:
+            if old in entries and name not in entries and param in kept:
+                built = self.local.of_group(number)
+                present = built.optimizer.state.get(self.leaves.leaf(param), {})
+                if old not in present and old not in built.shaped.entries(max(1, param.dim())):
+                    entries = {name if key == old else key: entry for key, entry in entries.items()}
+        return entries

@@ -10,7 +10,9 @@ from torch.optim import Optimizer
 
 from zero_optim.plan.description import describe
 from zero_optim.plan.groups import ParamGroup, options_of
+from zero_optim.plan.pieces import Pieces
 from zero_optim.probe.probe import why_not_cut as why_class_not_cut
+from zero_optim.probe.rows import CutRows, why_rows_not_cut
 from zero_optim.probe.sparse import why_not_sparse_rows
 from zero_optim.probe.traits import Traits
 from zero_optim.step.gradients import rows_of
@@ -67,22 +69,26 @@ class OptimizerSpec:
         return optimizer
 
     def why_not_cut(
-        self, given: Sequence[ParamGroup], dtypes: Sequence[torch.dtype], *, is_tried: bool
+        self, given: Sequence[ParamGroup], own: ParamGroup, cuts: Sequence[CutRows], *, is_tried: bool
     ) -> list[str | None]:
-        """Find out for each parameter that it steps why ranks cannot share its rows; None if they can.
+        """Find out for each parameter of a group why ranks cannot share its rows; None if they can.
 
         Args:
             given: the options of each group that it steps, as they were given.
-            dtypes: of each parameter, see `Leaves.tried_dtype`.
+            own: those of the parameters' group.
+            cuts: of each parameter, see `Leaves.cut_rows`.
             is_tried: whether to try what sharding does to the class; an untried one bears no cuts.
         """
-        reasons: dict[torch.dtype, str | None] = {}
-        for dtype in dict.fromkeys(dtypes):
-            reason: str | None = "not tried (assume_separable=True)"
-            if is_tried:
-                reason = why_class_not_cut(self.optimizer_class, self.arguments, given, dtype)
-            reasons[dtype] = None if reason is None else f"{self.name}: {reason}"
-        return [reasons[dtype] for dtype in dtypes]
+        if not is_tried:
+            return [f"{self.name}: not tried (assume_separable=True)"] * len(cuts)
+        known = self.optimizer_class, self.arguments
+        of_class = {dtype: why_class_not_cut(*known, given, dtype) for dtype in {cut.dtype for cut in cuts}}
+        reasons = {
+            cut: why_rows_not_cut(*known, own, cut) if of_class[cut.dtype] is None and cut.ends else None
+            for cut in dict.fromkeys(cuts)
+        }
+        found = [of_class[cut.dtype] or reasons[cut] for cut in cuts]
+        return [None if reason is None else f"{self.name}: {reason}" for reason in found]
 
     def why_not_sparse_rows(self, options: ParamGroup, dtype: torch.dtype) -> str | None:
         """Find out why it cannot step rows of a parameter with rows of sparse gradients; None if it can.
@@ -120,7 +126,8 @@ def why_not_cut(
     default: OptimizerSpec,
     groups: Sequence[ParamGroup],
     specs: Sequence[OptimizerSpec | None],
-    dtype_of: Callable[[Tensor], torch.dtype],
+    cut_rows: Callable[[Tensor, Pieces], CutRows],
+    pieces: Sequence[Pieces],
     *,
     is_tried: bool,
 ) -> list[str | None]:
@@ -130,13 +137,15 @@ def why_not_cut(
         default: what steps the groups that name no class of their own.
         groups: the public groups, as they were given.
         specs: for each group the spec of its own optimizer, or None.
-        dtype_of: tells for which dtype a class must bear cuts, see `Leaves.tried_dtype`.
+        cut_rows: see `Leaves.cut_rows`.
+        pieces: of each parameter, as a plan cuts them.
         is_tried: whether to try what sharding does to classes; an untried one bears no cuts.
     """
+    pieces_of = iter(pieces)
     shared = [options_of(group) for group, spec in zip(groups, specs, strict=True) if spec is None]
     found: list[str | None] = []
     for group, spec in zip(groups, specs, strict=True):
         given = shared if spec is None else [options_of(group)]
-        dtypes = list(map(dtype_of, group["params"]))
-        found += (spec or default).why_not_cut(given, dtypes, is_tried=is_tried)
+        cuts = [cut_rows(param, next(pieces_of)) for param in group["params"]]
+        found += (spec or default).why_not_cut(given, options_of(group), cuts, is_tried=is_tried)
     return found

@@ -1,0 +1,197 @@
+"""Masters and averages have names in the state that no class has; files with their old names still load."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cuts import finely_cut
+from own_classes import Small
+from pool import Ranks
+from training import (
+    MIXED,
+    assert_same_bits,
+    assert_same_state,
+    make_params,
+    params_of,
+    set_grads,
+    train_both,
+    twin,
+)
+from zero_optim import ZeroRedundancyOptimizer, checkpoint
+from zero_optim.step.averages import EMA
+from zero_optim.step.leaves import MASTER
+
+
+class Averages(Small):
+    """Keeps entries named as ours once were: an average of gradients, and a number."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, p in self.each():
+            state = self.state[p]
+            if not state:
+                state.update(ema=torch.zeros_like(p), master=torch.zeros((), dtype=p.dtype))
+            state["ema"].lerp_(p.grad, 0.1)
+            state["master"] += 1
+            p.sub_(state["ema"] * state["master"], alpha=group["lr"])
+
+
+class AveragesLate(Averages):
+    """Makes these entries at the second step, which no trial of one step shows."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        if any(self.state[p] for _, p in self.each()):
+            return super().step()
+        for _, p in self.each():
+            self.state[p] = (
+                {"ema": torch.zeros_like(p), "master": torch.zeros((), dtype=p.dtype)} if self.seen(p) else {}
+            )
+        return None
+
+    def seen(self, p: torch.Tensor) -> bool:
+        """Whether a parameter has had a gradient before."""
+        seen = self.__dict__.setdefault("_seen", set())
+        is_known = id(p) in seen
+        seen.add(id(p))
+        return is_known
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "averaged": {"ema_decay": 0.9},
+    "masters": {"master_dtype": torch.float64},
+}
+KEPT = pytest.mark.parametrize("kept", OPTIONS)
+
+
+def whole_state(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
+    optimizer.consolidate_state_dict(to=0)
+    box = [optimizer.state_dict() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box, src=0)
+    assert box[0] is not None
+    return box[0]
+
+
+def without_ours(saved: dict[str, Any]) -> dict[str, Any]:
+    kept = {
+        index: {name: value for name, value in entries.items() if name not in (MASTER, EMA)}
+        for index, entries in saved["state"].items()
+    }
+    return {**saved, "state": kept}
+
+
+def check_own_entries(path: Path, kept: str, build: type[Small]) -> None:
+    params = make_params(MIXED)
+    plain = build(params)
+    with finely_cut():
+        sharded = ZeroRedundancyOptimizer(twin(params), build, **OPTIONS[kept])
+        train = train_both if kept != "masters" else train_alone
+        train(plain, sharded, 4)
+        saved = whole_state(sharded)
+        if kept != "masters":
+            assert_same_state(without_ours(saved), plain.state_dict())
+        checkpoint.save(path, optimizer=sharded)
+        for number in range(3):
+            again = ZeroRedundancyOptimizer(twin(params_of(sharded)), build, **OPTIONS[kept])
+            if number == 0:
+                again.load_state_dict(saved)
+            elif number == 1:
+                checkpoint.load(path, optimizer=again)
+            else:
+                again.load_state_dict(saved if dist.get_rank() == 0 else None, src=0)
+            assert_same_state(whole_state(again), saved)
+        group = dist.new_group()
+        sharded.detach()
+        sharded.rebind(group)
+        assert_same_state(whole_state(sharded), saved)
+    train(plain, sharded, 2, 4)
+    train_alone(plain, again, 2, 4)
+    assert_same_bits(params_of(again), params_of(sharded))
+
+
+def train_alone(
+    _plain: torch.optim.Optimizer, sharded: torch.optim.Optimizer, steps: int, first: int = 0
+) -> None:
+    for step in range(first, first + steps):
+        set_grads(params_of(sharded), step)
+        sharded.step()
+
+
+@KEPT
+def test_entries_of_a_class_named_ema_and_master_are_kept(ranks2: Ranks, kept: str, tmp_path: Path) -> None:
+    ranks2.run(check_own_entries, tmp_path, kept, Averages)
+
+
+def test_entries_that_no_trial_has_shown_are_kept_too(ranks2: Ranks, tmp_path: Path) -> None:
+    ranks2.run(check_own_entries, tmp_path, "plain", AveragesLate)
+
+
+def check_plain_dict(kept: str) -> None:
+    """A dict of the plain class, whose entries have our old names."""
+    params = make_params(MIXED)
+    plain = Averages(params)
+    train_alone(plain, plain, 3)
+    sharded = ZeroRedundancyOptimizer(twin(params), Averages, **OPTIONS[kept])
+    sharded.load_state_dict(plain.state_dict())
+    assert_same_state(without_ours(whole_state(sharded)), plain.state_dict())
+    if kept == "plain":
+        train_both(plain, sharded, 2, 3)
+
+
+@pytest.mark.parametrize("kept", ["plain", "averaged"])
+def test_a_dict_of_the_plain_class_keeps_its_entries_of_these_names(ranks2: Ranks, kept: str) -> None:
+    ranks2.run(check_plain_dict, kept)
+
+
+def check_old_dict() -> None:
+    options: dict[str, Any] = {"lr": 0.01, "ema_decay": 0.9, "master_dtype": torch.float32}
+    params = make_params(((4, 3), (5,), ()), torch.bfloat16)
+    saved = ZeroRedundancyOptimizer(params, torch.optim.AdamW, **options)
+    train_alone(saved, saved, 3)
+    new = whole_state(saved)
+    old_name = {MASTER: "master", EMA: "ema"}
+    old = {
+        **new,
+        "state": {
+            index: {old_name.get(name, name): value for name, value in entries.items()}
+            for index, entries in new["state"].items()
+        },
+    }
+    assert set(old["state"][0]) > {"master", "ema"}
+    loaded = ZeroRedundancyOptimizer(twin(params), torch.optim.AdamW, **options)
+    loaded.load_state_dict(old)
+    assert_same_state(whole_state(loaded), new)
+
+
+def test_a_state_dict_with_our_old_names_loads(ranks2: Ranks) -> None:
+    ranks2.run(check_old_dict)
+
+
+class Factors(Small):
+    """Keeps one entry, of the parameter's shape or, for a large one, with a number for each row."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, p in self.each():
+            is_large = p.dim() == 2 and p.numel() >= 4096
+            square = p.grad.square()
+            seen = self.state[p].setdefault("seen", torch.zeros_like(square[:, :1] if is_large else square))
+            seen.add_(square.mean(1, keepdim=True) if is_large else square)
+            p.sub_(p.grad / (seen.sqrt() + 1e-8), alpha=group["lr"])
+
+
+def check_factored() -> None:
+    params = make_params(((64, 80), (6, 8), (70, 3)))
+    plain, sharded = Factors(params), ZeroRedundancyOptimizer(twin(params), Factors)
+    train_both(plain, sharded, 2)
+    again = ZeroRedundancyOptimizer(twin(params), Factors)
+    again.load_state_dict(whole_state(sharded))
+    train_both(plain, again, 2, 2)
+
+
+def test_entries_may_have_another_shape_for_large_parameters(ranks2: Ranks) -> None:
+    ranks2.run(check_factored)

@@ -1,0 +1,124 @@
+"""Find out whether ranks may share the rows of one parameter where a plan cuts it. Nothing here communicates.
+
+Note [Rows that are cut]
+    Some classes work in blocks of elements, and only where these fill the parameter and are enough. torchao's
+    and bitsandbytes' keep state so: in blocks of 256, from 4,096 elements on. Whether they bear a cut depends
+    on the parameter and on the row. So the rows that a plan cuts are tried themselves, in as many steps as it
+    takes for rounded state to reach the parameter. A large weight would make that slow, so a smaller one
+    stands for it. Its pieces have as many elements, but for multiples of `_BLOCK`, and at least `_ENOUGH`
+    unless the real one has fewer. `why_not_cut` of `probe` shows larger blocks.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zero_optim.probe.comparison import difference
+from zero_optim.probe.subject import OptimizerUnderTest
+from zero_optim.probe.trials import Feed, Shape, isolated, recorded, start
+
+_BLOCK = 256  # elements; a multiple of what classes take for a block
+_LEAST_BLOCK = 16  # where rows are long and no multiple of anything, and so would be too many
+_ENOUGH = 2 * 4096  # elements; from fewer on classes work in blocks
+_SMALL = 2**18  # parameters with so many elements are tried as they are: some 10 ms
+_NUM_STEPS = 3
+
+
+class CutRows(NamedTuple):
+    """Where a parameter is cut.
+
+    Attributes:
+        dtype: of what is stepped, see `zero_optim.probe.probe.why_not_cut`.
+        shape: of the parameter.
+        ends: the row at which each piece ends, but for the last. None is cut if it is empty.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    ends: tuple[int, ...]
+
+
+def why_rows_not_cut(
+    optimizer_class: Callable[..., Optimizer],
+    options: Mapping[str, Any],
+    group: Mapping[str, Any],
+    cut: CutRows,
+) -> str | None:
+    """Find out why ranks cannot share some rows of a parameter, if they cannot; see Note [Rows that are cut].
+
+    To be asked of classes of which `zero_optim.probe.probe.why_not_cut` says that they may bear cuts. Takes
+    some ms for each kind of pieces, 10 ms for parameters of 2^18 elements; the result is cached.
+
+    Args:
+        optimizer_class: as for `zero_optim.probe.probe.probe`.
+        options: its keyword arguments.
+        group: the options of the parameter's group.
+        cut: the rows.
+
+    Returns:
+        The reason, or None if they can.
+    """
+    subject = OptimizerUnderTest.of(optimizer_class, options, [group])
+    answer = _remembered if subject.is_hashable else _try
+    for shape, sizes in like_rows(cut.shape, cut.ends):
+        reason = answer(subject, cut.dtype, shape, sizes)
+        if reason is not None:
+            return f"with rows of {cut.shape} cut at {', '.join(map(str, cut.ends))}: {reason}"
+    return None
+
+
+def like_rows(shape: Shape, ends: Sequence[int]) -> list[tuple[Shape, tuple[int, ...]]]:
+    """List what stands for the pieces of a parameter: shapes, with the number of rows of each piece.
+
+    A small parameter stands for itself. For a large one, each piece is tried between what is before and
+    behind it.
+    """
+    bounds = (0, *ends, shape[0])
+    if math.prod(shape) <= _SMALL:
+        return [(tuple(shape), tuple(stop - start for start, stop in pairwise(bounds)))]
+    inner = tuple(size if size < 2 * _BLOCK else _BLOCK + size % _BLOCK for size in shape[1:])
+    in_row = math.prod(inner)
+    block, enough = _BLOCK, -(-_ENOUGH // in_row)
+    while block > _LEAST_BLOCK and math.lcm(block, in_row) > _SMALL:
+        block //= 2
+    step = block // math.gcd(block, in_row)
+    found: dict[tuple[Shape, tuple[int, ...]], None] = {}
+    for begin, stop in pairwise(bounds):
+        rows = [count for count in (begin, stop - begin, shape[0] - stop) if count]
+        sizes = tuple(min(count, enough + (count - enough) % step) for count in rows)
+        found[(sum(sizes), *inner), sizes] = None
+    return list(found)
+
+
+@lru_cache(maxsize=4096)
+def _remembered(
+    subject: OptimizerUnderTest, dtype: torch.dtype, shape: Shape, sizes: tuple[int, ...]
+) -> str | None:
+    return _try(subject, dtype, shape, sizes)
+
+
+def _try(subject: OptimizerUnderTest, dtype: torch.dtype, shape: Shape, sizes: tuple[int, ...]) -> str | None:
+    feed = Feed(
+        (shape,), gaps=False, num_groups=1, num_in_group=1, num_steps=_NUM_STEPS, dtype=dtype, huge=1.0
+    )
+    with isolated():
+        for candidate in (subject, subject.without_switches()):  # the CPU may lack them
+            made = recorded(candidate, feed)
+            if made is not None:
+                break
+        if made is None:
+            return "it could not be tried"
+        if not made.moved:
+            return f"no element changed in {_NUM_STEPS} steps"
+        begin = partial(start, candidate, feed, made.starts, cut=partial(_cut, sizes))
+        return difference(candidate, made, "cut between rows", begin)
+
+
+def _cut(sizes: tuple[int, ...], _index: int, value: Tensor) -> list[Tensor]:
+    return list(torch.split(value, list(sizes)))

@@ -1,0 +1,99 @@
+"""Whether ranks have unnamed parameters in one order, by their values: shapes do not tell those alike apart.
+
+If two ranks start with the same values in another order, they mean different parameters by the same place.
+Where ranks start with different values, nothing can be said. Equal values, such as zeros, cannot be told
+apart.
+"""
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Collection, Hashable, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.copies import memory_of, pack
+from zero_optim.errors import RankMismatchError
+from zero_optim.plan.groups import ParamGroup, param_names, params_of
+from zero_optim.plan.memory import dense_strides
+
+_NUM_READ = 64  # elements of a parameter, at equal distances
+_NBYTES = 8  # of a digest
+
+
+class Alike(NamedTuple):
+    """Unnamed parameters that only their values tell apart.
+
+    Attributes:
+        kinds: indices of the parameters of each kind, at least two.
+        digests: of their values, one after the other.
+    """
+
+    kinds: list[list[int]]
+    digests: bytes
+
+    @classmethod
+    def among(cls, groups: Sequence[ParamGroup], apart: Collection[Tensor]) -> "Alike":
+        """Find them; does not communicate. Reads 64 elements of each; the CPU waits for them.
+
+        Args:
+            groups: parameter groups.
+            apart: parameters whose values are elsewhere.
+        """
+        params = params_of(groups)
+        unnamed = [param for group in groups if "param_names" not in group for param in group["params"]]
+        is_read = set(unnamed).difference(apart)
+        found: dict[Hashable, list[int]] = defaultdict(list)
+        for index, param in enumerate(params):
+            if param in is_read and param.numel():
+                found[param.shape, param.dtype, dense_strides(param), param.requires_grad].append(index)
+        kinds = [indices for indices in found.values() if len(indices) > 1]
+        return cls(kinds, _digests([params[index] for indices in kinds for index in indices]))
+
+    def check_order(self, group: RankGroup, groups: Sequence[ParamGroup]) -> None:
+        """Refuse them if some ranks have the same values in another order; all ranks call.
+
+        One small collective, and another one where the ranks start with different values; none if no two
+        parameters are alike.
+
+        Args:
+            group: the ranks.
+            groups: the parameter groups, on all ranks with as many parameters of each kind.
+
+        Raises:
+            RankMismatchError: on every rank.
+        """
+        if not self.kinds or len(set(group.all_gather_fixed(hashlib.sha256(self.digests).digest()))) == 1:
+            return
+        names = param_names(groups)
+        seen: dict[Hashable, tuple[int, list[bytes]]] = {}
+        for rank, payload in zip(group.numbers, group.all_gather_bytes(self.digests), strict=True):
+            left = (payload[at : at + _NBYTES] for at in range(0, len(payload), _NBYTES))
+            for number, indices in enumerate(self.kinds):
+                held = list(islice(left, len(indices)))
+                other, values = seen.setdefault((number, frozenset(Counter(held).items())), (rank, held))
+                if values != held:
+                    place = next(at for at, value in enumerate(held) if value != values[at])
+                    here, there = names[indices[place]], names[indices[values.index(held[place])]]
+                    raise RankMismatchError(
+                        f"ranks have parameters in another order: what rank {rank} has as {here}, rank "
+                        f"{other} has as {there}. Give them in one order on every rank, or with their names: "
+                        "model.named_parameters()"
+                    )
+
+
+def _digests(params: Sequence[Tensor]) -> bytes:
+    """Make a digest of some elements of each parameter."""
+    read = []
+    for param in params:
+        elements = memory_of(param).view(-1, param.element_size())
+        read.append(elements[:: -(-len(elements) // _NUM_READ)].reshape(-1))
+    sizes = [part.numel() for part in read]
+    packed = torch.empty(sum(sizes), dtype=torch.uint8)
+    pack(read, packed)
+    return b"".join(
+        hashlib.blake2b(part.numpy().tobytes(), digest_size=_NBYTES).digest() for part in packed.split(sizes)
+    )
