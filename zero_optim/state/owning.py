@@ -27,7 +27,6 @@ from zero_optim.shard.unit_forms import UnitForms
 from zero_optim.state.given import ShardingOptions
 from zero_optim.state.mirror import Mirror
 from zero_optim.state.whole import Snapshot, nbytes_held
-from zero_optim.step.local import OptimizerView
 from zero_optim.step.owned import OwnedState
 
 
@@ -208,17 +207,6 @@ class OwningOptimizer(Optimizer):
     def overlaps_with_ddp(self) -> bool:
         """Whether the step is only ever taken during the backward pass."""
         return self._options.overlap_with_ddp
-
-    @property
-    def optim(self) -> Optimizer | OptimizerView:
-        """The local optimizer of this rank, or with several classes a view of all local optimizers.
-
-        PyTorch's class has it too. Its ``state`` and ``param_groups`` are those of what this rank owns, or of
-        the master copies. Only read it. Does not communicate. The rows that it steps of a cut parameter have
-        values until the next step; after that, ask again.
-        """
-        self._owned.leaves.follow()
-        return self._owned.local.shown()
 
     def state_nbytes(self) -> int:
         """Return the bytes of the optimizer state that this rank holds now, each storage counted once."""

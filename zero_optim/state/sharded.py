@@ -34,7 +34,7 @@ from zero_optim.state.given import (
     taken_cuts,
 )
 from zero_optim.state.mirror import Mirror
-from zero_optim.state.owning import OwningOptimizer
+from zero_optim.state.torch_adapters import TorchNames
 from zero_optim.state.whole import Snapshot
 from zero_optim.step.averages import WeightAverage
 from zero_optim.step.leaves import Leaves
@@ -46,7 +46,7 @@ from zero_optim.step.spec import OptimizerSpec
 logger = logging.getLogger("zero_optim")
 
 
-class ShardedOptimizer(OwningOptimizer):
+class ShardedOptimizer(TorchNames):
     """An optimizer whose parameters are owned by the ranks of a group; all ranks construct it.
 
     Args:

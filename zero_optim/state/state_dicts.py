@@ -68,17 +68,7 @@ class ShardedStateDicts(ShardedOptimizer):
         if whole is not None:
             self._snapshot.hold(whole)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the whole state in the format of ``torch.optim``; does not communicate.
-
-        Before any step it works on every rank. After a step it works on the ranks to which
-        `consolidate_state_dict` brought the state, until the next step. Options are the current ones. The
-        dict loads into the plain optimizer, and into this one with any world size. Two calls share tensors,
-        which are never written to.
-
-        Raises:
-            NotConsolidatedError: the state is not on this rank, or a step was made after it was consolidated.
-        """
+    def _whole_state_dict(self) -> dict[str, Any]:
         params = self._params()
         if self._snapshot.untouched:
             whole = by_index(self._owned.local.initial_state(self.param_groups), params)
