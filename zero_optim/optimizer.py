@@ -227,6 +227,9 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
                 parameter is sparse, and the class does not bear that, see ``cuts``.
             RankMismatchError: on every rank, options of groups differ between ranks, see ``own_options``, or
                 ranks are in different calls. The step was taken, and parameters are equal on all ranks.
+            Exception: on every rank, what the class's own step raises on any, such as for a wrong keyword.
+                If it raises on some ranks only, the others have stepped what they own: parameters are equal
+                on all ranks, but only some of them have taken the step.
         """
         if self.leaves_out_step():
             return None

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from zero_optim.checkpoint.files import open_regular, replacing, sync_folder
-from zero_optim.errors import CheckpointError, ZeroOptimError
+from zero_optim.errors import CheckpointError, ZeroOptimError, message_of
 
 FILE = "manifest.json"
 FORMAT = "zero_optim checkpoint"
@@ -269,7 +269,9 @@ def blamed_on(folder: Path) -> Iterator[None]:
 
 
 def _told(error: Exception) -> str:
-    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    return (
+        message_of(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {message_of(error)}"
+    )
 
 
 def parse(folder: Path) -> Manifest:

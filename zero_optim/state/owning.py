@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_optim.comm.agreement import said_by_all
+from zero_optim.comm.agreement import failing_together, said_by_all
+from zero_optim.comm.arguments import called_by_all, check_flags
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.mesh import RankMesh
 from zero_optim.comm.traffic import PHASES
@@ -246,6 +247,7 @@ class OwningOptimizer(Optimizer):
         """
         return self._ranks.phase.traffic.figures(PHASES, "steps", reset=reset)
 
+    @called_by_all
     def explain(self, *, quiet: bool = False) -> Explanation:
         """Print on rank 0 what each rank really holds: parameters, state, balance, buckets; all ranks call.
 
@@ -254,8 +256,13 @@ class OwningOptimizer(Optimizer):
 
         Returns:
             The same as data, on every rank.
+
+        Raises:
+            TypeError: on every rank, if an argument is wrong on any.
         """
         with self._group.doing("explain()"):
+            with failing_together(self._group):
+                check_flags(quiet=quiet)
             explanation = self._explained()
         if self._group.rank == 0 and not quiet:
             print(explanation)  # noqa: T201 - what it is for
