@@ -305,6 +305,17 @@ class FullyShardedDataParallel(ShardedDataParallel):
         begin_anew(self.units)
         return super()._run_ddp_forward(*inputs, **kwargs)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Load a whole state dict, as ``nn.Module`` does; all ranks call. Each unit is gathered for it.
+
+        Raises:
+            TypeError: on every rank: ``state_dict`` is no mapping on any. Nothing was loaded then.
+        """
+        with failing_together(self._everyone(self._optimizer)):
+            if not isinstance(state_dict, Mapping):
+                raise TypeError(f"expected state_dict to be a mapping, got {type(state_dict).__name__}")
+        return super().load_state_dict(state_dict, *args, **kwargs)
+
     def join_hook(self, **kwargs: object) -> NoReturn:
         """Refuse ``Join``: a rank without inputs does not call the units that the others gather.
 

@@ -15,6 +15,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.started import Work
 from zero_optim.ddp.assignment import Members
 from zero_optim.ddp.bucket import GradBucket, ReducerBucket, tensor_of
+from zero_optim.errors import message_of
 
 Hook = Callable[[Any, Any], Future[Tensor]]  # (state, bucket), PyTorch's contract
 
@@ -275,7 +276,7 @@ class HookSlot:
         try:
             yield
         except Exception as error:
-            self.failure = f"a comm hook failed in an earlier backward pass: {error}"
+            self.failure = f"a comm hook failed in an earlier backward pass: {message_of(error)}"
             raise
 
 

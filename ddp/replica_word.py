@@ -21,7 +21,7 @@ Note [Failures in one replica]
 import struct
 from collections.abc import Sequence
 
-from zero_optim.errors import RemoteRankError
+from zero_optim.errors import RemoteRankError, message_of
 
 _TEXT = struct.Struct("<24q")
 WORD_LENGTH = 2 + 24  # int64: how many failed, the replica's number, the text
@@ -34,7 +34,8 @@ def word_of(replica: int, error: BaseException) -> list[int]:
         replica: its number.
         error: what was raised there.
     """
-    text = str(error) if isinstance(error, RemoteRankError) else f"{type(error).__name__}: {error}"
+    text = message_of(error)
+    text = text if isinstance(error, RemoteRankError) else f"{type(error).__name__}: {text}"
     octets = text.encode()[: _TEXT.size].ljust(_TEXT.size, b"\0")
     return [1, replica, *_TEXT.unpack(octets)]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_optim.comm.agreement import failing_together
-from zero_optim.ddp.unit_state import freed_state, module_and_units
+from zero_optim.ddp.unit_state import asked_of, freed_state, module_and_units
 from zero_optim.ddp.units import UnitsInUse
 from zero_optim.errors import StateMismatchError
 from zero_optim.shard.units import UnitBucket
@@ -68,13 +68,14 @@ def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
         state: the dict of this rank.
 
     Raises:
-        ValueError: the model is not fully sharded.
+        TypeError: on every rank: the model is no module on any.
+        ValueError: likewise: the model is not fully sharded.
         StateMismatchError: the dict has other names, rows or shapes. This and what follows raises on every
             rank, and no parameter has changed.
         RuntimeError: parameters are whole for somebody to read or write.
         Exception: a module refuses its extra state; buffers have changed then.
     """
-    module, units = module_and_units(model)
+    module, units = asked_of(model)
     with failing_together(units.group):
         units.supply.check_unpinned()
         own, names, rest = _own_rows(units), *_named(module, units)

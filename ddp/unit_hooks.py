@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from zero_optim.comm.arguments import raise_together
 from zero_optim.compat.engine import eager, in_backward
 from zero_optim.ddp.graph import replaced, tensors_in
 from zero_optim.ddp.inbox import weakly
@@ -210,6 +211,16 @@ def units_of(model: nn.Module) -> UnitsInUse | None:
     return None
 
 
+def check_module(model: object) -> None:
+    """Refuse what is no module.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a fully sharded model, or a module of one, got {type(model).__name__}")
+
+
 def refuse_inner(module: nn.Module) -> None:
     """Refuse a module that lies inside a unit, where nobody looks after it alone.
 
@@ -221,6 +232,18 @@ def refuse_inner(module: nn.Module) -> None:
             f"this {type(module).__name__} lies inside a unit of a fully sharded model, which is made whole "
             "as one: give the module that is the unit, or one around it"
         )
+
+
+def _units_in(module: nn.Module) -> UnitsInUse:
+    check_module(module)
+    units = units_of(module)
+    if units is None:
+        refuse_inner(module)
+        raise ValueError(
+            f"no parameter of this {type(module).__name__} is sharded: wrap the model in "
+            "FullyShardedDataParallel first"
+        )
+    return units
 
 
 @eager
@@ -242,15 +265,13 @@ def unsharded(module: nn.Module, *, writes: bool = True) -> Iterator[None]:
         writes: False spares the owners the copy, where nothing was written.
 
     Raises:
+        TypeError: it is no module. This and what follows is told to the other ranks, which raise too.
         ValueError: no module in it is fully sharded.
     """
-    units = units_of(module)
-    if units is None:
-        refuse_inner(module)
-        raise ValueError(
-            f"no parameter of this {type(module).__name__} is sharded: wrap the model in "
-            "FullyShardedDataParallel first"
-        )
+    try:
+        units = _units_in(module)
+    except (TypeError, ValueError) as error:
+        raise_together(error)  # the others wait
     found = (units.index_of(param) for param in module.parameters())
     numbers: Sequence[int] = sorted({number for number in found if number is not None})
     with units.whole(numbers, writes=writes):

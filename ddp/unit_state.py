@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from zero_optim.comm.agreement import agree, failing_together
+from zero_optim.comm.arguments import raise_together
 from zero_optim.ddp.data_parallel import DistributedDataParallel
-from zero_optim.ddp.unit_hooks import refuse_inner, units_of
+from zero_optim.ddp.unit_hooks import check_module, refuse_inner, units_of
 from zero_optim.ddp.units import UnitsInUse
 from zero_optim.ddp.wide_state import wide_units
 
@@ -27,10 +28,11 @@ def full_state_dict(model: nn.Module, *, ranks: Sequence[int] = (0,)) -> dict[st
         The state dict, whose tensors are copies in CPU memory; None on other ranks.
 
     Raises:
-        ValueError: on every rank: the model is not fully sharded, or ``ranks`` are none of the group.
+        TypeError: on every rank: the model is no module on any.
+        ValueError: likewise: the model is not fully sharded, or ``ranks`` are none of the group.
         RankMismatchError: likewise, ranks were given others.
     """
-    module, units = module_and_units(model)
+    module, units = asked_of(model)
     group = units.group
     with failing_together(group):
         if not ranks or not set(ranks) <= set(range(group.size)):
@@ -56,6 +58,14 @@ def full_state_dict(model: nn.Module, *, ranks: Sequence[int] = (0,)) -> dict[st
     return state
 
 
+def asked_of(model: nn.Module) -> tuple[nn.Module, UnitsInUse]:
+    """Do as `module_and_units`; all ranks call, and it communicates if it raises: the others wait."""
+    try:
+        return module_and_units(model)
+    except (TypeError, ValueError) as error:
+        raise_together(error)
+
+
 def module_and_units(model: nn.Module) -> tuple[nn.Module, UnitsInUse]:
     """Find the module of a fully sharded model, and its units.
 
@@ -63,8 +73,10 @@ def module_and_units(model: nn.Module) -> tuple[nn.Module, UnitsInUse]:
         model: the wrapper, or its module.
 
     Raises:
+        TypeError: it is no module.
         ValueError: it is not fully sharded.
     """
+    check_module(model)
     module = model.module if isinstance(model, DistributedDataParallel) else model
     units = units_of(module)
     if units is None:

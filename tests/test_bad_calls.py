@@ -1,6 +1,7 @@
 """A call that is wrong on one rank only: every rank raises, nothing has changed, and training goes on."""
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from pool import Ranks
-from training import assert_same_bits, make_params, params_of, set_grads
+from training import assert_same_bits, assert_same_state, make_params, params_of, set_grads
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel
+from zero_optim.errors import message_of
 from zero_optim.hooks import (
     allreduce_hook,
     bf16_compress_hook,
@@ -189,6 +191,22 @@ def closure_over(optimizer: ZeroRedundancyOptimizer, fails: bool = False) -> Cal
     return closure
 
 
+class NoTextError(Exception):
+    """An exception whose ``str()`` fails."""
+
+    def __str__(self) -> str:
+        raise ValueError("it has no text")
+
+
+def without_text() -> float:
+    raise NoTextError
+
+
+def around(context: AbstractContextManager[None]) -> None:
+    with context:
+        pass
+
+
 def other_dict(optimizer: ZeroRedundancyOptimizer, change: Callable[[Any], Any]) -> Any:
     optimizer.consolidate_state_dict(to=None)
     found = optimizer.state_dict()
@@ -211,6 +229,12 @@ def with_lock(found: dict[str, Any]) -> dict[str, Any]:
 def with_entry(name: str, value: object, found: dict[str, Any]) -> dict[str, Any]:
     state = {index: {**entries, name: value} for index, entries in found["state"].items()}
     return {**found, "state": state}
+
+
+def options(optimizer: ZeroRedundancyOptimizer) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    ]
 
 
 class Odd(torch.Tensor):
@@ -270,6 +294,18 @@ CALLS: dict[str, Call] = {
     "a master that is no tensor": lambda o, bad: o.load_state_dict(
         other_dict(o, partial(with_entry, MASTER, "x"))
     ),
+    "a closure whose error has no text": lambda o, bad: o.step(without_text if bad else closure_over(o)),
+    "an argument too many: explain": lambda o, bad: o.explain(1) if bad else o.explain(quiet=True),  # type: ignore[call-arg, func-returns-value]
+    "a number as flag: explain": lambda o, bad: o.explain(quiet=1 if bad else True),  # type: ignore[arg-type]
+    "an argument too many: gather": lambda o, bad: o.gather_parameters(*[1] * bad),
+    "an argument too many: averages": lambda o, bad: around(o.averaged_weights(*[1] * bad)),
+    "no group": lambda o, bad: o.add_param_group(*[{"params": make_params(((3,),))}] * (not bad)),
+    "an unknown option: consolidate": lambda o, bad: o.consolidate_state_dict(
+        **{"ranks" if bad else "to": 0}
+    ),
+    "no dict at all": lambda o, bad: o.load_state_dict(*[other_dict(o, dict)] * (not bad)),
+    "a number as owned state": lambda o, bad: o.load_owned_state(3 if bad else o.owned_state(), options(o)),  # type: ignore[arg-type]
+    "options for other groups": lambda o, bad: o.load_owned_state(o.owned_state(), options(o) * (1 + bad)),
     "an optimizer that is none": lambda o, bad: zero_step(3 if bad else o),  # type: ignore[arg-type]
     "a hook that is none": lambda o, bad: zero_step(o, 3 if bad else allreduce_hook),  # type: ignore[arg-type]
     "another hook": lambda o, bad: zero_step(o, bf16_compress_hook if bad else allreduce_hook),
@@ -293,16 +329,22 @@ def check_call(name: str) -> tuple[str, str]:
         set_grads(params_of(optimizer), 0)
         optimizer.step()
     sharded.consolidate_state_dict(to=None)
+    twin_of.consolidate_state_dict(to=None)
     with pytest.raises(Exception) as caught:  # noqa: PT011 - the test looks at it
         CALLS[name](sharded, dist.get_rank() == 1)
     assert len(sharded.param_groups) == 1
+    assert options(sharded) == options(twin_of)
+    if "closure" not in name:  # after a step, also one that raised, the consolidated state is out of date
+        assert_same_state(sharded.state_dict(), twin_of.state_dict())
+    sharded.consolidate_state_dict(to=None)
+    assert_same_state(sharded.state_dict(), twin_of.state_dict())
     assert_same_bits(params_of(sharded), params_of(twin_of), f"although {name} raised")
     for step in range(1, 3):
         for optimizer in both:
             set_grads(params_of(optimizer), step)
             optimizer.step()
     assert_same_bits(params_of(sharded), params_of(twin_of), f"after {name} raised")
-    return type(caught.value).__name__, str(caught.value)
+    return type(caught.value).__name__, message_of(caught.value)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -310,6 +352,27 @@ def test_a_call_that_is_wrong_on_one_rank_raises_on_all_and_changes_nothing(rank
     first, _ = ranks2.run(check_call, name)
     if first[0] != "RankMismatchError":
         assert "rank 1" in first[1], first
+
+
+def steps_with(wrong: str) -> str:
+    """Steps wrongly on rank 1, which cannot tell the others before they step."""
+    optimizer = ZeroRedundancyOptimizer(make_params(SHAPES), AdamW, lr=0.1)
+    set_grads(params_of(optimizer), 0)
+    is_wrong = dist.get_rank() == 1
+    if wrong == "rate" and is_wrong:
+        optimizer.param_groups[0]["lr"] = "x"
+    with pytest.raises(TypeError) as caught:
+        optimizer.step(**({"foo": 1} if wrong == "keyword" and is_wrong else {}))
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, [param.detach() for param in params_of(optimizer)])
+    assert_same_bits(*everyone)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", ["keyword", "rate"])
+def test_ranks_hear_that_some_have_stepped_where_one_refused_its_step(ranks2: Ranks, wrong: str) -> None:
+    first, second = ranks2.run(steps_with, wrong)
+    assert first == f"rank 1: {second}. Ranks on which nothing was raised may have taken their part of step()"
 
 
 # ---------------------------------------------------------------------- comm hooks

@@ -125,6 +125,35 @@ def test_a_damaged_header_is_found(ranks1: Ranks, tmp_path: Path, capsys: pytest
     assert checkpoint.latest(tmp_path) is None
 
 
+def damage(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def load_with_damage(path: Path) -> None:
+    """Each byte that a load reads is compared: also those that say nothing about what is loaded."""
+    run = Run()
+    run.save(path)
+    (data,), head = path.glob("data-*"), path / "manifest.json"
+    places = [(head, place) for place in range(len(head.read_bytes().splitlines()[0]) + 1)]
+    places += [(data, place) for place in range(0, int.from_bytes(data.read_bytes()[:8], "little") + 8, 7)]
+    for file, place in places:
+        damage(file, place)
+        with pytest.raises(CheckpointError):
+            checkpoint.load(path, model=run.model, optimizer=run.optimizer)
+        damage(file, place)
+    damage(data, 20)
+    with pytest.raises(dcp.api.CheckpointException, match="its header in data-"):
+        dcp.load({"model/scale": torch.zeros(())}, storage_reader=checkpoint.Reader(path))
+    damage(data, 20)
+    checkpoint.load(path, model=run.model, optimizer=run.optimizer)
+
+
+def test_a_load_compares_every_byte_of_the_headers_it_reads(ranks1: Ranks, tmp_path: Path) -> None:
+    ranks1.run(load_with_damage, tmp_path)
+
+
 def test_a_tensor_said_to_lie_in_the_header_is_refused(ranks1: Ranks, tmp_path: Path) -> None:
     ranks1.run(saved_run, tmp_path)
     path = tmp_path / "manifest.json"

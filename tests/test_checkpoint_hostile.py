@@ -5,6 +5,7 @@ import os
 import random
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,9 @@ def write(path: Path, body: str) -> None:
         "format": manifest.FORMAT,
         "version": manifest.VERSION,
         "crc32": zlib.crc32(body.encode()),
-        "number": 2,
     }
+    with suppress(ValueError, AttributeError, RecursionError):  # what is damaged further has no number
+        head |= {"number": json.loads(body)["number"]} if "number" in json.loads(body) else {}
     (path / manifest.FILE).write_text(f"{json.dumps(head)}\n{body}\n")
 
 

@@ -15,6 +15,7 @@ from pool import Ranks
 from zero_optim import CheckpointError, RankMismatchError, ZeroRedundancyOptimizer, checkpoint, cli
 from zero_optim.checkpoint import folder as folders
 from zero_optim.checkpoint import storage
+from zero_optim.checkpoint.files import open_part
 from zero_optim.checkpoint.lock import LOCK, FolderLock
 
 
@@ -231,17 +232,28 @@ def test_what_users_keep_beside_an_output_stays_and_links_there_are_not_followed
     out.symlink_to(target)
     planted = saved / "manifest.json.part"
     planted.symlink_to(target)
-    stale, fresh = tmp_path / f"out.pt.{'0' * 16}.part", tmp_path / f"out.pt.{'1' * 16}.part"
-    stale.touch()
-    fresh.touch()
-    os.utime(stale, (0, 0))
-    assert cli.main(["consolidate", str(saved), str(out), "--weights"]) == 0
+    left = tmp_path / f"out.pt.{'0' * 16}.part"  # by a process that was killed just now
+    left.touch()
+    written, file = open_part(out)  # by one that runs
+    with file:
+        assert cli.main(["consolidate", str(saved), str(out), "--weights"]) == 0
     assert torch.load(out, weights_only=True).keys() == {"weight", "bias"}
     assert not out.is_symlink()
     assert mine.read_text() == "mine"
-    assert names(tmp_path) == sorted(["one", fresh.name, "out.pt", "out.pt.part", "target"])
+    assert names(tmp_path) == sorted(["one", written.name, "out.pt", "out.pt.part", "target"])
     assert cli.main(["reshard", str(saved), str(tmp_path / "two"), "--world-size", "1"]) == 0
     assert target.read_text() == "untouched"
+
+
+@pytest.mark.parametrize("command", [["consolidate", "--weights"], ["reshard", "--world-size", "1"]])
+def test_an_empty_name_of_an_output_writes_nothing_into_the_current_folder(
+    saved: Path, tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    assert cli.main([command[0], str(saved), "", *command[1:]]) == 2
+    assert names(here) == []
 
 
 def check_planted(path: Path) -> None:

@@ -18,6 +18,8 @@ def test_a_config_reads_back_from_its_json() -> None:
         ("nproc", 0, "--nproc must be at least 1, got 0"),
         ("steps", 0, "--steps must be at least 1"),
         ("batch_size", -1, "--batch-size must be at least 1"),
+        ("seed", 2**64, r"--seed must be below 2\*\*64, as PyTorch's seeds are, got 18446744073709551616"),
+        ("out", "", "--out must be the name of a folder, got ''"),
         ("warmup", -1, "--warmup must be at least 0"),
         ("clip", float("nan"), "--clip"),
         ("clip", -1.0, "--clip"),

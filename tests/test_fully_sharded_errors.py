@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,12 +15,14 @@ from pool import Ranks
 from stalling import TIMEOUT, outcomes
 from test_fully_sharded import Tower, adamw, batch
 from test_fully_sharded_models import assert_alike, both, loss_of, train
-from zero_optim import ReductionError, ZeroRedundancyOptimizer
+from zero_optim import ReductionError, RemoteRankError, ZeroRedundancyOptimizer
 from zero_optim.ddp import (
     DistributedDataParallel,
     FullyShardedDataParallel,
     ShardedDataParallel,
     full_state_dict,
+    load_sharded_state_dict,
+    sharded_state_dict,
     unsharded,
 )
 
@@ -208,3 +211,56 @@ def asks_for_a_part_of_a_unit() -> None:
 
 def test_a_part_of_a_unit_is_not_made_whole_by_itself(ranks2: Ranks) -> None:
     ranks2.run(asks_for_a_part_of_a_unit)
+
+
+WRONG: dict[str, Callable[[FullyShardedDataParallel, bool], object]] = {
+    "load_state_dict": lambda model, bad: model.load_state_dict(3 if bad else {}),  # type: ignore[arg-type]
+    "full_state_dict": lambda model, bad: full_state_dict(3 if bad else model),  # type: ignore[arg-type]
+    "full_state_dict of another": lambda model, bad: full_state_dict(Tower() if bad else model),
+    "full_state_dict on none": lambda model, bad: full_state_dict(model, ranks=3 if bad else (0,)),  # type: ignore[arg-type]
+    "load_sharded_state_dict": lambda model, bad: load_sharded_state_dict(
+        3 if bad else model,  # type: ignore[arg-type]
+        sharded_state_dict(model),
+    ),
+}
+
+
+def calls_wrongly(name: str) -> str:
+    torch.manual_seed(0)
+    model = Tower()
+    wrapped = FullyShardedDataParallel(model, adamw(model))
+    loss_of(wrapped, 0).backward()  # before that, calls agree on conversions first
+    before = full_state_dict(wrapped, ranks=(0, 1))
+    with pytest.raises((TypeError, ValueError)) as caught:
+        WRONG[name](wrapped, dist.get_rank() == 1)
+    after = full_state_dict(wrapped, ranks=(0, 1))
+    assert before is not None
+    assert after is not None
+    for key, value in before.items():
+        assert torch.equal(after[key], value), key
+    loss_of(wrapped, 0).backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_state_dict_that_one_rank_asks_for_wrongly_raises_on_all_and_changes_nothing(
+    ranks2: Ranks, name: str
+) -> None:
+    first, _ = ranks2.run(calls_wrongly, name)
+    assert "rank 1: " in first
+
+
+def makes_a_number_whole() -> str:
+    model = Tower()
+    wrapped = FullyShardedDataParallel(model, adamw(model))
+    loss_of(wrapped, 0).backward()
+    kind = TypeError if dist.get_rank() else RemoteRankError
+    with pytest.raises(kind) as caught, unsharded(3 if dist.get_rank() else wrapped):  # type: ignore[arg-type]
+        pass
+    return str(caught.value)
+
+
+def test_unsharded_of_no_model_on_one_rank_is_told_before_a_timeout(failing2: Ranks) -> None:
+    waiting, failed = failing2.run(makes_a_number_whole)
+    assert "ranks have made different calls, and now wait for each other, which no timeout can end" in waiting
+    assert failed == "expected a fully sharded model, or a module of one, got int"

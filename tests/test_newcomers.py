@@ -71,6 +71,65 @@ def test_optim_of_mixed_classes_is_a_view_of_all(ranks2: Ranks) -> None:
     ranks2.run(check_optim_of_several)
 
 
+def check_state_by_parameter(case: str) -> None:
+    """The entries of a parameter of the model are found, and those of what ``param_groups`` has."""
+    dtype = torch.bfloat16 if case == "masters" else torch.float32
+    options: dict[str, Any] = {"master_dtype": torch.float32} if case == "masters" else {}
+    sharded = ZeroRedundancyOptimizer(make_params(((256, 300), (7,)), dtype), AdamW, lr=0.1, **options)
+    assert any(len(pieces) > 1 for pieces in sharded.pieces().values()) or case == "masters"
+    set_grads(params_of(sharded), 0)
+    sharded.step()
+    local: Any = sharded.optim
+    assert isinstance(local, AdamW)
+    assert local.defaults["lr"] == 0.1
+    assert {param for param in params_of(sharded) if param in local.state} == set(sharded.owned_parameters())
+    for param, leaf in zip(sharded.owned_parameters(), params_of(local), strict=True):
+        assert leaf in local.state
+        assert torch.equal(local.state[param]["exp_avg"], local.state[leaf]["exp_avg"])
+    assert local.state_dict()["state"].keys() == set(range(len(sharded.owned_parameters())))
+    local.mark = 3
+    assert sharded.optim.mark == 3  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("case", ["cuts", "masters"])
+def test_state_of_optim_is_found_by_the_parameters_of_the_model(ranks2: Ranks, case: str) -> None:
+    ranks2.run(check_state_by_parameter, case)
+
+
+def own_part(optimizer: Any) -> dict[str, Any]:
+    """The state that a rank owns, by index, as trainers find it with private names of PyTorch's class."""
+    optimizer._check_overlap_initialized()
+    optimizer._sync_param_groups(optimizer.param_groups, optimizer.optim.param_groups)
+    local = optimizer.optim.state_dict()
+    found = super(ZeroRedundancyOptimizer, optimizer).state_dict()
+    members = optimizer._partition_parameters()[dist.get_rank()]
+    for own, group in zip(local["param_groups"], members, strict=True):
+        for index, param in zip(own["params"], group["params"], strict=True):
+            found["state"][optimizer._param_to_index[param]] = local["state"][index]
+    return found
+
+
+def check_own_part() -> None:
+    plain = AdamW(make_params(), lr=0.1)
+    sharded = ZeroRedundancyOptimizer(make_params(), AdamW, lr=0.1)
+    other = ZeroRedundancyOptimizer(make_params(), AdamW, lr=0.1)
+    train_both(plain, sharded, 2)
+    sharded.param_groups[0]["lr"] = plain.param_groups[0]["lr"] = 0.05
+    part = own_part(sharded)
+    assert part["param_groups"][0]["lr"] == sharded.optim.param_groups[0]["lr"] == 0.05
+    every = sharded._all_params
+    assert [every[index] for index in sorted(part["state"])] == sharded.owned_parameters()
+    with torch.no_grad():
+        for mine, value in zip(params_of(other), params_of(sharded), strict=True):
+            mine.copy_(value)
+    other.load_state_dict(part)
+    train_both(plain, other, 2, first=2)
+
+
+def test_trainers_find_a_ranks_own_state_by_the_private_names_of_pytorchs_class(ranks2: Ranks) -> None:
+    ranks2.run(check_own_part)
+
+
 class Framework(ZeroRedundancyOptimizer):
     """As frameworks write it: positional arguments, a state dict that consolidates by itself."""
 

@@ -38,6 +38,14 @@ class RemoteRankError(ZeroOptimError, RuntimeError):
     """Another rank failed. The message quotes its message; its traceback is in that rank's output."""
 
 
+def message_of(error: BaseException) -> str:
+    """Give the message of an exception, also of one whose own ``str()`` raises."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - a class of the user's: what it raises here must not replace the reason
+        return "<exception str() failed>"  # as tracebacks have it
+
+
 def heard_of(error: E) -> E:
     """Mark an exception as that of another rank, which this one only repeats; gives the exception."""
     error.__dict__["_is_heard_of"] = True

@@ -187,6 +187,21 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
             return found[0]
         return partial(self._run, f"{name}()", self._owned.local.call, self.param_groups, found)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state in the format of ``torch.optim``; does not communicate.
+
+        Before any step it works on every rank. After a step it works on the ranks to which
+        `consolidate_state_dict` brought the state, until the next step. Options are the current ones. The
+        dict loads into the plain optimizer, and into this one with any world size. Two calls share tensors,
+        which are never written to.
+
+        Raises:
+            NotConsolidatedError: the state is not on this rank, or a step was made after it was consolidated.
+        """
+        # Not in a base class: trainers that call super(ZeroRedundancyOptimizer, optimizer).state_dict() want
+        # what torch.optim says of `state`, the part of this rank.
+        return self._whole_state_dict()
+
     # ------------------------------------------------------------------ stepping
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: object) -> float | None:  # type: ignore[override]
@@ -215,6 +230,9 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
                 parameter is sparse, and the class does not bear that, see ``cuts``.
             RankMismatchError: on every rank, options of groups differ between ranks, see ``own_options``, or
                 ranks are in different calls. The step was taken, and parameters are equal on all ranks.
+            Exception: on every rank, what the class's own step raises on any, such as for a wrong keyword.
+                If it raises on some ranks only, the others have stepped what they own: parameters are equal
+                on all ranks, but only some of them have taken the step.
         """
         if self.leaves_out_step():
             return None

@@ -2,7 +2,7 @@
 
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
@@ -162,6 +162,25 @@ def check_run(folder: Path, chunk: Chunk, key: str) -> None:
         raise CheckpointError(
             f"the checkpoint {folder} is damaged: {key} in {chunk.file}: its checksum is wrong"
         )
+
+
+class HeaderChecks:
+    """Checks the header of each data file once, when something in the file is read. Does not communicate."""
+
+    def __init__(self, folder: Path, files: Mapping[str, DataFile]) -> None:
+        self._folder = folder
+        self._left = dict(files)
+
+    def check(self, name: str) -> None:
+        """Check the header of a file, unless that was done.
+
+        Raises:
+            CheckpointError: it differs from what was written, or cannot be read.
+        """
+        file = self._left.pop(name, None)
+        if file is not None:
+            head = Chunk((), (), name, 0, file.head_nbytes, file.head_crc32)
+            check_run(self._folder, head, "its header")
 
 
 def map_file(path: Path, nbytes: int) -> torch.UntypedStorage:

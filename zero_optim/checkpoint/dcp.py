@@ -38,7 +38,7 @@ from torch.futures import Future
 
 from zero_optim.checkpoint import folder as folders
 from zero_optim.checkpoint import manifest as manifests
-from zero_optim.checkpoint.data import blank, bytes_of, read_box, read_run, write_data
+from zero_optim.checkpoint.data import HeaderChecks, blank, bytes_of, read_box, read_run, write_data
 from zero_optim.checkpoint.dcp_rows import RowsToLoad
 from zero_optim.checkpoint.lock import FolderLock
 from zero_optim.checkpoint.manifest import Chunk, Entry
@@ -194,8 +194,10 @@ class Reader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """See the base class. One chunk of extra memory, where a part of it is wanted or another device."""
+        headers = HeaderChecks(self._folder, self.manifest.files)
         for item in plan.items:
             chunk = self._chunk(item.storage_index)
+            headers.check(chunk.file)
             if item.type is LoadItemType.BYTE_IO:
                 buffer = bytearray(chunk.nbytes)
                 read_run(self._folder, chunk, memoryview(buffer), item.storage_index.fqn)

@@ -10,13 +10,10 @@ import os
 import re
 import secrets
 import stat
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-
-_STALE_SECONDS = 60.0  # the writer of a younger file may be about to lock it
 
 
 def open_regular(path: Path) -> FileIO:
@@ -67,6 +64,17 @@ def part_of(name: str) -> re.Pattern[str]:
     return re.compile(re.escape(name) + r"\.[0-9a-f]{16}\.part")
 
 
+def open_part(path: Path) -> tuple[Path, FileIO]:
+    """Make a temporary file next to ``path``, locked for as long as it is open."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    while True:
+        beside = new_part(path)
+        file = FileIO(os.open(beside, flags, 0o666), "rb+")
+        if try_lock(file.fileno()) is not False and is_own_file(beside):
+            return beside, file
+        file.close()  # `remove_stale_parts` of another process came before the lock, and removes it
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[FileIO]:
     """Yield a new file next to ``path``. When the ``with`` ends, it is flushed and renamed to ``path``.
@@ -74,11 +82,9 @@ def replacing(path: Path) -> Iterator[FileIO]:
     A link at ``path`` is replaced, not followed. If anything fails, the new file is removed. It is locked
     while it is written.
     """
-    beside = new_part(path)
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with FileIO(os.open(beside, flags, 0o666), "rb+") as file:
+    beside, file = open_part(path)
+    with file:
         try:
-            try_lock(file.fileno())
             yield file
             os.fsync(file.fileno())
             beside.replace(path)
@@ -102,8 +108,7 @@ def remove_stale_parts(path: Path) -> None:
 def _remove_if_stale(path: Path) -> None:
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        old = time.time() - os.fstat(descriptor).st_mtime > _STALE_SECONDS
-        if old and try_lock(descriptor):
+        if try_lock(descriptor):
             path.unlink()
     finally:
         os.close(descriptor)

@@ -14,10 +14,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from zero_optim.checkpoint import manifest as manifests
-from zero_optim.checkpoint.data import check_run
+from zero_optim.checkpoint.data import HeaderChecks, check_run
 from zero_optim.checkpoint.files import is_own_file, part_of, sync_folder
 from zero_optim.checkpoint.lock import FolderLock
-from zero_optim.checkpoint.manifest import DATA_FILE, FILE, Chunk, Manifest
+from zero_optim.checkpoint.manifest import DATA_FILE, FILE, Manifest
 from zero_optim.errors import CheckpointError
 
 _LAST_NUMBER = 2**63 - 1
@@ -90,8 +90,9 @@ def verify(folder: Path, manifest: Manifest) -> None:
     Raises:
         CheckpointError: something in it differs from what was written.
     """
-    for name, file in manifest.files.items():
-        check_run(folder, Chunk((), (), name, 0, file.head_nbytes, file.head_crc32), "its header")
+    headers = HeaderChecks(folder, manifest.files)
+    for name in manifest.files:
+        headers.check(name)
     for key, entry in manifest.entries.items():
         for chunk in entry.chunks:
             check_run(folder, chunk, key)

@@ -39,7 +39,7 @@ from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import Nested
 from zero_optim.comm.watchdog import check_patience, watching
-from zero_optim.errors import StateMismatchError
+from zero_optim.errors import StateMismatchError, message_of
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.pieces import piece_of
 
@@ -324,5 +324,6 @@ def _fits(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise StateMismatchError(
-            f"{what} of the checkpoint does not fit: {type(error).__name__}: {error}. Nothing was changed"
+            f"{what} of the checkpoint does not fit: {type(error).__name__}: {message_of(error)}. Nothing "
+            "was changed"
         ) from error

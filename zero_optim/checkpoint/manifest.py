@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from zero_optim.checkpoint.files import open_regular, replacing, sync_folder
-from zero_optim.errors import CheckpointError, ZeroOptimError
+from zero_optim.errors import CheckpointError, ZeroOptimError, message_of
 
 FILE = "manifest.json"
 FORMAT = "zero_optim checkpoint"
@@ -179,9 +179,7 @@ class Manifest:
             "paths": dict(self.paths),
         }
         text = json.dumps(content, separators=(",", ":"))
-        head = {"format": FORMAT, "version": self.version, "crc32": zlib.crc32(text.encode())}
-        head["number"] = self.number
-        return f"{json.dumps(head)}\n{text}\n"
+        return f"{_head_line(self.version, text, content)}\n{text}\n"
 
     @staticmethod
     def from_json(text: str) -> "Manifest":
@@ -200,7 +198,18 @@ class Manifest:
         body = body.removesuffix("\n")
         if zlib.crc32(body.encode()) != head["crc32"]:
             raise ValueError("its checksum is wrong")
-        return _from_content(json.loads(body), head["version"])
+        content = json.loads(body)
+        if _head_line(head["version"], body, content) != head_line:
+            raise ValueError("its first line, which no checksum covers, is not what the second one asks for")
+        return _from_content(content, head["version"])
+
+
+def _head_line(version: int, text: str, content: Mapping[str, Any]) -> str:
+    """Write the first line; version 1 had no number."""
+    head = {"format": FORMAT, "version": version, "crc32": zlib.crc32(text.encode())}
+    if "number" in content:
+        head["number"] = content["number"]
+    return json.dumps(head)
 
 
 def _check_head(head: object) -> None:
@@ -260,7 +269,9 @@ def blamed_on(folder: Path) -> Iterator[None]:
 
 
 def _told(error: Exception) -> str:
-    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    return (
+        message_of(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {message_of(error)}"
+    )
 
 
 def parse(folder: Path) -> Manifest:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zero_optim.checkpoint.content import EVERYWHERE, MODEL, OPTIMIZER, RANDOM, STATE
 from zero_optim.checkpoint.fitting import model_parts
+from zero_optim.checkpoint.folder import own_folder
 from zero_optim.checkpoint.lock import FolderLock
 from zero_optim.checkpoint.manifest import Chunk, DataFile, Entry, blamed_on
 from zero_optim.checkpoint.safetensors import Box, whole
@@ -100,10 +101,12 @@ def reshard(source: Path, out: Path, world_size: int) -> None:
 
     Raises:
         CheckpointError: the source is incomplete or damaged, or ``out`` cannot be written.
-        ValueError: ``world_size`` is below 1, the file is no state dict, or ``out`` lies in the source.
+        ValueError: ``world_size`` is below 1, the file is no state dict, or ``out`` lies in the source, or
+            does not end in a folder's own name.
     """
     if world_size < 1:
         raise ValueError(f"expected a world size of at least 1, got {world_size}")
+    own_folder(out)
     _check_output(source, out)
     found = read_source(source) if source.is_file() else _from_checkpoint(source)
     with blamed_on(source):

@@ -11,6 +11,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import encode
 from zero_optim.comm.mesh import RankMesh
 from zero_optim.comm.wire import recv_value, send_value
+from zero_optim.errors import message_of
 
 
 def add_random_of_replicas(part: RankContent, objects: Objects) -> None:
@@ -71,7 +72,7 @@ def write_once(mesh: RankMesh | None, write: Callable[[], str]) -> str:
 
 def _own_word(failure: Exception | None) -> bytes:
     """Tell the other replicas of a failure, unless it is that of another rank, which tells of it itself."""
-    return b"" if failure is None or str(failure).startswith("rank ") else encoded(failure)
+    return b"" if failure is None or message_of(failure).startswith("rank ") else encoded(failure)
 
 
 def with_everyone(mesh: RankMesh | None, everyone: RankGroup) -> RankMesh | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from zero_optim.checkpoint import folder as folders
 from zero_optim.checkpoint import manifest as manifests
 from zero_optim.checkpoint.data import (
+    HeaderChecks,
     bytes_of,
     check_run,
     map_file,
@@ -143,6 +144,7 @@ class CheckpointReader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.folder = Path(path).absolute()
         self.manifest = manifests.read(self.folder)
+        self._headers = HeaderChecks(self.folder, self.manifest.files)
         self._mapped: dict[str, torch.UntypedStorage] = {}
 
     @property
@@ -169,6 +171,7 @@ class CheckpointReader:
                 if first >= end and rows is not None:
                     continue
                 box, inside[0] = box[first - start : end - start], first - chunk.offsets[0]
+            self._headers.check(chunk.file)
             for dim in range(1, len(chunk.sizes)):
                 box = box.narrow(dim, chunk.offsets[dim], chunk.sizes[dim])
             read_box(self.folder, chunk, key, tensor.dtype, box, inside)
@@ -183,6 +186,7 @@ class CheckpointReader:
         if entry is None or entry.dtype is None or not entry.nbytes or not _is_one_run(entry):
             return self.read_tensor(key)
         for chunk in entry.chunks:
+            self._headers.check(chunk.file)
             check_run(self.folder, chunk, key)
         first = entry.chunks[0]
         if first.file not in self._mapped:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zero_optim.checkpoint.content import EVERYWHERE, EXTRA, MODEL, OPTIMIZER, STATE
 from zero_optim.checkpoint.data import bytes_of, map_file, tensor_in, write_all
-from zero_optim.checkpoint.files import new_part, remove_stale_parts, replacing
+from zero_optim.checkpoint.files import open_part, remove_stale_parts, replacing
 from zero_optim.checkpoint.fitting import model_parts
 from zero_optim.checkpoint.names import positional
 from zero_optim.checkpoint.reading import with_strides
@@ -72,9 +72,9 @@ def _write_pt(
 
 def _spooled(tensor: Tensor, out: Path) -> Tensor:
     """Map a tensor from a temporary file without a name, to which its memory is written."""
-    path = new_part(out)
+    path, file = open_part(out)
     try:
-        with path.open("xb", buffering=0) as file:
+        with file:
             run: Any = memory_of(tensor).numpy()
             write_all(file, memoryview(run))
         return tensor_in(map_file(path, tensor.nbytes), tensor.dtype, tensor.shape, tensor.stride())

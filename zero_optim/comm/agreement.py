@@ -23,6 +23,7 @@ from zero_optim.errors import (
     RemoteRankError,
     StateMismatchError,
     heard_of,
+    message_of,
 )
 
 # Exceptions that can be made from a message alone, so that every rank raises the same class.
@@ -156,9 +157,9 @@ def failure_of_others(group: RankGroup, mine: bytes) -> Exception | None:
     return _rebuild(rank, *json.loads(payload))
 
 
-def encoded(error: BaseException) -> bytes:
-    """Give what other ranks are told of an exception; nothing in it keeps the exception."""
-    return json.dumps([type(error).__name__, str(error)]).encode()
+def encoded(error: BaseException, more: str = "") -> bytes:
+    """Give what other ranks are told of an exception, and more; nothing in it keeps the exception."""
+    return json.dumps([type(error).__name__, message_of(error) + more]).encode()
 
 
 def _raise_any(mine: Exception | None, group: RankGroup, payloads: Sequence[bytes]) -> None:

@@ -1,11 +1,17 @@
 """Checks of arguments that several rooms take. Only `raise_together` communicates."""
 
-from typing import NoReturn
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _OF_A_MESH = "of a DeviceMesh, give mesh.get_group()"
 
@@ -45,14 +51,37 @@ def ranks_of(process_group: object) -> RankGroup:
     return raise_together(TypeError(wrong))
 
 
-def raise_together(error: Exception) -> NoReturn:
-    """Raise an error on all ranks of the default group: it is not known which ranks wait for this one.
+def called_by_all(method: Callable[P, T]) -> Callable[P, T]:
+    """Have a method tell the other ranks of arguments that Python refuses, before it calls the method.
+
+    For methods of objects with ``ranks``, which all ranks call, and which begin with a short agreement.
+    """
+    signature = inspect.signature(method)
+
+    @wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            caller: Any = args[0]
+            raise_together(TypeError(f"{method.__name__}(): {error}"), caller.ranks)
+        return method(*args, **kwargs)
+
+    return call
+
+
+def raise_together(error: Exception, group: RankGroup | None = None) -> NoReturn:
+    """Raise an error on all ranks of a group.
+
+    Args:
+        error: the error.
+        group: None for the default group, where it is not known which ranks wait for this one.
 
     Raises:
         Exception: the error given.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise error
-    with failing_together(RankGroup.of(None)):
+    with failing_together(RankGroup.of(None) if group is None else group):
         raise error
     raise AssertionError("it raises on this rank, hence on all")

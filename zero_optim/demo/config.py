@@ -68,7 +68,7 @@ class RunConfig:
         warmup: updates over which the learning rate rises.
         clip: largest norm of all gradients together; 0: no limit.
         bf16: whether the forward pass runs under bfloat16 autocast.
-        seed: of the initial weights, the order of the text, and the sample text at the end.
+        seed: of the initial weights, the order of the text, and the sample text at the end; below 2**64.
         out: the run folder.
         resume: the checkpoint to continue from, or None.
         eval_every: updates between validations; 0: only the first and the last.
@@ -119,6 +119,10 @@ class RunConfig:
             _check(name, getattr(self, name), least=1)
         for name in _COUNTS_OR_ZERO:
             _check(name, getattr(self, name), least=0)
+        if self.seed >= 2**64:
+            raise ValueError(f"--seed must be below 2**64, as PyTorch's seeds are, got {self.seed}")
+        if not self.out:
+            raise ValueError("--out must be the name of a folder, got ''")
         if not (math.isfinite(self.clip) and self.clip >= 0):
             raise ValueError(f"--clip must be a number of at least 0, got {self.clip}")
         for name, kind in _CHOICES.items():

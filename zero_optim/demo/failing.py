@@ -6,7 +6,7 @@ import time
 import traceback
 from pathlib import Path
 
-from zero_optim.errors import CheckpointError, DivergedError
+from zero_optim.errors import CheckpointError, DivergedError, message_of
 from zero_optim.run.host import let_the_cause_end_first, order_of
 
 _EXPECTED = (DivergedError, BrokenPipeError, CheckpointError)  # their message is enough, without a traceback
@@ -43,9 +43,9 @@ def write_failure(error: Exception, path: Path) -> None:
         "timestamp": str(int(time.time())),
         "time_ns": str(now),
         "heard": _HEARD[order_of(error)],
-        "text": f": {error}" if isinstance(error, _EXPECTED) else ":\n" + trace,
+        "text": f": {message_of(error)}" if isinstance(error, _EXPECTED) else ":\n" + trace,
     }
-    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": info}
+    message = {"message": f"{type(error).__name__}: {message_of(error)}", "extraInfo": info}
     part = path.with_suffix(".part")  # the launcher may look at any time, and may end this rank
     part.write_text(json.dumps({"message": message}))
     part.replace(path)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zero_optim.errors import message_of
 from zero_optim.probe.subject import OptimizerUnderTest
 from zero_optim.probe.traits import NEEDS_CLOSURE, NEEDS_SECOND_ORDER
 from zero_optim.probe.trials import Feed, TrialRecord, TrialRun, record, start, starts_of
@@ -100,5 +101,5 @@ def _call(optimizer: Optimizer, closure: Callable[[], Any]) -> None:
 
 def first_line_of(error: Exception) -> str:
     """Return the name of an error and the first line of its message."""
-    first_line = (str(error).splitlines() or [""])[0]
+    first_line = (message_of(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {first_line}"

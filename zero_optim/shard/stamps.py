@@ -132,7 +132,8 @@ class _Step:
     def fail(self, failure: BaseException) -> None:
         """Tell of a failure from now on, unless there is one."""
         if self.failed is None:
-            self.failed, self.failure, self._mine = type(failure).__name__, encoded(failure), None
+            more = f". Ranks on which nothing was raised may have taken their part of {self.name}"
+            self.failed, self.failure, self._mine = type(failure).__name__, encoded(failure, more), None
 
     def stamps(self) -> dict[int, Stamp]:
         """Give the stamps that have come, by rank: the last one of each, or one that tells of a failure."""

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zero_optim.comm.agreement import failing_together
+from zero_optim.comm.arguments import called_by_all, check_flags
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.mesh import RankMesh
 from zero_optim.comm.traffic import PHASES
@@ -26,7 +28,6 @@ from zero_optim.shard.unit_forms import UnitForms
 from zero_optim.state.given import KEPT_WHOLE, ShardingOptions
 from zero_optim.state.mirror import Mirror
 from zero_optim.state.whole import Snapshot, nbytes_held
-from zero_optim.step.local import OptimizerView
 from zero_optim.step.owned import OwnedState
 
 
@@ -194,17 +195,6 @@ class OwningOptimizer(Optimizer):
         """Whether the step is only ever taken during the backward pass."""
         return self._options.overlap_with_ddp
 
-    @property
-    def optim(self) -> Optimizer | OptimizerView:
-        """The local optimizer of this rank, or with several classes a view of all local optimizers.
-
-        PyTorch's class has it too. Its ``state`` and ``param_groups`` are those of what this rank owns, or of
-        the master copies. Only read it. Does not communicate. The rows that it steps of a cut parameter have
-        values until the next step; after that, ask again.
-        """
-        self._owned.leaves.follow()
-        return self._owned.local.shown()
-
     def state_nbytes(self) -> int:
         """Return the bytes of the optimizer state that this rank holds now, each storage counted once."""
         return nbytes_held(self.state)
@@ -243,6 +233,7 @@ class OwningOptimizer(Optimizer):
         """
         return self._ranks.phase.traffic.figures(PHASES, "steps", reset=reset)
 
+    @called_by_all
     def explain(self, *, quiet: bool = False) -> Explanation:
         """Print on rank 0 what each rank really holds: parameters, state, balance, buckets; all ranks call.
 
@@ -251,8 +242,13 @@ class OwningOptimizer(Optimizer):
 
         Returns:
             The same as data, on every rank.
+
+        Raises:
+            TypeError: on every rank, if an argument is wrong on any.
         """
         with self._group.doing("explain()"):
+            with failing_together(self._group):
+                check_flags(quiet=quiet)
             explanation = self._explained()
         if self._group.rank == 0 and not quiet:
             print(explanation)  # noqa: T201 - what it is for

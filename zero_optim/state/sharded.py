@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_optim.comm.agreement import failing_together
+from zero_optim.comm.arguments import called_by_all
 from zero_optim.comm.backends import held
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.watchdog import learn_addresses, patient, watch
@@ -34,7 +35,7 @@ from zero_optim.state.given import (
     taken_cuts,
 )
 from zero_optim.state.mirror import Mirror
-from zero_optim.state.owning import OwningOptimizer
+from zero_optim.state.torch_adapters import TorchNames
 from zero_optim.state.whole import Snapshot
 from zero_optim.step.averages import WeightAverage
 from zero_optim.step.leaves import Leaves
@@ -46,7 +47,7 @@ from zero_optim.step.spec import OptimizerSpec
 logger = logging.getLogger("zero_optim")
 
 
-class ShardedOptimizer(OwningOptimizer):
+class ShardedOptimizer(TorchNames):
     """An optimizer whose parameters are owned by the ranks of a group; all ranks construct it.
 
     Args:
@@ -213,6 +214,7 @@ class ShardedOptimizer(OwningOptimizer):
 
     # ------------------------------------------------------------------ groups
 
+    @called_by_all
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; all ranks call, with the same group. No parameter changes its owner.
 
@@ -260,6 +262,7 @@ class ShardedOptimizer(OwningOptimizer):
 
     # ------------------------------------------------------------------ the parameters' values
 
+    @called_by_all
     def gather_parameters(self) -> None:
         """Give every parameter its owner's value, on every rank; all ranks call. Communicates like a step."""
         with failing_together(self._group):
@@ -280,7 +283,12 @@ class ShardedOptimizer(OwningOptimizer):
 
         Returns:
             A handle; its ``remove()`` makes `step` wait again.
+
+        Raises:
+            TypeError: ``model`` is no module.
+            ValueError: it has none of the parameters.
         """
+        check_reader(model, self._params())
         return LazyGather(model, self._sharding)
 
     def begin_averages_anew(self) -> None:
@@ -291,6 +299,7 @@ class ShardedOptimizer(OwningOptimizer):
         """
         self._owned.average.begin_anew()
 
+    @called_by_all
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
         """Put the averaged weights into the model for the time of a ``with``; all ranks enter and leave it.
@@ -300,9 +309,10 @@ class ShardedOptimizer(OwningOptimizer):
         """
         with failing_together(self._group):
             self._sharding.refresh(self.param_groups)
-            self._owned.average.swap_in()
-        self._sharding.gather_all()
+            self._owned.average.check_swap_in()
         try:
+            self._owned.average.swap_in()  # now that no rank refuses
+            self._sharding.gather_all()
             yield
         finally:
             self._owned.average.swap_out()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.agreement import agree, failing_together
+from zero_optim.comm.arguments import called_by_all
 from zero_optim.plan.description import describe
 from zero_optim.plan.groups import ParamGroup, describe_options, param_names
 from zero_optim.probe.rows import CutRows
@@ -40,6 +41,7 @@ class ShardedStateDicts(ShardedOptimizer):
 
     # ------------------------------------------------------------------ the whole
 
+    @called_by_all
     def consolidate_state_dict(self, to: int | Sequence[int] | None = 0) -> None:
         """Bring the whole optimizer state to some ranks, for `state_dict` there; all ranks call.
 
@@ -68,17 +70,7 @@ class ShardedStateDicts(ShardedOptimizer):
         if whole is not None:
             self._snapshot.hold(whole)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the whole state in the format of ``torch.optim``; does not communicate.
-
-        Before any step it works on every rank. After a step it works on the ranks to which
-        `consolidate_state_dict` brought the state, until the next step. Options are the current ones. The
-        dict loads into the plain optimizer, and into this one with any world size. Two calls share tensors,
-        which are never written to.
-
-        Raises:
-            NotConsolidatedError: the state is not on this rank, or a step was made after it was consolidated.
-        """
+    def _whole_state_dict(self) -> dict[str, Any]:
         params = self._params()
         if self._snapshot.untouched:
             whole = by_index(self._owned.local.initial_state(self.param_groups), params)
@@ -105,6 +97,7 @@ class ShardedStateDicts(ShardedOptimizer):
             self._snapshot.drop()  # so that state_dict() raises and returns no empty state
         return True
 
+    @called_by_all
     def load_state_dict(self, state_dict: dict[str, Any] | None, src: int | None = None) -> None:
         """Load a whole state; all ranks call.
 
@@ -123,7 +116,8 @@ class ShardedStateDicts(ShardedOptimizer):
             ValueError: a rank gives a dict although only ``src`` may, or a rank that must give one does not.
                 Also if parameters are cut, and the class does not bear that with the options in the dict.
             Exception: on every rank, what the class itself raises on any rank. After any of these errors
-            nothing has changed.
+            nothing has changed. What a hook of `register_load_state_dict_post_hook` raises comes after the
+            load.
         """
         with self._group.doing("load_state_dict()"):
             self._load(state_dict, src)
@@ -181,6 +175,7 @@ class ShardedStateDicts(ShardedOptimizer):
             key: dict(value) if isinstance(value, OwnedEntries) else value for key, value in found.items()
         }
 
+    @called_by_all
     def load_owned_state(self, state: Mapping[Any, Any], options: Sequence[Mapping[str, Any]]) -> None:
         """Load the state that this rank owns, as `owned_state` returned it; all ranks call.
 
@@ -193,6 +188,7 @@ class ShardedStateDicts(ShardedOptimizer):
             options: for each group its options, equal on every rank.
 
         Raises:
+            TypeError: on every rank, ``state`` is no mapping on any.
             ValueError: on every rank, parameters are cut, and the class does not bear that with the options.
             Exception: on every rank, what the class itself raises on any rank. After either nothing has
             changed.
@@ -200,6 +196,8 @@ class ShardedStateDicts(ShardedOptimizer):
         with failing_together(self._group):
             self.check_weights()
             self._owned.local.check_dicts()
+            if not isinstance(state, Mapping):
+                raise TypeError(f"expected a mapping as owned_state() gives it, got {type(state).__name__}")
             groups = self._with_options(options)
             self.check_cuts(groups)
         self._take_over(state, groups, exact=True)

@@ -73,16 +73,19 @@ class WeightAverage:
             values = [self._leaves.value(param) for param in averaged]
             torch._foreach_lerp_([self.averages[param] for param in averaged], values, 1 - self._decay)
 
-    @torch.no_grad()
-    def swap_in(self) -> None:
-        """Put the averages into the parameters, whose values are kept aside.
+    def check_swap_in(self) -> None:
+        """Refuse to put the averages into the model, if there are none, or they stand there already.
 
         Raises:
-            RuntimeError: no averages are kept, or they stand in the model already.
+            RuntimeError: says which.
         """
         if self._decay is None:
             raise RuntimeError("no averages are kept: build the optimizer with ema_decay=…")
         self.check_out()
+
+    @torch.no_grad()
+    def swap_in(self) -> None:
+        """Put the averages into the parameters, whose values are kept aside; see `check_swap_in`."""
         self._swapped = {param: self._leaves.rows(param).detach().clone() for param in self.averages}
         for param, average in self.averages.items():
             self._leaves.rows(param).copy_(average)

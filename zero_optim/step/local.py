@@ -6,7 +6,6 @@ group's options as arguments; all others share the default one, as in ``torch.op
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,24 +22,6 @@ from zero_optim.probe.traits import Traits
 from zero_optim.step.built import BuiltOptimizer
 from zero_optim.step.local_groups import FollowedGroups, fill_in, group_of_leaves
 from zero_optim.step.spec import OptimizerSpec
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerView:
-    """Several optimizers as one, to be read.
-
-    Args:
-        optimizers: those that step this rank's leaves.
-        param_groups: the groups of all of them, in the order in which the user gave them.
-    """
-
-    optimizers: tuple[Optimizer, ...]
-    param_groups: list[ParamGroup]
-
-    @property
-    def state(self) -> Mapping[Any, Any]:
-        """The state of all of them, by leaf; the mapping is a copy."""
-        return {key: value for optimizer in self.optimizers for key, value in optimizer.state.items()}
 
 
 class LocalOptimizer:
@@ -178,10 +159,9 @@ class LocalOptimizer:
         """Whether steps surely leave gradients as they are; some outside PyTorch add weight decay to them."""
         return all(type(built.optimizer).__module__.startswith("torch.optim.") for built in self._built)
 
-    def shown(self) -> Optimizer | OptimizerView:
-        """Give the optimizer for users to look at, or a view if there are several."""
-        optimizers = tuple(built.optimizer for built in self._built)
-        return optimizers[0] if len(optimizers) == 1 else OptimizerView(optimizers, self._groups())
+    def shown(self) -> tuple[tuple[Optimizer, ...], list[ParamGroup]]:
+        """Give the optimizers, and their groups in the order of the public ones, for users to look at."""
+        return tuple(built.optimizer for built in self._built), self._groups()
 
     @property
     def moves_frozen(self) -> bool:
