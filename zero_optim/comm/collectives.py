@@ -264,15 +264,17 @@ class RankGroup(Ranks):
             return self._exchange_at_once(pieces, received, lanes[0]), received
         if mine.device.type != "cpu":
             return self._exchange_packed(pieces, received, lanes[0])
-        sent: list[dist.Work | None] = []
-        came: list[dist.Work | None] = []
+        sent: list[dist.Work] = []
+        came: list[dist.Work] = []
+        for lane in lanes[: self.size]:
+            lane.works.apart -= 1  # all that goes on a lane counts as one collective
         for rank in range(self.size):
             if rank != self.rank:
                 there, back = lanes[self.rank % len(lanes)], lanes[rank % len(lanes)]
-                sent.append(dist.isend(pieces[rank], self._global(rank), group=there.process_group))
-                came.append(dist.irecv(received[rank], self._global(rank), group=back.process_group))
+                sent.append(there._isend(pieces[rank], rank))
+                came.append(back._irecv(received[rank], rank))
         is_small = all(piece.nbytes <= SMALL for piece in pieces)
-        return [Paired(_all_made(sent), _all_made(came), is_small=is_small)], received
+        return [Paired(sent, came, is_small=is_small)], received
 
     def _exchange_at_once(
         self, pieces: Sequence[Tensor], received: list[Tensor], lane: "RankGroup"
@@ -307,8 +309,7 @@ class RankGroup(Ranks):
         staged = tensor.to(self.device)
         record = self.begin_work(by_all=False)
         with record.starting():
-            made = [dist.isend(staged, self._global(rank), group=self.process_group) for rank in to]
-        works = _all_made(made)
+            works = [self._isend(staged, rank) for rank in to]
         self.phase.sent(staged.nbytes * len(works), len(works))
         with self.phase.held_up(), record.waiting():
             if self._looks_up(staged.device):
@@ -324,7 +325,7 @@ class RankGroup(Ranks):
         """
         staged = tensor if tensor.device == self.device else torch.empty_like(tensor, device=self.device)
         with self.phase.held_up(), self.begin_work(by_all=False).waiting():
-            dist.recv(staged, self._global(source), group=self.process_group)
+            self._irecv(staged, source).wait()
         if staged is not tensor:
             tensor.copy_(staged)
 
@@ -335,26 +336,31 @@ class RankGroup(Ranks):
         """
         record = self.begin_work(by_all=False)
         with record.starting():
-            work = dist.isend(tensor, self._global(to), group=self.process_group)
+            handle = Paired([self._isend(tensor, to)])
         self.phase.sent(tensor.nbytes)
-        handle = Paired(_all_made([work]))
         return Work(handle, self.phase, record, looks_up=self._looks_up(tensor.device))
 
     def start_recv(self, tensor: Tensor, source: int) -> Waitable:
         """Start to fill a contiguous tensor of the CPU, on gloo, with what ``source`` sends."""
         record = self.begin_work(by_all=False)
         with record.starting():
-            work = dist.irecv(tensor, self._global(source), group=self.process_group)
-        assert work is not None  # this process is a member
+            work = self._irecv(tensor, source)
         return Work(work, self.phase, record)
+
+    def _isend(self, tensor: Tensor, to: int) -> dist.Work:
+        self.works.apart += 1
+        work = dist.isend(tensor, self._global(to), group=self.process_group)
+        assert work is not None  # this process is a member
+        return work
+
+    def _irecv(self, tensor: Tensor, source: int) -> dist.Work:
+        self.works.apart += 1
+        work = dist.irecv(tensor, self._global(source), group=self.process_group)
+        assert work is not None  # this process is a member
+        return work
 
     def _global(self, rank: int) -> int:
         return dist.get_global_rank(self.process_group, rank)
-
-
-def _all_made(works: Iterable[dist.Work | None]) -> list[dist.Work]:
-    """Give the handles, of which there are all: this process is a member of the group."""
-    return [work for work in works if work is not None]
 
 
 def bytes_to_tensor(payload: bytes) -> Tensor:

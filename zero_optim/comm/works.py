@@ -207,6 +207,8 @@ class GroupWorks:
         begun: works begun that all ranks of the group begin.
         home: the thread that has begun those; 0 if there are none, -1 if several threads have.
         is_uneven: ranks may count them differently.
+        apart: what was begun that concerns some ranks only, less the exchanges made of it: what the backend
+            has counted beyond the works that all ranks begin.
         outstanding: a work that an accelerator does while the CPU goes on; at most one is looked at, since
             the works of a group end in order. So no more than one handle is kept, and what that holds, until
             the watchdog looks again.
@@ -229,6 +231,7 @@ class GroupWorks:
         self.begun = 0
         self.home = 0
         self.is_uneven = False
+        self.apart = 0
         self.outstanding: Work | None = None
         self.group = weakref.ref(process_group)
         self._numbers = itertools.count(1)
