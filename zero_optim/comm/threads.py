@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 _LONGEST = 5.0  # seconds: another rank, or the host of the store, may be stopped
 
-# Those begun, and those about to: while Python ends one may begin, which no callback of its own would wait for.
+# Those begun, or about to be. One that begins while Python ends could not register a callback of its own.
 _RUNNING: set[threading.Thread] = set()
 
 
