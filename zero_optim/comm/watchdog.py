@@ -221,6 +221,7 @@ class Watchdog:
                 continue
             with asking(work.late_on):  # see Note [Watching NCCL]
                 self._look_at(works, work, now)
+                del work  # perhaps the last reference: what it has of the device goes with the device in use
 
     def _look_at(self, works: GroupWorks, work: Work | Awaited, now: float) -> None:
         is_gone = works.group() is None
