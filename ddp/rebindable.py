@@ -32,7 +32,8 @@ NEEDED: tuple[tuple[object, str], ...] = (  # see Note [Private names] in zero_o
     *((TorchDistributedDataParallel, name) for name in _USED),
     (distributed, "_sync_module_states"),
 )
-require(NEEDED, __name__)
+_STATES = ("module", "process_group", "broadcast_bucket_size", "src", "params_and_buffers_to_ignore")
+require(NEEDED, __name__, [(distributed, "_sync_module_states", _STATES)])
 
 
 class _Detached:

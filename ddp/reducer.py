@@ -31,7 +31,7 @@ from zero_optim.comm.backends import held
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.watchdog import learn_addresses, watch
 from zero_optim.comm.works import Record
-from zero_optim.compat.streams import is_asynchronous, to_device
+from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
 from zero_optim.ddp.assignment import BucketAssignment, ReducedParams, ReducerOptions, assign
 from zero_optim.ddp.backward_pass import BackwardPass, PassTerms, PassWithGraph, Phase
 from zero_optim.ddp.graph import (
@@ -197,7 +197,7 @@ class Reducer:
         # Not "agree": where it meets an agreement, ranks have made different calls, which is to be seen.
         for work in self._group.during("order").broadcast_rows([(0, agreed)], "gradients"):
             work.wait()
-        self._assign(agreed.tolist())  # the CPU waits, this once
+        self._assign(self._group.read(HostCopy(agreed)).tolist())  # the CPU waits, this once
         history.has_rebuilt = True
         return True
 

@@ -117,7 +117,7 @@ class ReplicaCheck:
         """
         assert self._asked is not None  # asked by the caller
         self._asked.work.wait()
-        total = HostCopy(self._asked.total).read().tolist()
+        total = self._across.read(HostCopy(self._asked.total)).tolist()
         failure = failure_in(total[_NUM_PARTS:], self._across.size)
         if failure is not None:
             self._asked = None

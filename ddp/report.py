@@ -115,7 +115,7 @@ class FailureReport:
     def _tells_of_failure(self) -> bool:
         if self._word is not None:
             return self._word != self._word  # NaN, of a real or a complex number
-        first = self._read().read()[:1]
+        first = self._group.read(self._read())[:1]
         return bool((first.isnan() if self.in_last_bucket else first).item())
 
     def used(self) -> list[bool]:
@@ -125,7 +125,7 @@ class FailureReport:
         """
         if all(self._used):
             return list(self._used)
-        _, *counts = self._read().read().tolist()
+        _, *counts = self._group.read(self._read()).tolist()
         return [count > 0 for count in counts]
 
     def _raise(self) -> None:

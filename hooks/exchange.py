@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_optim.comm.collectives import RankGroup
 from zero_optim.hooks.bucket import TensorFuture
 
 
@@ -29,7 +30,14 @@ def group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 def start_sum(group: dist.ProcessGroup, tensor: Tensor) -> TensorFuture:
     """Start the sum of a tensor over all ranks of the group, in place; the future's value is the tensor."""
     future = _future(dist.all_reduce(tensor, group=group, async_op=True))
-    return future.then(_first_complex if tensor.is_complex() else _first)
+    is_complex = tensor.is_complex()
+
+    def summed(landed: torch.futures.Future[Any]) -> Tensor:
+        total: Tensor = _value(landed, group)[0]
+        # Complex numbers travel as pairs of real ones.
+        return torch.view_as_complex(total) if is_complex and not total.is_complex() else total
+
+    return future.then(summed)
 
 
 def start_average(group: dist.ProcessGroup, tensor: Tensor) -> TensorFuture:
@@ -46,11 +54,12 @@ def _future(work: dist.Work | None) -> torch.futures.Future[Any]:
     return future
 
 
-def _first(landed: torch.futures.Future[Any]) -> Tensor:
-    tensor: Tensor = landed.value()[0]
-    return tensor
+def _value(landed: torch.futures.Future[Any], group: dist.ProcessGroup) -> Any:  # noqa: ANN401 - by backend
+    """Give what a collective brought. If it failed, and ranks are missing, the error names them.
 
-
-def _first_complex(landed: torch.futures.Future[Any]) -> Tensor:
-    tensor = _first(landed)  # complex numbers travel as pairs of real ones
-    return tensor if tensor.is_complex() else torch.view_as_complex(tensor)
+    It becomes the text of a `RuntimeError`, since PyTorch hands on no class of what a callback raised.
+    """
+    try:
+        return landed.value()
+    except RuntimeError as error:
+        raise RankGroup.of(group).explained(error) from error

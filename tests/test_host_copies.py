@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +15,7 @@ from zero_optim.checkpoint.content import RankContent, random_state, set_random_
 from zero_optim.checkpoint.names import Objects
 from zero_optim.comm import copies, wire
 from zero_optim.compat import streams
+from zero_optim.compat.pinned import pinned_in_full
 
 
 class Recorder:
@@ -105,6 +107,59 @@ def test_a_save_in_the_background_pins_one_piece_at_a_time_and_keeps_ordinary_me
         assert torch.equal(tensor, staged.tensors[key])
         assert tensor.stride() == staged.tensors[key].stride()
         assert staged.tensors[key].data_ptr() not in kept
+
+
+class Runtime:
+    """CUDA's runtime, which notes what memory it is told of, and what it does before it forgets that."""
+
+    def __init__(self, failure: int = 0) -> None:
+        self.failure = failure
+        self.log: list[object] = []
+
+    def cudart(self) -> "Runtime":
+        return self
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.log.append((address, nbytes, flags))
+        return self.failure
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.log.append(address)
+        return 0
+
+    def synchronize(self, device: torch.device) -> None:
+        self.log.append(device)
+
+
+def test_rows_on_the_host_take_pinned_memory_of_their_own_size_and_no_power_of_two() -> None:
+    runtime, like = Runtime(), torch.arange(33_001, dtype=torch.bfloat16)
+    accelerator: Any = streams.Accelerator(runtime)
+    with mock.patch.object(streams, "accelerator_of", return_value=accelerator):
+        row = streams.host_memory(like)
+    address = row.data_ptr()
+    assert runtime.log == [(address, 66_002, 1)]
+    assert (row.shape, row.dtype, row.untyped_storage().nbytes()) == (like.shape, like.dtype, 66_002)
+    view = row.copy_(like)[5:]
+    del row
+    assert torch.equal(view, like[5:])
+    assert runtime.log[1:] == []
+    del view  # nobody may copy there any more, so the device is waited for before
+    assert runtime.log[1:] == [CPU, address]
+
+
+def test_memory_that_the_system_cannot_pin_is_an_error_that_says_how_much_it_was() -> None:
+    runtime = Runtime(failure=2)
+    with pytest.raises(RuntimeError, match=r"could not pin 16 bytes .* \(CUDA error 2\): free host memory"):
+        pinned_in_full(torch.ones(4), runtime)
+    assert len(runtime.log) == 1  # nothing to forget
+
+
+def test_on_other_accelerators_pytorch_pins() -> None:
+    for module, number in ((Runtime(), 0), (SimpleNamespace(), 4)):
+        assert pinned_in_full(torch.ones(number), module) is None
+    with counting() as accelerator:
+        accelerator.module = SimpleNamespace()  # type: ignore[attr-defined]
+        assert streams.host_memory(torch.ones(3)).shape == (3,)
 
 
 def test_a_tensor_of_the_host_comes_to_a_device_by_way_of_pinned_memory() -> None:

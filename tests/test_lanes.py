@@ -22,8 +22,11 @@ from training import TORCH
 from waiting import LIMIT, wait_until
 from zero_optim import RemoteRankError, ZeroRedundancyOptimizer, checkpoint
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.lanes import Lease, lanes_beside, lease
+from zero_optim.comm.encoding import encode
+from zero_optim.comm.lanes import Lease, lanes_beside, lease, num_started
+from zero_optim.comm.wire import recv_value, send_value
 from zero_optim.compat.engine import timeout_of
+from zero_optim.ddp import FullyShardedDataParallel, ShardedDataParallel
 from zero_optim.hooks import zero_step
 
 MOST_LANES = 18  # those made freely, and two more of the last user
@@ -66,6 +69,81 @@ def test_building_again_and_again_takes_no_more_threads_and_descriptors(
     ranks2: Ranks, wrapper: str, how: str
 ) -> None:
     ranks2.run(check_no_growth, wrapper, how)
+
+
+def build_with_gradients_to_owners(kind: str) -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer: ZeroRedundancyOptimizer
+    model: Any
+    if kind == "zero_step":
+        build_train_and_drop("ours", "owners")
+        return
+    if kind == "gradients sharded":
+        optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.1)
+        model = ShardedDataParallel(net, optimizer)
+    else:
+        model = FullyShardedDataParallel(net)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+
+
+def check_no_growth_to_owners(kind: str) -> None:
+    build_with_gradients_to_owners(kind)
+    gc.collect()
+    dist.barrier()  # so every rank has dropped the lanes, and all of them are free for the second build
+    num_lanes = len(c10d._world.pg_map)
+    before = num_threads_and_descriptors()
+    for number in range(5):
+        build_with_gradients_to_owners(kind)
+        gc.collect()
+        dist.barrier()
+        assert len(c10d._world.pg_map) == num_lanes, number
+    wait_until(lambda: num_threads_and_descriptors()[0] <= before[0])
+    assert num_threads_and_descriptors()[1] <= before[1] + 8  # 8 for whatever
+
+
+@pytest.mark.parametrize("kind", ["gradients sharded", "parameters sharded", "zero_step"])
+@pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.slow)])
+def test_lanes_on_which_gradients_went_to_owners_are_lent_again(
+    request: pytest.FixtureRequest, size: int, kind: str
+) -> None:
+    request.getfixturevalue(f"ranks{size}").run(check_no_growth_to_owners, kind)
+
+
+def sends_and_drops() -> set[str]:
+    group, names = RankGroup.of(None), set()
+    for _ in range(3):
+        lanes = lease(group, 1, "gloo")
+        names.update(names_of(lanes))
+        lane = lanes.groups[0]
+        if group.rank == 0:
+            for source in range(1, group.size):
+                recv_value(lane, source)
+        else:
+            send_value(lane, [0], *encode("a part", "a test"))
+        del lanes, lane
+    return names
+
+
+def test_a_lane_on_which_ranks_sent_to_one_of_them_is_lent_again(ranks3: Ranks) -> None:
+    """As a save in the background does: rank 0 receives from all, each other rank sends once."""
+    assert [len(names) for names in ranks3.run(sends_and_drops)] == [1, 1, 1]
+
+
+def counts_after_exchanges() -> list[int]:
+    group = RankGroup.of(None)
+    lanes = lanes_beside(group)
+    for _ in range(2):
+        works, _ = group.exchange([torch.ones(2)] * group.size, lanes.groups)
+        for work in works:
+            work.wait()
+    return [num_started(lane) for lane in lanes.groups]
+
+
+def test_an_exchange_counts_once_on_each_lane_and_rank(ranks3: Ranks) -> None:
+    """So a rank that has started one less does not get lanes lent on which it is behind."""
+    assert ranks3.run(counts_after_exchanges) == [[2, 2, 2]] * 3
 
 
 def add_up(lanes: Lease) -> None:

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import pkgutil
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,6 +74,12 @@ def test_every_private_name_of_pytorch_is_checked_at_import() -> None:
 def test_this_pytorch_has_every_name_that_is_listed() -> None:
     for needed in LISTS:
         assert engine.missing_names(needed) == []
+
+
+def test_this_pytorch_takes_every_argument_that_is_handed_in() -> None:
+    assert engine.missing_arguments(engine.CALLED) == []
+    with pytest.raises(ImportError, match=re.escape("_disable_dynamo(often=), which PyTorch")):
+        engine.require([], "zero_optim", [(engine._compile, "_disable_dynamo", ("fn", "often"))])
 
 
 def test_a_name_that_a_class_sets_on_its_instances_counts_as_there() -> None:

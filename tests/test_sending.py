@@ -1,5 +1,6 @@
 """How a group sends what it is given: exchanges, lanes and rows, by the backend that serves the data."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -176,9 +177,48 @@ class BoundGroup:
 
     def __init__(self) -> None:
         self.options = SimpleNamespace(split_from=object(), _timeout=None)
+        self.group_name = "lane"
+
+    def size(self) -> int:
+        return 1
 
     def _get_backend(self, device: torch.device) -> Any:
         return SimpleNamespace(wrapped_pg=SimpleNamespace(options=self.options))
+
+
+class Copying:
+    """A backend that gives a copy of its options each time."""
+
+    @property
+    def options(self) -> SimpleNamespace:
+        return SimpleNamespace(split_from="the default group", _timeout=None)
+
+
+class OtherGroup(BoundGroup):
+    """A group of another size, as it would be if PyTorch's arguments meant something else."""
+
+    def size(self) -> int:
+        return 2
+
+
+class CopyingGroup(BoundGroup):
+    """A group whose backend cannot be kept from splitting."""
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return Copying()
+
+
+def check_other_meaning() -> None:
+    for made, told in ((OtherGroup(), "a group named lane of 2 ranks"), (CopyingGroup(), "in a copy")):
+        with (
+            mock.patch.object(c10d, "_new_process_group_helper", return_value=(made, None)),
+            pytest.raises(RuntimeError, match=f"PyTorch {re.escape(torch.__version__)} gives .*{told}"),
+        ):
+            make_group([0], "nccl", "lane", None)
+
+
+def test_a_group_that_pytorch_makes_otherwise_than_asked_is_refused(ranks1: Ranks) -> None:
+    ranks1.run(check_other_meaning)
 
 
 def check_not_split() -> None:

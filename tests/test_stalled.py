@@ -274,7 +274,7 @@ def let_go_on(others: Others) -> None:
 
 def test_a_stopped_rank_is_named_and_raises_the_same_when_it_goes_on() -> None:
     ended = outcomes(2, step_while_one_gets, signal.SIGSTOP, meanwhile=let_go_on)
-    check(ended, "rank 1 does not answer: its process is stopped, or its host too busy")
+    check(ended, "rank 1 does not answer: its process is stopped, its host too busy, or the link to it cut")
     assert ended[1].said == ended[0].said
 
 

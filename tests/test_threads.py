@@ -3,9 +3,11 @@
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from zero_optim.comm import threads
 from zero_optim.comm.threads import start_thread
 
 BESIDE = """
@@ -42,13 +44,49 @@ def test_it_does_not_wait_for_ever() -> None:
     assert ended(BESIDE, "3600", "0.1") == (7, ["ends"])
 
 
-def test_a_thread_that_has_ended_leaves_nothing_to_be_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting = []
-    monkeypatch.setattr("atexit.register", waiting.append)
-    monkeypatch.setattr("atexit.unregister", waiting.remove)
+def test_a_thread_that_has_ended_leaves_nothing_to_be_waited_for() -> None:
+    waiting = list(threads._RUNNING)
     for _ in range(3):
         start_thread(lambda: None, "beside").join()
-    assert not waiting
+    assert list(threads._RUNNING) == waiting
+
+
+def test_a_thread_that_could_not_start_leaves_nothing_to_be_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waiting = list(threads._RUNNING)
+    monkeypatch.setattr("threading.Thread.start", mock.Mock(side_effect=RuntimeError("Python ends")))
+    with pytest.raises(RuntimeError, match="Python ends"):
+        start_thread(lambda: None, "beside")
+    assert list(threads._RUNNING) == waiting
+
+
+BEGINS_WHILE_PYTHON_ENDS = """
+import atexit, threading
+from zero_optim.comm.threads import start_thread
+
+has_begun, is_ending = threading.Event(), threading.Event()
+start = threading.Thread.start
+
+def slow_start(thread):
+    if thread.name == "beside":
+        has_begun.set()
+        is_ending.wait()
+    start(thread)
+
+threading.Thread.start = slow_start
+threading.Thread(target=start_thread, args=(lambda: print("worked"), "beside"), daemon=True).start()
+has_begun.wait()
+# Callbacks run in the reverse order, so this one runs before those of the library.
+atexit.register(lambda: threading.Timer(0.2, is_ending.set).start())
+"""
+
+
+def test_a_thread_that_begins_while_python_ends_is_waited_for_once_it_has_begun() -> None:
+    """It was joined before it was started, which raised."""
+    program = [sys.executable, "-c", BEGINS_WHILE_PYTHON_ENDS]
+    found = subprocess.run(program, capture_output=True, text=True, timeout=100, check=False)
+    assert (found.returncode, found.stdout, found.stderr) == (0, "worked\n", "")
 
 
 LEAVES_OUT_A_STEP = """

@@ -1,6 +1,7 @@
 """The watchdog's thread and sockets: there while it is needed, gone afterwards, and no false alarm."""
 
 import copy
+import errno
 import gc
 import json
 import os
@@ -15,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from waiting import LIMIT, wait_until
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm import verdicts as verdicts_module
 from zero_optim.comm.awake import AwakeTime
+from zero_optim.comm.backends import raised_by_backend
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.diagnosis import Status
 from zero_optim.comm.directory import Directory
@@ -39,6 +42,7 @@ from zero_optim.compat.engine import default_store
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.ddp.reducer import Reducer
 from zero_optim.errors import StalledError
+from zero_optim.hooks.exchange import start_average
 
 
 def watchdogs() -> int:
@@ -338,6 +342,46 @@ def test_a_killed_rank_that_takes_long_to_end_is_named(ranks1: Ranks) -> None:
     assert ranks1.run(explain_closed, [Presence.UNKNOWN], 0.0) == [None]
 
 
+def test_a_rank_whose_link_is_cut_is_named_whatever_the_backend_says(ranks1: Ranks) -> None:
+    for raised in ("read [10.0.0.3]:41: No route to host", "Application timeout caused pair closure"):
+        (said,) = ranks1.run(explain_closed, [Presence.CUT_OFF], 0.0, raised)
+        assert "rank 1 cannot be reached" in str(said), raised
+
+
+@pytest.mark.parametrize(
+    ("number", "presence"), [(errno.EHOSTUNREACH, Presence.CUT_OFF), (errno.EMFILE, Presence.UNKNOWN)]
+)
+def test_a_host_to_which_there_is_no_way_is_told_from_one_that_could_not_be_asked(
+    monkeypatch: pytest.MonkeyPatch, number: int, presence: Presence
+) -> None:
+    monkeypatch.setattr(socket, "create_connection", mock.Mock(side_effect=OSError(number, "it failed")))
+    assert ask(Address("10.0.0.3", 1, "token", "there", 1), {}) is presence
+
+
+def hears_of_a_failed_sum() -> str:
+    """A hook's sum fails, after the group was given up."""
+    group = RankGroup.of(None)
+    group.works.log.give_up(group.works.whole, Verdict("stalled: rank 7 cannot be reached", (7,)))
+    failed: torch.futures.Future[Any] = torch.futures.Future()
+    failed.set_exception(RuntimeError("Application timeout caused pair closure"))  # type: ignore[arg-type]
+    work = mock.Mock(spec=dist.Work)
+    work.get_future.return_value = failed
+    with mock.patch.object(dist, "all_reduce", return_value=work), pytest.raises(RuntimeError) as caught:
+        start_average(group.process_group, torch.ones(2)).wait()
+    return str(caught.value)
+
+
+def test_the_future_of_a_hook_that_failed_names_the_rank_that_is_missing(ranks1: Ranks) -> None:
+    """PyTorch's reducer waits for it, so nobody else could say why it failed."""
+    (said,) = ranks1.run(hears_of_a_failed_sum)
+    assert "StalledError: stalled: rank 7 cannot be reached" in said
+
+
+def test_what_gloo_raises_without_its_source_file_is_told_from_what_hooks_raise() -> None:
+    assert raised_by_backend(RuntimeError("… RuntimeError: Application timeout caused pair closure"))
+    assert not raised_by_backend(RuntimeError("timeout"))
+
+
 def test_what_was_printed_is_written_out_before_a_process_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,7 +428,7 @@ class Lost(Never):
 
 
 def work_of(group: RankGroup, handle: Never) -> Work:
-    return Work(handle, group.phase, group.begin_work(), is_late=True)
+    return Work(handle, group.phase, group.begin_work(), late_on=torch.device("cpu"))
 
 
 def check_broken_handle() -> None:
@@ -456,7 +500,7 @@ def check_asleep(kind: str) -> None:
         record.waiting_since = now[0]
         group.works.log.waits[id(record)] = record
     else:
-        group.works.outstanding = Work(Never(), group.phase, record)
+        group.works.outstanding = Work(Never(), group.phase, record, late_on=torch.device("cpu"))
     done: list[tuple[str, float]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verdicts_module, "_beside", lambda work: work())

@@ -28,7 +28,7 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease
 from zero_optim.comm.row_sum import RowExchange, RowSum
-from zero_optim.compat.streams import record_use, to_device
+from zero_optim.compat.streams import HostCopy, record_use, to_device
 from zero_optim.hooks.bucket import GradBucket, Hook, real_buffer
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.pieces import Pieces
@@ -140,7 +140,7 @@ class OwnerReduction:
         slots = self._ownership.slots[self._group.rank]
         if self._used is None:
             return set(slots)
-        counts = torch.stack(self._used).sum(0).tolist()
+        counts = self._group.read(HostCopy(torch.stack(self._used).sum(0))).tolist()
         return {slot for slot, count in zip(slots, counts, strict=True) if count}
 
 

@@ -29,7 +29,8 @@ from zero_optim.compat.streams import current_device
 T = TypeVar("T")
 
 _PLACELESS = "meta"  # tensors on it have no memory, so nothing of theirs is sent
-_OF_GLOO = re.compile(r"\[[^\]]*\bgloo/[^\]]*:\d+\]")  # such as "[…/gloo/transport/tcp/pair.cc:534]"
+# Such as "[…/gloo/transport/tcp/pair.cc:534]"; or what a wait raises after another one took too long.
+_OF_GLOO = re.compile(r"\[[^\]]*\bgloo/[^\]]*:\d+\]|Application timeout caused pair closure")
 
 
 def devices_of(given: object) -> tuple[torch.device, ...]:
@@ -163,7 +164,7 @@ def unserved(backends: Mapping[str, str], data: Sequence[torch.device]) -> str |
 def raised_by_backend(error: BaseException) -> bool:
     """Whether a backend raised something, or a future of it; False where other code may have.
 
-    gloo raises plain `RuntimeError`, which names its source file in brackets. What passed through a callback
-    of a future still has this text. Others raise classes of `torch.distributed`.
+    gloo raises plain `RuntimeError`, which names its source file in brackets, with one exception. What passed
+    through a callback of a future still has this text. Others raise classes of `torch.distributed`.
     """
     return isinstance(error, dist.DistError) or _OF_GLOO.search(str(error)) is not None

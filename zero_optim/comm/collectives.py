@@ -19,10 +19,17 @@ Note [gloo and CUDA]
     are exchanged by an all-to-all, and `send` and `recv` go by way of the device of small tensors, which on
     gloo is the CPU. gloo's all-to-all knows few dtypes and no list of tensors, hence one tensor of bytes.
     CPU tensors are sent piece by piece, which takes no second copy of them.
+
+Note [Two ranks of many]
+    For a send by itself NCCL makes a communicator of the two ranks, which takes some hundred ms and MiB of
+    the device, and stays. For sends that are started as one it uses that of the whole group. So here a send
+    is always started so. It must not be the group's first call, since all ranks make the communicator.
+    Whoever sends has agreed with all ranks before.
 """
 
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -95,10 +102,10 @@ class RankGroup(Ranks):
             record: of all of them.
             device: of the tensors.
         """
-        is_gloo, is_late = self.backend_of(device) == "gloo", is_asynchronous(device)
-        looks_up, is_late = is_gloo and not is_late, is_late and not is_gloo
+        is_late = is_asynchronous(device) and self.backend_of(device) != "gloo"
+        late_on, looks_up = device if is_late else None, self._looks_up(device)
         return [
-            Work(handle, self.phase, record, is_late=is_late, looks_up=looks_up)
+            Work(handle, self.phase, record, late_on=late_on, looks_up=looks_up)
             for handle in handles
             if handle is not None
         ]
@@ -172,7 +179,30 @@ class RankGroup(Ranks):
 
     def _gathered(self, payload: bytes) -> list[bytes]:
         gathered = self.all_gather_rows(to_device(bytes_to_tensor(payload), self.device))
-        return [tensor_to_bytes(row) for row in HostCopy(gathered).read()]
+        return [tensor_to_bytes(row) for row in self.read(HostCopy(gathered))]
+
+    def read(self, copy: HostCopy) -> Tensor:
+        """Wait on the CPU for what a collective of these ranks has brought; does not communicate.
+
+        Where an accelerator does the collective, this is where a rank stands if another one does not come.
+
+        Args:
+            copy: of what it has brought.
+
+        Returns:
+            The value, on the CPU.
+
+        Raises:
+            StalledError: the ranks gave up, so what came means nothing.
+        """
+        if copy.is_here:
+            return copy.read()
+        record = self.begin_work(by_all=False)
+        with self.phase.held_up(), record.waiting():
+            value = copy.read()
+        if record.group.verdict is not None:
+            raise record.group.verdict.error()
+        return value
 
     def _met_otherwise(self) -> RankMismatchError:
         """Make what is raised where ranks are in different agreements; all ranks call. Communicates."""
@@ -266,13 +296,15 @@ class RankGroup(Ranks):
             return self._exchange_packed(pieces, received, lanes[0])
         sent: list[dist.Work | None] = []
         came: list[dist.Work | None] = []
+        for lane in lanes[: self.size]:
+            lane.works.apart -= 1  # all that goes on a lane counts as one collective
         for rank in range(self.size):
             if rank != self.rank:
                 there, back = lanes[self.rank % len(lanes)], lanes[rank % len(lanes)]
-                sent.append(dist.isend(pieces[rank], self._global(rank), group=there.process_group))
-                came.append(dist.irecv(received[rank], self._global(rank), group=back.process_group))
+                sent.append(there._isend(pieces[rank], rank))
+                came.append(back._irecv(received[rank], rank))
         is_small = all(piece.nbytes <= SMALL for piece in pieces)
-        return [Paired(_all_made(sent), _all_made(came), is_small=is_small)], received
+        return [Paired(_made(sent), _made(came), is_small=is_small)], received
 
     def _exchange_at_once(
         self, pieces: Sequence[Tensor], received: list[Tensor], lane: "RankGroup"
@@ -306,9 +338,9 @@ class RankGroup(Ranks):
         """
         staged = tensor.to(self.device)
         record = self.begin_work(by_all=False)
-        with record.starting():
-            made = [dist.isend(staged, self._global(rank), group=self.process_group) for rank in to]
-        works = _all_made(made)
+        with record.starting(), self._at_once(staged.device) as started:
+            each = [self._isend(staged, rank) for rank in to]
+        works = started or _made(each)
         self.phase.sent(staged.nbytes * len(works), len(works))
         with self.phase.held_up(), record.waiting():
             if self._looks_up(staged.device):
@@ -324,8 +356,13 @@ class RankGroup(Ranks):
         """
         staged = tensor if tensor.device == self.device else torch.empty_like(tensor, device=self.device)
         with self.phase.held_up(), self.begin_work(by_all=False).waiting():
-            dist.recv(staged, self._global(source), group=self.process_group)
-        if staged is not tensor:
+            with self._at_once(staged.device) as started:
+                each = [self._irecv(staged, source)]
+            for work in started or _made(each):
+                work.wait()
+        if tensor.device.type == "cpu" and staged is not tensor:
+            tensor.copy_(self.read(HostCopy(staged)))
+        elif staged is not tensor:
             tensor.copy_(staged)
 
     def start_send(self, tensor: Tensor, to: int) -> Waitable:
@@ -335,24 +372,36 @@ class RankGroup(Ranks):
         """
         record = self.begin_work(by_all=False)
         with record.starting():
-            work = dist.isend(tensor, self._global(to), group=self.process_group)
+            handle = Paired(_made([self._isend(tensor, to)]))
         self.phase.sent(tensor.nbytes)
-        handle = Paired(_all_made([work]))
         return Work(handle, self.phase, record, looks_up=self._looks_up(tensor.device))
 
     def start_recv(self, tensor: Tensor, source: int) -> Waitable:
         """Start to fill a contiguous tensor of the CPU, on gloo, with what ``source`` sends."""
         record = self.begin_work(by_all=False)
         with record.starting():
-            work = dist.irecv(tensor, self._global(source), group=self.process_group)
-        assert work is not None  # this process is a member
+            (work,) = _made([self._irecv(tensor, source)])
         return Work(work, self.phase, record)
+
+    def _at_once(self, device: torch.device) -> AbstractContextManager[list[dist.Work]]:
+        """Start sends and receives as one, where the backend can; see Note [Two ranks of many]."""
+        if coalesces(self.process_group, device):
+            return coalesced(self.process_group, device)
+        return nullcontext([])
+
+    def _isend(self, tensor: Tensor, to: int) -> dist.Work | None:
+        self.works.apart += 1
+        return dist.isend(tensor, self._global(to), group=self.process_group)
+
+    def _irecv(self, tensor: Tensor, source: int) -> dist.Work | None:
+        self.works.apart += 1
+        return dist.irecv(tensor, self._global(source), group=self.process_group)
 
     def _global(self, rank: int) -> int:
         return dist.get_global_rank(self.process_group, rank)
 
 
-def _all_made(works: Iterable[dist.Work | None]) -> list[dist.Work]:
+def _made(works: Iterable[dist.Work | None]) -> list[dist.Work]:
     """Give the handles, of which there are all: this process is a member of the group."""
     return [work for work in works if work is not None]
 

@@ -18,7 +18,8 @@ Note [Lanes]
 
     A rank that failed may have started fewer collectives on its lanes than the others. The next collectives
     would be paired wrongly. So a user that saw a failure abandons its lanes. Also, a lane is lent only if
-    every rank has started the same number of collectives on it.
+    every rank has started the same number of collectives on it. The backend counts sends and receives too,
+    of which the rank that a lane is for has more: those are subtracted.
 
     Lanes end when the default group is destroyed, and all groups with it. They are not destroyed before:
     if only its members make a group, PyTorch names it by the number of groups in the process. A lane that one
@@ -212,7 +213,7 @@ def _exchange(
     """
     wish = {
         "want": f"{number} on {backend}",
-        "free": {name: _num_started(pool.lanes[name]) for name in sorted(offered)},
+        "free": {name: num_started(RankGroup.of(pool.lanes[name])) for name in sorted(offered)},
         "made": len(pool.lanes),
         "token": secrets.token_hex(8),
     }
@@ -234,9 +235,10 @@ def _common(everyone: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _num_started(lane: dist.ProcessGroup) -> int:
-    count = getattr(lane, "_get_sequence_number_for_group", None)
-    return int(count()) if count is not None else 0
+def num_started(lane: RankGroup) -> int:
+    """Count the collectives started on a lane, as all ranks count them alike; an exchange is one."""
+    count = getattr(lane.process_group, "_get_sequence_number_for_group", None)
+    return int(count()) - lane.works.apart if count is not None else 0
 
 
 def _made(group: RankGroup, backend: str, name: str) -> dist.ProcessGroup:

@@ -12,6 +12,7 @@ Note [Dead, stopped or slow]
     store is there, or where it is a file.
 """
 
+import errno
 import json
 import secrets
 import selectors
@@ -32,6 +33,7 @@ Message = dict[str, Any]  # plain JSON
 T = TypeVar("T")
 
 ANSWER_LIMIT = 1.0  # seconds in which a process that runs answers
+_NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 _LONGEST = 2**20  # bytes of a line
 _Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)  # takes no file descriptor, as epoll
 
@@ -42,7 +44,8 @@ class Presence(Enum):
     ENDED = "has ended: nothing listens at its address any more"
     LEFT = "has let go of its optimizers, or has exited"
     NEVER = "has ended, and had built no optimizer and no DDP of zero_optim"
-    SILENT = "does not answer: its process is stopped, or its host too busy"
+    SILENT = "does not answer: its process is stopped, its host too busy, or the link to it cut"
+    CUT_OFF = "cannot be reached: there is no way to its host any more"
     ABSENT = "has built no optimizer and no DDP of zero_optim"
     UNKNOWN = "could not be asked"
 
@@ -149,8 +152,8 @@ def ask(address: Address, question: Message) -> Message | Presence:
         return Presence.SILENT
     except (ConnectionError, EOFError):
         return Presence.ENDED
-    except (OSError, ValueError):
-        return Presence.UNKNOWN
+    except (OSError, ValueError) as error:
+        return Presence.CUT_OFF if getattr(error, "errno", None) in _NO_WAY else Presence.UNKNOWN
 
 
 def in_threads(calls: Mapping[int, Callable[[], T]], limit: float) -> dict[int, T]:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from zero_optim.comm.traffic import Phase, Waitable
 from zero_optim.comm.unended import Paired
 from zero_optim.comm.works import Record
+from zero_optim.compat.streams import Event, is_capturing, recorded_event
 
 
 class Work:
@@ -18,15 +19,16 @@ class Work:
         handle: of the backend, or a future.
         phase: where waits are counted.
         record: the label.
-        is_late: the CPU does not wait for it, so the watchdog asks the handle.
+        late_on: the device that does it, if the CPU does not wait for it; the watchdog asks the handle.
         looks_up: it is a collective of gloo, see Note [Waits that nothing ends] in `zero_optim.comm.unended`.
 
     Attributes:
         handle: as given.
         record: the label, and what is known of it.
+        late_on: as given.
     """
 
-    __slots__ = ("_is_late", "_looks_up", "_phase", "handle", "record")
+    __slots__ = ("_looks_up", "_phase", "handle", "late_on", "record")
 
     def __init__(
         self,
@@ -34,15 +36,15 @@ class Work:
         phase: Phase,
         record: Record,
         *,
-        is_late: bool = False,
+        late_on: torch.device | None = None,
         looks_up: bool = False,
     ) -> None:
         self.handle = handle
-        self._is_late = is_late
+        self.late_on = late_on
         self._looks_up = looks_up
         self._phase = phase
         self.record = record
-        if is_late and record.group.outstanding is None:
+        if late_on is not None and record.group.outstanding is None and not is_capturing(late_on):
             record.group.outstanding = self
 
     def wait(self, timeout: float | None = None) -> Any:  # noqa: ANN401 - what the handle gives
@@ -60,7 +62,10 @@ class Work:
         with self._phase.held_up(), self.record.waiting():
             if self._looks_up and isinstance(self.handle, dist.Work | Paired):
                 return self.record.group.wait_for(self.handle)
-            return self.handle.wait()
+            result = self.handle.wait()
+        if self.record.group.outstanding is self:
+            self.record.group.outstanding = Awaited.of(self)
+        return result
 
     def is_completed(self) -> bool:
         """Tell whether it is over, well or not; waits for nothing.
@@ -92,9 +97,45 @@ class Work:
             found = handle.exception()
             if isinstance(found, Exception):
                 return found
-        if not self._is_late:  # else a stream would wait
+        if self.late_on is None:  # else a stream would wait
             try:
                 handle.wait()
             except Exception as error:  # noqa: BLE001 - given, not raised
                 return error.with_traceback(None)
         return None
+
+
+class Awaited:
+    """A collective that a stream waits for, in the place of its handle, which keeps all that it brings.
+
+    Args:
+        record: the label.
+        late_on: the device.
+        event: happens on the stream that waits, when the collective is over.
+    """
+
+    def __init__(self, record: Record, late_on: torch.device, event: Event) -> None:
+        self.record = record
+        self.late_on = late_on
+        self._event = event
+        self._failure: RuntimeError | None = None
+
+    @classmethod
+    def of(cls, work: Work) -> "Awaited | None":
+        """Make it just after a wait; None if a graph is being captured, as nobody may ask then."""
+        device = work.late_on
+        if device is None or is_capturing(device):
+            return None
+        return cls(work.record, device, recorded_event(device))
+
+    def is_completed(self) -> bool:
+        """Tell whether it is over, well or not; waits for nothing."""
+        try:
+            return bool(self._event.query())
+        except RuntimeError as error:  # of a device that has failed
+            self._failure = error.with_traceback(None)
+            return True
+
+    def exception(self) -> Exception | None:
+        """Give what the device failed with; what the backend says of a collective is in the handle alone."""
+        return self._failure

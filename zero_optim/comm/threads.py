@@ -1,10 +1,15 @@
 """Threads beside the others, which are waited for when the process ends."""
 
 import atexit
+import os
 import threading
+import time
 from collections.abc import Callable
 
 _LONGEST = 5.0  # seconds: another rank, or the host of the store, may be stopped
+
+# Those begun, or about to be. One that begins while Python ends could not register a callback of its own.
+_RUNNING: set[threading.Thread] = set()
 
 
 def start_thread(work: Callable[[], object], name: str) -> threading.Thread:
@@ -24,12 +29,26 @@ def start_thread(work: Callable[[], object], name: str) -> threading.Thread:
         try:
             work()
         finally:
-            atexit.unregister(wait)
-
-    def wait() -> None:
-        thread.join(_LONGEST)
+            _RUNNING.discard(thread)
 
     thread = threading.Thread(target=run, name=name, daemon=True)
-    atexit.register(wait)
-    thread.start()
+    _RUNNING.add(thread)
+    try:
+        thread.start()
+    except RuntimeError:  # Python ends, or the system has no more threads
+        _RUNNING.discard(thread)
+        raise
     return thread
+
+
+def _wait_for_all() -> None:
+    deadline = time.monotonic() + _LONGEST
+    while (left := deadline - time.monotonic()) > 0 and (running := next(iter(list(_RUNNING)), None)):
+        if running.ident is None:  # another thread is about to start it
+            time.sleep(0.01)
+        else:
+            running.join(left)
+
+
+atexit.register(_wait_for_all)
+os.register_at_fork(after_in_child=_RUNNING.clear)

@@ -51,7 +51,9 @@ _BETWEEN_QUESTIONS = 0.5  # seconds between both questions; the proof needs none
 _LONGEST_END = 10.0  # seconds that a process may take to end on a busy host, once it has been killed
 # In what gloo raises where a rank does not come, and where it is gone.
 _LATE = ("imed out",)
-_CLOSED = ("onnection", "closed", "closure", "reset", "roken pipe")
+_CLOSED = ("onnection", "closed", "closure", "reset", "roken pipe", "o route to host", "nreachable")
+# What a rank may be whose process runs. It is asked again for a while.
+_MUTE = (Presence.SILENT, Presence.CUT_OFF, Presence.UNKNOWN)
 
 logger = logging.getLogger("zero_optim")
 
@@ -129,6 +131,9 @@ class Verdicts:
         self, ranks: tuple[int, ...], record: Record | None = None, *, stands: bool = False
     ) -> Status:
         waits = {id(each): each for each in list(self._log.waits.values())}
+        # A CPU that went on waits where its device does, whatever it is in.
+        late = [works.outstanding for works in list(self._log.groups.values()) if works.whole == ranks]
+        waits |= {id(work.record): work.record for work in late if work is not None}
         if record is not None:
             waits[id(record)] = record
         verdict, deciding = self._log.verdicts.get(ranks), ranks in self._deciding
@@ -201,7 +206,7 @@ class Verdicts:
                 told = self._directory.ask_all([rank], question)[0]
                 if not isinstance(told, Presence):
                     return _verdict_in({place: Status.read(told)}) or verdict
-                is_busy = told in (Presence.SILENT, Presence.UNKNOWN) and time.monotonic() < deadline
+                is_busy = told in _MUTE and time.monotonic() < deadline
         return works.verdict or verdict
 
     def _tell(self, ranks: tuple[int, ...], verdict: Verdict, seen: Seen) -> None:
@@ -255,11 +260,11 @@ class Verdicts:
                 self._verdict_within(works, 0.1)
                 continue
             seen: Seen = self._ask_all(works, self._status(works.whole, record), {})
-            mute = [what for what in seen.values() if what in (Presence.SILENT, Presence.UNKNOWN)]
+            mute = [what for what in seen.values() if what in _MUTE]
             is_over = time.monotonic() - began > (_LONGEST_END if mute else ANSWER_LIMIT)
             if is_closed and is_over:
                 seen = closed(seen)
-            is_silent = is_closed and is_over and Presence.SILENT in mute
+            is_silent = is_closed and is_over and any(what is not Presence.UNKNOWN for what in mute)
             if is_late or gone(seen) or is_silent or _verdict_in(seen) is not None:
                 return self._decide(record, None, seen).error()
             if not is_closed or is_over:

@@ -6,12 +6,13 @@ Note [Waits that end] in `zero_optim.comm.works`. How it knows of other ranks: N
 `zero_optim.comm.peers`. What it does not count: Note [Time asleep] in `zero_optim.comm.awake`.
 
 Note [Watching NCCL]
-    With NCCL the CPU does not wait, and a stream that waits cannot be made to raise. So the watchdog asks the
-    handle of one work of each group at a time whether it is completed. If that takes too long, or it has
-    failed and ranks have ended, the ranks give up all the same: each logs the verdict, and raises it from the
-    next work. A CPU that waits for the device
-    is not freed by that. NCCL's own watchdog ends the process after the timeout of the process group; with
-    ``on_stall="exit"`` ours does so after its own.
+    With NCCL the CPU does not wait, and a stream that waits cannot be made to raise. So the watchdog asks of
+    one work of each group at a time whether it is completed: its handle, or once a stream waits for it an
+    event of that stream, which keeps no tensors. If that takes too long, or it has failed and ranks have
+    ended, the ranks give up all the same: each logs the verdict, aborts its communicators, and raises the
+    verdict from the next work. A CPU that waits for the device goes on when its communicator is aborted.
+    Where it waits in a call of ours (`RankGroup.read`), that raises. NCCL's own watchdog ends the process
+    after the timeout of the process group; with ``on_stall="exit"`` ours does so after its own.
 """
 
 import atexit
@@ -29,8 +30,10 @@ from zero_optim.comm.awake import AwakeTime
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.directory import Directory
 from zero_optim.comm.peers import ANSWER_LIMIT, Listener
+from zero_optim.comm.started import Awaited, Work
 from zero_optim.comm.verdicts import Verdicts
-from zero_optim.comm.works import WorkLog, explain_nothing, log_of
+from zero_optim.comm.works import GroupWorks, WorkLog, explain_nothing, log_of
+from zero_optim.compat.streams import asking
 
 OnStall = Literal["raise", "exit"]
 
@@ -214,14 +217,19 @@ class Watchdog:
                 self._verdicts.judge_wait(record, self._awake.since(since, now))
         for works in list(self._log.groups.values()):
             work = works.outstanding
-            if work is None:
+            if work is None or work.late_on is None:
                 continue
-            is_gone = works.group() is None
-            if is_gone or work.is_completed():  # see Note [Watching NCCL]
-                works.outstanding, work.record.ended = None, now
-                self._verdicts.judge_failure(work.record, None if is_gone else work.exception())
-            else:
-                self._verdicts.judge_wait(work.record, self._awake.since(work.record.started, now))
+            with asking(work.late_on):  # see Note [Watching NCCL]
+                self._look_at(works, work, now)
+                del work  # perhaps the last reference: what it has of the device goes with the device in use
+
+    def _look_at(self, works: GroupWorks, work: Work | Awaited, now: float) -> None:
+        is_gone = works.group() is None
+        if is_gone or work.is_completed():
+            works.outstanding, work.record.ended = None, now
+            self._verdicts.judge_failure(work.record, None if is_gone else work.exception())
+        else:
+            self._verdicts.judge_wait(work.record, self._awake.since(work.record.started, now))
 
 
 def _close_in_child() -> None:

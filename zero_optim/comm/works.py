@@ -29,6 +29,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from threading import get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -39,13 +40,14 @@ import torch.distributed as dist
 
 from zero_optim.comm.activity import Activity
 from zero_optim.comm.backends import raised_by_backend
+from zero_optim.comm.threads import start_thread
 from zero_optim.comm.traffic import Phase
 from zero_optim.comm.unended import Paired, keep_for_ever, wait_and_look_up
-from zero_optim.compat.engine import is_profiling
+from zero_optim.compat.engine import aborts_of, is_profiling
 from zero_optim.errors import StalledError, ZeroOptimError
 
 if TYPE_CHECKING:
-    from zero_optim.comm.started import Work
+    from zero_optim.comm.started import Awaited, Work
 
 KEPT = 512  # records in the ring
 _NO_TAG = 2**31 - 1  # of messages that nobody sends
@@ -207,9 +209,11 @@ class GroupWorks:
         begun: works begun that all ranks of the group begin.
         home: the thread that has begun those; 0 if there are none, -1 if several threads have.
         is_uneven: ranks may count them differently.
+        apart: what was begun that concerns some ranks only, less the exchanges made of it: what the backend
+            has counted beyond the works that all ranks begin.
         outstanding: a work that an accelerator does while the CPU goes on; at most one is looked at, since
-            the works of a group end in order. So no more than one handle is kept, and what that holds, until
-            the watchdog looks again.
+            the works of a group end in order. Once a stream waits for it, its handle is kept no longer: that
+            keeps what the work brings.
     """
 
     def __init__(
@@ -229,7 +233,8 @@ class GroupWorks:
         self.begun = 0
         self.home = 0
         self.is_uneven = False
-        self.outstanding: Work | None = None
+        self.apart = 0
+        self.outstanding: Work | Awaited | None = None
         self.group = weakref.ref(process_group)
         self._numbers = itertools.count(1)
         self._can_cut = can_cut
@@ -250,11 +255,14 @@ class GroupWorks:
 
         gloo does so where a receive takes too long. So this begins one that nobody answers. One from a rank
         that is known to have ended fails at once, and then the other connections stay. So it asks them all.
+        Other backends have a call for it, after which the device goes on, and a CPU that waits for it.
         """
         group = self.group()
-        if group is None or not self._can_cut:
+        if group is None:
             return
-        for other in range(len(self.ranks)):
+        for abort in aborts_of(group):  # each may take long
+            start_thread(partial(_attempt, abort), "zero_optim abort")
+        for other in range(len(self.ranks) if self._can_cut else 0):
             if other == group.rank():
                 continue
             with suppress(RuntimeError, ValueError):  # that it took too long, or that it was broken before
@@ -299,6 +307,11 @@ class GroupWorks:
         record = Record(self, next(self._numbers), place, phase.name, about, timeout, time.monotonic())
         self.log.ring.append(record)
         return record
+
+
+def _attempt(abort: Callable[[], None]) -> None:
+    with suppress(RuntimeError):  # the backend cannot, or has ended
+        abort()
 
 
 def explain_nothing(_record: Record, _error: RuntimeError) -> None:

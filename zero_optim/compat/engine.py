@@ -4,7 +4,8 @@ Note [Private names]
     Each package lists the private names that it uses: `NEEDED` here, and in ``zero_optim.ddp`` and
     ``zero_optim.hooks``. So a missing name shows at import, with what to do, and not in the middle of a run.
     PyTorch 2.8.0 and 2.13.0 have all of them. Names that the library can do without are read with a default,
-    and are not listed.
+    and are not listed. A name may stay and mean something else. So what is called with arguments is in
+    `CALLED`, with their names, by which alone they are handed in; and what `make_group` gets is looked at.
 
 Note [No split communicators]
     If the default group was made with ``device_id=``, PyTorch makes every later NCCL communicator by
@@ -20,6 +21,7 @@ Note [No split communicators]
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from inspect import signature
 from typing import Any, TypeVar
 
 import torch
@@ -79,6 +81,17 @@ NEEDED: tuple[tuple[object, str], ...] = (
     (c10d, "_world"),
     *((getattr(c10d, "_world", None), name) for name in ("pg_map", "pg_group_ranks")),
 )
+CALLED: tuple[tuple[object, str, tuple[str, ...]], ...] = (
+    (
+        c10d,
+        "_new_process_group_helper",
+        (
+            *("group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name"),
+            *("timeout", "group_desc"),
+        ),
+    ),
+    (_compile, "_disable_dynamo", ("fn", "recursive")),
+)
 
 
 def missing_names(needed: Sequence[tuple[object, str]]) -> list[str]:
@@ -95,13 +108,23 @@ def _set_by(owner: object) -> tuple[str, ...]:
     return declared if code is None else (*declared, *code.co_names)
 
 
-def require(needed: Sequence[tuple[object, str]], what: str) -> None:
-    """Check at import that this PyTorch has the private names that we use.
+def missing_arguments(called: Sequence[tuple[object, str, tuple[str, ...]]]) -> list[str]:
+    """List what functions, of (owner, attribute, names of arguments), do not take in this PyTorch."""
+    taken = {name: signature(getattr(owner, name)).parameters for owner, name, _ in called}
+    return [f"{name}({each}=)" for _, name, given in called for each in given if each not in taken[name]]
+
+
+def require(
+    needed: Sequence[tuple[object, str]],
+    what: str,
+    called: Sequence[tuple[object, str, tuple[str, ...]]] = (),
+) -> None:
+    """Check at import that this PyTorch has the private names that we use, and takes our arguments.
 
     Raises:
         ImportError: some are missing; the message names them, and the versions that have them.
     """
-    missing = missing_names(needed)
+    missing = missing_names(needed) or missing_arguments(called)
     if missing:
         raise ImportError(
             f"{what} needs {', '.join(missing)}, which PyTorch {torch.__version__} does not have: "
@@ -109,7 +132,7 @@ def require(needed: Sequence[tuple[object, str]], what: str) -> None:
         )
 
 
-require(NEEDED, "zero_optim")
+require(NEEDED, "zero_optim", CALLED)
 
 
 def wraps_tensors(tensor: Tensor) -> bool:
@@ -217,6 +240,7 @@ def untraced(function: F) -> F:
     return function
 
 
+_Gloo: Any = getattr(dist, "ProcessGroupGloo", ())  # PyTorch may be built without it
 _autograd: Any = torch._C._autograd
 _top_hooks: Any = getattr(_autograd, "_top_saved_tensors_default_hooks", lambda _: None)
 
@@ -278,16 +302,18 @@ def make_group(ranks: Sequence[int], backend: str, name: str, timeout: timedelta
     world: Any = c10d._world
     make: Any = c10d._new_process_group_helper
     _, store = world.pg_map[dist.group.WORLD]
-    made, _ = make(
-        len(ranks),
-        ranks.index(dist.get_rank()),
-        list(ranks),
-        dist.Backend(backend),
-        store,
-        name,
+    made, *_ = make(
+        group_size=len(ranks),
+        group_rank=ranks.index(dist.get_rank()),
+        global_ranks_in_group=list(ranks),
+        backend=dist.Backend(backend),
+        store=store,
+        group_name=name,
         timeout=c10d.default_pg_timeout if timeout is None else timeout,
         group_desc="zero_optim",
     )
+    if (made.size(), made.group_name) != (len(ranks), name):
+        raise _changed(f"a group named {made.group_name} of {made.size()} ranks, not {name} of {len(ranks)}")
     _keep_whole(made)
     world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(ranks)}
     group: dist.ProcessGroup = made
@@ -297,9 +323,28 @@ def make_group(ranks: Sequence[int], backend: str, name: str, timeout: timedelta
 def _keep_whole(group: dist.ProcessGroup) -> None:
     """Let a new group make communicators of its own; see Note [No split communicators]."""
     for device in group._device_types:
-        options: Any = getattr(_bare(group._get_backend(device)), "options", None)
+        backend = _bare(group._get_backend(device))
+        options: Any = getattr(backend, "options", None)
         if getattr(options, "split_from", None) is not None:
             options.split_from = None
+            if backend.options.split_from is not None:
+                raise _changed("the options of a group in a copy")
+
+
+def _changed(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"PyTorch {torch.__version__} gives {what}, so no process group can be made beside the one given: "
+        f"use PyTorch {WORKS_WITH}, or a newer zero-optim"
+    )
+
+
+def aborts_of(group: dist.ProcessGroup) -> list[Callable[[], None]]:
+    """List what ends all that a group has under way, by backend. gloo has no such call.
+
+    What waits for it, a stream or the CPU, then goes on, with wrong values; the group cannot be used again.
+    """
+    backends = [_bare(group._get_backend(device)) for device in group._device_types]
+    return [backend.abort for backend in backends if not isinstance(backend, _Gloo)]
 
 
 def _bare(backend: Any) -> Any:  # noqa: ANN401 - PyTorch's class of backends has few of their attributes

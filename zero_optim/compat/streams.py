@@ -9,19 +9,52 @@ Note [Streams]
     that writes it. Memory is returned for the stream that it was allocated on: a tensor that another stream
     uses must be kept, or marked with `record_use`, until that stream has got there. A CPU that reads a value
     waits for all of that; `HostCopy` lets it look later.
+
+Note [Asked by another thread]
+    A thread that never chose a device asks CUDA for device 0: the first question makes a context there, of
+    some 500 MiB, by each process of the host. So who asks uses the device of what is asked about. Nor may a
+    thread ask while another one captures a graph: CUDA takes it for a mistake of the capture, which fails. It
+    does not where the thread that asks says that captures of others do not concern it. PyTorch has no call
+    for that, so the driver's is used.
 """
 
+import ctypes
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from zero_optim.compat.pinned import pinned_in_full
+
 Stream: TypeAlias = Any  # torch.Stream of the device's own kind, such as torch.cuda.Stream
 Event: TypeAlias = Any
+
+_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL of cuda.h
+
+
+@lru_cache
+def _driver() -> Any:  # noqa: ANN401 - of ctypes
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:  # there is none, or it is another accelerator
+        return None
+
+
+@contextmanager
+def _harmless_to_captures() -> Iterator[None]:
+    """Let this thread call CUDA while others capture; see Note [Asked by another thread]."""
+    exchange = getattr(_driver(), "cuThreadExchangeStreamCaptureMode", lambda _: 0)
+    mode = ctypes.c_int(_THREAD_LOCAL)
+    exchange(ctypes.byref(mode))  # which holds the mode of before then
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +70,17 @@ class Accelerator:
     def current_stream(self, device: torch.device) -> Stream:
         """Return the stream that this thread uses on a device."""
         return self.module.current_stream(device)
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream of this thread notes what it is given, for a graph."""
+        asks = getattr(self.module, "is_current_stream_capturing", None)
+        return asks is not None and bool(asks())
+
+    @contextmanager
+    def asking(self, device: torch.device) -> Iterator[None]:
+        """Use a device on this thread to ask what it has done; see Note [Asked by another thread]."""
+        with _harmless_to_captures(), self.module.device(device):
+            yield
 
     def new_stream(self, device: torch.device) -> Stream:
         """Make a stream beside the others."""
@@ -92,6 +136,18 @@ def current_stream(device: torch.device) -> Stream | None:
     """Return the stream that this thread uses on a device; None if the device has none."""
     accelerator = accelerator_of(device)
     return None if accelerator is None else accelerator.current_stream(device)
+
+
+def asking(device: torch.device) -> AbstractContextManager[None]:
+    """Let this thread, which uses no device itself, ask what one has done; nothing without streams."""
+    accelerator = accelerator_of(device)
+    return nullcontext() if accelerator is None else accelerator.asking(device)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether this thread captures a graph of what the device is to do; such work cannot be asked about."""
+    accelerator = accelerator_of(device)
+    return accelerator is not None and accelerator.is_capturing()
 
 
 def using_stream(device: torch.device, stream: Stream | None) -> AbstractContextManager[Any]:
@@ -257,9 +313,19 @@ class LateCopies:
 
 
 def host_memory(like: Tensor) -> Tensor:
-    """Make memory of the host in the form of a tensor on a device, for copies that run beside the CPU."""
+    """Make memory of the host, to stay for long, for copies that run beside the CPU.
+
+    Args:
+        like: 1-D, on the device.
+
+    Returns:
+        A tensor of its form; it takes no more memory than that.
+    """
     accelerator = accelerator_of(like.device)
-    return torch.empty_like(like, device="cpu") if accelerator is None else accelerator.host_tensor(like)
+    if accelerator is None:
+        return torch.empty_like(like, device="cpu")
+    in_full = pinned_in_full(like, accelerator.module)
+    return accelerator.host_tensor(like) if in_full is None else in_full
 
 
 class StreamBeside:

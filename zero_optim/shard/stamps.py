@@ -135,11 +135,11 @@ class _Step:
             more = f". Ranks on which nothing was raised may have taken their part of {self.name}"
             self.failed, self.failure, self._mine = type(failure).__name__, encoded(failure, more), None
 
-    def stamps(self) -> dict[int, Stamp]:
+    def stamps(self, read: Callable[[HostCopy], Tensor] = HostCopy.read) -> dict[int, Stamp]:
         """Give the stamps that have come, by rank: the last one of each, or one that tells of a failure."""
         found: dict[int, Stamp] = {}
         for rooms, copy in self.came:
-            octets = tensor_to_bytes(copy.read())
+            octets = tensor_to_bytes(read(copy))
             for room, stamp in zip(rooms, stamps_in(octets), strict=True):
                 if room.owner not in found or not found[room.owner].has_failed:
                     found[room.owner] = stamp
@@ -273,7 +273,7 @@ class Stamps:
         error: Exception | None = None
         while len(self._unread) > (not with_last):
             step = self._unread.pop(0)
-            stamps = step.stamps()
+            stamps = step.stamps(group.read)
             if failed_ranks(stamps):
                 self._told = frozenset(stamps.values())
                 if step is self._step and with_last and len({stamp.number for stamp in stamps.values()}) == 1:

@@ -104,7 +104,7 @@ class UnitMarks:
         """
         while self._came and (self._came[0].copy.is_here or len(self._came) > _MOST_LATE):
             came = self._came.popleft()
-            octets = tensor_to_bytes(came.copy.read())
+            octets = tensor_to_bytes(self._group.read(came.copy))
             marks = [int.from_bytes(octets[at : at + MARK_NBYTES], "little") for at in _places(octets)]
             if any(mark != came.mark for mark in marks):
                 self._came.clear()

@@ -116,7 +116,7 @@ class UnitStamps:
     def _read(self) -> None:
         came, self._came = self._came, []
         for rooms, copy in came:
-            octets = tensor_to_bytes(copy.read())
+            octets = tensor_to_bytes(self._group.read(copy))
             for number, room in enumerate(rooms):
                 self._seen[room.owner] = _unmarked(octets[number * STAMP_NBYTES :][:STAMP_NBYTES])
         known = self._stamps_of()

@@ -284,7 +284,7 @@ def _exchanged(
         parts.append(brought_to(norms, group.device).view(torch.uint8))
     parts.append(parts[0].new_zeros(start + 8 * num_slots - sum(part.numel() for part in parts)))
     told = []
-    for row in HostCopy(group.all_gather_rows(torch.cat(parts))).read():
+    for row in group.read(HostCopy(group.all_gather_rows(torch.cat(parts)))):
         payload = tensor_to_bytes(row)
         values = iter(struct.unpack(f"={num_slots}d", payload[start:]))
         present = payload[_HEADING_NBYTES:start]

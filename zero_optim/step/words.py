@@ -52,7 +52,7 @@ def exchange(
     if found_inf is not None:
         is_infinite = found_inf.ne(0).to(torch.uint8).reshape(1)
         mine = mine + brought_to(is_infinite, group.device) * int(Word.INFINITE)
-    words = [Word(value) for value in HostCopy(group.all_gather_rows(mine)).read().flatten().tolist()]
+    words = [Word(value) for value in group.read(HostCopy(group.all_gather_rows(mine))).flatten().tolist()]
     if any(Word.FAILED in each for each in words):
         with failing_together(group):
             if failure is not None:

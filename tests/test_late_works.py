@@ -1,0 +1,278 @@
+"""Works that an accelerator does while the CPU goes on: how the watchdog asks, what is kept, what raises."""
+
+import ctypes
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from device_names import GPU3, NCCL
+from fake_streams import FakeAccelerator, FakeEvent, fake_streams
+from pool import Ranks
+from waiting import LIMIT
+from zero_optim import StalledError
+from zero_optim.comm import collectives
+from zero_optim.comm.backends import parse_config
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.encoding import encode
+from zero_optim.comm.started import Work
+from zero_optim.comm.watchdog import Watchdog
+from zero_optim.comm.wire import recv_value, send_value
+from zero_optim.comm.works import Verdict
+from zero_optim.compat import streams
+from zero_optim.compat.engine import aborts_of
+
+
+class Handle:
+    """Of a collective that has not ended; it keeps what the collective brings."""
+
+    def __init__(self, used: list[object]) -> None:
+        self.used = used
+        self.asked: list[list[object]] = []
+
+    def is_completed(self) -> bool:
+        self.asked.append(list(self.used))
+        return False
+
+    def wait(self) -> None:
+        pass
+
+
+class Module:
+    """What ``torch.cuda`` is; notes which devices the thread uses."""
+
+    def __init__(self) -> None:
+        self.used: list[object] = []
+        self.captures = False
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        self.used.append(device)
+        yield
+        self.used.remove(device)
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.captures
+
+
+@contextmanager
+def late_group(patch: pytest.MonkeyPatch) -> Iterator[tuple[RankGroup, Watchdog, Module]]:
+    module, group = Module(), replace(RankGroup.of(None), backends=parse_config(NCCL))
+    accelerator = FakeAccelerator(module=module)
+    patch.setattr(streams, "accelerator_of", lambda device: accelerator)
+    watchdog = Watchdog(group.works.log, dist.group.WORLD)  # type: ignore[arg-type]
+    try:
+        yield group, watchdog, module
+    finally:
+        watchdog._listener.close()
+
+
+def late_work(group: RankGroup, handle: Handle) -> Work:
+    works: Any = group.works_of([handle], group.begin_work(), GPU3)  # type: ignore[list-item]
+    return works[0]  # type: ignore[no-any-return]
+
+
+def check_device() -> None:
+    with pytest.MonkeyPatch.context() as patch, late_group(patch) as (group, watchdog, module):
+        handle = Handle(module.used)
+        _kept = late_work(group, handle)
+        thread = threading.Thread(target=watchdog._look)
+        thread.start()
+        thread.join()
+    assert handle.asked == [[GPU3]]
+
+
+def test_the_watchdog_asks_about_a_work_with_the_device_of_the_work(ranks1: Ranks) -> None:
+    """Else its thread, which never set a device, has each rank make a context of half a GB on device 0."""
+    ranks1.run(check_device)
+
+
+class Driver:
+    """The call of CUDA's driver by which a thread says what captures of others mean to it."""
+
+    def __init__(self) -> None:
+        self.mode = 0  # of a thread: global
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
+        given = ctypes.cast(mode, ctypes.POINTER(ctypes.c_int)).contents
+        self.mode, given.value = given.value, self.mode
+        return 0
+
+
+def check_capture_mode() -> None:
+    driver, modes = Driver(), []
+    with pytest.MonkeyPatch.context() as patch, late_group(patch) as (group, watchdog, _):
+        patch.setattr(streams, "_driver", lambda: driver)
+        handle = Handle([])
+        patch.setattr(handle, "is_completed", lambda: modes.append(driver.mode))
+        _kept = late_work(group, handle)
+        watchdog._look()
+    assert (modes, driver.mode) == ([1], 0)
+
+
+def test_the_watchdog_asks_in_a_mode_that_leaves_captures_of_other_threads_alone(ranks1: Ranks) -> None:
+    ranks1.run(check_capture_mode)
+
+
+def test_without_cuda_there_is_no_mode_to_set() -> None:
+    with mock.patch.object(streams, "_driver", return_value=None), streams._harmless_to_captures():
+        pass
+
+
+def check_captured() -> None:
+    with pytest.MonkeyPatch.context() as patch, late_group(patch) as (group, watchdog, module):
+        before = late_work(group, Handle([]))
+        module.captures = True
+        before.wait()
+        assert group.works.outstanding is None  # an event of a capture cannot be asked either
+        _kept = late_work(group, Handle([]))
+        assert group.works.outstanding is None
+        watchdog._look()
+
+
+def test_what_a_graph_captures_is_never_asked_about(ranks1: Ranks) -> None:
+    ranks1.run(check_captured)
+
+
+def check_handle_goes() -> None:
+    with pytest.MonkeyPatch.context() as patch, late_group(patch) as (group, watchdog, _):
+        handle = Handle([])
+        kept = weakref.ref(handle)
+        work = late_work(group, handle)
+        assert group.works.outstanding is work
+        work.wait()
+        del work, handle
+        gc.collect()
+        assert kept() is None
+        awaited = group.works.outstanding
+        assert awaited is not None
+        watchdog._look()
+        assert group.works.outstanding is awaited  # it has not ended
+        event: Any = awaited._event  # type: ignore[union-attr]
+        assert isinstance(event, FakeEvent)
+        event.has_passed = True
+        watchdog._look()
+        assert group.works.outstanding is None
+
+
+def test_the_handle_of_a_work_is_kept_by_nobody_once_a_stream_waits_for_it(ranks1: Ranks) -> None:
+    """It keeps all that the work brings: the rows of all ranks."""
+    ranks1.run(check_handle_goes)
+
+
+def check_failed_event() -> None:
+    with pytest.MonkeyPatch.context() as patch, late_group(patch) as (group, watchdog, _):
+        late_work(group, Handle([])).wait()
+        awaited: Any = group.works.outstanding
+        awaited._event = SimpleNamespace(query=mock.Mock(side_effect=RuntimeError("device-side assert")))
+        patch.setattr(watchdog._verdicts, "explain", lambda *_: None)
+        watchdog._look()
+        assert awaited.record.failure == "device-side assert"
+        assert group.works.outstanding is None
+
+
+def test_a_device_that_failed_after_the_wait_does_not_end_the_watchdog(ranks1: Ranks) -> None:
+    ranks1.run(check_failed_event)
+
+
+# ---------------------------------------------------------------------- the CPU waits for the device
+
+
+def check_seen_and_raised() -> list[str]:
+    """The device never comes to an end; the watchdog gives the group up while the CPU waits."""
+    group, seen = RankGroup.of(None).during("state"), []
+
+    def synchronize(_: object) -> None:
+        waits = list(group.works.log.waits.values())
+        seen.extend(record.text for record in waits)
+        group.works.log.give_up(group.works.whole, Verdict("stalled: rank 1 has not come"))
+
+    with (
+        fake_streams(),
+        mock.patch.object(FakeEvent, "synchronize", synchronize),
+        pytest.raises(StalledError, match="rank 1 has not come"),
+    ):
+        group.all_gather_fixed(b"x")
+    return seen
+
+
+def test_a_cpu_that_waits_for_what_an_accelerator_agrees_on_is_seen_and_raises(ranks2: Ranks) -> None:
+    assert ranks2.run(check_seen_and_raised) == [["the exchange of optimizer state"]] * 2
+
+
+def check_abort() -> None:
+    group = RankGroup.of(None)
+    aborted = threading.Event()
+    backend = SimpleNamespace(abort=aborted.set)
+    with mock.patch.object(type(group.process_group), "_get_backend", return_value=backend):
+        group.works.cut()
+    assert aborted.wait(LIMIT)
+
+
+def test_breaking_connections_aborts_the_communicators_of_other_backends(ranks1: Ranks) -> None:
+    ranks1.run(check_abort)
+
+
+def check_nothing_to_abort() -> None:
+    world: Any = dist.group.WORLD
+    assert aborts_of(world) == []
+
+
+def test_gloo_has_nothing_to_abort(ranks1: Ranks) -> None:
+    ranks1.run(check_nothing_to_abort)
+
+
+def check_status_of_outstanding() -> None:
+    with pytest.MonkeyPatch.context() as patch, late_group(patch) as (group, watchdog, _):
+        _kept = late_work(group.during("gather"), Handle([]))
+        status = watchdog._verdicts._status(group.works.whole)
+    assert status.waits == ("the gather",)
+
+
+def test_a_rank_whose_device_waits_says_so_wherever_its_cpu_is(ranks1: Ranks) -> None:
+    ranks1.run(check_status_of_outstanding)
+
+
+# ---------------------------------------------------------------------- communicators of two ranks
+
+
+def check_sends_as_one() -> None:
+    group, log = RankGroup.of(None), []
+    real = {name: getattr(dist, name) for name in ("isend", "irecv")}
+
+    @contextmanager
+    def one(process_group: dist.ProcessGroup, device: torch.device) -> Iterator[list[dist.Work]]:
+        log.append("start")
+        works: list[dist.Work] = []
+        with mock.patch.multiple(
+            dist,
+            isend=lambda *a, **k: log.append("send") or works.append(real["isend"](*a, **k)),
+            irecv=lambda *a, **k: log.append("receive") or works.append(real["irecv"](*a, **k)),
+        ):
+            yield works
+        log.append("end")
+
+    with (
+        mock.patch.object(collectives, "coalesces", return_value=True),
+        mock.patch.object(collectives, "coalesced", one),
+    ):
+        if group.rank == 0:
+            assert recv_value(group, 1) == {"files": [1, 2]}
+        else:
+            send_value(group, [0], *encode({"files": [1, 2]}, "a test"))
+    what = "receive" if group.rank == 0 else "send"
+    assert log == ["start", what, "end"] * 2
+
+
+def test_sends_between_two_ranks_go_by_the_communicator_of_all_where_the_backend_can(ranks2: Ranks) -> None:
+    """A synchronous save on NCCL alone made a communicator for each rank that sends to rank 0."""
+    ranks2.run(check_sends_as_one)

@@ -1,0 +1,100 @@
+"""A link that is cut while ranks train: nobody closes a connection, and each survivor says who is missing."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDdp
+
+from forked import fork_context
+from waiting import LIMIT
+from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.ddp import DistributedDataParallel
+from zero_optim.hooks import zero_step
+
+SIZE, CUT = 3, 2
+_LINKS = Path(__file__).resolve().parent.parent / "benchmarks" / "link.py"
+
+
+def links() -> Any:
+    """The benchmarks' emulated hosts."""
+    spec = importlib.util.spec_from_file_location("link", _LINKS)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["link"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def train_until_it_fails(names: tuple[str, ...], interface: str, rank: int, result: Any) -> None:
+    links().Link(names, interface, "1gbit").enter(rank)
+    torch.set_num_threads(1)
+    store = dist.TCPStore("10.77.0.1", 29500, SIZE, rank == 0)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=timedelta(seconds=LIMIT))
+    nets = [nn.Linear(64, 64) for _ in range(2)]
+    optimizers = [ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, timeout=3.0) for net in nets]
+    models = [TorchDdp(nets[0]), DistributedDataParallel(nets[1], timeout=3.0)]
+    for model, optimizer, gradients in zip(models, optimizers, ("everywhere", "owners"), strict=True):
+        model.register_comm_hook(None, zero_step(optimizer, gradients=gradients))  # type: ignore[no-untyped-call, arg-type]
+    try:
+        for number in range(10**9):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                model(torch.ones(2, 64)).sum().backward()
+                optimizer.step()
+            if number == 2:
+                result.send("trains")
+    except RuntimeError as error:
+        result.send(f"{type(error).__name__}: {error}")
+    result.recv()  # so that nobody sees a connection closed
+    os._exit(0)
+
+
+@contextmanager
+def hosts() -> Iterator[Any]:
+    """Three emulated hosts; skips where this process may not make them."""
+    with ExitStack() as stack:
+        try:
+            link = stack.enter_context(links().emulated("1gbit", SIZE))
+        except SystemExit as refused:
+            pytest.skip(str(refused))
+        yield link
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix" or shutil.which("tc") is None, reason="needs network namespaces")
+def test_each_survivor_of_a_cut_link_names_the_rank_that_is_cut_off() -> None:
+    context = fork_context()
+    pipes = [context.Pipe() for _ in range(SIZE)]
+    with hosts() as link:
+        processes = [
+            context.Process(target=train_until_it_fails, args=(link.names, link.interface, rank, pipe[1]))
+            for rank, pipe in enumerate(pipes)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            for ours, _ in pipes:
+                assert ours.poll(LIMIT)
+                assert ours.recv() == "trains"
+            switch = f"{link.names[0].rpartition('-')[0]}-switch"
+            subprocess.run(["ip", "-n", switch, "link", "set", f"port{CUT}", "down"], check=True)
+            for rank in {*range(SIZE)} - {CUT}:
+                ours = pipes[rank][0]
+                assert ours.poll(LIMIT), rank
+                said = ours.recv()
+                assert f"rank {CUT} does not answer" in said or f"rank {CUT} cannot be reached" in said, said
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
