@@ -35,6 +35,7 @@ from zero_optim.ddp.reduction import Hook, hook_name
 from zero_optim.ddp.torch_adapters import TorchLoggerAdapter, TorchReducerAdapter
 from zero_optim.plan.description import describe_hook
 from zero_optim.shard.freed import is_freed
+from zero_optim.step.unreduced import FrozenParams
 
 _OVERRIDDEN = (
     "_ddp_init_helper",
@@ -194,6 +195,13 @@ class DistributedDataParallel(RebindableWrapper):
         for hook, state in self.__dict__.get("_comm_hooks", ()):  # when a copy is made whole
             self._set_comm_hook(state, hook)
         self._passing_sync_batchnorm_handle(self.module)  # type: ignore[no-untyped-call]
+        self._frozen = FrozenParams(  # a sharded optimizer asks for them in each step
+            [
+                (name, param)
+                for name, param in self.module.named_parameters()
+                if not param.requires_grad and name not in self.parameters_to_ignore
+            ]
+        )
         if self._precision is not None:
             with_sparse = [param for name, param in pairs if name in sparse]
             self._casting = Casting(self.module, self._precision, self.parameters_to_ignore, with_sparse)

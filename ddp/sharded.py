@@ -20,6 +20,7 @@ from zero_optim.ddp.owner_reducer import Accumulate, OwnerReducer
 from zero_optim.ddp.reducer import Reducer
 from zero_optim.ddp.report import names_text
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
+from zero_optim.step.unreduced import NOT_REDUCED
 
 _OPTIONS = (
     "broadcast_buffers",
@@ -180,11 +181,6 @@ class ShardedDataParallel(DistributedDataParallel):
             optimizer.check_sparse(param for name, param in pairs if name in sparse)
         if mesh is not None:
             agree_between_replicas(mesh.everyone, optimizer.describe())
-        self._frozen = [
-            (name, param)
-            for name, param in self.module.named_parameters()
-            if not param.requires_grad and name not in self.parameters_to_ignore
-        ]
         made = OwnerReducer(pairs, optimizer, options, sparse=sparse, wanted=self._wanted(), mesh=mesh)
         made.expect(True)  # modules may be called by themselves, before the first forward pass of the whole
         return made
@@ -201,14 +197,9 @@ class ShardedDataParallel(DistributedDataParallel):
         Raises:
             RuntimeError: a parameter that was frozen when it was wrapped requires a gradient now.
         """
-        found = [name for name, param in self._frozen if param.requires_grad]
+        found = [name for name, _ in self._frozen.unfrozen()]
         if found:
-            raise RuntimeError(
-                f"{names_text(found)} did not require a gradient when the model was wrapped, and now does: "
-                "its gradient would not be reduced, and each rank would train it for itself. Wrap the model "
-                "while all that will be trained requires a gradient, with find_unused_parameters=True, and "
-                "freeze behind that; or wrap it anew"
-            )
+            raise RuntimeError(f"{names_text(found)} {NOT_REDUCED}")
 
     def _caps(self) -> tuple[int, ...]:
         return (self._optimizer.bucket_cap_nbytes,)
