@@ -15,7 +15,8 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.mesh import RankMesh, agree_between_replicas
 from zero_optim.compat.engine import eager
 from zero_optim.ddp.assignment import ReducerOptions
-from zero_optim.ddp.data_parallel import DistributedDataParallel, refuse_freed
+from zero_optim.ddp.data_parallel import DistributedDataParallel
+from zero_optim.ddp.model_agreement import refuse_freed
 from zero_optim.ddp.owner_reducer import Accumulate, OwnerReducer
 from zero_optim.ddp.reducer import Reducer
 from zero_optim.ddp.report import names_text
@@ -63,13 +64,15 @@ class ShardedDataParallel(DistributedDataParallel):
     that no rank used has None on every rank.
 
     A gradient is multiplied by one over the number of ranks, then the ranks' gradients are added up in the
-    order of ranks. On two ranks that gives, bit for bit, what ``DistributedDataParallel`` gives.
+    order of ranks: bf16 and fp16 in float32, and the sum is rounded once. On two ranks that gives, bit for
+    bit, what ``DistributedDataParallel`` gives. With a mesh, the sum of a replica is rounded too.
 
     Each bucket is sent while the next one fills, and takes half the bytes of an all-reduce. On the CPU a
     rank holds its own gradients, two buckets (with two ranks 1.5) and one gradient. On an accelerator it
-    holds less than three buckets, with two ranks 1.5: Note [Memory of sharded gradients] in
-    `zero_optim.ddp.owner_bucket` says exactly. The first pass with ``static_graph=True`` holds all gradients,
-    as it is there to learn.
+    holds less than three buckets, with two ranks 1.5. Where the rows of a bucket are uneven, such as a
+    matrix that one rank owns whole, it is at most three buckets anywhere. Note [Memory of sharded gradients]
+    in `zero_optim.ddp.owner_bucket` says exactly. The first pass with ``static_graph=True`` holds all
+    gradients, as it is there to learn.
 
     All ranks of the optimizer's group must construct it, with the same arguments, and run forward and
     backward passes together. Errors of a backward pass, ``Join``, checkpointing, and parameters that are

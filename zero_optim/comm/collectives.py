@@ -22,8 +22,9 @@ Note [gloo and CUDA]
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -264,15 +265,65 @@ class RankGroup(Ranks):
             return self._exchange_at_once(pieces, received, lanes[0]), received
         if mine.device.type != "cpu":
             return self._exchange_packed(pieces, received, lanes[0])
-        sent: list[dist.Work | None] = []
-        came: list[dist.Work | None] = []
-        for rank in range(self.size):
-            if rank != self.rank:
-                there, back = lanes[self.rank % len(lanes)], lanes[rank % len(lanes)]
-                sent.append(dist.isend(pieces[rank], self._global(rank), group=there.process_group))
-                came.append(dist.irecv(received[rank], self._global(rank), group=back.process_group))
+        sent, came = self._send_each(pieces, lanes), self._receive_each(received, lanes)
         is_small = all(piece.nbytes <= SMALL for piece in pieces)
-        return [Paired(_all_made(sent), _all_made(came), is_small=is_small)], received
+        return [Paired(sent, came, is_small=is_small)], received
+
+    def sends_parts(self, device: torch.device) -> bool:
+        """Whether `start_parts` serves tensors on a device: on gloo, for the CPU."""
+        return device.type == "cpu" and self.backend_of(device) == "gloo"
+
+    def start_parts(
+        self, parts: Sequence[Sequence[Tensor]], lanes: "Sequence[RankGroup]", about: str = ""
+    ) -> tuple[Waitable, Callable[[Tensor], tuple[Waitable, list[Tensor]]]]:
+        """Start sending some parts to each rank, which receives one part of every rank at a time.
+
+        All ranks call; see `sends_parts`.
+
+        Args:
+            parts: by receiving rank, in order; as the pieces of `exchange`.
+            lanes: see `exchange`.
+            about: likewise.
+
+        Returns:
+            The handle of all sends. And what starts to receive this rank's next part of every other rank: it
+            is given its own part, and returns a handle, and the parts by sending rank.
+        """
+        lane = replace(lanes[0], phase=self.phase)
+        record = lane.begin_work(about)
+        tag = 1 + record.place % 2**30  # as parts of another exchange may be received in between
+        with record.starting():
+            sent = [work for some in zip_longest(*parts) for work in self._send_each(some, lanes, tag)]
+        others = [part for rank, some in enumerate(parts) if rank != self.rank for part in some]
+        self.phase.sent(sum(part.nbytes for part in others))
+        is_small = all(part.nbytes <= SMALL for part in others)
+
+        def receive(own: Tensor) -> tuple[Waitable, list[Tensor]]:
+            into = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.size)]
+            with record.starting():
+                came = Paired((), self._receive_each(into, lanes, tag), is_small=True)
+            return Work(came, self.phase, record, looks_up=True), into
+
+        return Work(Paired(sent, is_small=is_small), self.phase, record, looks_up=True), receive
+
+    def _send_each(
+        self, pieces: Sequence[Tensor | None], lanes: "Sequence[RankGroup]", tag: int = 0
+    ) -> list[dist.Work]:
+        group = lanes[self.rank % len(lanes)].process_group
+        return _all_made(
+            dist.isend(piece, self._global(rank), group=group, tag=tag)
+            for rank, piece in enumerate(pieces)
+            if rank != self.rank and piece is not None
+        )
+
+    def _receive_each(
+        self, into: Sequence[Tensor], lanes: "Sequence[RankGroup]", tag: int = 0
+    ) -> list[dist.Work]:
+        return _all_made(
+            dist.irecv(piece, self._global(rank), group=lanes[rank % len(lanes)].process_group, tag=tag)
+            for rank, piece in enumerate(into)
+            if rank != self.rank
+        )
 
     def _exchange_at_once(
         self, pieces: Sequence[Tensor], received: list[Tensor], lane: "RankGroup"
