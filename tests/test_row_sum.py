@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pool import Ranks
 from test_overlap_owners import WRAPPERS, train
 from test_sharded_memory import LivingStorages
+from test_streams_runs import races_of
 from training import assert_same_bits
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm import row_sum
@@ -207,3 +208,22 @@ def test_a_step_in_the_backward_pass_has_the_same_bits_with_rows_in_parts(
     ranks4: Ranks, wrapper: str, at_once: bool
 ) -> None:
     ranks4.run(trained, wrapper, at_once)
+
+
+def races_in_parts(name: str) -> int:
+    """On the model of streams parts are exchanged beside the backward pass."""
+    with (
+        parts_of_any_length(),
+        mock.patch.object(row_sum, "StreamBeside", wraps=row_sum.StreamBeside) as beside,
+    ):
+        found = races_of(name)
+    assert not found, "\n".join(race.text for race in found)
+    return beside.call_count
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["sharded gradients", "sharded gradients, two streams in a model", "zero_step to owners"],
+)
+def test_sums_in_parts_are_ordered_on_an_accelerator(ranks3: Ranks, name: str) -> None:
+    assert all(ranks3.run(races_in_parts, name))

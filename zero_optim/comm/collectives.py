@@ -271,7 +271,7 @@ class RankGroup(Ranks):
 
     def sends_parts(self, device: torch.device) -> bool:
         """Whether `start_parts` serves tensors on a device: on gloo, for the CPU."""
-        return device.type == "cpu" and self.backend_of(device) == "gloo"
+        return self.backend_of(device) == "gloo" and not is_asynchronous(device)
 
     def start_parts(
         self, parts: Sequence[Sequence[Tensor]], lanes: "Sequence[RankGroup]", about: str = ""
