@@ -365,7 +365,7 @@ class Sealed(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if cls.is_sealed and func is not Tensor.requires_grad.__get__:  # type: ignore[attr-defined]
+        if cls.is_sealed and func != Tensor.requires_grad.__get__:  # type: ignore[attr-defined]
             raise NotImplementedError(f"{func} of a sealed tensor")
         return super().__torch_function__(func, types, args, kwargs or {})
 
