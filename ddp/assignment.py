@@ -23,7 +23,6 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn import UninitializedParameter
 
 from zero_optim.comm.watchdog import check_patience
 from zero_optim.ddp.bucket import ReducerBucket
@@ -251,13 +250,7 @@ def _name_params(params: Iterable[tuple[str, Tensor]] | Iterable[Tensor]) -> lis
 def describe_params(pairs: Iterable[tuple[str, Tensor]]) -> list[str]:
     """Describe parameters as they have to be the same on every rank."""
     return [
-        f"{name} {tuple(param.shape)} {param.dtype}, strides {_strides(param)}, "
+        f"{name} {tuple(param.shape)} {param.dtype}, strides {dense_strides(param)}, "
         f"{'trainable' if param.requires_grad else 'frozen'}"
         for name, param in pairs
     ]
-
-
-def _strides(param: Tensor) -> tuple[int, ...] | str:
-    if isinstance(param, UninitializedParameter):
-        return "unknown"
-    return dense_strides(param)

@@ -35,7 +35,10 @@ class ReducerBucket:
         large_slots: slots of gradients that are copied as soon as they come.
         flat: the gradients, 1-D, as they travel; for a sparse bucket the last gradient given.
         views: each parameter's place in ``flat``, with its shape and strides; none if sparse.
+        is_shadow: it takes part, without gradients of this rank, in a pass of the others.
     """
+
+    is_shadow = False
 
     def __init__(
         self,
@@ -69,7 +72,7 @@ class ReducerBucket:
 
     def zeros_like(self) -> "ReducerBucket":
         """Make another bucket for the same parameters, of zeros, or without entries if it is sparse."""
-        return ReducerBucket(
+        made = ReducerBucket(
             self.indices,
             self.params,
             is_sparse=self.is_sparse,
@@ -77,6 +80,8 @@ class ReducerBucket:
             batched=True,
             dtype=self.dtype,
         )
+        made.is_shadow = True
+        return made
 
     @property
     def dtype(self) -> torch.dtype:
@@ -330,6 +335,11 @@ class GradBucket:
     def parameters(self) -> list[Tensor]:
         """The parameters whose gradients these are, in the same order."""
         return list(self._bucket.params)
+
+    @property
+    def is_shadow(self) -> bool:
+        """Whether this rank has no backward pass, and takes part in one of the others; for our own hooks."""
+        return self._bucket.is_shadow
 
     def is_last(self) -> bool:
         """Whether this is the last bucket of the backward pass."""

@@ -115,8 +115,9 @@ class _Sent:
 class ReduceScatterBucketer:
     """Sum tensors over ranks so that each rank gets its own chunk; small ones are sent together.
 
-    Every rank makes the same calls, in the same order. Sums are made in the order of ranks, so their bits do
-    not depend on what is sent together. Inputs of one group, dtype and device share a bucket.
+    Every rank makes the same calls, in the same order. Sums are made in the order of ranks, bf16 and fp16 in
+    float32 with one rounding, so their bits do not depend on what is sent together. Inputs of one group,
+    dtype and device share a bucket.
 
     Args:
         bucket_cap_mb: how much collects before it is sent, in MiB over all chunks; at 0 or less nothing does.

@@ -23,7 +23,6 @@ from torch.nn.parallel import distributed
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.traffic import Waitable
-from zero_optim.comm.watchdog import check_patience
 from zero_optim.compat.engine import after_backward, eager, eager_itself, require
 from zero_optim.ddp.assignment import ReducerOptions
 from zero_optim.ddp.logging_data import LoggingSource, about_wrapper
@@ -34,7 +33,7 @@ from zero_optim.ddp.reducer import Reducer
 from zero_optim.ddp.reduction import Hook, hook_name
 from zero_optim.ddp.torch_adapters import TorchLoggerAdapter, TorchReducerAdapter
 from zero_optim.plan.description import describe_hook
-from zero_optim.shard.freed import is_freed
+from zero_optim.step.unreduced import FrozenParams
 
 _OVERRIDDEN = (
     "_ddp_init_helper",
@@ -130,11 +129,7 @@ class DistributedDataParallel(RebindableWrapper):
     ) -> None:
         bound = _SIGNATURE.bind(self, module, *args, **kwargs)
         given = _DEFAULTS | bound.arguments
-        if not self._may_be_freed:
-            refuse_freed(module)
-        if given.get("init_sync", True):
-            agree_on_model(given, self, timeout, on_stall)
-        check_patience(timeout, on_stall)
+        agree_on_model(given, self, timeout, on_stall, may_be_freed=self._may_be_freed)
         vars(self).update(_timeout=timeout, _on_stall=on_stall)  # nn.Module is not set up yet
         self._precision = Precision.of(given)
         if self._precision is None:
@@ -153,7 +148,8 @@ class DistributedDataParallel(RebindableWrapper):
         **options: Any,  # noqa: ANN401 - PyTorch's
     ) -> None:
         """See `agree_on_model`; for a subclass that has something to do between that and the constructor."""
-        agree_on_model(_DEFAULTS | {"module": module, **options}, self, timeout, on_stall)
+        given = _DEFAULTS | {"module": module, **options}
+        agree_on_model(given, self, timeout, on_stall, may_be_freed=self._may_be_freed)
 
     # ------------------------------------------------------------------ built by PyTorch's constructor
 
@@ -194,6 +190,13 @@ class DistributedDataParallel(RebindableWrapper):
         for hook, state in self.__dict__.get("_comm_hooks", ()):  # when a copy is made whole
             self._set_comm_hook(state, hook)
         self._passing_sync_batchnorm_handle(self.module)  # type: ignore[no-untyped-call]
+        self._frozen = FrozenParams(  # a sharded optimizer asks for them in each step
+            [
+                (name, param)
+                for name, param in self.module.named_parameters()
+                if name not in self.parameters_to_ignore and not param.requires_grad
+            ]
+        )
         if self._precision is not None:
             with_sparse = [param for name, param in pairs if name in sparse]
             self._casting = Casting(self.module, self._precision, self.parameters_to_ignore, with_sparse)
@@ -306,7 +309,7 @@ class DistributedDataParallel(RebindableWrapper):
             TypeError: it is not ``hook(state, bucket)``.
             ValueError: it is annotated to take or return something else.
         """
-        group = RankGroup.of(self.process_group, self.module).within(self._timeout)
+        group = RankGroup.of(self.process_group, self._module_parameters).within(self._timeout)
         agree(group, describe_hook(hook, state), "the comm hook")
         with failing_together(group):
             self._set_comm_hook(state, hook)
@@ -392,18 +395,6 @@ class DistributedDataParallel(RebindableWrapper):
             reset: count from zero again; False leaves the counts alone.
         """
         return self._own().metrics(reset=reset)
-
-
-def refuse_freed(module: object) -> None:
-    """Refuse a model whose parameters are on their owners alone.
-
-    Raises:
-        ValueError: it is fully sharded, or a part of it.
-    """
-    if isinstance(module, nn.Module) and any(map(is_freed, module.parameters())):
-        raise ValueError(
-            "the model is fully sharded already, or a part of it: its parameters are on their owners alone"
-        )
 
 
 def _wait(work: Waitable) -> None:

@@ -227,8 +227,7 @@ class FullyShardedDataParallel(ShardedDataParallel):
         optimizer, made, everyone = self._optimizer, self._chosen, self._everyone(self._optimizer)
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         syncs = bool(options.get("init_sync", True))
-        if syncs:
-            self._agree_on_model(module, process_group=everyone.process_group, **options)
+        self._agree_on_model(module, process_group=everyone.process_group, **options)
         if made.stands_in:
             made.fill(optimizer, everyone, syncs=syncs)
         else:

@@ -97,7 +97,7 @@ def cast_buffers(module: nn.Module, dtype: torch.dtype | None, ignored: Collecti
         ignored: names of those to leave alone.
     """
     for name, buffer in module.named_buffers():
-        if dtype is not None and buffer.is_floating_point() and name not in ignored:
+        if dtype is not None and name not in ignored and buffer.is_floating_point():
             buffer.data = buffer.to(dtype)
 
 
@@ -124,7 +124,7 @@ class Casting:
         self._params = frozenset(
             param
             for name, param in module.named_parameters()
-            if param.is_floating_point() and name not in ignored
+            if name not in ignored and param.is_floating_point()
         )
         for param in self._params:
             # Where PyTorch's keeps a parameter's other data. Programs look there for the two dtypes, its own

@@ -25,6 +25,11 @@ Note [Memory of sharded gradients]
     bucket is sent when the one before is summed, so that all ranks start their collectives in one order: 2 B
     with three ranks, less than 3 B with any number.
 
+    If rows are uneven, such as those of whole matrices, put B in the place of T: at most (1 + 4 / c) B, or
+    3 B with one portion. W - 1 copies of a long row would be almost W B. So an owner receives them in parts,
+    never more at a time than a portion of all ranks' rows: Note [Parts of long rows] in
+    `zero_optim.comm.row_sum`.
+
     Beside that there are up to `BATCH_NBYTES` of small gradients. If they come in another order than the
     buckets have, more than one bucket fills at a time. Where gradients of earlier passes are kept, which are
     the rows of its own then, the sums of this pass come on top: those of the two buckets, 2 B / W, where

@@ -5,7 +5,8 @@ Note [Sums across replicas]
     by the owner; then its row over the owners of the same rows in all replicas, by the backend, in place. The
     second sum starts when the first one is there, which is when the next bucket is launched, and is waited
     for one bucket later. So each bucket has the time of another one for it, and no more than two rows are
-    under way. All replicas get the bits of one sum. The word of a failure is summed with its row, so every
+    under way. All replicas get the bits of one sum. In bf16 and fp16 the sum of a replica is rounded, and the
+    backend adds these sums in that dtype. The word of a failure is summed with its row, so every
     rank of the mesh reads it.
 
     Sums of a replica and sums across it use different communicators. All ranks start both in one order, that

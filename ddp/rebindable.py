@@ -24,6 +24,7 @@ _USED = (
     "_delay_all_reduce_all_params",
     "_delay_all_reduce_params",
     "_delay_grad_buffer",
+    "_module_parameters",
     "_remove_autograd_hooks",
     "_set_static_graph",
     "_sync_module_buffers",
@@ -90,7 +91,7 @@ class RebindableWrapper(TorchDistributedDataParallel):
             RuntimeError: on every rank, the wrapper is not detached on some.
             RankMismatchError: on every rank, models differ; names the first difference.
         """
-        group = RankGroup.of(process_group, self.module).within(self._timeout)
+        group = RankGroup.of(process_group, self._module_parameters).within(self._timeout)
         watch(self, group, self._on_stall)
         try:
             self._bind(group)

@@ -211,7 +211,8 @@ def swapped(names: Sequence[str]) -> str:
 def twice(names: Sequence[str]) -> str:
     """Explain second gradients in one backward pass."""
     return (
-        "a second gradient in one backward pass, after the first was handed to be reduced, for "
+        "Expected to mark a variable ready only once. A second gradient came in one backward pass, after the "
+        "first was handed to be reduced, for "
         f"{names_text(names)}. "
         "Likely causes: reentrant activation checkpointing (use_reentrant=True) of parts that share the "
         "parameter, or that run twice; loss.backward() called inside another backward pass. Use "

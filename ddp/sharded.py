@@ -15,11 +15,13 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.mesh import RankMesh, agree_between_replicas
 from zero_optim.compat.engine import eager
 from zero_optim.ddp.assignment import ReducerOptions
-from zero_optim.ddp.data_parallel import DistributedDataParallel, refuse_freed
+from zero_optim.ddp.data_parallel import DistributedDataParallel
+from zero_optim.ddp.model_agreement import refuse_freed
 from zero_optim.ddp.owner_reducer import Accumulate, OwnerReducer
 from zero_optim.ddp.reducer import Reducer
 from zero_optim.ddp.report import names_text
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
+from zero_optim.step.unreduced import NOT_REDUCED
 
 _OPTIONS = (
     "broadcast_buffers",
@@ -62,13 +64,15 @@ class ShardedDataParallel(DistributedDataParallel):
     that no rank used has None on every rank.
 
     A gradient is multiplied by one over the number of ranks, then the ranks' gradients are added up in the
-    order of ranks. On two ranks that gives, bit for bit, what ``DistributedDataParallel`` gives.
+    order of ranks: bf16 and fp16 in float32, and the sum is rounded once. On two ranks that gives, bit for
+    bit, what ``DistributedDataParallel`` gives. With a mesh, the sum of a replica is rounded too.
 
     Each bucket is sent while the next one fills, and takes half the bytes of an all-reduce. On the CPU a
     rank holds its own gradients, two buckets (with two ranks 1.5) and one gradient. On an accelerator it
-    holds less than three buckets, with two ranks 1.5: Note [Memory of sharded gradients] in
-    `zero_optim.ddp.owner_bucket` says exactly. The first pass with ``static_graph=True`` holds all gradients,
-    as it is there to learn.
+    holds less than three buckets, with two ranks 1.5. Where the rows of a bucket are uneven, such as a
+    matrix that one rank owns whole, it is at most three buckets anywhere. Note [Memory of sharded gradients]
+    in `zero_optim.ddp.owner_bucket` says exactly. The first pass with ``static_graph=True`` holds all
+    gradients, as it is there to learn.
 
     All ranks of the optimizer's group must construct it, with the same arguments, and run forward and
     backward passes together. Errors of a backward pass, ``Join``, checkpointing, and parameters that are
@@ -180,11 +184,6 @@ class ShardedDataParallel(DistributedDataParallel):
             optimizer.check_sparse(param for name, param in pairs if name in sparse)
         if mesh is not None:
             agree_between_replicas(mesh.everyone, optimizer.describe())
-        self._frozen = [
-            (name, param)
-            for name, param in self.module.named_parameters()
-            if not param.requires_grad and name not in self.parameters_to_ignore
-        ]
         made = OwnerReducer(pairs, optimizer, options, sparse=sparse, wanted=self._wanted(), mesh=mesh)
         made.expect(True)  # modules may be called by themselves, before the first forward pass of the whole
         return made
@@ -201,14 +200,9 @@ class ShardedDataParallel(DistributedDataParallel):
         Raises:
             RuntimeError: a parameter that was frozen when it was wrapped requires a gradient now.
         """
-        found = [name for name, param in self._frozen if param.requires_grad]
+        found = [name for name, _ in self._frozen.unfrozen()]
         if found:
-            raise RuntimeError(
-                f"{names_text(found)} did not require a gradient when the model was wrapped, and now does: "
-                "its gradient would not be reduced, and each rank would train it for itself. Wrap the model "
-                "while all that will be trained requires a gradient, with find_unused_parameters=True, and "
-                "freeze behind that; or wrap it anew"
-            )
+            raise RuntimeError(f"{names_text(found)} {NOT_REDUCED}")
 
     def _caps(self) -> tuple[int, ...]:
         return (self._optimizer.bucket_cap_nbytes,)

@@ -6,8 +6,8 @@ Note [Sums inside, then across]
     network. So rows are summed twice. Inside a replica of S ranks, rank s receives the rows of its column,
     which are those of the ranks with its number in all R replicas, and adds up in the order of ranks. Then
     the ranks of the column exchange these sums, and each adds up what came for its own row, in the order of
-    replicas. That sends (R - 1) / (R S) of the gradients' bytes across, half of what an all-reduce of the
-    column's rows takes. On two replicas it has the bits of that.
+    replicas. In bf16 and fp16 either sum is rounded once. That sends (R - 1) / (R S) of the gradients' bytes
+    across, half of what an all-reduce of the column's rows takes. On two replicas it has the bits of that.
 
     Portions go on one after the other: when one is summed inside, its second exchange starts, and all of
     these are waited for one bucket later, as in Note [Sums across replicas] of `owner_line`. Until then the

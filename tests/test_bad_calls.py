@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from pool import Ranks
 from training import assert_same_bits, assert_same_state, make_params, params_of, set_grads
 from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.ddp import DistributedDataParallel
+from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel, fully_shard
 from zero_optim.errors import message_of
 from zero_optim.hooks import (
     allreduce_hook,
@@ -393,3 +393,62 @@ def check_registration(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["rank", "hook", "no hook"])
 def test_another_hook_on_one_rank_is_noticed_when_it_is_registered(ranks2: Ranks, kind: str) -> None:
     ranks2.run(check_registration, kind)
+
+
+# ---------------------------------------------------------------------- wrappers
+
+
+class FirstSharded(DistributedDataParallel):
+    """Wraps a model that is fully sharded already."""
+
+    def __init__(self, module: nn.Module) -> None:
+        optimizer = ZeroRedundancyOptimizer(module.parameters(), SGD, lr=0.1)
+        fully_shard(module, optimizer)
+        super().__init__(module if dist.get_rank() else nn.Linear(3, 2))
+
+
+def with_optimizer(wrapper: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    return lambda module, **options: wrapper(
+        module, ZeroRedundancyOptimizer(module.parameters(), SGD, lr=0.1), **options
+    )
+
+
+SHARDED = with_optimizer(ShardedDataParallel)
+# name -> wrapper, what the other rank is given, what the bad one
+WRAPPINGS: dict[str, tuple[Callable[..., nn.Module], dict[str, Any], dict[str, Any]]] = {
+    "a text as group": (DistributedDataParallel, {}, {"process_group": "world"}),
+    "zero as group": (DistributedDataParallel, {}, {"process_group": 0}),
+    "a number as mesh": (DistributedDataParallel, {}, {"device_mesh": 3}),
+    "no init_sync": (DistributedDataParallel, {}, {"init_sync": False}),
+    "a text as init_sync": (DistributedDataParallel, {"init_sync": False}, {"init_sync": "no"}),
+    "None as init_sync": (DistributedDataParallel, {}, {"init_sync": None}),
+    "devices of a model on the CPU": (DistributedDataParallel, {}, {"device_ids": [0]}),
+    "several devices without init_sync": (
+        DistributedDataParallel,
+        {"init_sync": False},
+        {"init_sync": False, "device_ids": [0, 1]},
+    ),
+    "a number as devices": (DistributedDataParallel, {}, {"device_ids": 3}),
+    "an output device": (DistributedDataParallel, {}, {"output_device": "cuda:0"}),
+    "a freed model": (FirstSharded, {}, {}),
+    "sharded: devices": (SHARDED, {}, {"device_ids": [0]}),
+    "sharded: several devices": (SHARDED, {}, {"device_ids": [0, 1]}),
+    "sharded: no init_sync": (SHARDED, {}, {"init_sync": False}),
+    "fully sharded: no init_sync": (with_optimizer(FullyShardedDataParallel), {}, {"init_sync": False}),
+    "fully sharded: devices": (with_optimizer(FullyShardedDataParallel), {}, {"device_ids": [0]}),
+}
+
+
+def check_wrapping(name: str) -> tuple[str, str]:
+    wrapper, good, bad = WRAPPINGS[name]
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - the test looks at it
+        wrapper(nn.Linear(3, 2), **(bad if dist.get_rank() else good))
+    DistributedDataParallel(nn.Linear(3, 2), **good)  # in step with the other rank
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize("name", WRAPPINGS)
+def test_wrapping_with_what_is_wrong_on_one_rank_raises_on_all(ranks2: Ranks, name: str) -> None:
+    first, second = ranks2.run(check_wrapping, name)
+    assert first[0] == second[0]
+    assert "rank 1" in first[1], first

@@ -2,18 +2,21 @@
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from ddp_pairs import KNOWN, SMALL_MB, Pair, assert_same, averaged, batch, mlp, mlp_loss
 from pool import Ranks
+from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.ddp import DistributedDataParallel
+from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "defaults": {},
@@ -353,6 +356,53 @@ def check_ignored() -> None:
 
 def test_parameters_to_ignore_stay_local_and_may_differ(ranks2: Ranks) -> None:
     ranks2.run(check_ignored)
+
+
+class Sealed(Tensor):
+    """Like a tensor of several ranks: whoever looks at more than whether it trains gets an error."""
+
+    is_sealed = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if cls.is_sealed and func != Tensor.requires_grad.__get__:  # type: ignore[attr-defined]
+            raise NotImplementedError(f"{func} of a sealed tensor")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def check_sealed(sharded: bool) -> None:
+    net = mlp()
+    expected = averaged(mlp(), lambda net, rank: mlp_loss(net, 0, rank), 2)
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+    net.sealed = nn.Parameter(torch.ones(2).as_subclass(Sealed))  # type: ignore[assignment]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["sealed"])  # type: ignore[no-untyped-call]
+    with mock.patch.object(Sealed, "is_sealed", True):
+        model = ShardedDataParallel(net, optimizer) if sharded else DistributedDataParallel(net)
+        model.check_finished()
+        if not sharded:
+            model.register_comm_hook(None, default_hooks.allreduce_hook)
+        mlp_loss(model, 0).backward()
+        for param in optimizer.owned_parameters():
+            name = next(name for name, each in net.named_parameters() if each is param)
+            assert_same(param.grad, expected[name], name, 1e-6)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_parameters_to_ignore_are_not_looked_at(ranks2: Ranks, sharded: bool) -> None:
+    ranks2.run(check_sealed, sharded)
+
+
+def check_uninitialized(first: bool) -> None:
+    model = nn.Sequential(
+        nn.LazyLinear(3) if first or dist.get_rank() == 1 else nn.Linear(3, 3), nn.Linear(3, 2)
+    )
+    with pytest.raises(RuntimeError, match=r"Modules with uninitialized parameters can't be used with `Dist"):
+        DistributedDataParallel(model)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_uninitialized_parameters_raise_pytorchs_error_on_every_rank(ranks2: Ranks, first: bool) -> None:
+    ranks2.run(check_uninitialized, first)
 
 
 def check_delayed() -> None:

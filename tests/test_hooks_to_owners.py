@@ -12,8 +12,9 @@ from torch.distributed.algorithms.join import Join
 import overlap
 from overlap import BUCKET_CAP_MB, WRAPPERS, Net, adamw, loss_of
 from pool import Ranks
+from test_overlap_errors import Breaking
 from test_sharded_training import Checkpointed, Unused
-from zero_optim import ZeroRedundancyOptimizer
+from zero_optim import ReductionError, ZeroRedundancyOptimizer
 from zero_optim.hooks import reduce_to_owners
 from zero_optim.step.partial import PartialGradient
 
@@ -160,6 +161,30 @@ def adds_to_what_was_reduced(wrapper: str) -> None:
 @both_wrappers
 def test_a_second_pass_without_zero_grad_raises_on_every_rank(ranks2: Ranks, wrapper: str) -> None:
     ranks2.run(adds_to_what_was_reduced, wrapper)
+
+
+def trains_on(told_in: str) -> None:
+    """After a pass that broke off, and the error that tells of it, the bits are those of a run without it."""
+    (whole, one), (sharded, other) = (built("ours", hooked, Breaking) for hooked in (False, True))
+    for model, optimizer in ((whole, one), (sharded, other)):
+        clipped_step(model, optimizer, 0)
+    other.zero_grad()
+    late = loss_of(sharded, 1)
+    with pytest.raises(ArithmeticError, match="broke off"):
+        sharded(overlap.inputs(1), True).sum().backward()
+    other.zero_grad()
+    with pytest.raises(ReductionError, match="every rank: a backward pass ended with an exception"):
+        loss_of(sharded, 2) if told_in == "forward" else late.backward()
+    other.zero_grad()
+    for number in range(2, 5):
+        assert torch.equal(*(clipped_step(*each, number) for each in ((whole, one), (sharded, other))))
+    for want, param in zip(whole.parameters(), sharded.parameters(), strict=True):
+        assert torch.equal(param, want)
+
+
+@pytest.mark.parametrize("told_in", ["forward", "backward"])
+def test_training_goes_on_after_a_pass_that_an_exception_broke_off(ranks2: Ranks, told_in: str) -> None:
+    ranks2.run(trains_on, told_in)
 
 
 class Single(nn.Module):

@@ -82,6 +82,12 @@ def wrapped(kind: str) -> tuple[torch.nn.Module, ZeroRedundancyOptimizer]:
     optimizer = sharded(model)
     if kind == "sharded":
         return ShardedDataParallel(model, optimizer, timeout=TIMEOUT), optimizer
+    if kind in ("PyTorch's", "PyTorch's, to owners"):
+        theirs = torch.nn.parallel.DistributedDataParallel(model)
+        theirs.register_comm_hook(
+            None, zero_step(optimizer, gradients="everywhere" if kind == "PyTorch's" else "owners")
+        )
+        return theirs, optimizer
     wrapper = DistributedDataParallel(model, timeout=TIMEOUT)
     if kind == "overlapped":
         wrapper.register_comm_hook(None, zero_step(optimizer, gradients="owners"))
@@ -105,6 +111,12 @@ def backward_without_one(kind: str) -> str:
 def test_a_rank_that_skips_its_backward_pass_is_named(kind: str) -> None:
     ended = outcomes(2, backward_without_one, kind)
     check(ended, "rank 1 has not begun its backward pass (last seen: forward pass 2 ended ")
+    check(ended, "rank 0 waits in the reduction")
+
+
+@pytest.mark.parametrize("kind", ["PyTorch's", pytest.param("PyTorch's, to owners", marks=pytest.mark.slow)])
+def test_the_timeout_of_the_optimizer_holds_where_its_hook_steps_under_pytorchs_ddp(kind: str) -> None:
+    ended = outcomes(2, backward_without_one, kind)
     check(ended, "rank 0 waits in the reduction")
 
 

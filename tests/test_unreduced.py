@@ -6,15 +6,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 
 from pool import Ranks
-from zero_optim import ZeroRedundancyOptimizer
+from zero_optim import RankMismatchError, ZeroRedundancyOptimizer
 from zero_optim.ddp import (
+    DistributedDataParallel,
     FullyShardedDataParallel,
     ShardedDataParallel,
     fully_shard,
     unsharded,
 )
+from zero_optim.hooks import zero_step
 
 
 def made() -> tuple[nn.Sequential, ZeroRedundancyOptimizer]:
@@ -92,3 +95,105 @@ def test_a_pass_of_modules_called_by_themselves_is_reduced_from_the_first_on(
     ranks2: Ranks, kind: str
 ) -> None:
     ranks2.run(calls_modules_first, kind)
+
+
+# ---------------------------------------------------------------------- DDP: gradients whole on every rank
+
+
+def frozen_and_wrapped(kind: str) -> tuple[nn.Sequential, ZeroRedundancyOptimizer, nn.Module]:
+    model, optimizer = made()
+    model[0].requires_grad_(kind == "rebound")
+    wrapped = DistributedDataParallel(model)
+    if kind == "rebound":
+        model[0].requires_grad_(False)
+        optimizer.detach()
+        wrapped.detach()
+        optimizer.rebind()
+        wrapped.rebind()
+    if kind == "zero_step":
+        wrapped.register_comm_hook(None, zero_step(optimizer))
+    return model, optimizer, wrapped
+
+
+def step_unreduced(kind: str) -> None:
+    model, optimizer, wrapped = frozen_and_wrapped(kind)
+    for unfrozen in (False, True, False):
+        model[0].requires_grad_(unfrozen)
+        before = model[0][0].weight.detach().clone()
+        wrapped(batch(dist.get_rank())).sum().backward()
+        if unfrozen:
+            with pytest.raises(RankMismatchError, match=r"gradient of 0\.0\.weight.*did not require"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        assert torch.equal(model[0][0].weight, before)
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", ["wrapped", "rebound", "zero_step"])
+def test_a_step_with_gradients_that_ddp_did_not_reduce_raises_on_every_rank(ranks3: Ranks, kind: str) -> None:
+    ranks3.run(step_unreduced, kind)
+
+
+def step_with_closure(averages: bool) -> None:
+    model, optimizer, wrapped = frozen_and_wrapped("wrapped")
+    model[0].requires_grad_(True)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = wrapped(batch(dist.get_rank())).sum()
+        loss.backward()
+        for param in model[0].parameters() if averages else ():
+            assert param.grad is not None
+            dist.all_reduce(param.grad)
+        return float(loss.detach())
+
+    if averages:
+        optimizer.step(closure)
+    else:
+        with pytest.raises(RankMismatchError, match="did not require a gradient"):
+            optimizer.step(closure)
+
+
+@pytest.mark.parametrize("averages", [True, False])
+def test_gradients_that_the_user_averages_are_stepped_with_and_others_are_not(
+    ranks2: Ranks, averages: bool
+) -> None:
+    ranks2.run(step_with_closure, averages)
+
+
+def step_in_join(kind: str) -> None:
+    """Rank 1 has run out of inputs."""
+    model, optimizer, wrapped = frozen_and_wrapped(kind)
+    model[0].requires_grad_(True)
+
+    def train() -> None:
+        with Join([wrapped, optimizer]):
+            for _ in range(1 - dist.get_rank()):
+                wrapped(batch(0)).sum().backward()
+                optimizer.step()
+
+    with pytest.raises(RuntimeError, match="did not require a gradient"):
+        train()
+
+
+@pytest.mark.parametrize("kind", ["wrapped", "zero_step"])
+def test_inside_join_unreduced_gradients_raise_on_joined_ranks_too(ranks2: Ranks, kind: str) -> None:
+    ranks2.run(step_in_join, kind)
+
+
+def wrap_anew() -> None:
+    model, optimizer, wrapped = frozen_and_wrapped("wrapped")
+    model[0].requires_grad_(True)
+    anew = DistributedDataParallel(model)
+    before = model[0][0].weight.detach().clone()
+    for _ in range(2):
+        anew(batch(dist.get_rank())).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not torch.equal(model[0][0].weight, before)
+    del wrapped
+
+
+def test_a_model_wrapped_anew_trains_what_was_frozen_before(ranks2: Ranks) -> None:
+    ranks2.run(wrap_anew)

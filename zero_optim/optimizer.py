@@ -22,6 +22,7 @@ from zero_optim.state.given import Params, ShardingOptions
 from zero_optim.step.clip import ClipArguments
 from zero_optim.step.join import JoinNotes
 from zero_optim.step.spec import OptimizerSpec
+from zero_optim.step.unreduced import unreduced_among
 from zero_optim.stepping import SteppedOptimizer
 
 
@@ -233,6 +234,8 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
             Exception: on every rank, what the class's own step raises on any, such as for a wrong keyword.
                 If it raises on some ranks only, the others have stepped what they own: parameters are equal
                 on all ranks, but only some of them have taken the step.
+                Or, before anything is stepped: a parameter was frozen when `zero_optim.ddp` wrapped the
+                model, trains now, and its gradients differ between ranks; inside ``Join`` a RuntimeError.
         """
         if self.leaves_out_step():
             return None
@@ -293,6 +296,8 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
     def _leaves_closure(self) -> bool:
         """Whether a closure may be left to the class's own step: leaves apart need its gradients before."""
         if self._overlap is not None or self._join_config.enable or self._sharding.has_cuts:
+            return False
+        if unreduced_among(self._sharding.pieces):  # gradients are compared before the step
             return False
         return self._owned.takes_closures
 

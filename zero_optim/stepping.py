@@ -26,6 +26,7 @@ from zero_optim.step.join import JoinNotes, lend_gradients, lend_to
 from zero_optim.step.overlap import Overlap
 from zero_optim.step.overlapped_step import OverlappedStep
 from zero_optim.step.sparse_rows import check_sparse_rows
+from zero_optim.step.unreduced import check_unreduced, unreduced_among
 from zero_optim.step.words import Word, exchange, is_skipped_by_all, ranks_that
 
 
@@ -140,12 +141,19 @@ class SteppedOptimizer(UnitRowsOptimizer, Joinable):
         """List the cut parameters whose gradients are sparse, also where other ranks hold them."""
         return [param for param in self._sharding.cut_params() if is_sparse(param.grad)]
 
-    def _failure_of_sparse(self, params: Iterable[Tensor]) -> Exception | None:
+    def _failure_of_rest(self, params: Iterable[Tensor]) -> Exception | None:
         try:
             self.check_sparse([param for param in params if is_sparse(param.grad)])
-        except ValueError as error:
+            self._check_unreduced()
+        except (ValueError, RuntimeError) as error:
             return error
         return None
+
+    def _check_unreduced(self) -> None:
+        """Refuse to step with gradients that nobody has reduced; communicates only if there may be some."""
+        unreduced = unreduced_among(self._sharding.pieces)
+        if unreduced and self._group.size > 1:
+            check_unreduced(self._group, unreduced, in_join=self._join_config.enable)
 
     def is_skipped_together(self, scaler: object, failure: Exception | None) -> bool:
         """Tell whether the ranks skip a step; if they do not, gradients are as it needs them; all ranks call.
@@ -164,6 +172,7 @@ class SteppedOptimizer(UnitRowsOptimizer, Joinable):
         scaling = None
         if failure is None:
             try:
+                self._check_unreduced()
                 if self._join_config.enable:
                     self.check_sparse(self._params_of_sparse())
                 scaling = Scaling.of(self, scaler)
@@ -342,7 +351,7 @@ class SteppedOptimizer(UnitRowsOptimizer, Joinable):
                 raise
             failure = error
         if failure is None and not joined:
-            failure = self._failure_of_sparse(rest)
+            failure = self._failure_of_rest(rest)
         if self._join_config.enable:  # ranks that joined wait for this; if one rank fails all raise
             lend_gradients(self._group, joined, *self._lendable(rest), failure=failure)
         if rest:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from zero_optim.comm.started import Work
 from zero_optim.compat.engine import after_backward, backward_number, in_backward, in_outer_backward
 from zero_optim.compat.streams import future_on
 from zero_optim.hooks.allreduce import mean_hook
@@ -98,15 +99,20 @@ class Stepper:
 
     def _launched(
         self, state: object, bucket: GradBucket, joined: bool, all_used: bool
-    ) -> TensorFuture | OwnerReduction:
+    ) -> Work | OwnerReduction:
         ranks = self._overlap.reducing()
         if self._to_owners is not None:
             ownership = self._to_owners.plan(bucket, ranks.size)
             return self._to_owners.launch(ranks, bucket, ownership, joined=joined, all_used=all_used)
-        reduced = self._hook(state, bucket)
+        # A record, so that the watchdog sees who waits for the hook: PyTorch's DDP makes none.
+        watched = ranks.during("reduce", is_exposed=False)
+        record = watched.begin_work(f"bucket {bucket.index()}")
+        record.runs_hook = True
+        with record.starting():
+            reduced = self._hook(state, bucket)
         if self._hook is mean_hook:  # what other hooks send is not known
             ranks.count_sum(bucket.buffer())
-        return reduced
+        return Work(reduced, watched.phase, record)
 
     def _plan(self, number: int, params: Sequence[Tensor]) -> StepPart:
         """Plan a bucket, unless it is the one that was planned: buckets change when DDP makes them anew."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from zero_optim.comm.started import Work
 from zero_optim.hooks.bucket import TensorFuture
 from zero_optim.hooks.overlap.owners import OwnerReduction
 from zero_optim.step.overlap import StepPart
@@ -79,7 +80,7 @@ class Task:
     of: SteppedPass
     part: StepPart
     buffer: Tensor
-    reduced: TensorFuture | OwnerReduction
+    reduced: Work | OwnerReduction
     all_used: bool
     done: TensorFuture
 

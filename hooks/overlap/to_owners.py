@@ -39,9 +39,10 @@ def reduce_to_owners(optimizer: ZeroRedundancyOptimizer) -> Hook:
     `zero_optim.ddp.ShardedDataParallel`. ``zero_step(optimizer, gradients="owners")`` is the same with the
     step in the backward pass.
 
-    Gradients are divided by the number of ranks and added up in the order of ranks. On two ranks that
-    gives the bits of DDP without a hook. To accumulate, put all but the last backward pass of a step under
-    ``no_sync()``: after a reduced pass ``zero_grad()`` comes before the next one, which raises otherwise.
+    Gradients are divided by the number of ranks and added up in the order of ranks, bf16 and fp16 in float32
+    with one rounding. On two ranks that gives the bits of DDP without a hook. To accumulate, put all but the
+    last backward pass of a step under ``no_sync()``: after a reduced pass ``zero_grad()`` comes before the
+    next one, which raises otherwise.
     Where one rank owns every parameter, such as the only one of a model, there is an all-reduce, and
     gradients are whole on every rank. All ranks call, before the first backward pass; process groups may be
     made here. The CPU waits for a bucket's sum in the hook of a later bucket; on an accelerator a stream
@@ -108,10 +109,11 @@ class _OwnerReductions:
 
     def take(self, bucket: GradBucket) -> TensorFuture:
         """Launch a bucket's reduction, and wait for that of an earlier one."""
-        joined, number = not in_backward(), bucket.index()
+        # Our DDP also calls outside of a backward pass to end one that broke off, and raises behind that.
+        joined, number = getattr(bucket, "is_shadow", not in_backward()), bucket.index()
         if number == 0:
             self._begin(joined)
-        if not joined and backward_number() not in self._asked:
+        if in_backward() and backward_number() not in self._asked:
             self._asked.add(backward_number())
             after_backward(lambda: after_backward(self._end))  # behind the callback of DDP
         if len(self._under_way) == _NUM_UNDER_WAY:

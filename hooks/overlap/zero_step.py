@@ -62,8 +62,8 @@ def zero_step(
         gradients: "owners" reduces each gradient to its owner alone (ZeRO stage 2): half the bytes of an
             all-reduce. When backward has ended ``param.grad`` is None on the other ranks, and for a cut
             parameter on every rank: none has the whole gradient. Gradients are summed in the order of ranks,
-            so on more than two ranks the last bits differ from an all-reduce's. `reduce_to_owners` reduces
-            in the same way, and says which buckets our DDP has then.
+            bf16 and fp16 in float32 with one rounding. So on more than two ranks the last bits differ from an
+            all-reduce's. `reduce_to_owners` reduces in the same way, and says which buckets our DDP has then.
         ddp: the wrapper that the hook will be registered with; not needed for `zero_optim.ddp`. It tells
             whether parameters may be unused (``find_unused_parameters``, ``static_graph``). If they may, or
             for None, gradients that are all zeros are looked for in each bucket. That takes time, and on an

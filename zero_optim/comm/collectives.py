@@ -28,9 +28,10 @@ Note [Two ranks of many]
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -294,17 +295,72 @@ class RankGroup(Ranks):
             return self._exchange_at_once(pieces, received, lanes[0]), received
         if mine.device.type != "cpu":
             return self._exchange_packed(pieces, received, lanes[0])
-        sent: list[dist.Work | None] = []
-        came: list[dist.Work | None] = []
-        for lane in lanes[: self.size]:
-            lane.works.apart -= 1  # all that goes on a lane counts as one collective
-        for rank in range(self.size):
-            if rank != self.rank:
-                there, back = lanes[self.rank % len(lanes)], lanes[rank % len(lanes)]
-                sent.append(there._isend(pieces[rank], rank))
-                came.append(back._irecv(received[rank], rank))
+        self._count_exchange(lanes)
+        sent, came = self._send_each(pieces, lanes), self._receive_each(received, lanes)
         is_small = all(piece.nbytes <= SMALL for piece in pieces)
-        return [Paired(_made(sent), _made(came), is_small=is_small)], received
+        return [Paired(sent, came, is_small=is_small)], received
+
+    def sends_parts(self, device: torch.device) -> bool:
+        """Whether `start_parts` serves tensors on a device: on gloo, for the CPU."""
+        return self.backend_of(device) == "gloo" and not is_asynchronous(device)
+
+    def start_parts(
+        self, parts: Sequence[Sequence[Tensor]], lanes: "Sequence[RankGroup]", about: str = ""
+    ) -> tuple[Waitable, Callable[[Tensor], tuple[Waitable, list[Tensor]]]]:
+        """Start sending some parts to each rank, which receives one part of every rank at a time.
+
+        All ranks call; see `sends_parts`.
+
+        Args:
+            parts: by receiving rank, in order; as the pieces of `exchange`.
+            lanes: see `exchange`.
+            about: likewise.
+
+        Returns:
+            The handle of all sends. And what starts to receive this rank's next part of every other rank: it
+            is given its own part, and returns a handle, and the parts by sending rank.
+        """
+        lane = replace(lanes[0], phase=self.phase)
+        record = lane.begin_work(about)
+        tag = 1 + record.place % 2**30  # as parts of another exchange may be received in between
+        self._count_exchange(lanes)
+        with record.starting():
+            sent = [work for some in zip_longest(*parts) for work in self._send_each(some, lanes, tag)]
+        others = [part for rank, some in enumerate(parts) if rank != self.rank for part in some]
+        self.phase.sent(sum(part.nbytes for part in others))
+        is_small = all(part.nbytes <= SMALL for part in others)
+
+        def receive(own: Tensor) -> tuple[Waitable, list[Tensor]]:
+            into = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.size)]
+            with record.starting():
+                came = Paired((), self._receive_each(into, lanes, tag), is_small=True)
+            return Work(came, self.phase, record, looks_up=True), into
+
+        return Work(Paired(sent, is_small=is_small), self.phase, record, looks_up=True), receive
+
+    def _count_exchange(self, lanes: "Sequence[RankGroup]") -> None:
+        """Count all that an exchange begins on a lane as one collective; see `GroupWorks.apart`."""
+        for lane in lanes[: self.size]:
+            lane.works.apart -= 1
+
+    def _send_each(
+        self, pieces: Sequence[Tensor | None], lanes: "Sequence[RankGroup]", tag: int = 0
+    ) -> list[dist.Work]:
+        lane = lanes[self.rank % len(lanes)]
+        return _made(
+            lane._isend(piece, rank, tag)
+            for rank, piece in enumerate(pieces)
+            if rank != self.rank and piece is not None
+        )
+
+    def _receive_each(
+        self, into: Sequence[Tensor], lanes: "Sequence[RankGroup]", tag: int = 0
+    ) -> list[dist.Work]:
+        return _made(
+            lanes[rank % len(lanes)]._irecv(piece, rank, tag)
+            for rank, piece in enumerate(into)
+            if rank != self.rank
+        )
 
     def _exchange_at_once(
         self, pieces: Sequence[Tensor], received: list[Tensor], lane: "RankGroup"
@@ -389,13 +445,13 @@ class RankGroup(Ranks):
             return coalesced(self.process_group, device)
         return nullcontext([])
 
-    def _isend(self, tensor: Tensor, to: int) -> dist.Work | None:
+    def _isend(self, tensor: Tensor, to: int, tag: int = 0) -> dist.Work | None:
         self.works.apart += 1
-        return dist.isend(tensor, self._global(to), group=self.process_group)
+        return dist.isend(tensor, self._global(to), group=self.process_group, tag=tag)
 
-    def _irecv(self, tensor: Tensor, source: int) -> dist.Work | None:
+    def _irecv(self, tensor: Tensor, source: int, tag: int = 0) -> dist.Work | None:
         self.works.apart += 1
-        return dist.irecv(tensor, self._global(source), group=self.process_group)
+        return dist.irecv(tensor, self._global(source), group=self.process_group, tag=tag)
 
     def _global(self, rank: int) -> int:
         return dist.get_global_rank(self.process_group, rank)

@@ -40,7 +40,7 @@ class Paired:
     """What gloo sends from rank to rank, and receives, as one handle. See Note [Waits that nothing ends].
 
     Args:
-        sends: handles of the sends, at least one. They are kept.
+        sends: handles of the sends. They are kept.
         receives: handles of the receives.
         is_small: each send has `SMALL` bytes at most, so none is forgotten.
     """

@@ -177,7 +177,7 @@ class _Watched:
                 record.failure = str(error)
                 is_of_backend = raised_by_backend(error)
                 record.group.has_failed |= is_of_backend
-                if not record.runs_hook or is_of_backend:
+                if not record.runs_hook or is_of_backend or record.group.verdict is not None:
                     explained = log.explain(record, error)
                 if explained is not None:
                     raise explained from error

@@ -1,0 +1,229 @@
+"""Sums of rows: the order and dtype of additions, and the memory that rows of uneven lengths take."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pool import Ranks
+from test_overlap_owners import WRAPPERS, train
+from test_sharded_memory import LivingStorages
+from test_streams_runs import races_of
+from training import assert_same_bits
+from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.comm import row_sum
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.lanes import lanes_beside
+from zero_optim.comm.row_sum import RowSum, num_parts
+from zero_optim.ddp import ShardedDataParallel
+from zero_optim.hooks import reduce_to_owners
+
+
+@contextlib.contextmanager
+def parts_of_any_length(*, at_once: bool = False) -> Iterator[None]:
+    """Send long rows in parts, however few bytes they have; ``at_once`` as on backends other than gloo."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(row_sum, "LEAST_PART_NBYTES", 1))
+        if at_once:
+            stack.enter_context(mock.patch.object(RankGroup, "sends_parts", return_value=False))
+        yield
+
+
+# ---------------------------------------------------------------------- order and dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [64, 512, 1024])
+def test_a_sum_of_16_bits_over_many_ranks_is_rounded_once(size: int, dtype: torch.dtype) -> None:
+    value = torch.tensor([0.1 / size, 0.3, -7.0]).div(size).to(dtype)
+    total = torch.empty_like(value)
+    row_sum._add([value.clone() for _ in range(size)], 3, total)
+    assert torch.equal(total, (value.float() * size).to(dtype))
+
+
+def sums_of_three(in_place: bool) -> list[float]:
+    """In bf16 each of two additions of 1 to 256 would be lost."""
+    group = RankGroup.of(None)
+    rows = [torch.full((2,), 256.0 if group.rank == 0 else 1.0, dtype=torch.bfloat16) for _ in range(3)]
+    return RowSum(group, [group], rows, in_place=in_place).wait().tolist()
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_three_ranks_add_16_bits_in_float32(ranks3: Ranks, in_place: bool) -> None:
+    assert ranks3.run(sums_of_three, in_place) == [[258.0, 258.0]] * 3
+
+
+def sharded_gradient() -> float:
+    module = nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
+    optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
+    wrapped = ShardedDataParallel(module, optimizer)
+    wrapped._own().divide_by(lambda: 1)
+    wrapped(torch.full((1, 2), 256.0 if dist.get_rank() == 0 else 1.0, dtype=torch.bfloat16)).sum().backward()
+    grad = module.weight.grad
+    return float(grad[0, 0]) if grad is not None and module.weight in optimizer.owned_parameters() else 258.0
+
+
+def test_gradients_that_go_to_their_owner_are_rounded_once(ranks3: Ranks) -> None:
+    assert ranks3.run(sharded_gradient) == [258.0] * 3
+
+
+def sum_of_two(dtype: torch.dtype) -> None:
+    group = RankGroup.of(None)
+    rows = [[torch.randn(99, generator=torch.Generator().manual_seed(n)).to(dtype)] * 2 for n in range(2)]
+    total = RowSum(group, [group], [row.clone() for row in rows[group.rank]], in_place=True).wait()
+    assert torch.equal(total, rows[0][0] + rows[1][0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_two_ranks_have_the_bits_of_an_addition(ranks2: Ranks, dtype: torch.dtype) -> None:
+    ranks2.run(sum_of_two, dtype)
+
+
+# ---------------------------------------------------------------------- rows of uneven lengths
+
+
+def test_what_a_rank_receives_at_a_time_is_no_more_than_all_rows() -> None:
+    assert num_parts([5, 5, 5, 5], 2**20) == [1] * 4
+    for size in (2, 3, 4, 8, 1024):
+        for lengths in ([2**20] + [0] * (size - 1), [3 * 2**20, 2**20, 2**20][:size], [2**20 + 1] * size):
+            given = [*lengths, *[0] * (size - len(lengths))]
+            for length, count in zip(given, num_parts(given, 2**10), strict=True):
+                there = min(count, 2) * (size - 1) * -(-length // count)
+                assert there <= sum(given) + 2 * size, (given, count)
+
+
+LENGTHS = ((7, 0, 41, 3), (0, 0, 0, 500), (300, 1, 290, 4), (5, 5, 5, 5))
+
+
+def sums_in_parts(at_once: bool, by_thread: bool) -> None:
+    """Several sums under way; a thread waits for them while others are started."""
+    group = RankGroup.of(None)
+    lanes = lanes_beside(group)
+
+    def value(rank: int, number: int, length: int) -> Tensor:
+        return torch.randn(length, generator=torch.Generator().manual_seed(100 * number + rank))
+
+    totals: list[Tensor] = []
+    with parts_of_any_length(at_once=at_once):
+        sums = []
+        threads = []
+        for number, lengths in enumerate(LENGTHS * 5):
+            rows = [value(group.rank, number, length) for length in lengths]
+            sums.append(RowSum(group, lanes.groups, rows, in_place=number % 2 == 0))
+            if by_thread and number == 2:
+                threads.append(threading.Thread(target=lambda: totals.extend(s.wait() for s in sums[:3])))
+                threads[0].start()
+        for thread in threads:
+            thread.join()
+        totals += [each.wait() for each in sums[len(totals) :]]
+    for number, (total, lengths) in enumerate(zip(totals, LENGTHS * 5, strict=True)):
+        expected = value(0, number, lengths[group.rank])
+        for rank in range(1, group.size):
+            expected = expected + value(rank, number, lengths[group.rank])
+        assert torch.equal(total, expected), number
+
+
+@pytest.mark.parametrize(("at_once", "by_thread"), [(False, False), (False, True), (True, False)])
+def test_rows_of_uneven_lengths_have_the_sums_of_even_ones(
+    ranks4: Ranks, at_once: bool, by_thread: bool
+) -> None:
+    ranks4.run(sums_in_parts, at_once, by_thread)
+
+
+NBYTES = 2**20  # of a matrix
+
+
+def peak_of_sum(at_once: bool) -> None:
+    """One rank owns the whole bucket."""
+    group = RankGroup.of(None)
+    lanes = lanes_beside(group)
+    rows = [torch.ones(NBYTES // 4 if owner == 1 else 0) for owner in range(group.size)]
+    with contextlib.ExitStack() as stack:
+        if at_once:
+            stack.enter_context(parts_of_any_length(at_once=True))
+        living = stack.enter_context(LivingStorages(rows))
+        total = RowSum(group, lanes.groups, rows, in_place=True).wait()
+    assert living.peak <= NBYTES + 4096, living.peak / NBYTES
+    assert total is rows[group.rank]
+    assert bool((total == group.size).all())
+
+
+@pytest.mark.not_late("it measures memory, and the late backend keeps copies of inputs")
+@pytest.mark.parametrize("at_once", [False, True])
+def test_the_owner_of_a_whole_bucket_receives_no_more_than_the_bucket_at_a_time(
+    ranks4: Ranks, at_once: bool
+) -> None:
+    ranks4.run(peak_of_sum, at_once)
+
+
+def peak_of_pass(kind: str) -> float:
+    """Each bucket is one matrix, which one rank owns."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
+    optimizer = ZeroRedundancyOptimizer(
+        module.parameters(), torch.optim.SGD, lr=0.1, cuts=False, bucket_cap_mb=1
+    )
+    wrapped: Any
+    if kind == "sharded":
+        wrapped = ShardedDataParallel(module, optimizer)
+    else:
+        wrapped = WRAPPERS["ours"](module, bucket_cap_mb=1)
+        wrapped.register_comm_hook(None, reduce_to_owners(optimizer))
+    loss = wrapped(torch.ones(1, 512)).square().mean()
+    with LivingStorages(module.parameters()) as living:
+        loss.backward()
+    return living.peak / NBYTES
+
+
+@pytest.mark.not_late("it measures memory, and the late backend keeps copies of inputs")
+@pytest.mark.parametrize(
+    ("kind", "most"),
+    [
+        ("sharded", 3.5),  # what it owns, the bucket that fills, what has come of the one before
+        ("hook", 9.1),  # four gradients, DDP's four buckets, what has come of one
+    ],
+)
+def test_a_pass_with_whole_matrices_holds_no_copy_for_each_rank(
+    ranks4: Ranks, kind: str, most: float
+) -> None:
+    assert max(ranks4.run(peak_of_pass, kind)) < most
+
+
+def trained(wrapper: str, at_once: bool) -> None:
+    whole = list(train(wrapper, "owners", 4).parameters())
+    with parts_of_any_length(at_once=at_once):
+        in_parts = list(train(wrapper, "owners", 4).parameters())
+    assert_same_bits(in_parts, whole)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_step_in_the_backward_pass_has_the_same_bits_with_rows_in_parts(
+    ranks4: Ranks, wrapper: str, at_once: bool
+) -> None:
+    ranks4.run(trained, wrapper, at_once)
+
+
+def races_in_parts(name: str) -> int:
+    """On the model of streams parts are exchanged beside the backward pass."""
+    with (
+        parts_of_any_length(),
+        mock.patch.object(row_sum, "StreamBeside", wraps=row_sum.StreamBeside) as beside,
+    ):
+        found = races_of(name)
+    assert not found, "\n".join(race.text for race in found)
+    return beside.call_count
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["sharded gradients", "sharded gradients, two streams in a model", "zero_step to owners"],
+)
+def test_sums_in_parts_are_ordered_on_an_accelerator(ranks3: Ranks, name: str) -> None:
+    assert all(ranks3.run(races_in_parts, name))

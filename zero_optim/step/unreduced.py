@@ -1,0 +1,79 @@
+"""Parameters that a data-parallel wrapper does not reduce: they were frozen when it was built.
+
+Note [Unfrozen later]
+    Such a parameter may train later. Each rank has a gradient of its own for it then, and the owner would
+    step with that. But the user may reduce it by hand, between ``backward()`` and ``step()``, and nobody can
+    know before ``step()``. So the wrapper registers what it does not reduce, and ``step()`` compares the
+    ranks' gradients of what trains all the same. Where nothing does, that costs a look at a flag for each
+    registered parameter.
+"""
+
+import hashlib
+from collections.abc import Container, Sequence
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from zero_optim.comm.agreement import agree
+from zero_optim.comm.collectives import RankGroup, tensor_to_bytes
+
+NOT_REDUCED = (
+    "did not require a gradient when the model was wrapped, and now does: its gradient would not be reduced, "
+    "and each rank would train it for itself. Wrap the model while all that will be trained requires a "
+    "gradient, with find_unused_parameters=True, and freeze behind that; or wrap it anew"
+)
+_HINT = f"It {NOT_REDUCED}; or average its gradient on every rank before step()"
+
+
+class FrozenParams:
+    """The parameters that one wrapper does not reduce, registered as long as this object lives.
+
+    Args:
+        pairs: their names and the parameters.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[str, Tensor]]) -> None:
+        self._pairs = pairs
+        if pairs:
+            _REGISTERED.add(self)
+
+    def unfrozen(self) -> list[tuple[str, Tensor]]:
+        """List the parameters that require a gradient by now."""
+        return [(name, param) for name, param in self._pairs if param.requires_grad]
+
+
+_REGISTERED: WeakSet[FrozenParams] = WeakSet()
+
+
+def unreduced_among(params: Container[Tensor]) -> dict[str, Tensor]:
+    """Find the parameters that train and that a wrapper does not reduce, by name. No communication.
+
+    Args:
+        params: those of an optimizer.
+    """
+    found = (pair for frozen in list(_REGISTERED) for pair in frozen.unfrozen())
+    return {name: param for name, param in found if param in params}
+
+
+def check_unreduced(group: RankGroup, unreduced: dict[str, Tensor], *, in_join: bool) -> None:
+    """Make sure that somebody has reduced the gradients of parameters that the wrapper does not reduce.
+
+    All ranks call, with the same parameters. One small collective, none inside ``Join``, whose joined ranks
+    have no gradient to compare. The CPU waits for the gradients.
+
+    Raises:
+        RankMismatchError: on every rank: the gradient of a parameter differs between ranks.
+        RuntimeError: inside ``Join``, where nobody can average by hand.
+    """
+    if in_join:
+        raise RuntimeError(f"{next(iter(unreduced))} {NOT_REDUCED}")
+    items = [f"gradient of {name}: {_digest(param.grad)}" for name, param in unreduced.items()]
+    agree(group, items, "gradients that the wrapper does not reduce", {"gradient": _HINT})
+
+
+def _digest(grad: Tensor | None) -> str:
+    if grad is None:
+        return "none"
+    values = grad.detach().to_dense().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(tensor_to_bytes(values)).hexdigest()[:16]
