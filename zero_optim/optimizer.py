@@ -287,9 +287,10 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
         ``torch.nn.utils.clip_grad_norm_`` with the owners' gradients: the norm is the same on every
         rank, and each is taken once, by its owner. Where gradients are sharded, the norm of a parameter that
         is cut is combined from those of its rows, and may differ from PyTorch's in the last bits. One small
-        collective. The CPU waits for it and for the
-        gradients, once; with ``error_if_nonfinite`` once more. Inside ``Join`` the norm is that of the ranks
-        that have inputs left, all of which must clip; one more collective of a byte.
+        collective; the CPU waits for it and for the gradients. If parameters are on an accelerator and the
+        group has a backend for the CPU beside that of the device, two: the CPU waits for other ranks to call,
+        and for no gradient. With ``error_if_nonfinite`` it waits for the norm. Inside ``Join`` the norm is
+        that of the ranks that have inputs left, all of which must clip; one more collective of a byte.
 
         Args:
             max_norm: the norm wanted at most.
