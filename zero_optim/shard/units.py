@@ -65,7 +65,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from zero_optim.compat.streams import is_asynchronous, record_use
+from zero_optim.compat.streams import Stream, current_stream, is_asynchronous, record_use
 from zero_optim.plan.layout import Layout
 from zero_optim.plan.memory import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE, kept_dtype
 from zero_optim.shard.freed import ShownWhenFreed
@@ -135,6 +135,7 @@ class UnitBucket(Uncopied):
         self.num_changes = 0
         self._has_changed = False
         self._came: Pending | None = None  # the last gather, for streams that have not waited for it
+        self._came_on: Stream | None = None  # the one that has
 
     @property
     def layout(self) -> Layout:
@@ -340,6 +341,7 @@ class UnitBucket(Uncopied):
         self._show(self._flat.views)
         self.is_whole = True
         self._came, self.coming = self.coming if is_asynchronous(flat.device) else None, None
+        self._came_on = current_stream(flat.device)
         if self._has_changed:
             torch.autograd.graph.increment_version(self.params)
             self._has_changed = False
@@ -348,7 +350,7 @@ class UnitBucket(Uncopied):
         """Wait, with the current stream, for the gather, also where another stream has waited for it."""
         if self.coming is not None:
             self.coming.wait()
-        elif self._came is not None and self.is_whole:
+        elif self._came is not None and self.is_whole and current_stream(self.device) != self._came_on:
             self._came.wait()
             record_use(self._flat.tensor)  # which may be freed while this stream still reads it
 
