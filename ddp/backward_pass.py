@@ -21,6 +21,7 @@ from zero_optim.compat.streams import record_use
 from zero_optim.ddp import report
 from zero_optim.ddp.assignment import BucketAssignment
 from zero_optim.ddp.bucket import ReducerBucket
+from zero_optim.ddp.graph import accumulates
 from zero_optim.ddp.reduction import BucketReductions, Launch
 from zero_optim.ddp.report import FailureReport, PassTroubles
 from zero_optim.ddp.stream_order import StreamOrder
@@ -94,9 +95,12 @@ class BackwardPass:
         order: parameters in the order in which their gradients came.
         reductions: what was launched.
         keeps_graph: gradients are computed by a graph that autograd can go through again.
+        is_held: full buckets wait for `launch_due` or `release`; see Note [Places of launches] in
+            `launch_places`.
     """
 
     keeps_graph = False
+    is_held = False
 
     def __init__(
         self,
@@ -122,7 +126,9 @@ class BackwardPass:
     # ------------------------------------------------------------------ phases
 
     def break_off(self) -> None:
-        """Take note that an exception has ended the pass."""
+        """Take note that an exception has ended the pass; does nothing if that is known."""
+        if self.phase is not Phase.RUNNING:
+            return
         self._go_on_to(Phase.BROKEN_OFF)
         self._troubles.fail("a backward pass ended with an exception before its gradients were reduced")
         self.give_back(drops=True)  # before the user looks, or calls zero_grad()
@@ -218,9 +224,37 @@ class BackwardPass:
 
     def _launch_full(self) -> None:
         """Launch, in order, what is full and has nothing before it that is not."""
+        if self.is_held:
+            return
         num_early, reductions = self._num_early, self.reductions
         while reductions.num_passed < num_early and not self._waiting[reductions.num_passed]:
             self._launch_next()
+
+    def launch_due(self, is_due: Callable[[int], bool]) -> None:
+        """Launch, in order, the buckets that are due, as far as none of their gradients is still to come.
+
+        Args:
+            is_due: tells of a bucket's number.
+        """
+        reductions = self.reductions
+        while reductions.num_passed < self._num_early and is_due(reductions.num_passed):
+            if self.learns or self._is_to_come(self._assignment.buckets[reductions.num_passed]):
+                return
+            with self._held_up:
+                self._launch_next()
+
+    def _is_to_come(self, bucket: ReducerBucket) -> bool:
+        """Whether a gradient of a bucket is still to come; called from a hook of the pass."""
+        return any(
+            self.calls[index] < self._expected[index] and accumulates(param)
+            for index, param in zip(bucket.indices, bucket.params, strict=True)
+        )
+
+    def release(self) -> None:
+        """Launch buckets as soon as they are full, from now on."""
+        self.is_held = False
+        with self._held_up:
+            self._launch_full()
 
     def _launch_next(self) -> None:
         number = self.reductions.num_passed

@@ -31,11 +31,13 @@ from torch.utils.hooks import RemovableHandle
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.lanes import lanes_for_rows
 from zero_optim.ddp.assignment import ReducerOptions
+from zero_optim.ddp.backward_pass import BackwardPass
 from zero_optim.ddp.conversions import refuse_conversions
 from zero_optim.ddp.fsdp_options import OF_FSDP
 from zero_optim.ddp.inbox import weakly
+from zero_optim.ddp.launch_places import LaunchPlaces
 from zero_optim.ddp.offload import Offload, keeping_for
-from zero_optim.ddp.owner_reducer import Accumulate
+from zero_optim.ddp.owner_reducer import Accumulate, OwnerReducer
 from zero_optim.ddp.precision import PrecisionPolicy, sparse_names
 from zero_optim.ddp.reducer import Reducer
 from zero_optim.ddp.sharded import ShardedDataParallel
@@ -251,7 +253,7 @@ class FullyShardedDataParallel(ShardedDataParallel):
 
     def _make_reducer(
         self, pairs: Sequence[tuple[str, Tensor]], options: ReducerOptions, sparse: Sequence[str]
-    ) -> Reducer:
+    ) -> OwnerReducer:
         reducer = super()._make_reducer(
             pairs, replace(options, reduce_dtype=self._policy.reduce_dtype), sparse
         )
@@ -266,8 +268,23 @@ class FullyShardedDataParallel(ShardedDataParallel):
             self._policy.hook_up(choice.modules)
         else:
             units.supply.use(ranks, gathers, stamps)
+        units.places = reducer.places = self._launch_places(reducer, units)
         self._handles = hook_params(units, choice.unit_of, reducer.params)
         return reducer
+
+    def _in_no_unit(self) -> Collection[Tensor]:
+        return {param for param, number in self._chosen.choice.unit_of.items() if not number}
+
+    def _launch_places(self, reducer: OwnerReducer, units: UnitsInUse) -> LaunchPlaces:
+        """Make what holds buckets of gradients back."""
+        found, unit_of = weakref.ref(reducer), self._chosen.choice.unit_of
+
+        def running() -> BackwardPass | None:
+            reducer = found()
+            return None if reducer is None else reducer.running
+
+        buckets = reducer.assignment.buckets
+        return LaunchPlaces(units.units, [unit_of[bucket.params[0]] for bucket in buckets], running)
 
     def _unit_gathers(self, reducer: Reducer, stamps: UnitStamps) -> UnitGathers:
         """Choose how units are gathered; all ranks call, and it communicates."""

@@ -1,9 +1,9 @@
 """`OwnerReducer`: our reducer, with buckets that go to the owners of their parameters."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -32,6 +32,9 @@ from zero_optim.plan.pieces import Pieces
 from zero_optim.shard.keeping import RowKeeping
 from zero_optim.step.partial import PartialGradient
 
+if TYPE_CHECKING:
+    from zero_optim.ddp.launch_places import LaunchPlaces
+
 Accumulate = Literal["owner", "local"]
 
 
@@ -49,6 +52,11 @@ class OwnerReducer(Reducer):
         sparse: see `Reducer`.
         wanted: see `Reducer`.
         mesh: of all ranks that train the model; None if those of the optimizer are all.
+        outermost: parameters in no unit; None where there are no units.
+
+    Attributes:
+        places: where buckets are launched if ranks may use different parameters of units; see Note [Places of
+            launches] in `launch_places`.
     """
 
     checks_first = True
@@ -62,8 +70,11 @@ class OwnerReducer(Reducer):
         sparse: Sequence[str],
         wanted: Callable[[bool], bool],
         mesh: RankMesh | None = None,
+        outermost: Collection[Tensor] | None = None,
     ) -> None:
         self._optimizer = optimizer
+        self._outermost = outermost
+        self.places: LaunchPlaces | None = None
         self._mesh = mesh
         self._check: ReplicaCheck | None = None
         self._num_steps_before: int | None = None  # those of the optimizer before the last pass in Join
@@ -92,10 +103,14 @@ class OwnerReducer(Reducer):
 
     def _assigned(self, order: Sequence[int] | None) -> BucketAssignment:
         optimizer = self._optimizer
+        listed = indices_of_members(self._reduced, optimizer.bucket_members())
+        if self._outermost is not None and self._may_differ:
+            last = self._outermost
+            listed.sort(key=lambda indices: self.params[indices[0]] in last)
         return assign_to_owners(
             self._reduced,
             self.options,
-            optimizer.bucket_members(),
+            listed,
             optimizer.pieces(),
             optimizer.ranks,
             most_portions(optimizer.ranks.size) if self._is_apart else 1,
@@ -104,9 +119,28 @@ class OwnerReducer(Reducer):
         )
 
     @property
+    def _may_differ(self) -> bool:
+        """Whether ranks may use different parameters."""
+        return self.options.find_unused_parameters or self.options.static_graph
+
+    @property
+    def running(self) -> BackwardPass | None:
+        """The backward pass that is running."""
+        return self._inbox.current if self._inbox.is_running else None
+
+    def _holds(self) -> bool:
+        return self.places is not None and self._may_differ and self.places.begin()
+
+    def set_static_graph(self) -> None:
+        """See `Reducer.set_static_graph`."""
+        super().set_static_graph()
+        self._assign(None)
+
+    @property
     def _is_apart(self) -> bool:
-        """Whether rows travel on process groups of their own: elsewhere they mix with what else is sent."""
-        return self._lanes.groups[0] is not self._exchanging
+        """Whether rows travel on process groups of their own, and wait for nothing that waits for them."""
+        waits_for_places = self._outermost is not None and self._may_differ
+        return self._lanes.groups[0] is not self._exchanging and not waits_for_places
 
     def _launcher(self) -> Launch:
         everyone = self._summing
@@ -235,21 +269,19 @@ _NO_STEP = (
 def assign_to_owners(
     reduced: ReducedParams,
     options: ReducerOptions,
-    members: Sequence[Sequence[Tensor]],
+    members: Sequence[Sequence[int]],
     pieces: dict[Tensor, Pieces],
     group: RankGroup,
     most: int = 1,
     kept_dtype: Callable[[Tensor], torch.dtype] | None = None,
     keeping: RowKeeping | None = None,
 ) -> BucketAssignment:
-    """Make buckets with the members of the optimizer's, the last parameter first. Does not communicate.
-
-    In this order gradients come, or about so. A sparse gradient has a bucket of its own.
+    """Make buckets; in each the last parameter is the first. Does not communicate.
 
     Args:
         reduced: the parameters whose gradients are reduced.
         options: of the reducer.
-        members: of the optimizer's buckets.
+        members: the places of each bucket's parameters.
         pieces: who owns what.
         group: the ranks.
         most: portions in which the largest bucket is sent.
@@ -257,7 +289,7 @@ def assign_to_owners(
         keeping: keeps reduced gradients; None for memory where the parameters are.
     """
     names, params = reduced.names, reduced.params
-    listed = [sorted(indices, reverse=True) for indices in indices_of_members(reduced, members)]
+    listed = [sorted(indices, reverse=True) for indices in members]
     is_sparse = [names[indices[0]] in reduced.sparse for indices in listed]
     if False in is_sparse:  # the last one carries the word of a failure, see `OwnerBucket`
         last = len(listed) - 1 - is_sparse[::-1].index(False)

@@ -31,6 +31,7 @@ from zero_optim.comm.backends import held
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.watchdog import learn_addresses, watch
 from zero_optim.comm.works import Record
+from zero_optim.compat.engine import in_backward
 from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
 from zero_optim.ddp.assignment import BucketAssignment, ReducedParams, ReducerOptions, assign
 from zero_optim.ddp.backward_pass import BackwardPass, PassTerms, PassWithGraph, Phase
@@ -309,6 +310,8 @@ class Reducer:
         """
         if self._slot.failure is not None:
             raise ReductionError(self._slot.failure)
+        if self._inbox.current is not None and not in_backward():
+            self._inbox.current.break_off()  # a thread of the engine may not have let go of it yet
         broken_off = self._inbox.pop_broken_off()
         if broken_off is not None:
             self._finish(broken_off)
@@ -329,6 +332,7 @@ class Reducer:
         kind = PassWithGraph if torch.is_grad_enabled() else BackwardPass
         self.activity.begin("backward pass")
         current = kind(self._assignment, terms, self._launcher(), self._held_up())
+        current.is_held = self._holds()
         self._inbox.current = current
         when_backward_ends(lambda: self._finish(current), current.break_off)
         unused = self._upcoming.pop_unused(self.history.learnt, self.params)
@@ -336,6 +340,10 @@ class Reducer:
             with torch.no_grad():
                 current.presume_unused(unused)
         return current
+
+    def _holds(self) -> bool:
+        """Tell whether full buckets are not launched at once, but when somebody says so."""
+        return False
 
     def _terms(self, divisor: float) -> PassTerms:
         return self.history.terms(

@@ -92,7 +92,9 @@ class SavedReads:
 
     def _unpack(self, packed: tuple[Tensor, int, "Unit | None"]) -> Tensor:
         tensor, version, unit = packed
-        if unit is not None and not unit.is_whole:
+        if unit is not None and unit.is_whole:
+            unit.arrive()  # perhaps it was gathered on another stream
+        elif unit is not None:
             if not in_backward():
                 raise RuntimeError(_OUTSIDE.format(name=unit.name))
             self._need(unit.number)

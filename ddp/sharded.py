@@ -1,7 +1,7 @@
 """`ShardedDataParallel`: data parallelism whose gradients are sharded, for an optimizer that is sharded."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -18,7 +18,6 @@ from zero_optim.ddp.assignment import ReducerOptions
 from zero_optim.ddp.data_parallel import DistributedDataParallel
 from zero_optim.ddp.model_agreement import refuse_freed
 from zero_optim.ddp.owner_reducer import Accumulate, OwnerReducer
-from zero_optim.ddp.reducer import Reducer
 from zero_optim.ddp.report import names_text
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 from zero_optim.step.unreduced import NOT_REDUCED
@@ -178,15 +177,27 @@ class ShardedDataParallel(DistributedDataParallel):
 
     def _make_reducer(
         self, pairs: Sequence[tuple[str, Tensor]], options: ReducerOptions, sparse: Sequence[str]
-    ) -> Reducer:
+    ) -> OwnerReducer:
         optimizer, mesh = self._optimizer, self._mesh
         with failing_together(self._everyone(optimizer)):
             optimizer.check_sparse(param for name, param in pairs if name in sparse)
         if mesh is not None:
             agree_between_replicas(mesh.everyone, optimizer.describe())
-        made = OwnerReducer(pairs, optimizer, options, sparse=sparse, wanted=self._wanted(), mesh=mesh)
+        made = OwnerReducer(
+            pairs,
+            optimizer,
+            options,
+            sparse=sparse,
+            wanted=self._wanted(),
+            mesh=mesh,
+            outermost=self._in_no_unit(),
+        )
         made.expect(True)  # modules may be called by themselves, before the first forward pass of the whole
         return made
+
+    def _in_no_unit(self) -> Collection[Tensor] | None:
+        """Give the parameters of the outermost unit; None where there are no units."""
+        return None
 
     @eager
     def _post_forward(self, output: object) -> object:

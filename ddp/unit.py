@@ -45,6 +45,11 @@ class Unit:
         """Whether state dicts are to show its parameters as they are."""
         return any(bucket.is_left for bucket in self.buckets)
 
+    def arrive(self) -> None:
+        """Wait, with the current stream, for the gathers that make it whole."""
+        for bucket in self.buckets:
+            bucket.arrive()
+
     def shares_memory(self, tensor: Tensor) -> bool:
         """Whether a tensor is a view of what is freed with the unit."""
         return any(bucket.shares_memory(tensor) for bucket in self.buckets)

@@ -73,8 +73,7 @@ class UnitSupply:
             RankMismatchError: another rank has gathered something else. The unit is freed.
         """
         self.start(unit, purpose, tells=tells)
-        for bucket in unit.buckets:
-            bucket.arrive()
+        unit.arrive()
         try:
             self.gathers.check()
         except RankMismatchError:

@@ -19,7 +19,8 @@ Note [When a unit is whole]
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +37,9 @@ from zero_optim.shard.uncopied import Uncopied
 from zero_optim.shard.unit_gathers import UnitGathers
 from zero_optim.shard.unit_marks import Purpose
 from zero_optim.shard.unit_stamps import UnitStamps
+
+if TYPE_CHECKING:
+    from zero_optim.ddp.launch_places import LaunchPlaces
 
 _SECOND = (
     "create_graph=True is not possible with FullyShardedDataParallel: the gradients of gradients would read "
@@ -73,6 +77,7 @@ class UnitsInUse(Uncopied):
         supply: makes them whole and frees them.
         unfinished: for each state dict or load that is under way, what gives a module its own parameters back
             if an exception has ended it. Called when the next forward pass begins.
+        places: where buckets of gradients are launched, between gathers; None until there is a reducer.
     """
 
     def __init__(
@@ -90,9 +95,11 @@ class UnitsInUse(Uncopied):
         self._keeps = keeps
         self._forward: dict[int, UnitOrder] = {}  # by the unit whose call is the outermost
         self._backward = UnitOrder()
+        self._num_backwards = 0
         self._calls: list[_Call] = []  # the outermost first
         self._reads = SavedReads(units, weakly(self._output_reached), is_on=guards_reads)
         self.unfinished: list[Callable[[], None]] = []
+        self.places: LaunchPlaces | None = None
 
     @property
     def is_outermost_call(self) -> bool:
@@ -114,6 +121,8 @@ class UnitsInUse(Uncopied):
         """Take note that no call is under way: PyTorch runs no hook when a Ctrl-C ends one."""
         while self.unfinished:
             self.unfinished[-1]()
+        if self._backward.is_under_way and not in_backward():
+            self._break_off()  # a thread of the engine may not have let go of it yet
         if not self._calls:
             return
         while self._calls:
@@ -132,14 +141,16 @@ class UnitsInUse(Uncopied):
         """
         self._calls.append(_Call(unit.number, self._reads.begin()))
         unit.depth += 1
-        if unit.depth > 1 and unit.is_whole:
+        if unit.is_whole and (unit.depth > 1 or in_backward()):
+            unit.arrive()  # perhaps it was gathered on another stream
             return
         if in_backward():  # activations are computed again
-            if not unit.is_whole:
-                self._need_in_backward(unit.number)
+            self._need_in_backward(unit.number)
             return
         self._begin_to_tell(tells=tells)
         purpose = _purpose() if tells else Purpose.REQUEST
+        if self.places is not None and tells:
+            self.places.called(unit.number, is_outermost=len(self._calls) == 1)
         self.supply.need(unit, purpose, tells=tells)
         order = self._forward.setdefault(self._calls[0].number, UnitOrder())
         if len(self._calls) == 1:
@@ -185,9 +196,10 @@ class UnitsInUse(Uncopied):
         tensors = [tensor for tensor in found if tensor.grad_fn is not None]
         if not in_backward():
             reached = weakly(self._output_reached)
+            place = None if self.places is None else self.places.returned()
             for tensor in tensors:
                 untyped: Any = tensor
-                untyped.register_hook(lambda _: reached(unit.number))
+                untyped.register_hook(lambda _: reached(unit.number, place))
         return is_outermost or not found or self._is_kept(unit)
 
     def _is_kept(self, unit: Unit) -> bool:
@@ -200,26 +212,39 @@ class UnitsInUse(Uncopied):
 
     # ------------------------------------------------------------------ backward
 
-    def _output_reached(self, number: int) -> None:
+    def _output_reached(self, number: int, place: int | None = None) -> None:
         """Make a unit whole, as the gradient of its output is there; called by the output's hook.
+
+        Args:
+            number: of the unit.
+            place: of the call, see `LaunchPlaces`.
 
         Raises:
             RuntimeError: the pass is to be differentiated itself.
         """
         if torch.is_grad_enabled():
             raise RuntimeError(_SECOND)
-        self._need_in_backward(number)
+        self._need_in_backward(number, place)
 
-    def _need_in_backward(self, number: int) -> None:
+    def _need_in_backward(self, number: int, place: int | None = None) -> None:
         """Make a unit whole in a backward pass, and fetch the next one."""
         self._begin_backward()
         self.supply.need(self.units[number], Purpose.BACKWARD)
-        self.supply.fetch(self._backward.reached(number), Purpose.BACKWARD)
+        if self.places is not None:
+            self.places.reached(number, place)
+        following = self._backward.reached(number)
+        self.supply.fetch(following, Purpose.BACKWARD)
+        if self.places is not None:
+            self.places.gathered(following)
 
     def _begin_backward(self) -> None:
         if not self._backward.is_under_way:
             self._backward.begin()
-            when_backward_ends(weakly(self._end_backward), weakly(self._break_off))
+            if self.places is not None:
+                self.places.begin()
+            self._num_backwards += 1
+            broke_off = partial(weakly(self._break_off), self._num_backwards)
+            when_backward_ends(weakly(self._end_backward), broke_off)
 
     def gradient_came(self, number: int, index: int) -> None:
         """Take note that a parameter has its gradient; called by its hook.
@@ -236,11 +261,21 @@ class UnitsInUse(Uncopied):
 
     def _end_backward(self) -> None:
         self._backward.end()
+        if self.places is not None:
+            self.places.end()
         self.free_all()
 
-    def _break_off(self) -> None:
-        """Take note that an exception has ended a backward pass; what is under way is waited for later."""
+    def _break_off(self, number: int | None = None) -> None:
+        """Take note that an exception has ended a backward pass; what is under way is waited for later.
+
+        Args:
+            number: of the pass, which may have ended long ago; None for the one that is under way.
+        """
+        if number not in (None, self._num_backwards) or not self._backward.is_under_way:
+            return
         self._backward.break_off()
+        if self.places is not None:
+            self.places.end()
         for unit in self.units:
             unit.arrived.clear()
 

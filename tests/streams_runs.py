@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,9 +23,24 @@ from zero_optim.ddp import (
 )
 from zero_optim.hooks import zero_step
 from zero_optim.hooks.bucket import Hook
+from zero_optim.step import clip as norms
 
 STEPS = 3
 CAP_MB = 0.001  # several buckets of several parameters, so that their order matters
+
+
+class Part(nn.Sequential):
+    """Layers that a rank may leave unused, though they are called.
+
+    Attributes:
+        is_skipped: the output does not depend on the parameters.
+    """
+
+    is_skipped = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x * 1 if self.is_skipped else super().forward(x)
+        return out
 
 
 class Net(nn.Module):
@@ -34,7 +50,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.first = nn.Linear(6, 12)
-        self.middle = nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12))
+        self.middle = Part(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12))
         self.last = nn.Linear(12, 3)
         self.beside = nn.Linear(12, 12)
         self.streams: StreamsModel | None = None
@@ -159,6 +175,9 @@ def on_model(make: Callable[[], Run], **model: Any) -> list[Found]:
         streams.current_stream.synchronize()
         del run
         found = [Found.of(race) for race in streams.settle()]
+    counts: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(counts, streams.communicators.num_started)
+    assert counts == counts[:1] * len(counts), counts
     if not found:  # else the bits may be those of the race
         for one, other in zip(got, expected, strict=True):
             assert torch.equal(one, other), (one, other)
@@ -186,6 +205,19 @@ def evaluate_beside(run: Run) -> None:
         run.ddp.module(batch(9))
 
 
+def side_behind_the_last_step(run: Run) -> None:
+    """Have a second stream wait for what was done so far; it waits for nothing that comes."""
+    if run.streams is not None:
+        run.net.side = run.net.side or run.streams.new_stream("the evaluation's stream")
+        run.net.side.wait_stream(run.streams.current_stream)
+
+
+def evaluate_at_once(run: Run) -> None:
+    """Evaluate on the second stream, which waits for no gather that the first one has waited for."""
+    with torch.no_grad(), _beside(run):
+        run.ddp.module(batch(9))
+
+
 def join(run: Run) -> None:
     """Wait for the evaluation, as what comes next changes the parameters."""
     if run.streams is not None and run.net.side is not None:
@@ -194,6 +226,12 @@ def join(run: Run) -> None:
 
 def clip(run: Run) -> None:
     run.optimizer.clip_grad_norm_(0.01)
+
+
+def clip_on_device(run: Run) -> None:
+    """Clip as where the CPU has a backend of its own beside that of the device."""
+    with mock.patch.object(norms, "_sends_beside", return_value=True):
+        run.optimizer.clip_grad_norm_(0.01)
 
 
 def pass_again(run: Run) -> None:
@@ -249,6 +287,11 @@ def _chunks(number: int, rank: int) -> list[Tensor]:
     """Make a chunk for each rank, on the current stream."""
     made = torch.arange(5.0, device=torch.device("cpu")).add(10 * number + rank)
     return [made * (1 + receiver) for receiver in range(dist.get_world_size())]
+
+
+def leave_middle_out(run: Run) -> None:
+    """Leave the middle part unused on one rank."""
+    run.net.middle.is_skipped = dist.get_rank() == 1
 
 
 def middle_beside(run: Run) -> None:

@@ -1,6 +1,7 @@
 """The global gradient norm: PyTorch's, to the bit, and equal on every rank."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from pool import Ranks
 from training import make_params, set_grads, twin
 from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.step import clip
 
 
 def check_norm(norm_type: float, max_norm: float, foreach: bool | None, dtype: torch.dtype) -> None:
@@ -35,6 +37,16 @@ def test_norm_and_clipped_gradients_equal_pytorchs(
     ranks2: Ranks, norm_type: float, max_norm: float, foreach: bool | None, dtype: torch.dtype
 ) -> None:
     ranks2.run(check_norm, norm_type, max_norm, foreach, dtype)
+
+
+def check_norms_on_device(norm_type: float) -> None:
+    with mock.patch.object(clip, "_sends_beside", return_value=True):
+        check_norm(norm_type, 1.0, None, torch.float32)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf, 0.0])
+def test_the_norm_is_pytorchs_where_norms_stay_on_the_device(ranks2: Ranks, norm_type: float) -> None:
+    ranks2.run(check_norms_on_device, norm_type)
 
 
 def check_mixed_dtypes() -> None:

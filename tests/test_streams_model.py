@@ -320,6 +320,23 @@ def test_collectives_move_their_data_and_are_ordered(ranks2: Ranks) -> None:
     ranks2.run(exchange_everywhere)
 
 
+def told_otherwise() -> None:
+    """A rank starts something else than the other one, which has come before it."""
+    rank, value = dist.get_rank(), torch.ones(4)
+    with modelled_streams() as model:
+        dist.all_reduce(value)
+        if rank == 0:
+            model.communicators._tell("all_reduce of 4 elements", dist.group.WORLD)
+        dist.barrier()
+        if rank == 1:
+            with pytest.raises(AssertionError, match=r"(?s)rank 1 broadcast of 4 .*on rank 0 all_reduce"):
+                model.communicators._tell("broadcast of 4 elements", dist.group.WORLD)
+
+
+def test_collectives_that_ranks_start_in_other_orders_are_found(ranks2: Ranks) -> None:
+    ranks2.run(told_otherwise)
+
+
 def two_communicators(in_order: bool) -> list[str]:
     groups = [dist.new_group(), dist.new_group()]
     first, second = torch.ones(4), torch.ones(4)

@@ -11,14 +11,18 @@ from streams_runs import (
     Run,
     clip,
     clip_after_another_pass,
+    clip_on_device,
     consolidate,
+    evaluate_at_once,
     evaluate_beside,
     join,
+    leave_middle_out,
     middle_beside,
     on_model,
     reduce_scatters,
     replace_data,
     save,
+    side_behind_the_last_step,
 )
 from zero_optim.ddp import PrecisionPolicy
 from zero_optim.hooks import allreduce_hook, bf16_compress_wrapper, fp16_compress_hook
@@ -69,6 +73,8 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "a static graph": {"ddp_options": {"static_graph": True}},
     "clipping": {"after": clip},
+    "clipping, norms on the device": {"after": clip_on_device},
+    "sharded gradients, clipping, norms on the device": {"sharded": {}, "after": clip_on_device},
     "sharded gradients": {"sharded": {}},
     "sharded gradients, clipping": {"sharded": {}, "after": clip, "lazily": True},
     "sharded gradients, two streams in a model": {"sharded": {}, "before": middle_beside},
@@ -96,6 +102,12 @@ RUNS: dict[str, dict[str, Any]] = {
         "between": evaluate_beside,
         "after": join,
     },
+    "sharded parameters kept, an evaluation that waits for no gather": {
+        "fully": {"reshard_after_forward": False},
+        "before": side_behind_the_last_step,
+        "between": evaluate_at_once,
+        "after": join,
+    },
     "sharded parameters in another dtype": {
         "fully": {"mixed_precision": PrecisionPolicy(params=torch.bfloat16)}
     },
@@ -103,6 +115,30 @@ RUNS: dict[str, dict[str, Any]] = {
     "sharded parameters, masters and averages": {
         "fully": {},
         "options": {"master_dtype": torch.float64, "ema_decay": 0.9},
+    },
+    **{
+        f"{kind}, unused on one rank": {"before": leave_middle_out, **options}
+        for kind, options in {
+            "gradients": {"ddp_options": {"find_unused_parameters": True}},
+            "gradients, a static graph": {"ddp_options": {"static_graph": True}},
+            "zero_step": {"ddp_options": {"find_unused_parameters": True}, "overlap": EVERYWHERE},
+            "zero_step to owners": {"ddp_options": {"find_unused_parameters": True}, "overlap": OWNERS},
+            "zero_step and lazy gathers": {
+                "ddp_options": {"find_unused_parameters": True},
+                "overlap": EVERYWHERE,
+                "lazily": True,
+            },
+            "sharded gradients": {"sharded": {"find_unused_parameters": True}},
+            "sharded gradients, a static graph": {"sharded": {"static_graph": True}},
+            "sharded parameters": {"fully": {"find_unused_parameters": True}},
+            "sharded parameters, a static graph": {"fully": {"static_graph": True}},
+            "sharded parameters kept": {
+                "fully": {"find_unused_parameters": True, "reshard_after_forward": False}
+            },
+            "sharded parameters, some kept": {
+                "fully": {"find_unused_parameters": True, "reshard_after_forward": 1}
+            },
+        }.items()
     },
     "consolidation": {"before": consolidate},
     "a save beside": {"before": save},

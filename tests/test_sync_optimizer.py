@@ -67,6 +67,24 @@ def calls_of_steps(ways: dict[str, Any], max_norm: float | None, lazily: bool) -
             assert len(own(calls)) == (max_norm is not None), texts(own(calls))
 
 
+def calls_of_clipping_alone() -> None:
+    params = [*make_params(), *make_params(dtype=torch.float64)]
+    with cpu_as_accelerator():
+        sharded = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
+        for step in range(2):
+            begin_iteration()
+            set_grads(params, step)
+            expected = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+            with recorded() as calls:
+                norm = sharded.clip_grad_norm_(0.5)
+            assert not own(calls), texts(own(calls))
+            assert torch.allclose(norm.double(), expected.double())
+
+
+def test_the_cpu_does_not_wait_to_clip_on_one_rank(ranks1: Ranks) -> None:
+    ranks1.run(calls_of_clipping_alone)
+
+
 def calls_of_scaled_steps() -> None:
     """With an infinity on one rank in the second step."""
     params = [*make_params(), *make_params(dtype=torch.float64)]

@@ -231,11 +231,11 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
                 parameter is sparse, and the class does not bear that, see ``cuts``.
             RankMismatchError: on every rank, options of groups differ between ranks, see ``own_options``, or
                 ranks are in different calls. The step was taken, and parameters are equal on all ranks.
+                Or, before anything is stepped: a parameter was frozen when `zero_optim.ddp` wrapped the
+                model, trains now, and its gradients differ between ranks; inside ``Join`` a RuntimeError.
             Exception: on every rank, what the class's own step raises on any, such as for a wrong keyword.
                 If it raises on some ranks only, the others have stepped what they own: parameters are equal
                 on all ranks, but only some of them have taken the step.
-                Or, before anything is stepped: a parameter was frozen when `zero_optim.ddp` wrapped the
-                model, trains now, and its gradients differ between ranks; inside ``Join`` a RuntimeError.
         """
         if self.leaves_out_step():
             return None
@@ -313,9 +313,10 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
         ``torch.nn.utils.clip_grad_norm_`` with the owners' gradients: the norm is the same on every
         rank, and each is taken once, by its owner. Where gradients are sharded, the norm of a parameter that
         is cut is combined from those of its rows, and may differ from PyTorch's in the last bits. One small
-        collective. The CPU waits for it and for the
-        gradients, once; with ``error_if_nonfinite`` once more. Inside ``Join`` the norm is that of the ranks
-        that have inputs left, all of which must clip; one more collective of a byte.
+        collective; the CPU waits for it and for the gradients. If parameters are on an accelerator and the
+        group has a backend for the CPU beside that of the device, two: the CPU waits for other ranks to call,
+        and for no gradient. With ``error_if_nonfinite`` it waits for the norm. Inside ``Join`` the norm is
+        that of the ranks that have inputs left, all of which must clip; one more collective of a byte.
 
         Args:
             max_norm: the norm wanted at most.

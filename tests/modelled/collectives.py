@@ -3,6 +3,10 @@
 As with NCCL, a collective runs on a stream of its group. It begins when the stream that asked for it has
 come so far, and ``Work.wait`` makes the current stream wait, not the CPU. The tensors are kept until
 somebody has waited for the handle, or, as the watchdog of NCCL does it, until it has ended.
+
+All ranks must start the collectives of a communicator in one order. Ranks tell each other of each one, by the
+store, before its data move: in another order NCCL's kernels would wait for each other for ever, and gloo's
+calls may, or not.
 """
 
 from collections.abc import Callable, Sequence
@@ -116,6 +120,17 @@ _SHAPES = {
     "send": _Shape(_one("tensor"), _nothing),
     "recv": _Shape(_nothing, _one("tensor")),
 }
+
+
+def _named(name: str, given: dict[str, Any], tensors: _Tensors) -> str:
+    """Say what a collective is, in words that are the same on all ranks."""
+    if name in _ALWAYS_ASYNC:
+        return "a part of an exchange between all ranks"
+    source = "" if name != "broadcast" else f" from {given.get('src')}, {given.get('group_src')}"
+    size = "" if name.startswith("all_to_all") else f" of {sum(map(Tensor.numel, tensors))} elements"
+    return f"{name}{size}{source}"
+
+
 _ALWAYS_ASYNC, _NEVER_ASYNC = ("isend", "irecv"), ("send", "recv")
 
 
@@ -127,7 +142,11 @@ class Communicators:
         watching: looks away while gloo moves the data.
         report: is told of races.
         is_nccl: communicators that are in use at the same time must be used in one order on all ranks; so two
-            threads must not use two of them unless events order it.
+            threads must not use two of them unless events order it. What ranks send to each other without a
+            collective has its place among these then.
+
+    Attributes:
+        num_started: how many collectives this rank has started, by group.
     """
 
     def __init__(
@@ -138,6 +157,8 @@ class Communicators:
         self._report = report
         self._is_nccl = is_nccl
         self._streams: dict[str, Stream] = {}
+        self.num_started: dict[str, int] = {}
+        self._place = ""  # of this model, in the store
         self._last: dict[str, tuple[Access, int]] = {}  # by group, with the thread
 
     def replacements(self) -> dict[str, _Function]:
@@ -158,6 +179,8 @@ class Communicators:
             if dist.get_rank(group) < 0:
                 return original(*args, **kwargs)
             read, written = shape.reads(given), shape.writes(given)
+            if name not in (_NEVER_ASYNC if self._is_nccl else (*_ALWAYS_ASYNC, *_NEVER_ASYNC)):
+                self._tell(_named(name, given, [*read, *written]), group)
             clock = self._run(name, group, read, written)
             real = self._move(name, original, given, group)
             work = Work(self._accesses, clock, [*read, *written], list(written) or list(read), real)
@@ -167,6 +190,29 @@ class Communicators:
             return None
 
         return replacement
+
+    def _tell(self, what: str, group: dist.ProcessGroup) -> None:
+        """Compare a collective with what other ranks have started in its place.
+
+        Raises:
+            AssertionError: a rank has started something else. The rank that came later finds it.
+        """
+        key, rank, store = str(group.group_name), dist.get_rank(group), c10d._get_default_store()
+        with self._watching.looking_away():
+            if not self._place:
+                self._place = f"model {store.add(f'models of {dist.get_rank()}', 1)}"
+            number = self.num_started[key] = self.num_started.get(key, 0) + 1
+            place = f"{self._place}, group {key}, collective {number}"
+            store.set(f"{place}, rank {rank}", f"{what}\n{Stack.here()}")
+            for other in range(dist.get_world_size(group)):
+                theirs = f"{place}, rank {other}"
+                if other == rank or not store.check([theirs]):
+                    continue
+                told = store.get(theirs).decode()
+                if told.partition("\n")[0] != what:
+                    raise AssertionError(
+                        f"{place} is on rank {rank} {what}\n{Stack.here()}\n  and on rank {other} {told}"
+                    )
 
     def _run(self, name: str, group: dist.ProcessGroup, read: _Tensors, written: _Tensors) -> Clock:
         """Put a collective onto the stream of its group; returns the clock of its end."""

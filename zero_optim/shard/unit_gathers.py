@@ -205,10 +205,9 @@ class _Column:
         return [(span.stop - span.start) * size for span in self._spans if span.owner != self._rank]
 
     def arrive(self) -> None:
-        """Wait for the renewal, if one is under way."""
-        coming, self._coming = self._coming, None
-        if coming is not None:
-            coming.wait()
+        """Wait, with the current stream, for the last renewal, unless it is known to be over."""
+        if self._coming is not None and self._coming.wait():
+            self._coming = None
 
     def fill(self) -> Tensor:
         """Make the flat tensor, with what the column has of it."""

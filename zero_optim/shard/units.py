@@ -64,7 +64,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from zero_optim.compat.streams import is_asynchronous
+from zero_optim.compat.streams import Stream, current_stream, is_asynchronous, record_use
 from zero_optim.plan.layout import Layout
 from zero_optim.plan.memory import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE, kept_dtype
 from zero_optim.shard.freed import ShownWhenFreed
@@ -133,7 +133,8 @@ class UnitBucket(Uncopied):
         self.num_pins = 0
         self.num_changes = 0
         self._has_changed = False
-        self._sent: Pending | None = None  # the last gather, which reads what stays
+        self._came: Pending | None = None  # the last gather, for streams that have not waited for it
+        self._came_on: Stream | None = None  # the one that has
 
     @property
     def layout(self) -> Layout:
@@ -325,9 +326,8 @@ class UnitBucket(Uncopied):
             chosen: see `ParamBucket`; the whole row is filled all the same.
         """
         self._check_untouched()
-        if self._sent is not None:
-            # Perhaps another stream has waited for it, and this one will write a stamp.
-            self._sent.wait()
+        if self._came is not None:  # what stays: this stream will write a stamp there
+            self._came.wait()
         if not self._flat.stays:
             self._flat.grow()
             with torch.no_grad():
@@ -339,17 +339,19 @@ class UnitBucket(Uncopied):
         assert flat is self._flat.tensor
         self._show(self._flat.views)
         self.is_whole = True
-        if self._flat.stays and is_asynchronous(flat.device):
-            self._sent = self.coming
-        self.coming = None
+        self._came, self.coming = self.coming if is_asynchronous(flat.device) else None, None
+        self._came_on = current_stream(flat.device)
         if self._has_changed:
             torch.autograd.graph.increment_version(self.params)
             self._has_changed = False
 
     def arrive(self) -> None:
-        """Wait for the gather under way, if there is one."""
+        """Wait, with the current stream, for the gather, also where another stream has waited for it."""
         if self.coming is not None:
             self.coming.wait()
+        elif self._came is not None and self.is_whole and current_stream(self.device) != self._came_on:
+            self._came.wait()
+            record_use(self._flat.tensor)  # which may be freed while this stream still reads it
 
     def free(self) -> None:
         """Give up the flat tensor's memory, after the gather under way; the parameters show NaN."""
@@ -359,6 +361,8 @@ class UnitBucket(Uncopied):
         self._show(self._freed.tensors)
         self._flat.empty()
         self.is_whole = False
+        if not self._flat.stays:
+            self._came = None
         self._freed.note_versions()
 
     def _show(self, tensors: list[Tensor]) -> None:

@@ -12,14 +12,19 @@ Note [One gather, one wait]
     Every rank knows who owns what, so what a rank tells has a fixed length: a byte and a float64 for each
     parameter of the rank that owns most. The bytes say which of its parameters have gradients, the float64s
     are their norms, in order and without gaps. In front stand a byte that says whether the rank has failed,
-    and a digest of its arguments; only where these tell of an error do the ranks exchange more. The norms
-    stay on their device until they are gathered. So on an asynchronous device the CPU waits once: where the
-    result is read or, if the group sends from the CPU, where the rank's own norms are brought there.
+    and a digest of its arguments; only where these tell of an error do the ranks exchange more.
+
+    On an asynchronous device the norms are there only when the backward pass has ended. What the CPU knows
+    before is sent by the CPU if the group has a backend for it beside the device's own
+    (``cpu:gloo,cuda:nccl``); the norms stay on the device, where they are combined. Then the CPU does not
+    wait for the device; nor does it in a group of one. With NCCL alone all goes as one message, for which the
+    CPU waits once: two would both stand behind the backward pass, and if ranks read later what the others
+    say, they would have stepped with arguments that differ. On gloo alone the CPU sends the norms.
 """
 
 import hashlib
+import itertools
 import math
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -112,8 +117,8 @@ def clip_together(
 ) -> Tensor:
     """Scale all gradients down, if their norm as one vector is above what was asked for; all ranks call.
 
-    Communicates: one small collective. The CPU waits for the gradients once; with ``error_if_nonfinite`` it
-    waits for the result as well.
+    Communicates: one small collective or two, and perhaps the CPU waits for the gradients: see Note [One
+    gather, one wait]. With ``error_if_nonfinite`` it waits for the result.
 
     Args:
         group: the ranks that own the parameters.
@@ -209,33 +214,38 @@ def global_grad_norm(
     except Exception as error:  # noqa: BLE001 - told to the others, and raised on every rank below
         failure = error
     has_grad = [norms is not None and grad is not None for grad in grads]
-    told = _exchanged(group, heading, has_grad, norms, max(map(len, owned)))
+    told, values = _exchanged(group, heading, has_grad, norms, max(map(len, owned)), params[0].device)
     if any(heading[0] for heading, _ in told):
         with failing_together(group):
             if failure is not None:
                 raise failure
     if len({heading for heading, _ in told}) > 1:
         agree(group, [str(asked)], "the arguments of clip_grad_norm_")
-    of_param: dict[int, list[float]] = {}  # by rank, which is the order of rows
-    for indices, (_, found) in zip(owned, told, strict=True):
-        for index, norm in zip(indices, found, strict=False):  # there are slots for the most that a rank owns
-            if norm is not None:
-                of_param.setdefault(index, []).append(norm)
+    of_param: dict[int, list[int]] = {}  # where norms are, by rank, which is the order of rows
+    for rank, (indices, (_, present)) in enumerate(zip(owned, told, strict=True)):
+        free = itertools.count(rank * values.shape[1])
+        for index, has in zip(indices, present, strict=False):  # there are slots for the most that one owns
+            if has:
+                of_param.setdefault(index, []).append(next(free))
     if not of_param:
         return torch.tensor(0.0)
     order = asked.check()
     dtype = reduce(torch.promote_types, (_norm_dtype(params[index]) for index in of_param))
-    combined = [_combined(of_param[index], order, params[index]) for index in sorted(of_param)]
-    stacked = torch.tensor(combined, dtype=dtype)
-    total: Tensor = torch.linalg.vector_norm(to_device(stacked, params[0].device), order)
+    indices = sorted(of_param)
+    places = torch.tensor([place for index in indices for place in of_param[index]])
+    found = values.flatten()[brought_to(places, values.device)]
+    parts = found.split([len(of_param[index]) for index in indices])
+    if len(parts) < found.numel():  # some are cut
+        found = torch.cat([_combined(part, order, params[i]) for i, part in zip(indices, parts, strict=True)])
+    total: Tensor = torch.linalg.vector_norm(brought_to(found.to(dtype), params[0].device), order)
     return total
 
 
-def _combined(norms: Sequence[float], order: float, param: Tensor) -> float:
-    """Combine the norms of a gradient's rows, on the CPU, in the dtype that a norm of it has."""
-    if len(norms) == 1:
-        return norms[0]
-    return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=_norm_dtype(param)), order))
+def _combined(norms: Tensor, order: float, param: Tensor) -> Tensor:
+    """Combine the norms of a gradient's rows, in the dtype that a norm of it has; 1-D, as they are."""
+    if norms.numel() == 1:
+        return norms
+    return torch.linalg.vector_norm(norms.to(_norm_dtype(param)), order).to(norms.dtype).view(1)
 
 
 def _measured(pieces: Sequence[Pieces], num_ranks: int) -> list[list[int]]:
@@ -263,8 +273,13 @@ def _measured_here(param: Tensor, pieces: Pieces, rank: int) -> Tensor | None:
 
 
 def _exchanged(
-    group: RankGroup, heading: bytes, has_grad: Sequence[bool], norms: Tensor | None, num_slots: int
-) -> list[tuple[bytes, list[float | None]]]:
+    group: RankGroup,
+    heading: bytes,
+    has_grad: Sequence[bool],
+    norms: Tensor | None,
+    num_slots: int,
+    device: torch.device,
+) -> tuple[list[tuple[bytes, bytes]], Tensor]:
     """Tell every rank this one's norms; all ranks call; see Note [One gather, one wait].
 
     Args:
@@ -273,23 +288,34 @@ def _exchanged(
         has_grad: for each parameter owned here, whether a norm is told.
         norms: these norms, 1-D, float64; None for none.
         num_slots: how many parameters a rank owns at most.
+        device: of the parameters.
 
     Returns:
-        By rank, its heading; for each of ``num_slots`` the norm, or None.
+        By rank, its heading, and for each of ``num_slots`` whether there is a norm; the norms, which fill the
+        first of its slots, of shape (number of ranks, ``num_slots``).
     """
     start = _HEADING_NBYTES + num_slots
     known = heading.ljust(_HEADING_NBYTES, b"\0") + bytes(has_grad).ljust(num_slots, b"\0")
-    parts = [to_device(bytes_to_tensor(known), group.device)]
+    place = device if _sends_beside(group, device) else group.device
+    mine = torch.zeros(num_slots, dtype=torch.float64, device=place)
     if norms is not None:
-        parts.append(brought_to(norms, group.device).view(torch.uint8))
-    parts.append(parts[0].new_zeros(start + 8 * num_slots - sum(part.numel() for part in parts)))
-    told = []
-    for row in group.read(HostCopy(group.all_gather_rows(torch.cat(parts)))):
-        payload = tensor_to_bytes(row)
-        values = iter(struct.unpack(f"={num_slots}d", payload[start:]))
-        present = payload[_HEADING_NBYTES:start]
-        told.append((payload[:_HEADING_NBYTES], [next(values) if has else None for has in present]))
-    return told
+        mine[: norms.numel()] = brought_to(norms, place)
+    if _sends_beside(group, device):
+        payloads = group.all_gather_fixed(known)
+        values = group.all_gather_rows(mine.view(torch.uint8)).view(torch.float64)
+    else:
+        parts = [to_device(bytes_to_tensor(known), group.device), mine.view(torch.uint8)]
+        rows = group.read(HostCopy(group.all_gather_rows(torch.cat(parts))))
+        payloads = [tensor_to_bytes(row) for row in rows[:, :start]]
+        values = rows[:, start:].clone().view(torch.float64)
+    return [(payload[:_HEADING_NBYTES], payload[_HEADING_NBYTES:]) for payload in payloads], values
+
+
+def _sends_beside(group: RankGroup, device: torch.device) -> bool:
+    """Whether the norms stay on a device, and what else is told goes another way; the same on every rank."""
+    if group.size == 1 or not is_asynchronous(device):
+        return group.size == 1
+    return not is_asynchronous(group.device) and group.backend_of(device) not in ("", "gloo")
 
 
 def _norms(grads: Sequence[Tensor], norm_type: float, foreach: bool | None) -> Tensor | None:
