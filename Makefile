@@ -85,5 +85,5 @@ $(STAMP): pyproject.toml constraints.txt
 	@sed $(if $(TORCH),-e '/^torch==/d') -e '' constraints.txt > $(VENV)/constraints.txt
 	$(VENV)/bin/python -m pip install --quiet torch==$(or $(TORCH),2.13.0) -c $(VENV)/constraints.txt
 	$(VENV)/bin/python -m pip install --quiet --no-build-isolation -c $(VENV)/constraints.txt \
-	    -e '.[demo,optimizers,test,dev]' torch==$(or $(TORCH),2.13.0)
+	    -e '.[demo,optimizers,integrations,test,dev]' torch==$(or $(TORCH),2.13.0)
 	@touch $@

@@ -17,7 +17,7 @@ from zero_optim.plan.pieces import Pieces, is_whole, piece_of
 from zero_optim.shard.keeping import RowKeeping
 from zero_optim.shard.on_host import HostKeeping
 from zero_optim.step.gradients import rows_of
-from zero_optim.step.partial import PartialGradient
+from zero_optim.step.partial import Agree, PartialGradient, owned
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,6 +31,7 @@ class BucketOwners:
         size: number of ranks.
         dtype: in which owners keep reduced gradients; None for that of the parameters.
         keeping: keeps the rows of this rank; None for ordinary memory.
+        agree: tells all ranks what a scaler has found; see `PartialGradient`.
     """
 
     names: tuple[str, ...]
@@ -39,6 +40,7 @@ class BucketOwners:
     size: int
     dtype: torch.dtype | None = None
     keeping: RowKeeping | None = None
+    agree: Agree | None = None
 
     def _keeps_another(self, param: Tensor) -> bool:
         """Whether reduced gradients have another dtype or place, so that the parameter cannot show them."""
@@ -69,9 +71,9 @@ class BucketOwners:
         """
         pieces = self.pieces[slot]
         if reduced is not None and len(pieces) == 1 and not self._keeps_another(param):
-            return reduced
+            return owned(reduced, self.agree)
         comes = None if self._host is None else self._host.wait
-        return PartialGradient(param, pieces, reduced, self.names[slot], self.dtype, comes)
+        return PartialGradient(param, pieces, reduced, self.names[slot], self.dtype, comes, self.agree)
 
     def added(self, slot: int, param: Tensor, kept: Tensor, reduced: Tensor | None) -> Tensor:
         """Add what was reduced to the gradient of earlier passes, in place; gives what ``param.grad`` is.
@@ -100,7 +102,7 @@ class BucketOwners:
                 target.add_(reduced)
             else:
                 self.keeping.add(target, reduced)
-        return kept
+        return kept if isinstance(kept, PartialGradient) else owned(kept, self.agree)
 
 
 def give_back(params: Sequence[Tensor], kept: Mapping[int, Tensor], *, drops: bool) -> None:

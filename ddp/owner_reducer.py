@@ -28,8 +28,6 @@ from zero_optim.ddp.replica_check import ReplicaCheck
 from zero_optim.ddp.sparse_owner_bucket import SparseOwnerBucket
 from zero_optim.ddp.split_sum import SplitRoute
 from zero_optim.optimizer import ZeroRedundancyOptimizer
-from zero_optim.plan.pieces import Pieces
-from zero_optim.shard.keeping import RowKeeping
 from zero_optim.step.partial import PartialGradient
 
 if TYPE_CHECKING:
@@ -102,21 +100,12 @@ class OwnerReducer(Reducer):
         return False
 
     def _assigned(self, order: Sequence[int] | None) -> BucketAssignment:
-        optimizer = self._optimizer
-        listed = indices_of_members(self._reduced, optimizer.bucket_members())
+        listed = indices_of_members(self._reduced, self._optimizer.bucket_members())
         if self._outermost is not None and self._may_differ:
             last = self._outermost
             listed.sort(key=lambda indices: self.params[indices[0]] in last)
-        return assign_to_owners(
-            self._reduced,
-            self.options,
-            listed,
-            optimizer.pieces(),
-            optimizer.ranks,
-            most_portions(optimizer.ranks.size) if self._is_apart else 1,
-            optimizer.kept_dtype,
-            optimizer.row_keeping,
-        )
+        most = most_portions(self._optimizer.ranks.size) if self._is_apart else 1
+        return assign_to_owners(self._reduced, self.options, listed, self._optimizer, most)
 
     @property
     def _may_differ(self) -> bool:
@@ -270,11 +259,8 @@ def assign_to_owners(
     reduced: ReducedParams,
     options: ReducerOptions,
     members: Sequence[Sequence[int]],
-    pieces: dict[Tensor, Pieces],
-    group: RankGroup,
-    most: int = 1,
-    kept_dtype: Callable[[Tensor], torch.dtype] | None = None,
-    keeping: RowKeeping | None = None,
+    optimizer: ZeroRedundancyOptimizer,
+    most: int,
 ) -> BucketAssignment:
     """Make buckets; in each the last parameter is the first. Does not communicate.
 
@@ -282,12 +268,10 @@ def assign_to_owners(
         reduced: the parameters whose gradients are reduced.
         options: of the reducer.
         members: the places of each bucket's parameters.
-        pieces: who owns what.
-        group: the ranks.
+        optimizer: owns the parameters.
         most: portions in which the largest bucket is sent.
-        kept_dtype: tells in which dtype owners keep a parameter; None stands for its own.
-        keeping: keeps reduced gradients; None for memory where the parameters are.
     """
+    group, pieces = optimizer.ranks, optimizer.pieces()
     names, params = reduced.names, reduced.params
     listed = [sorted(indices, reverse=True) for indices in members]
     is_sparse = [names[indices[0]] in reduced.sparse for indices in listed]
@@ -303,8 +287,9 @@ def assign_to_owners(
             tuple(pieces[param] for param in of_bucket),
             group.rank,
             group.size,
-            None if kept_dtype is None else _gradient_dtype(of_bucket[0], kept_dtype(of_bucket[0]), options),
-            keeping,
+            _gradient_dtype(of_bucket[0], optimizer.kept_dtype(of_bucket[0]), options),
+            optimizer.row_keeping,
+            optimizer.agree_on_infinity,
         )
         dtype = options.reduce_dtype if of_bucket[0].is_floating_point() else None
         if names[indices[0]] in reduced.sparse:

@@ -8,7 +8,7 @@ from torch import Tensor
 from zero_optim.ddp.bucket import ReducerBucket
 from zero_optim.ddp.bucket_owners import BucketOwners, give_back
 from zero_optim.plan.pieces import piece_of
-from zero_optim.step.partial import PartialGradient
+from zero_optim.step.partial import PartialGradient, owned
 
 
 class SparseOwnerBucket(ReducerBucket):
@@ -59,12 +59,13 @@ class SparseOwnerBucket(ReducerBucket):
         if skipped[self.indices[0]]:
             param.grad = kept
         elif piece_of(self._owners.pieces[0], self._owners.rank) is None:
-            elsewhere = PartialGradient(param, self._owners.pieces[0], None, self._owners.names[0])
+            of, name, agree = self._owners.pieces[0], self._owners.names[0], self._owners.agree
+            elsewhere = PartialGradient(param, of, None, name, agree=agree)
             elsewhere.is_of_sparse = True
             param.grad = elsewhere
         else:
             reduced = result.to(param.dtype)
-            param.grad = reduced if kept is None else kept + reduced
+            param.grad = owned(reduced if kept is None else kept + reduced, self._owners.agree)
 
     def give_joined(self, unused: Sequence[bool]) -> None:
         """Do what `give` does, in a pass without a gradient of this rank."""

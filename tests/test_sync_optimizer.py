@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from pool import Ranks
@@ -86,7 +85,7 @@ def test_the_cpu_does_not_wait_to_clip_on_one_rank(ranks1: Ranks) -> None:
 
 
 def calls_of_scaled_steps() -> None:
-    """With an infinity on one rank in the second step."""
+    """With an infinity in the second step. The scaler's own wait is not counted."""
     params = [*make_params(), *make_params(dtype=torch.float64)]
     with cpu_as_accelerator():
         sharded = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
@@ -95,15 +94,15 @@ def calls_of_scaled_steps() -> None:
         for step in range(3):
             begin_iteration()
             set_grads(params, step)
-            if step == 1 and dist.get_rank() == 1:
+            if step == 1:
                 params[0].grad[0] = torch.inf  # type: ignore[index]
             with recorded() as calls:
                 scaler.step(sharded)
-            assert len(own(calls)) == 1, texts(own(calls))
+            assert not own(calls), texts(own(calls))
             scaler.update()
 
 
-def test_the_cpu_waits_once_to_hear_whether_a_scaled_step_is_skipped(ranks2: Ranks) -> None:
+def test_the_cpu_waits_no_more_in_a_scaled_step_than_the_scaler_does(ranks2: Ranks) -> None:
     ranks2.run(calls_of_scaled_steps)
 
 

@@ -114,9 +114,6 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
         RuntimeError: torch.distributed is not initialised.
     """
 
-    # What torch.amp.GradScaler asks for; it sets grad_scale and found_inf around a step. See step.amp.
-    _step_supports_amp_scaling = True
-
     def __init__(  # noqa: PLR0913 - PyTorch's signature, and our options, which are keyword-only
         self,
         params: Params,
@@ -204,6 +201,20 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
         return self._whole_state_dict()
 
     # ------------------------------------------------------------------ stepping
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether a ``GradScaler`` calls `step` after an infinity too; see Note [Infinities] in `step.amp`.
+
+        Only inside ``Join``, and where a step was begun in the backward pass, which raises. Otherwise the
+        question is counted: Note [What a count cannot tell] in `zero_optim.shard.stamps`.
+        """
+        if self._join_config.enable or (self._overlap is not None and self._overlap.current is not None):
+            return True
+        stamps = self._sharding.gathers.stamps
+        if stamps is not None:
+            stamps.asked += 1
+        return False
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: object) -> float | None:  # type: ignore[override]
         """Step what this rank owns, then bring every parameter up to date; all ranks call.

@@ -191,6 +191,23 @@ class SteppedOptimizer(UnitRowsOptimizer, Joinable):
         lend_to(self._group, ranks_that(words, Word.JOINED), *self._lendable(self._params()))
         return False
 
+    def agree_on_infinity(self, found_inf: Tensor) -> None:
+        """Tell all scalers what any has found in gradients that are sharded; all ranks call as these look.
+
+        One collective of 4 bytes; the CPU waits as for a sum of gradients. Inside ``Join`` it is one of a
+        byte, and the CPU waits for it.
+
+        Args:
+            found_inf: 0-d or of one element, above zero on a rank that found one; afterwards on all ranks.
+        """
+        with self._group.doing("GradScaler.unscale_()"):
+            if self._join_config.enable:
+                self.announce_to_join(steps=False)
+                words = exchange(self._group, Word.UNSCALES, found_inf=found_inf)
+                found_inf.fill_(bool(ranks_that(words, Word.INFINITE)))
+            elif self._group.size > 1:
+                self._group.start_sum(found_inf)[1].wait()
+
     def clip_together(self, asked: ClipArguments) -> Tensor:
         """Clip all gradients by their global norm; all ranks call, but those that have joined.
 
@@ -416,10 +433,11 @@ class SteppedOptimizer(UnitRowsOptimizer, Joinable):
     def _shadow_plain_step(self) -> None:
         lendable = self._lendable(self._params())
         words = exchange(self._group, Word.JOINED)
-        while ranks_that(words, Word.CLIPS):
-            group = self._group.during("clip")
-            asked = lend_to(group, ranks_that(words, Word.JOINED), *lendable)
-            clip_together(self._group, *lendable[:2], ClipArguments.received(asked))
+        while ranks_that(words, Word.CLIPS) or ranks_that(words, Word.UNSCALES):
+            if ranks_that(words, Word.CLIPS):
+                group = self._group.during("clip")
+                asked = lend_to(group, ranks_that(words, Word.JOINED), *lendable)
+                clip_together(self._group, *lendable[:2], ClipArguments.received(asked))
             words = exchange(self._group, Word.JOINED)
         if is_skipped_by_all(words):
             return

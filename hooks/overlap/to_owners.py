@@ -20,7 +20,7 @@ from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 from zero_optim.plan.groups import param_names, params_of
 from zero_optim.plan.pieces import Pieces, piece_of
 from zero_optim.step.gradients import rows_of
-from zero_optim.step.partial import PartialGradient
+from zero_optim.step.partial import PartialGradient, owned
 
 _NUM_UNDER_WAY = 2  # while one is summed, the next one is on its way
 
@@ -204,16 +204,16 @@ class _OwnerReductions:
         for param, buffer in ((param, buffer) for params, buffer in came for param in params):
             grad, of_param = param.grad, pieces[param]
             piece = piece_of(of_param, rank)
-            if (
-                grad is None
-                or isinstance(grad, PartialGradient)
-                or (piece is not None and len(of_param) == 1)
-            ):
+            if grad is None or isinstance(grad, PartialGradient):
+                continue
+            if piece is not None and len(of_param) == 1:
+                owned(grad, self._optimizer.agree_on_infinity)
                 continue
             rows = None if piece is None else rows_of(grad, piece)
             if rows is not None and not _is_in(rows, buffer):
                 rows = rows.clone()  # a view would keep the whole gradient; DDP keeps its bucket in any case
-            param.grad = PartialGradient(param, of_param, rows, self._names[param])
+            agree = self._optimizer.agree_on_infinity
+            param.grad = PartialGradient(param, of_param, rows, self._names[param], agree=agree)
 
 
 def _is_in(view: Tensor, buffer: Tensor) -> bool:

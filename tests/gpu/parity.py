@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.multiprocessing.reductions import reduce_tensor
 from torch.optim import Optimizer
 
@@ -134,14 +135,15 @@ def clipping(here: Here, norm_type: float) -> None:
 
 
 def scaling(here: Here, fused: bool, unscale_first: bool) -> None:
-    """A `GradScaler`; in steps 2 and 5 the last rank alone finds an infinity, and all skip."""
+    """A scaler; in steps 2 and 5 the last rank alone finds an infinity, and all skip."""
     params = here.moved(make_params())
     mine = twin(params)
     runs = (
         torch.optim.AdamW(params, lr=0.01, fused=fused),
         ZeroRedundancyOptimizer(mine, torch.optim.AdamW, lr=0.01, fused=fused),
     )
-    scalers = [torch.amp.GradScaler(here.device.type, init_scale=2.0**10, growth_interval=2) for _ in runs]
+    kinds = (torch.amp.GradScaler, ShardedGradScaler)
+    scalers = [kind(here.device.type, init_scale=2.0**10, growth_interval=2) for kind in kinds]
     for step in range(8):
         for optimizer, scaler in zip(runs, scalers, strict=True):
             own = params_of(optimizer)

@@ -95,9 +95,18 @@ def different_calls(stamps: Mapping[int, Stamp]) -> Exception | None:
         f"{ranks_text(ranks)} in {f'{name}, call {number} there' if kind else 'a gather that is no step'}"
         for (kind, number, name), ranks in calls
     )
+    only_numbers = len({(kind, name) for (kind, _, name), _ in calls}) == 1
     return RankMismatchError(
         f"ranks are in different calls of the optimizer: {told}. All ranks must make the same calls"
+        f"{_SKIPPED_HERE if only_numbers else ''}"
     )
+
+
+_SKIPPED_HERE = (
+    ". A GradScaler's step counts even if it is skipped: one found an infinity on some ranks alone. Reduce "
+    "gradients before the scaler looks at them, as DDP does, or use "
+    "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
+)
 
 
 def different_numbers(stamps: Mapping[int, Stamp]) -> Exception | None:

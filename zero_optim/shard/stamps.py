@@ -32,6 +32,10 @@ Note [What a count cannot tell]
     under ``no_sync``, and with gradients that nobody averages. There the numbers of passes may differ in runs
     that are right: ranks may accumulate gradients over different numbers of them, and joined ranks have
     none. Calls of ``zero_grad`` need not be equal either.
+
+    But a ``GradScaler`` asks the optimizer something at each step, also at one that it leaves out. So these
+    are counted too: where nothing is reduced, scalers find an infinity on one rank alone, and the rows of one
+    iteration would meet those of the next.
 """
 
 import json
@@ -155,6 +159,7 @@ class Stamps:
     Attributes:
         tell: called with what `check_failures` is about to raise.
         numbers: see `Ranks.numbers`; empty where ranks are called by their group ranks.
+        asked: how often a scaler has come to a step since the last call, see Note [What a count cannot tell].
     """
 
     def __init__(self, own_options: Collection[str] = ()) -> None:
@@ -162,6 +167,7 @@ class Stamps:
         self._values = OptionValues()
         self._left_out: set[OptionKey] = set()  # the same on every rank
         self._number = 0
+        self.asked = 0
         self._step = _Step(0, "construction", self._values.digest, ())  # the last call; it gathers nothing
         self._unread: list[_Step] = []  # calls that were not looked at; the last one is `_step`
         self._told: frozenset[Stamp] = frozenset()  # by an error, the last ones; the same on every rank
@@ -187,7 +193,8 @@ class Stamps:
             for name in self._own_options.intersection(group)
         }
         self._values.follow(groups, self._left_out | own if own else self._left_out)
-        self._number += 1
+        self._number += 1 + self.asked
+        self.asked = 0
         self._step = _Step(self._number, call.name, self._values.digest, self._values.by_group)
         if call.failure is not None:
             self._step.fail(call.failure)

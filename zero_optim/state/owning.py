@@ -223,7 +223,8 @@ class OwningOptimizer(Optimizer):
         - ``reduce``: gradients go to their owners, or are averaged by `zero_optim.hooks.zero_step` itself.
           Other reductions are DDP's. Ours has ``metrics()`` too, where its wait for a comm hook is counted.
         - ``clip``: `clip_grad_norm_`.
-        - ``agree``: what ranks tell each other at construction, for a ``GradScaler``, a closure or ``Join``.
+        - ``agree``: what ranks tell each other at construction, for a closure or ``Join``, and what the
+          scalers of sharded gradients tell each other.
         - ``state``: consolidated states, and state dicts that one rank deals out. Not checkpoints.
         - ``mirror``: what goes to the buddy, with ``mirror=True``.
         - ``total``: all of them.

@@ -1,15 +1,22 @@
-"""``torch.amp.GradScaler``: all ranks skip a step, or none does, and all come to the same scale.
+"""Scalers that leave a step to the optimizer: all ranks skip it, or none does.
 
-A scaler looks for infinities in this rank's gradients and decides for this rank alone. Where one
-rank finds one and another does not, the first would skip the step that the second waits in. So the
-optimizer tells the scaler that it handles scaling itself (as fused optimizers do): the scaler then
-hands over the scale and what it found, and the ranks decide together.
+Note [Infinities]
+    ``torch.amp.GradScaler`` looks for infinities in this rank's gradients, and leaves out ``step()`` if it
+    finds one. Where a gradient is whole on every rank, and reduced, each scaler finds the same. Where
+    gradients are sharded, the scalers are told of each other as they look: Note [Infinities in sharded
+    gradients] in `zero_optim.step.partial`. So the optimizer has no part in it, and who watches whether
+    ``step()`` is called (accelerate does) or whether the optimizer handles scaling itself (Lightning does)
+    sees what is true. Where no one reduces gradients before a scaler looks at them, ranks may find different
+    things: PyTorch's ``ShardedGradScaler`` is for that.
+
+    Inside ``Join`` other ranks wait for the step, and must hear that it is skipped. So there the optimizer
+    says that it handles scaling itself, as fused ones do. The scaler then sets ``found_inf`` and
+    ``grad_scale``, and calls ``step()`` in any case. Some scalers hand themselves to ``step()``. This module
+    is for these two.
 """
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import FrameType
 
 import torch
 from torch import Tensor
@@ -25,7 +32,7 @@ class Scaling:
     Args:
         found_inf: 0-d, above zero if it found an infinity in this rank's gradients.
         scale: what the gradients have yet to be divided by; None if that has been done.
-        scaler: to be told of an infinity on another rank; None if it is not known.
+        scaler: to be told of an infinity on another rank; None if it set attributes of the optimizer.
     """
 
     found_inf: Tensor
@@ -49,7 +56,7 @@ class Scaling:
         found_inf, scale = vars(optimizer).get("found_inf"), vars(optimizer).get("grad_scale")
         if found_inf is None:
             return None
-        return cls(found_inf, scale, _calling_scaler(inspect.currentframe()))
+        return cls(found_inf, scale, None)
 
     @property
     def word(self) -> Word:
@@ -138,13 +145,3 @@ def _ask_scaler(
     for flag in flags[1:]:
         found = found + brought_to(flag, found.device)
     return found, None if is_unscaled else scaler._get_scale_async(), scaler
-
-
-def _calling_scaler(frame: FrameType | None) -> torch.amp.GradScaler | None:
-    """Find the scaler that is stepping an optimizer; the argument by which it came is deprecated."""
-    while frame is not None:
-        candidate = frame.f_locals.get("self")
-        if isinstance(candidate, torch.amp.GradScaler):
-            return candidate
-        frame = frame.f_back
-    return None

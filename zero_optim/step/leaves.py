@@ -101,6 +101,11 @@ class Leaves:
             self.kept.update(bucket.kept())
 
     @property
+    def owned(self) -> Collection[Tensor]:
+        """The parameters of which this rank owns all rows, or some."""
+        return self._pieces.keys()
+
+    @property
     def has_apart(self) -> bool:
         """Whether some parameters have their rows elsewhere; the same on every rank."""
         return len(self._apart) > 0

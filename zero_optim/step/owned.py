@@ -14,6 +14,7 @@ from zero_optim.plan.pieces import Piece
 from zero_optim.step.averages import EMA, OLD_EMA, WeightAverage
 from zero_optim.step.leaves import MASTER, OLD_MASTER, Leaves
 from zero_optim.step.local import LocalOptimizer
+from zero_optim.step.partial import make_plain
 from zero_optim.step.portions import KeptState
 from zero_optim.step.spec import OptimizerSpec
 from zero_optim.step.state_view import OwnedStateView
@@ -103,6 +104,7 @@ class OwnedState:
 
     def run(self, work: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401 - what work returns
         """Let the optimizers change the leaves, and the leaves their parameters, even if the work raises."""
+        make_plain(self.leaves.owned)
         if self._kept is not None and work == self.local.step:
             groups, closure = args
             assert closure is None  # see `takes_closures`

@@ -7,12 +7,19 @@ Note [Partial gradients]
     So a tensor stands there that has the parameter's shape and device, and no memory. It holds the rows that
     this rank owns, if any, and has their dtype. An operator that treats each element alone, in place, works
     on those rows. Every other one raises. What is None after a backward pass is None on every rank.
+
+Note [Infinities in sharded gradients]
+    ``GradScaler`` looks for infinities in this rank's gradients, by one operator for each device and dtype.
+    Where gradients are sharded, an infinity is on one rank alone, and all have to skip the step. So partial
+    gradients answer that operator with a collective, which tells every rank's scaler what any has found. All
+    ranks must call it, also one that owns every gradient of a dtype, whole: hence `OwnedGradient`.
 """
 
+import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,10 +27,14 @@ from torch import Tensor
 from zero_optim.compat.streams import HostCopy, copy_to
 from zero_optim.plan.pieces import Pieces, owned_by_text
 
+Agree: TypeAlias = Callable[[Tensor], None]  # a bound method; its object is not kept
+
+_UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
+
 # In place, each element alone, with numbers or 0-d tensors beside the gradients.
 _PER_ELEMENT = frozenset(
     {
-        "_amp_foreach_non_finite_check_and_unscale_",
+        _UNSCALE,
         "clamp_",
         "clamp_max_",
         "clamp_min_",
@@ -57,6 +68,7 @@ class PartialGradient(Tensor):
         name: of the parameter, for messages.
         dtype: of the rows, on all ranks; None for that of the parameter.
         comes: the rows are on the host; waits until they have come. None if they are where the parameter is.
+        agree: tells all ranks what a scaler has found, see Note [Infinities in sharded gradients].
 
     Attributes:
         is_of_sparse: the reduced gradient is sparse.
@@ -73,6 +85,7 @@ class PartialGradient(Tensor):
         name: str,
         dtype: torch.dtype | None = None,
         comes: Callable[[], None] | None = None,
+        agree: Agree | None = None,
     ) -> "PartialGradient":
         """Make the tensor without memory."""
         make: Any = Tensor._make_wrapper_subclass
@@ -91,8 +104,10 @@ class PartialGradient(Tensor):
         name: str,
         dtype: torch.dtype | None = None,
         comes: Callable[[], None] | None = None,
+        agree: Agree | None = None,
     ) -> None:
         """Keep the rows."""
+        self.agree = None if agree is None else weakref.WeakMethod(agree)
         self._rows = piece
         self._comes = comes
         self._dtype = param.dtype if dtype is None else dtype
@@ -145,7 +160,7 @@ class PartialGradient(Tensor):
 
     def _with(self, piece: Tensor | None) -> "PartialGradient":
         made = PartialGradient(self, self._pieces, piece, self._name, comes=self._comes)
-        made.is_of_sparse = self.is_of_sparse
+        made.is_of_sparse, made.agree = self.is_of_sparse, self.agree
         return made
 
     def drop(self) -> None:
@@ -228,7 +243,71 @@ def _run_on_many(
         ]
         with _brought(func, args, on_host=on_host) as near:
             result = func([tensor for _, tensor in some], *near, **kwargs)
+    if name == _UNSCALE:
+        _agree(grads, beside[0])
     return result
+
+
+class OwnedGradient(Tensor):
+    """A whole gradient that no other rank has: an ordinary tensor, but for what a scaler does to it.
+
+    See Note [Infinities in sharded gradients]. It is plain again when the optimizer steps.
+    """
+
+    agree: "weakref.WeakMethod[Agree]"
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,  # noqa: ANN401 - PyTorch's
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - what the operator returns
+        """Run an operator as on any tensor; one that looks for infinities is followed by an agreement."""
+        result = torch._C._disabled_torch_function_impl(func, types, tuple(args), kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name == _UNSCALE:
+            if not any(isinstance(grad, PartialGradient) for grad in args[0]):  # else these have agreed
+                _agree(args[0], args[1])
+        elif name in ("_values", "coalesce"):  # of a sparse one, which a scaler looks at
+            result.__class__, result.agree = OwnedGradient, args[0].agree
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Copy to an ordinary tensor."""
+        return copy.deepcopy(self.detach(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401 - as there
+        """Pickle as an ordinary tensor."""
+        plain: Any = self.detach()
+        return plain.__reduce_ex__(protocol)
+
+
+def owned(grad: Tensor, agree: Agree | None) -> Tensor:
+    """Make a whole gradient, in place, one that no other rank has; nothing without ``agree``."""
+    if agree is not None:
+        grad.__class__ = OwnedGradient
+        grad.agree = weakref.WeakMethod(agree)  # type: ignore[attr-defined] # it is one now
+    return grad
+
+
+def make_plain(params: Iterable[Tensor]) -> None:
+    """Make the gradients of some parameters ordinary tensors, in place, where they are whole."""
+    for param in params:
+        grad: Any = param.grad
+        if type(grad) is OwnedGradient:
+            grad.__class__ = Tensor
+
+
+def _agree(grads: Iterable[Tensor], found_inf: Tensor) -> None:
+    """Tell all ranks what a scaler has found in a list of gradients, once."""
+    for grad in grads:
+        reference = grad.agree if isinstance(grad, PartialGradient | OwnedGradient) else None
+        agree = None if reference is None else reference()
+        if agree is not None:
+            agree(found_inf)
+            return
 
 
 @contextmanager

@@ -24,6 +24,10 @@ class Word(IntFlag):
     DEAF = 4  # if another rank finds one, its scaler cannot be told
     FAILED = 8  # something raised there
     CLIPS = 16  # it clips gradients, and steps later
+    UNSCALES = 32  # its scaler looks for infinities, and it steps later
+
+
+_BEFORE_STEP = Word.CLIPS | Word.UNSCALES | Word.JOINED
 
 
 def exchange(
@@ -45,7 +49,7 @@ def exchange(
 
     Raises:
         Exception: on every rank, the failure of any, see `failing_together`.
-        RuntimeError: likewise, some active ranks clip and others step.
+        RuntimeError: likewise, active ranks are in different calls: some clip, for example, and others step.
     """
     word |= Word.NOTHING if failure is None else Word.FAILED
     mine = to_device(bytes_to_tensor(bytes([word])), group.device)
@@ -57,13 +61,12 @@ def exchange(
         with failing_together(group):
             if failure is not None:
                 raise failure
-    clipping = ranks_that(words, Word.CLIPS)
-    stepping = [rank for rank, each in enumerate(words) if not each & (Word.CLIPS | Word.JOINED)]
-    if clipping and stepping:
-        raise RuntimeError(
-            f"inside Join ranks {clipping} called clip_grad_norm_(), and ranks {stepping} stepped: every "
-            "rank that has inputs left must clip"
-        )
+    clipping, unscaling = ranks_that(words, Word.CLIPS), ranks_that(words, Word.UNSCALES)
+    stepping = [rank for rank, each in enumerate(words) if not each & _BEFORE_STEP]
+    in_call = {"called clip_grad_norm_()": clipping, "unscaled gradients": unscaling, "stepped": stepping}
+    told = [f"ranks {ranks} {call}" for call, ranks in in_call.items() if ranks]
+    if len(told) > 1:
+        raise RuntimeError(f"inside Join {', and '.join(told)}: every rank that has inputs left must do all")
     return words
 
 
@@ -74,10 +77,11 @@ def is_skipped_by_all(words: Sequence[Word]) -> bool:
         RuntimeError: on every rank, a scaler cannot be told: its scale would drift from the others'.
     """
     infinite = ranks_that(words, Word.INFINITE)
-    if infinite and set(ranks_that(words, Word.DEAF)) - set(infinite):
+    deaf = sorted({*ranks_that(words, Word.DEAF)} - {*infinite})
+    if infinite and deaf:
         raise RuntimeError(
-            "a rank found an infinite gradient, and on another one the scaler to tell is not a "
-            "torch.amp.GradScaler"
+            f"the scalers of ranks {infinite} found an infinite gradient, those of ranks {deaf} did not, and "
+            "would go on with another scale: reduce gradients before a scaler looks at them, as DDP does"
         )
     return bool(infinite)
 

@@ -1,0 +1,301 @@
+"""A `GradScaler` and all who watch its protocol see what is true: a step is skipped by all ranks or none.
+
+A step that is skipped is not reached, as with the classes of ``torch.optim``.
+"""
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from pool import Ranks
+from training import assert_same_bits, make_params, params_of, set_grads
+from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel
+from zero_optim.errors import RankMismatchError
+from zero_optim.hooks import reduce_to_owners
+from zero_optim.step.partial import OwnedGradient, PartialGradient
+
+TorchDDP = nn.parallel.DistributedDataParallel
+
+
+class Net(nn.Module):
+    """Gives a loss. One element of one gradient is what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 4)
+
+    def forward(self, inputs: Tensor, gradient: float) -> Tensor:
+        outputs: Tensor = self.last(self.first(inputs).relu())
+        return outputs.square().mean() + gradient * self.last.bias[0]
+
+
+def to_owners(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> nn.Module:
+    wrapped = TorchDDP(model)
+    wrapped.register_comm_hook(None, reduce_to_owners(optimizer))
+    return wrapped
+
+
+WRAPPERS: dict[str, Callable[[Any, ZeroRedundancyOptimizer], nn.Module]] = {
+    "PyTorch's DDP": lambda model, _: TorchDDP(model),
+    "DDP": lambda model, _: DistributedDataParallel(model),
+    "gradients sharded": ShardedDataParallel,
+    "gradients to owners": to_owners,
+    "fully sharded": FullyShardedDataParallel,
+}
+
+
+def new_scaler(kind: Any = torch.amp.GradScaler) -> torch.amp.GradScaler:
+    made: torch.amp.GradScaler = kind("cpu", init_scale=2.0**8, growth_interval=2)
+    return made
+
+
+def sharded_adamw(model: nn.Module) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.05)
+
+
+def note_steps(optimizer: torch.optim.Optimizer) -> list[int]:
+    """Count the calls of ``step`` as accelerate does: by an attribute of the optimizer."""
+    calls, step = [0], optimizer.step
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        return step(*args, **kwargs)
+
+    optimizer.step = counted  # type: ignore[method-assign]
+    return calls
+
+
+def train(
+    wrapped: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, unscales: bool
+) -> list[tuple[int, float]]:
+    """Two of five steps have an infinity on the last rank; gives calls of ``step`` and the scale, by step."""
+    calls, told = note_steps(optimizer), []
+    for step in range(5):
+        inputs = torch.randn(3, 6, generator=torch.Generator().manual_seed(step))
+        is_last = dist.get_rank() == dist.get_world_size() - 1
+        gradient = math.inf if step in (1, 2) and is_last else 0.5
+        optimizer.zero_grad()
+        scaler.scale(wrapped(inputs, gradient)).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        told.append((calls[0], scaler.get_scale()))
+    return told
+
+
+def scales_alike(way: str, unscales: bool, kind: Any = torch.amp.GradScaler) -> None:
+    plain = TorchDDP(Net())
+    expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=0.05), new_scaler(), unscales)
+    assert [calls for calls, _ in expected] == [1, 1, 1, 2, 3]
+    model = Net()
+    optimizer = sharded_adamw(model)
+    wrapped = WRAPPERS[way](model, optimizer)
+    assert train(wrapped, optimizer, new_scaler(kind), unscales) == expected
+    assert not {"found_inf", "grad_scale"} & set(vars(optimizer))
+    got = wrapped.state_dict().values() if way == "fully sharded" else model.parameters()
+    assert_same_bits([value.detach() for value in got], list(plain.parameters()))
+
+
+@pytest.mark.parametrize("unscales", [False, True], ids=["step", "unscale_"])
+@pytest.mark.parametrize("way", WRAPPERS)
+def test_a_step_that_a_scaler_skips_is_not_reached_on_any_rank(
+    ranks2: Ranks, way: str, unscales: bool
+) -> None:
+    ranks2.run(scales_alike, way, unscales)
+
+
+@pytest.mark.parametrize("way", ["DDP", "gradients sharded"])
+def test_pytorchs_scaler_for_shards_comes_to_the_same(ranks2: Ranks, way: str) -> None:
+    ranks2.run(scales_alike, way, True, ShardedGradScaler)
+
+
+def says_that_the_scaler_decides(way: str) -> None:
+    model = Net()
+    optimizer = sharded_adamw(model)
+    wrapped = WRAPPERS[way](model, optimizer)
+    assert not optimizer._step_supports_amp_scaling
+    wrapped(torch.ones(1, 6), 0.5).backward()
+    assert not optimizer._step_supports_amp_scaling
+
+
+def test_the_optimizer_tells_whoever_asks_that_the_scaler_decides(ranks2: Ranks) -> None:
+    for way in WRAPPERS:
+        ranks2.run(says_that_the_scaler_decides, way)
+
+
+# ---------------------------------------------------------------------- who owns what
+
+
+class Odd(nn.Module):
+    """One rank owns all that trains, or all of a dtype; or the only gradients are sparse."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(4, 3, sparse=True) if kind == "sparse" else None
+        self.small = nn.Linear(3, 1, bias=False, dtype=torch.float64) if kind != "sparse" else None
+        self.large = nn.Linear(3, 40) if kind == "dtypes" else None
+
+    def forward(self, gradient: float) -> Tensor:
+        if self.table is not None:
+            rows: Tensor = self.table(torch.tensor([1, 1, 2]))
+            return (rows * gradient).sum()
+        assert self.small is not None
+        loss: Tensor = self.small(torch.full((1, 3), gradient, dtype=torch.float64)).sum()
+        return loss if self.large is None else loss + self.large(torch.ones(1, 3)).square().mean()
+
+
+def skips_where_one_rank_owns_all(kind: str) -> None:
+    model = Odd(kind)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    wrapped, scaler = ShardedDataParallel(model, optimizer), new_scaler()
+    for step in range(3):
+        before = [param.detach().clone() for param in model.parameters()]
+        optimizer.zero_grad()
+        scaler.scale(wrapped(math.inf if step == 1 and dist.get_rank() == 1 else 0.5)).backward()
+        if step == 0:
+            kinds = {type(param.grad) for param in model.parameters()}
+            assert kinds == {OwnedGradient} or PartialGradient in kinds
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == (2.0**8 if step == 0 else 2.0**7)
+        assert (step == 1) == all(map(torch.equal, model.parameters(), before))
+
+
+@pytest.mark.parametrize("kind", ["dense", "dtypes", "sparse"])
+def test_an_infinity_is_heard_of_where_one_rank_owns_every_gradient_of_a_kind(
+    ranks2: Ranks, kind: str
+) -> None:
+    ranks2.run(skips_where_one_rank_owns_all, kind)
+
+
+def skips_with_gradients_dropped() -> None:
+    """Some recipes drop the gradients of a layer after the backward pass: here all but those of one rank."""
+    model = Net()
+    optimizer = sharded_adamw(model)
+    wrapped, scaler = ShardedDataParallel(model, optimizer), new_scaler()
+    owners = optimizer.owners()
+    scaler.scale(wrapped(torch.ones(1, 6), math.inf if dist.get_rank() == 0 else 0.5)).backward()
+    for param in model.parameters():
+        if owners[param] != owners[model.last.bias]:
+            param.grad = None
+    calls = note_steps(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert (calls, scaler.get_scale()) == ([0], 2.0**7)
+
+
+def test_an_infinity_is_heard_of_when_gradients_have_been_dropped(ranks2: Ranks) -> None:
+    ranks2.run(skips_with_gradients_dropped)
+
+
+def whole_gradients_are_tensors() -> None:
+    model = Net()
+    optimizer = sharded_adamw(model)
+    wrapped = ShardedDataParallel(model, optimizer)
+    wrapped(torch.ones(1, 6), 0.5).backward()
+    grads = [param.grad for param in optimizer.owned_parameters()]
+    assert grads
+    for grad in grads:
+        assert isinstance(grad, OwnedGradient)
+        assert type(grad * 2) is Tensor
+        for copied in (copy.deepcopy(grad), pickle.loads(pickle.dumps(grad))):
+            assert type(copied) is Tensor
+            assert torch.equal(copied, grad)
+    optimizer.step()
+    assert all(type(grad) is Tensor for grad in grads)
+
+
+def test_a_gradient_that_its_owner_alone_has_is_an_ordinary_tensor_to_all_others(ranks2: Ranks) -> None:
+    ranks2.run(whole_gradients_are_tensors)
+
+
+# ---------------------------------------------------------------------- gradients that nobody reduces
+
+
+def skips_alone() -> None:
+    params = make_params()
+    optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
+    scaler = new_scaler()
+
+    def step(number: int) -> None:
+        set_grads(params_of(optimizer), number)
+        scaler.scale(torch.ones(()))
+        if number == 1 and dist.get_rank() == 1:
+            params[0].grad.fill_(math.inf)  # type: ignore[union-attr]
+        scaler.step(optimizer)
+        scaler.update()
+
+    step(0)
+    if dist.get_rank() == 1:
+        step(1)
+    with pytest.raises(RankMismatchError, match=r"infinity on some ranks alone\. .*ShardedGradScaler"):
+        step(1 + dist.get_rank())
+
+
+def test_a_step_that_one_rank_alone_skips_raises_on_every_rank_in_the_next_one(ranks2: Ranks) -> None:
+    ranks2.run(skips_alone)
+
+
+# ---------------------------------------------------------------------- Join
+
+
+def joins(unscales: bool) -> float:
+    """Rank 0 has two batches, the others four; one of them finds an infinity in the last but one."""
+    rank, model = dist.get_rank(), Net()
+    optimizer = sharded_adamw(model)
+    wrapped, scaler = ShardedDataParallel(model, optimizer), new_scaler()
+    with Join([wrapped, optimizer]):
+        for step in range(2 if rank == 0 else 4):
+            before = [param.detach().clone() for param in model.parameters()]
+            optimizer.zero_grad()
+            gradient = math.inf if step == 2 and rank == 2 else 0.5
+            scaler.scale(wrapped(torch.full((1, 6), float(step + rank)), gradient)).backward()
+            if unscales:
+                scaler.unscale_(optimizer)
+                optimizer.clip_grad_norm_(0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            assert (step == 2) == all(map(torch.equal, model.parameters(), before)), step
+    for param in model.parameters():
+        other = param.detach().clone()
+        dist.broadcast(other, 0)
+        assert torch.equal(other, param)
+    return scaler.get_scale()
+
+
+@pytest.mark.parametrize("unscales", [False, True], ids=["step", "unscale_"])
+def test_inside_join_the_scalers_of_active_ranks_hear_of_each_other(ranks3: Ranks, unscales: bool) -> None:
+    assert ranks3.run(joins, unscales) == [2.0**9, 2.0**8, 2.0**8]
+
+
+def join_in_different_calls() -> None:
+    model = Net()
+    optimizer = sharded_adamw(model)
+    wrapped, scaler = ShardedDataParallel(model, optimizer), new_scaler()
+
+    def iterate() -> None:
+        with Join([wrapped, optimizer]):
+            scaler.scale(wrapped(torch.ones(1, 6), 0.5)).backward()
+            if dist.get_rank() == 0:
+                optimizer.clip_grad_norm_(1.0)
+            scaler.unscale_(optimizer)
+
+    with pytest.raises(RuntimeError, match=r"ranks \[0\] called clip_grad_norm_.. and ranks \[1\] unscaled"):
+        iterate()
+
+
+def test_inside_join_ranks_that_clip_and_ranks_that_unscale_raise(ranks2: Ranks) -> None:
+    ranks2.run(join_in_different_calls)
