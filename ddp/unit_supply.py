@@ -58,8 +58,8 @@ class UnitSupply:
                 bucket.coming = self.gathers.start(bucket, stamps, purpose)
 
     def start_gather_of(self, bucket: ParamBucket) -> Pending:
-        """Start the gather of a bucket that somebody has asked for."""
-        return self.gathers.start(bucket)
+        """Start the gather of what owners keep of a bucket, which somebody has asked for."""
+        return self.gathers.start(bucket, purpose=Purpose.AS_KEPT)
 
     def fetch(self, number: int | None, purpose: Purpose, *, tells: bool = False) -> None:
         """Start the gather of the unit that comes next, if it is known; see `start`."""
@@ -73,15 +73,22 @@ class UnitSupply:
             RankMismatchError: another rank has gathered something else. The unit is freed.
         """
         self.start(unit, purpose, tells=tells)
-        for bucket in unit.buckets:
-            bucket.arrive()
         try:
+            for bucket in unit.buckets:
+                bucket.arrive()
             self.gathers.check()
         except RankMismatchError:
+            self._forget()
             self.free(unit)
             raise
         if tells:
             self.stamps.look()
+
+    def _forget(self) -> None:
+        """Forget what is on its way: ranks have started different gathers, so it may never come."""
+        for unit in self.units:
+            for bucket in unit.buckets:
+                bucket.coming = None
 
     def free(self, unit: Unit) -> None:
         """Free a unit, except what somebody has pinned."""

@@ -103,8 +103,11 @@ class RankGroup(Ranks):
             if handle is not None
         ]
 
-    def _looks_up(self, device: torch.device) -> bool:
-        """Whether waits for collectives look up, see Note [Waits that nothing ends] in `unended`."""
+    def is_gloo_on_cpu(self, device: torch.device) -> bool:
+        """Whether gloo sends tensors of a device that the CPU has finished; does not communicate.
+
+        Waits for its collectives look up then: Note [Waits that nothing ends] in `unended`.
+        """
         return self.backend_of(device) == "gloo" and not is_asynchronous(device)
 
     def _nbytes_sent(self, row: Tensor, source: int) -> int:
@@ -212,7 +215,7 @@ class RankGroup(Ranks):
         return gathered
 
     def _gather(self, rows: list[Tensor], mine: Tensor, record: Record) -> None:
-        looks_up = self._looks_up(mine.device)
+        looks_up = self.is_gloo_on_cpu(mine.device)
         handle = dist.all_gather(rows, mine, group=self.process_group, async_op=looks_up)
         if isinstance(handle, dist.Work):
             record.group.wait_for(handle)
@@ -264,15 +267,56 @@ class RankGroup(Ranks):
             return self._exchange_at_once(pieces, received, lanes[0]), received
         if mine.device.type != "cpu":
             return self._exchange_packed(pieces, received, lanes[0])
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        sends, receives = ([(rank, of_rank[rank]) for rank in others] for of_rank in (pieces, received))
+        return [self._start_paired(sends, receives, lanes)], received
+
+    def _start_paired(
+        self,
+        sends: Iterable[tuple[int, Tensor]],
+        receives: Iterable[tuple[int, Tensor]],
+        lanes: "Sequence[RankGroup]",
+        tag: int = 0,
+    ) -> Paired:
+        """Start to send tensors to ranks, and to receive some, on the lanes of those that send."""
+        mine, is_small = lanes[self.rank % len(lanes)].process_group, True
         sent: list[dist.Work | None] = []
         came: list[dist.Work | None] = []
-        for rank in range(self.size):
-            if rank != self.rank:
-                there, back = lanes[self.rank % len(lanes)], lanes[rank % len(lanes)]
-                sent.append(dist.isend(pieces[rank], self._global(rank), group=there.process_group))
-                came.append(dist.irecv(received[rank], self._global(rank), group=back.process_group))
-        is_small = all(piece.nbytes <= SMALL for piece in pieces)
-        return [Paired(_all_made(sent), _all_made(came), is_small=is_small)], received
+        for rank, tensor in sends:
+            sent.append(dist.isend(tensor, self._global(rank), group=mine, tag=tag))
+            is_small = is_small and tensor.nbytes <= SMALL
+        for rank, tensor in receives:
+            lane = lanes[rank % len(lanes)].process_group
+            came.append(dist.irecv(tensor, self._global(rank), group=lane, tag=tag))
+        return Paired(_all_made(sent), _all_made(came), is_small=is_small)
+
+    def spread_rows(
+        self, rows: Sequence[tuple[int, Tensor]], lanes: "Sequence[RankGroup]", tag: int, about: str = ""
+    ) -> list[Waitable]:
+        """Start to send each row from its owner to the other ranks, where gloo sends it; all ranks call.
+
+        As `broadcast_rows`, but rows of different tags never meet: gloo ends the process, from a thread of
+        its own, where rows that meet differ in length. Owners send to all ranks themselves.
+
+        Args:
+            rows: (owner, 1-D tensor) in the same order on every rank, all on the CPU.
+            lanes: groups of the same ranks. Owner r sends on lane r modulo their number.
+            tag: the same on every rank, from 1 to 2**31 - 2. Where it is not, nothing arrives.
+            about: what the rows belong to, for messages.
+
+        Returns:
+            The handle, for whoever reads the rows; none in a group of one.
+        """
+        if self.size == 1 or not rows:
+            return []
+        record, device = self.begin_work(about), rows[0][1].device
+        octets = [(owner, row.view(torch.uint8)) for owner, row in rows]  # as `_broadcast` sends them
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        sends = [(rank, row) for owner, row in octets if owner == self.rank for rank in others]
+        with record.starting():
+            handle = self._start_paired(sends, [pair for pair in octets if pair[0] != self.rank], lanes, tag)
+        self.phase.sent(sum(row.nbytes for _, row in sends), len(rows))
+        return self.works_of([handle], record, device)
 
     def _exchange_at_once(
         self, pieces: Sequence[Tensor], received: list[Tensor], lane: "RankGroup"
@@ -311,7 +355,7 @@ class RankGroup(Ranks):
         works = _all_made(made)
         self.phase.sent(staged.nbytes * len(works), len(works))
         with self.phase.held_up(), record.waiting():
-            if self._looks_up(staged.device):
+            if self.is_gloo_on_cpu(staged.device):
                 record.group.wait_for(Paired(works))
             else:
                 for work in works:
@@ -338,7 +382,7 @@ class RankGroup(Ranks):
             work = dist.isend(tensor, self._global(to), group=self.process_group)
         self.phase.sent(tensor.nbytes)
         handle = Paired(_all_made([work]))
-        return Work(handle, self.phase, record, looks_up=self._looks_up(tensor.device))
+        return Work(handle, self.phase, record, looks_up=self.is_gloo_on_cpu(tensor.device))
 
     def start_recv(self, tensor: Tensor, source: int) -> Waitable:
         """Start to fill a contiguous tensor of the CPU, on gloo, with what ``source`` sends."""
