@@ -73,27 +73,29 @@ class UnitSupply:
             RankMismatchError: another rank has gathered something else. The unit is freed.
         """
         self.start(unit, purpose, tells=tells)
-        try:
+        with self._forgetting(unit):
             for bucket in unit.buckets:
                 bucket.arrive()
             self.gathers.check()
-        except RankMismatchError:
-            self._forget()
-            self.free(unit)
-            raise
         if tells:
             self.stamps.look()
 
-    def _forget(self) -> None:
-        """Forget what is on its way: ranks have started different gathers, so it may never come."""
-        for unit in self.units:
-            for bucket in unit.buckets:
+    @contextmanager
+    def _forgetting(self, unit: Unit) -> Iterator[None]:
+        """Free a unit where ranks gather different parts, and forget all others: they may never come."""
+        try:
+            yield
+        except RankMismatchError:
+            for bucket in (bucket for each in self.units for bucket in each.buckets):
                 bucket.coming = None
+            self.free(unit)
+            raise
 
     def free(self, unit: Unit) -> None:
         """Free a unit, except what somebody has pinned."""
-        for bucket in unit.buckets:
-            bucket.free()
+        with self._forgetting(unit):
+            for bucket in unit.buckets:
+                bucket.free()
 
     def free_fetched(self) -> None:
         """Free what was fetched and not needed."""

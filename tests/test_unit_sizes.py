@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from stalling import outcomes
 from test_crosswise_runs import soon
-from test_unit_marks import WHAT, said
+from test_unit_marks import WHAT, check, said
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import FullyShardedDataParallel, PrecisionPolicy
 
@@ -111,6 +111,8 @@ def another_branch_in_training() -> None:
     model, _, step = trained(find_unused_parameters=True)
     model.left_out = 1 + dist.get_rank()
     step()
+    model.left_out = None
+    step()
 
 
 def an_error_in_forward() -> None:
@@ -163,7 +165,7 @@ CASES = [
 def test_ranks_that_gather_units_of_different_sizes_raise(differs: Callable[[], None], size: int) -> None:
     ended = outcomes(size, said, differs)
     assert all(outcome.exitcode == 0 for outcome in ended), ended
-    assert all(str(outcome.said).startswith(WHAT) for outcome in ended), ended
+    check(ended)
 
 
 def test_ranks_of_a_replica_that_gather_units_of_different_sizes_raise() -> None:
@@ -173,7 +175,7 @@ def test_ranks_of_a_replica_that_gather_units_of_different_sizes_raise() -> None
 def test_where_a_rank_ends_its_broken_pass_and_others_gather_all_raise() -> None:
     ended = outcomes(2, said, an_error_in_the_model_in_backward)
     assert all(outcome.exitcode == 0 for outcome in ended), ended
-    assert all(str(outcome.said).startswith((WHAT, "StalledError: ")) for outcome in ended), ended
+    assert all(str(outcome.said).startswith((WHAT, "StalledError")) for outcome in ended), ended
 
 
 def gathers_after_a_difference() -> list[str]:
