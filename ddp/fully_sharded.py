@@ -52,6 +52,7 @@ from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.shard.claims import first_claim
 from zero_optim.shard.unit_forms import UnitForms
 from zero_optim.shard.unit_gathers import GathersFromOwners, GathersInReplicas, UnitGathers
+from zero_optim.shard.unit_marks import UnitMarks
 from zero_optim.shard.unit_stamps import UnitStamps
 from zero_optim.shard.units import UnitBucket
 
@@ -269,7 +270,7 @@ class FullyShardedDataParallel(ShardedDataParallel):
         else:
             units.supply.use(ranks, gathers, stamps)
         units.places = reducer.places = self._launch_places(reducer, units)
-        self._handles = hook_params(units, choice.unit_of, reducer.params)
+        self._handles = hook_params(units, reducer.params)
         return reducer
 
     def _in_no_unit(self) -> Collection[Tensor]:
@@ -289,15 +290,14 @@ class FullyShardedDataParallel(ShardedDataParallel):
     def _unit_gathers(self, reducer: Reducer, stamps: UnitStamps) -> UnitGathers:
         """Choose how units are gathered; all ranks call, and it communicates."""
         ranks, mesh, claim = self._optimizer.ranks, self._mesh, self._chosen.claim
+        names = [f"unit {name}" if name else OUTERMOST for name in self._chosen.choice.names]
+        units = list(zip(names, claim.buckets, strict=True))
         if mesh is None or not mesh.splits_state:
-            names = [f"unit {name}" if name else OUTERMOST for name in self._chosen.choice.names]
-            units = list(zip(names, claim.buckets, strict=True))
-            return GathersFromOwners.of(ranks, lanes_for_rows(ranks, claim.units), units)
+            return GathersFromOwners(ranks, lanes_for_rows(ranks, claim.units), UnitMarks(units, ranks))
         inner, across = (
             lanes_for_rows(replace(part, phase=ranks.phase), claim.units)
             for part in (mesh.inner, mesh.across)
         )
-        buckets = [bucket for of_unit in claim.buckets for bucket in of_unit]
         found = weakref.ref(reducer)
 
         def num_reduced() -> int:
@@ -305,7 +305,7 @@ class FullyShardedDataParallel(ShardedDataParallel):
             return 0 if reducer is None else reducer.history.num_passes
 
         keeping = self._optimizer.row_keeping
-        return GathersInReplicas(mesh, inner, across, buckets, stamps, reducer.params, num_reduced, keeping)
+        return GathersInReplicas(mesh, inner, across, units, stamps, reducer.params, num_reduced, keeping)
 
     def _change_optimizer(self, optimizer: ZeroRedundancyOptimizer) -> None:
         """Reduce gradients for an optimizer that has come later; all ranks call, and it communicates."""
@@ -377,7 +377,8 @@ def _units(choice: UnitChoice, buckets: Sequence[list[UnitBucket]], trained: Seq
     units = []
     for number, (name, some) in enumerate(zip(choice.names, buckets, strict=True)):
         params = [param for bucket in some for param in bucket.params]
-        is_trained = all(param in index_of for param in params)
-        waits_for = frozenset(index_of[param] for param in params) if is_trained else frozenset[int]()
-        units.append(Unit(number, name or OUTERMOST, some, waits_for))
+        has_frozen = any(param not in index_of for param in params)
+        used = choice.modules[number].parameters() if has_frozen else params
+        waits_for = frozenset(index_of[param] for param in used if param in index_of)
+        units.append(Unit(number, name or OUTERMOST, some, waits_for, has_frozen))
     return units

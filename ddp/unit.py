@@ -9,6 +9,19 @@ from zero_optim.shard.units import UnitBucket
 OUTERMOST = "the outermost unit"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Passage:
+    """A call of a unit, as a backward pass goes through it.
+
+    Attributes:
+        num_inputs: inputs that require a gradient.
+        is_again: it computes activations again, in a backward pass.
+    """
+
+    num_inputs: int
+    is_again: bool
+
+
 @dataclass(slots=True, eq=False)
 class Unit:
     """The parameters of a unit.
@@ -18,17 +31,32 @@ class Unit:
         name: of its module.
         buckets: one for each dtype, and for frozen parameters.
         waits_for: indices of the parameters whose gradients must be there before it is freed in a backward
-            pass; none if some parameter is frozen, as nobody knows when that was used last.
+            pass: its own that are trained; where some are frozen, also those of units inside it.
+        has_frozen: some are frozen, so it also waits for the gradients of its inputs.
         depth: how many calls of its modules are under way.
         arrived: indices of the parameters whose gradients have come in this backward pass.
+        passages: calls whose outputs this backward pass has reached, each with how many of its inputs still
+            lack their gradients; 0 if none has one: then it stays whole until the end of the pass.
     """
 
     number: int
     name: str
     buckets: list[UnitBucket]
     waits_for: frozenset[int]
+    has_frozen: bool
     depth: int = 0
     arrived: set[int] = field(default_factory=set)
+    passages: dict["Passage", int] = field(default_factory=dict)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the backward pass under way needs it no more."""
+        return not self.passages and self.arrived >= self.waits_for
+
+    def forget_pass(self) -> None:
+        """Forget what has come in a backward pass."""
+        self.arrived.clear()
+        self.passages.clear()
 
     @property
     def params(self) -> list[Tensor]:

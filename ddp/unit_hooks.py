@@ -1,6 +1,6 @@
 """Hooks on modules and parameters that make units whole when they are used."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,9 +37,9 @@ class _Before:
     members: UnitMembers
 
     @eager
-    def __call__(self, *_: object) -> None:
+    def __call__(self, _: nn.Module, *inputs: object) -> None:
         """Make the unit whole."""
-        self.units.enter(self.unit)  # in any case, as the hook behind the call leaves it
+        self.units.enter(self.unit, inputs)  # in any case, as the hook behind the call leaves it
         if self.units.is_outermost_call and torch.is_grad_enabled() and not in_backward():
             self.members.check()
 
@@ -164,21 +164,18 @@ def hook_up(choice: UnitChoice, units: UnitsInUse) -> None:
                 _hook_state(module, units, units.units[number])
 
 
-def hook_params(
-    units: UnitsInUse, unit_of: Mapping[Tensor, int], trained: Sequence[Tensor]
-) -> list[RemovableHandle]:
+def hook_params(units: UnitsInUse, trained: Sequence[Tensor]) -> list[RemovableHandle]:
     """Register the hooks of the parameters whose gradients are waited for, behind those of the reducer.
 
     Args:
         units: what the hooks call.
-        unit_of: for each parameter the number of its unit.
         trained: the parameters, in the order of their indices.
     """
-    return [_hook_param(param, units, unit_of[param], index) for index, param in enumerate(trained)]
+    return [_hook_param(param, units, index) for index, param in enumerate(trained)]
 
 
 def _hook_calls(module: nn.Module, before: _Before) -> None:
-    module.register_forward_pre_hook(before, prepend=True)
+    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     module.register_forward_hook(_After(before.units, before.unit), always_call=True)
 
 
@@ -191,11 +188,11 @@ def _hook_state(module: nn.Module, units: UnitsInUse, unit: Unit) -> None:
     untyped.register_load_state_dict_post_hook(load.after)
 
 
-def _hook_param(param: Tensor, units: UnitsInUse, number: int, index: int) -> RemovableHandle:
+def _hook_param(param: Tensor, units: UnitsInUse, index: int) -> RemovableHandle:
     told = weakly(units.gradient_came)  # Python's garbage collection does not see the hooks of a tensor
 
     def came(_: Tensor) -> None:
-        told(number, index)
+        told(index)
 
     untyped: Any = param
     handle: RemovableHandle = untyped.register_post_accumulate_grad_hook(came)

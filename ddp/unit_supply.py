@@ -58,8 +58,8 @@ class UnitSupply:
                 bucket.coming = self.gathers.start(bucket, stamps, purpose)
 
     def start_gather_of(self, bucket: ParamBucket) -> Pending:
-        """Start the gather of a bucket that somebody has asked for."""
-        return self.gathers.start(bucket)
+        """Start the gather of what owners keep of a bucket, which somebody has asked for."""
+        return self.gathers.start(bucket, purpose=Purpose.AS_KEPT)
 
     def fetch(self, number: int | None, purpose: Purpose, *, tells: bool = False) -> None:
         """Start the gather of the unit that comes next, if it is known; see `start`."""
@@ -73,19 +73,28 @@ class UnitSupply:
             RankMismatchError: another rank has gathered something else. The unit is freed.
         """
         self.start(unit, purpose, tells=tells)
-        unit.arrive()
-        try:
+        with self._forgetting(unit):
+            unit.arrive()
             self.gathers.check()
-        except RankMismatchError:
-            self.free(unit)
-            raise
         if tells:
             self.stamps.look()
 
+    @contextmanager
+    def _forgetting(self, unit: Unit) -> Iterator[None]:
+        """Free a unit where ranks gather different parts, and forget all others: they may never come."""
+        try:
+            yield
+        except RankMismatchError:
+            for bucket in (bucket for each in self.units for bucket in each.buckets):
+                bucket.coming = None
+            self.free(unit)
+            raise
+
     def free(self, unit: Unit) -> None:
         """Free a unit, except what somebody has pinned."""
-        for bucket in unit.buckets:
-            bucket.free()
+        with self._forgetting(unit):
+            for bucket in unit.buckets:
+                bucket.free()
 
     def free_fetched(self) -> None:
         """Free what was fetched and not needed."""

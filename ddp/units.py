@@ -4,7 +4,8 @@ Note [When a unit is whole]
     A unit is gathered when one of its modules is called, and freed when the outermost call of them returns.
     The outermost unit of a training step stays, as the backward pass begins with it. In the backward pass a
     unit is gathered when the gradient of its output is there, and freed when all of its parameters have
-    theirs. At the end of the pass everything is freed. While activations are computed again
+    theirs. Frozen ones get none, so a unit with some waits also for the gradients of the tensors that its
+    module was called with. At the end of the pass everything is freed. While activations are computed again
     (checkpointing), nothing is freed when a call returns, as the backward pass needs it next.
 
     Each module that has parameters looks after its own unit, so a model's other methods, which call modules
@@ -30,7 +31,7 @@ from zero_optim.compat.engine import in_backward
 from zero_optim.ddp.graph import tensors_in
 from zero_optim.ddp.inbox import weakly, when_backward_ends
 from zero_optim.ddp.saved_reads import SavedReads
-from zero_optim.ddp.unit import Unit
+from zero_optim.ddp.unit import Passage, Unit
 from zero_optim.ddp.unit_order import UnitOrder
 from zero_optim.ddp.unit_supply import UnitSupply
 from zero_optim.shard.uncopied import Uncopied
@@ -53,10 +54,12 @@ class _Call(NamedTuple):
     Attributes:
         number: of the unit that it uses.
         guards: it has begun to watch what autograd saves.
+        passage: what a backward pass will go through; None where nobody waits for that.
     """
 
     number: int
     guards: bool
+    passage: Passage | None = None
 
 
 class UnitsInUse(Uncopied):
@@ -97,6 +100,10 @@ class UnitsInUse(Uncopied):
         self._backward = UnitOrder()
         self._num_backwards = 0
         self._calls: list[_Call] = []  # the outermost first
+        self._waiting: dict[int, list[Unit]] = {}  # by the parameter
+        for unit in units:
+            for index in unit.waits_for:
+                self._waiting.setdefault(index, []).append(unit)
         self._reads = SavedReads(units, weakly(self._output_reached), is_on=guards_reads)
         self.unfinished: list[Callable[[], None]] = []
         self.places: LaunchPlaces | None = None
@@ -131,15 +138,17 @@ class UnitsInUse(Uncopied):
         for unit in self.units:
             unit.depth = max((bucket.num_pins for bucket in unit.buckets), default=0)
 
-    def enter(self, unit: Unit, *, tells: bool = True) -> None:
+    def enter(self, unit: Unit, inputs: object = None, *, tells: bool = True) -> None:
         """Get ready for a call of a module with parameters of a unit, or of the unit's own.
 
         Args:
             unit: the unit.
+            inputs: what its module is called with.
             tells: the user calls it, and its gather tells what other ranks did differently, see
                 `UnitSupply.start`. If it raises, `leave` has to be called all the same.
         """
-        self._calls.append(_Call(unit.number, self._reads.begin()))
+        passage = self._watch_inputs(unit, inputs) if unit.has_frozen and not unit.depth else None
+        self._calls.append(_Call(unit.number, self._reads.begin(), passage))
         unit.depth += 1
         if unit.is_whole and (unit.depth > 1 or in_backward()):
             unit.arrive()  # perhaps it was gathered on another stream
@@ -168,15 +177,15 @@ class UnitsInUse(Uncopied):
             unit: the unit.
             output: of the call; None if it raised.
         """
-        outermost = self._calls[0].number
-        if self._calls.pop().guards:
+        outermost, call = self._calls[0].number, self._calls.pop()
+        if call.guards:
             self._reads.end()
         unit.depth -= 1
         if unit.depth:
             return
         keeps = False
         if torch.is_grad_enabled() and output is not None:
-            keeps = self._watch(unit, output, is_outermost=not self._calls)
+            keeps = self._watch(unit, output, call.passage, is_outermost=not self._calls)
         if in_backward():
             return
         order = self._forward.get(outermost, UnitOrder())
@@ -186,7 +195,20 @@ class UnitsInUse(Uncopied):
             order.end()
             self.supply.free_fetched()
 
-    def _watch(self, unit: Unit, output: object, *, is_outermost: bool) -> bool:
+    def _watch_inputs(self, unit: Unit, inputs: object) -> Passage | None:
+        """Have it known when all inputs of a call have their gradients."""
+        if not torch.is_grad_enabled() or (in_backward() and unit.passages):
+            return None
+        tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
+        passage, reached = Passage(len(tensors), in_backward()), weakly(self._input_reached)
+        for tensor in tensors:
+            untyped: Any = tensor
+            untyped.register_hook(lambda _: reached(unit.number, passage))
+        if passage.is_again:  # reentrant checkpointing goes back through what is computed now
+            unit.passages[passage] = passage.num_inputs
+        return passage
+
+    def _watch(self, unit: Unit, output: object, passage: Passage | None, *, is_outermost: bool) -> bool:
         """Have a unit made whole before the backward pass comes to it.
 
         Returns:
@@ -199,7 +221,7 @@ class UnitsInUse(Uncopied):
             place = None if self.places is None else self.places.returned()
             for tensor in tensors:
                 untyped: Any = tensor
-                untyped.register_hook(lambda _: reached(unit.number, place))
+                untyped.register_hook(lambda _: reached(unit.number, place, passage))
         return is_outermost or not found or self._is_kept(unit)
 
     def _is_kept(self, unit: Unit) -> bool:
@@ -212,12 +234,13 @@ class UnitsInUse(Uncopied):
 
     # ------------------------------------------------------------------ backward
 
-    def _output_reached(self, number: int, place: int | None = None) -> None:
+    def _output_reached(self, number: int, place: int | None = None, passage: Passage | None = None) -> None:
         """Make a unit whole, as the gradient of its output is there; called by the output's hook.
 
         Args:
             number: of the unit.
             place: of the call, see `LaunchPlaces`.
+            passage: of the call, if it has inputs whose gradients are waited for.
 
         Raises:
             RuntimeError: the pass is to be differentiated itself.
@@ -225,6 +248,21 @@ class UnitsInUse(Uncopied):
         if torch.is_grad_enabled():
             raise RuntimeError(_SECOND)
         self._need_in_backward(number, place)
+        if passage is not None:
+            passages = self.units[number].passages
+            for again in [other for other in passages if other.is_again]:  # it saved for this one
+                del passages[again]
+            passages[passage] = passage.num_inputs
+
+    def _input_reached(self, number: int, passage: Passage) -> None:
+        """Take note that an input has its gradient; called by its hook."""
+        unit = self.units[number]
+        if passage not in unit.passages:
+            return
+        unit.passages[passage] -= 1
+        if not unit.passages[passage]:
+            del unit.passages[passage]
+            self._free_if_done(unit)
 
     def _need_in_backward(self, number: int, place: int | None = None) -> None:
         """Make a unit whole in a backward pass, and fetch the next one."""
@@ -246,16 +284,14 @@ class UnitsInUse(Uncopied):
             broke_off = partial(weakly(self._break_off), self._num_backwards)
             when_backward_ends(weakly(self._end_backward), broke_off)
 
-    def gradient_came(self, number: int, index: int) -> None:
-        """Take note that a parameter has its gradient; called by its hook.
+    def gradient_came(self, index: int) -> None:
+        """Take note that a parameter has its gradient, by its index; called by its hook."""
+        for unit in self._waiting.get(index, ()):
+            unit.arrived.add(index)
+            self._free_if_done(unit)
 
-        Args:
-            number: of the unit.
-            index: of the parameter.
-        """
-        unit = self.units[number]
-        unit.arrived.add(index)
-        if unit.waits_for and unit.arrived >= unit.waits_for:
+    def _free_if_done(self, unit: Unit) -> None:
+        if unit.is_done:
             unit.arrived.clear()
             self.supply.free_unused([unit])
 
@@ -277,12 +313,12 @@ class UnitsInUse(Uncopied):
         if self.places is not None:
             self.places.end()
         for unit in self.units:
-            unit.arrived.clear()
+            unit.forget_pass()
 
     def free_all(self) -> None:
         """Free every unit that no call is using."""
         for unit in self.units:
-            unit.arrived.clear()
+            unit.forget_pass()
         self.supply.free_unused()
 
     # ------------------------------------------------------------------ on request

@@ -31,7 +31,7 @@ def parts_of_any_length(*, at_once: bool = False) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(row_sum, "LEAST_PART_NBYTES", 1))
         if at_once:
-            stack.enter_context(mock.patch.object(RankGroup, "sends_parts", return_value=False))
+            stack.enter_context(mock.patch.object(RankGroup, "is_gloo_on_cpu", return_value=False))
         yield
 
 

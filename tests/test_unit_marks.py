@@ -1,6 +1,7 @@
 """Ranks that gather different units of a fully sharded model raise, and say which; they never mix rows."""
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from stalling import Outcome, outcomes
 from zero_optim import RankMismatchError, ZeroRedundancyOptimizer
+from zero_optim.comm.collectives import RankGroup
 from zero_optim.ddp import FullyShardedDataParallel
 
 WHAT = "ranks gather different parts of a fully sharded model: "
@@ -94,6 +96,12 @@ def said(differs: Callable[[], None]) -> str:
     return "trained"
 
 
+def said_in_rows(differs: Callable[[], None]) -> str:
+    """Send as other backends do, which have no tags: the marks are in the rows."""
+    with mock.patch.object(RankGroup, "is_gloo_on_cpu", return_value=False):
+        return said(differs)
+
+
 def check(ended: list[Outcome], *parts: str) -> None:
     """One rank raises, with some words; the other too, or it hears that the first one has ended."""
     told = [outcome.said for outcome in ended if str(outcome.said).startswith(WHAT)]
@@ -138,3 +146,8 @@ def test_ranks_that_gather_different_units_raise_and_name_them(
     differs: Callable[[], None], parts: tuple[str, ...]
 ) -> None:
     check(outcomes(2, said, differs), *parts)
+
+
+@pytest.mark.parametrize("differs", [another_route_in_training, one_block_each, one_evaluation_more])
+def test_marks_in_the_rows_tell_the_same(differs: Callable[[], None]) -> None:
+    check(outcomes(2, said_in_rows, differs), "rank 0: ", "rank 1: ", " unit")

@@ -104,15 +104,18 @@ class RankGroup(Ranks):
             device: of the tensors.
         """
         is_late = is_asynchronous(device) and self.backend_of(device) != "gloo"
-        late_on, looks_up = device if is_late else None, self._looks_up(device)
+        late_on, looks_up = device if is_late else None, self.is_gloo_on_cpu(device)
         return [
             Work(handle, self.phase, record, late_on=late_on, looks_up=looks_up)
             for handle in handles
             if handle is not None
         ]
 
-    def _looks_up(self, device: torch.device) -> bool:
-        """Whether waits for collectives look up, see Note [Waits that nothing ends] in `unended`."""
+    def is_gloo_on_cpu(self, device: torch.device) -> bool:
+        """Whether gloo sends tensors of a device that the CPU has finished; does not communicate.
+
+        Waits for its collectives look up then: Note [Waits that nothing ends] in `unended`.
+        """
         return self.backend_of(device) == "gloo" and not is_asynchronous(device)
 
     def _nbytes_sent(self, row: Tensor, source: int) -> int:
@@ -243,7 +246,7 @@ class RankGroup(Ranks):
         return gathered
 
     def _gather(self, rows: list[Tensor], mine: Tensor, record: Record) -> None:
-        looks_up = self._looks_up(mine.device)
+        looks_up = self.is_gloo_on_cpu(mine.device)
         handle = dist.all_gather(rows, mine, group=self.process_group, async_op=looks_up)
         if isinstance(handle, dist.Work):
             record.group.wait_for(handle)
@@ -296,20 +299,16 @@ class RankGroup(Ranks):
         if mine.device.type != "cpu":
             return self._exchange_packed(pieces, received, lanes[0])
         self._count_exchange(lanes)
-        sent, came = self._send_each(pieces, lanes), self._receive_each(received, lanes)
-        is_small = all(piece.nbytes <= SMALL for piece in pieces)
-        return [Paired(sent, came, is_small=is_small)], received
-
-    def sends_parts(self, device: torch.device) -> bool:
-        """Whether `start_parts` serves tensors on a device: on gloo, for the CPU."""
-        return self.backend_of(device) == "gloo" and not is_asynchronous(device)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        sends, receives = ([(rank, of_rank[rank]) for rank in others] for of_rank in (pieces, received))
+        return [self._start_paired(sends, receives, lanes)], received
 
     def start_parts(
         self, parts: Sequence[Sequence[Tensor]], lanes: "Sequence[RankGroup]", about: str = ""
     ) -> tuple[Waitable, Callable[[Tensor], tuple[Waitable, list[Tensor]]]]:
         """Start sending some parts to each rank, which receives one part of every rank at a time.
 
-        All ranks call; see `sends_parts`.
+        All ranks call, where `is_gloo_on_cpu` holds.
 
         Args:
             parts: by receiving rank, in order; as the pieces of `exchange`.
@@ -324,43 +323,69 @@ class RankGroup(Ranks):
         record = lane.begin_work(about)
         tag = 1 + record.place % 2**30  # as parts of another exchange may be received in between
         self._count_exchange(lanes)
+        rounds = (list(enumerate(some)) for some in zip_longest(*parts))
+        sends = [
+            (rank, part) for some in rounds for rank, part in some if rank != self.rank and part is not None
+        ]
         with record.starting():
-            sent = [work for some in zip_longest(*parts) for work in self._send_each(some, lanes, tag)]
-        others = [part for rank, some in enumerate(parts) if rank != self.rank for part in some]
-        self.phase.sent(sum(part.nbytes for part in others))
-        is_small = all(part.nbytes <= SMALL for part in others)
+            sent = self._start_paired(sends, (), lanes, tag)
+        self.phase.sent(sum(part.nbytes for _, part in sends))
 
         def receive(own: Tensor) -> tuple[Waitable, list[Tensor]]:
             into = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.size)]
             with record.starting():
-                came = Paired((), self._receive_each(into, lanes, tag), is_small=True)
+                others = ((rank, part) for rank, part in enumerate(into) if rank != self.rank)
+                came = self._start_paired((), others, lanes, tag)
             return Work(came, self.phase, record, looks_up=True), into
 
-        return Work(Paired(sent, is_small=is_small), self.phase, record, looks_up=True), receive
+        return Work(sent, self.phase, record, looks_up=True), receive
 
     def _count_exchange(self, lanes: "Sequence[RankGroup]") -> None:
         """Count all that an exchange begins on a lane as one collective; see `GroupWorks.apart`."""
         for lane in lanes[: self.size]:
             lane.works.apart -= 1
 
-    def _send_each(
-        self, pieces: Sequence[Tensor | None], lanes: "Sequence[RankGroup]", tag: int = 0
-    ) -> list[dist.Work]:
-        lane = lanes[self.rank % len(lanes)]
-        return _made(
-            lane._isend(piece, rank, tag)
-            for rank, piece in enumerate(pieces)
-            if rank != self.rank and piece is not None
-        )
+    def _start_paired(
+        self,
+        sends: Iterable[tuple[int, Tensor]],
+        receives: Iterable[tuple[int, Tensor]],
+        lanes: "Sequence[RankGroup]",
+        tag: int = 0,
+    ) -> Paired:
+        """Start to send tensors to ranks, and to receive some, on the lanes of those that send."""
+        lane, sends = lanes[self.rank % len(lanes)], list(sends)
+        sent = _made([lane._isend(tensor, rank, tag) for rank, tensor in sends])
+        came = _made([lanes[rank % len(lanes)]._irecv(tensor, rank, tag) for rank, tensor in receives])
+        return Paired(sent, came, is_small=all(tensor.nbytes <= SMALL for _, tensor in sends))
 
-    def _receive_each(
-        self, into: Sequence[Tensor], lanes: "Sequence[RankGroup]", tag: int = 0
-    ) -> list[dist.Work]:
-        return _made(
-            lanes[rank % len(lanes)]._irecv(piece, rank, tag)
-            for rank, piece in enumerate(into)
-            if rank != self.rank
-        )
+    def spread_rows(
+        self, rows: Sequence[tuple[int, Tensor]], lanes: "Sequence[RankGroup]", tag: int, about: str = ""
+    ) -> list[Waitable]:
+        """Start to send each row from its owner to the other ranks, where gloo sends it; all ranks call.
+
+        As `broadcast_rows`, but rows of different tags never meet: gloo ends the process, from a thread of
+        its own, where rows that meet differ in length. Owners send to all ranks themselves.
+
+        Args:
+            rows: (owner, 1-D tensor) in the same order on every rank, all on the CPU.
+            lanes: groups of the same ranks. Owner r sends on lane r modulo their number.
+            tag: the same on every rank, from 1 to 2**31 - 2. Where it is not, nothing arrives.
+            about: what the rows belong to, for messages.
+
+        Returns:
+            The handle, for whoever reads the rows; none in a group of one.
+        """
+        if self.size == 1 or not rows:
+            return []
+        record, device = self.begin_work(about), rows[0][1].device
+        octets = [(owner, row.view(torch.uint8)) for owner, row in rows]  # as `_broadcast` sends them
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        sends = [(rank, row) for owner, row in octets if owner == self.rank for rank in others]
+        self._count_exchange(lanes)
+        with record.starting():
+            handle = self._start_paired(sends, [pair for pair in octets if pair[0] != self.rank], lanes, tag)
+        self.phase.sent(sum(row.nbytes for _, row in sends), len(rows))
+        return self.works_of([handle], record, device)
 
     def _exchange_at_once(
         self, pieces: Sequence[Tensor], received: list[Tensor], lane: "RankGroup"
@@ -399,7 +424,7 @@ class RankGroup(Ranks):
         works = started or _made(each)
         self.phase.sent(staged.nbytes * len(works), len(works))
         with self.phase.held_up(), record.waiting():
-            if self._looks_up(staged.device):
+            if self.is_gloo_on_cpu(staged.device):
                 record.group.wait_for(Paired(works))
             else:
                 for work in works:
@@ -430,7 +455,7 @@ class RankGroup(Ranks):
         with record.starting():
             handle = Paired(_made([self._isend(tensor, to)]))
         self.phase.sent(tensor.nbytes)
-        return Work(handle, self.phase, record, looks_up=self._looks_up(tensor.device))
+        return Work(handle, self.phase, record, looks_up=self.is_gloo_on_cpu(tensor.device))
 
     def start_recv(self, tensor: Tensor, source: int) -> Waitable:
         """Start to fill a contiguous tensor of the CPU, on gloo, with what ``source`` sends."""

@@ -7,7 +7,7 @@ Note [Bytes sent]
     - A broadcast goes along a tree. The source sends its row ``ceil(log2(W))`` times, and some of the others
       pass it on. The rank ``v`` places behind the source sends it once for each power of two above ``v``, if
       there is a rank that many places further. All ranks together send it W-1 times.
-    - An exchange sends each other rank its piece.
+    - An exchange sends each other rank its piece. Rows of units are sent likewise, by their owners.
     - A gather of small tensors goes round a ring: W-1 times the tensor.
     - A sum of n bytes goes round a ring twice: ``2 * (W-1) / W * n``, but for the rounding of its parts. Of a
       sparse tensor the indices and values go round once.

@@ -43,7 +43,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -145,7 +145,16 @@ class _Sender(Protocol):
         ...
 
 
-def start_gather(lanes: Sequence[RankGroup], bucket: ParamBucket, stamps: _Sender | None = None) -> Pending:
+# As `start_broadcasts`.
+StartRows: TypeAlias = Callable[[Sequence[RankGroup], Sequence[tuple[int, Tensor]], str], list[Waitable]]
+
+
+def start_gather(
+    lanes: Sequence[RankGroup],
+    bucket: ParamBucket,
+    stamps: _Sender | None = None,
+    start_rows: StartRows | None = None,
+) -> Pending:
     """Start the gather of one bucket; all ranks call, in the same order of buckets.
 
     One broadcast for each owner that has a row in the bucket; one launch for all of them where the backend
@@ -155,6 +164,7 @@ def start_gather(lanes: Sequence[RankGroup], bucket: ParamBucket, stamps: _Sende
         lanes: groups of the same ranks, see `start_gather_of_part`.
         bucket: the bucket.
         stamps: sent with it, None for none.
+        start_rows: starts to send the rows; None for `start_broadcasts`.
 
     Returns:
         The gather. Parameters of other owners have their new values after ``wait()``, on an accelerator for
@@ -162,7 +172,8 @@ def start_gather(lanes: Sequence[RankGroup], bucket: ParamBucket, stamps: _Sende
     """
     flat = bucket.fill()
     take = None if stamps is None else stamps.send(flat, bucket.layout, lanes[0].rank)
-    return gather_into(flat, bucket, lanes, rows_of(flat, bucket.layout), take)
+    rows = rows_of(flat, bucket.layout)
+    return gather_into(flat, bucket, lanes, rows, take, start_rows=start_rows)
 
 
 def start_gather_of_part(
@@ -195,8 +206,10 @@ def gather_into(
     rows: Sequence[tuple[int, Tensor]],
     take: Callable[[], None] | None,
     chosen: Collection[int] | None = None,
+    *,
+    start_rows: StartRows | None = None,
 ) -> Pending:
-    """Start the broadcasts that fill a flat tensor, which the bucket takes over when they have ended.
+    """Start to send the rows that fill a flat tensor, which the bucket takes over when they have come.
 
     Args:
         flat: as `ParamBucket.fill` gives it.
@@ -205,8 +218,9 @@ def gather_into(
         rows: parts of the flat tensor, each with the rank of a lane that sends it.
         take: reads the stamps that came; None for none.
         chosen: indices of the parameters within the bucket; None for all.
+        start_rows: see `start_gather`.
     """
-    works = start_broadcasts(lanes, rows, bucket.label)
+    works = (start_rows or start_broadcasts)(lanes, rows, bucket.label)
     return Pending(works, [flat], partial(_end, bucket, flat, chosen, take))
 
 

@@ -78,22 +78,11 @@ class GathersFromOwners:
         group: the ranks.
         lanes: for gathers alone.
         marks: of the units.
-        numbers: of their buckets.
     """
 
     group: RankGroup
     lanes: Lease
     marks: UnitMarks
-    numbers: Mapping[ParamBucket, int]
-
-    @classmethod
-    def of(
-        cls, group: RankGroup, lanes: Lease, units: Sequence[tuple[str, Sequence[UnitBucket]]]
-    ) -> "GathersFromOwners":
-        """Make the gathers of some units, each with its name and its buckets."""
-        named = [(name, bucket) for name, buckets in units for bucket in buckets]
-        numbers: dict[ParamBucket, int] = {bucket: number for number, (_, bucket) in enumerate(named)}
-        return cls(group, lanes, UnitMarks([name for name, _ in named], group), numbers)
 
     def start(
         self,
@@ -103,10 +92,10 @@ class GathersFromOwners:
     ) -> Pending:
         """See `UnitGathers.start`."""
         lanes = [lane.during("gather") for lane in self.lanes.groups or (self.group,)]
-        number = self.numbers.get(bucket)
-        if number is None:
-            return start_gather(lanes, bucket, stamps)
-        return start_gather(lanes, bucket, Marked(self.marks, number, purpose, stamps))
+        mark = self.marks.mark_of(bucket, purpose)
+        if self.group.is_gloo_on_cpu(bucket.device):
+            return start_gather(lanes, bucket, stamps, partial(self.marks.start_rows, mark))
+        return start_gather(lanes, bucket, Marked(self.marks, mark, stamps))
 
     def check(self) -> None:
         """See `UnitGathers.check`."""
@@ -229,7 +218,7 @@ class GathersInReplicas:
         mesh: the ranks.
         inner: lanes of this replica, for these gathers alone.
         across: lanes of this rank's column, likewise.
-        buckets: of all units, by number.
+        units: the name and the buckets of each, by number.
         stamps: of this rank.
         trained: parameters that backward passes may lead to a change of.
         num_reduced: gives how many backward passes were reduced.
@@ -244,12 +233,15 @@ class GathersInReplicas:
         mesh: RankMesh,
         inner: Lease,
         across: Lease,
-        buckets: Sequence[UnitBucket],
+        units: Sequence[tuple[str, Sequence[UnitBucket]]],
         stamps: UnitStamps,
         trained: Collection[Tensor],
         num_reduced: Callable[[], int],
         keeping: RowKeeping | None = None,
     ) -> None:
+        buckets = [bucket for _, of_unit in units for bucket in of_unit]
+        self._marks = UnitMarks(units, mesh.inner)
+        self._of_everyone = UnitMarks(units, mesh.everyone)  # what is gathered from owners
         self._mesh = mesh
         self._inner = inner
         self._across = across
@@ -270,7 +262,8 @@ class GathersInReplicas:
         return sum(column.nbytes for column in self._columns.values())
 
     def check(self) -> None:
-        """Do nothing: there are no marks."""
+        """See `UnitGathers.check`."""
+        self._marks.check_known()
 
     def start(
         self,
@@ -281,7 +274,9 @@ class GathersInReplicas:
         """See `UnitGathers.start`. What is no bucket of a unit comes from its owners."""
         column = self._columns.get(bucket) if isinstance(bucket, UnitBucket) else None
         if column is None:
-            return start_gather((self._mesh.everyone.during("gather"),), bucket)
+            return GathersFromOwners(
+                self._mesh.everyone, Lease.of(self._mesh.everyone), self._of_everyone
+            ).start(bucket, None, purpose)
         self._renew()
         flat, rank = column.fill(), self._mesh.everyone.rank
         tells = stamps is not None and column.renewed_in == stamps.num_passes
@@ -289,7 +284,10 @@ class GathersInReplicas:
         rows = [
             (self._mesh.places[span.owner][1], flat[span.start : span.stop]) for span in _spans(bucket.layout)
         ]
-        return gather_into(flat, bucket, self._lanes(self._inner), rows, take)
+        start_rows = None
+        if self._mesh.inner.is_gloo_on_cpu(bucket.device):
+            start_rows = partial(self._marks.start_rows, self._marks.mark_of(bucket, purpose))
+        return gather_into(flat, bucket, self._lanes(self._inner), rows, take, start_rows=start_rows)
 
     def _renew(self) -> None:
         """Start to renew all that may have changed; each is waited for by itself."""
