@@ -245,7 +245,8 @@ def _combined(norms: Tensor, order: float, param: Tensor) -> Tensor:
     """Combine the norms of a gradient's rows, in the dtype that a norm of it has; 1-D, as they are."""
     if norms.numel() == 1:
         return norms
-    return torch.linalg.vector_norm(norms.to(_norm_dtype(param)), order).to(norms.dtype).view(1)
+    total: Tensor = torch.linalg.vector_norm(norms.to(_norm_dtype(param)), order)
+    return total.to(norms.dtype).view(1)
 
 
 def _measured(pieces: Sequence[Pieces], num_ranks: int) -> list[list[int]]:
