@@ -95,5 +95,6 @@ def _digests(params: Sequence[Tensor]) -> bytes:
     packed = torch.empty(sum(sizes), dtype=torch.uint8)
     pack(read, packed)
     return b"".join(
-        hashlib.blake2b(part.numpy().tobytes(), digest_size=_NBYTES).digest() for part in packed.split(sizes)
+        hashlib.blake2b(part.numpy().tobytes(), digest_size=_NBYTES).digest()
+        for part in torch.split(packed, sizes)
     )
