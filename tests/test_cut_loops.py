@@ -8,12 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
 from cuts import ONE_A_BUCKET, SHAPES, cut_pair, cutting, sparse_gradient
 from pool import Ranks
-from training import assert_same_bits, make_params, params_of, set_grads, train_both
+from training import agreeing_scaler, assert_same_bits, make_params, params_of, set_grads, train_both
 from zero_optim import ZeroRedundancyOptimizer
 
 
@@ -67,7 +66,7 @@ def test_the_norm_of_a_cut_parameter_is_pytorchs_to_the_bit(ranks2: Ranks, norm_
 def check_scaler(rows_of_rank: int, unscale_first: bool) -> None:
     """One infinity, in rows that one rank owns, and on that rank alone."""
     plain, sharded = cut_pair(make_params(((64, 8), (5,))))
-    kinds = (torch.amp.GradScaler, ShardedGradScaler)
+    kinds = (torch.amp.GradScaler, agreeing_scaler)
     scalers = [kind("cpu", init_scale=8.0, growth_interval=2) for kind in kinds]
     for step in range(4):
         for optimizer, scaler in zip((plain, sharded), scalers, strict=True):

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from pool import Ranks
 from sync_calls import cpu_as_accelerator
 from training import (
     MIXED,
+    agreeing_scaler,
     assert_same_bits,
     assert_same_state,
     make_params,
@@ -288,7 +288,7 @@ def test_options_that_make_no_sense_are_refused(ranks2: Ranks) -> None:
 
 def make_scaler(agrees: bool = False) -> torch.amp.GradScaler:
     """Make a scaler; PyTorch's one for shards, if ranks see different gradients."""
-    made = ShardedGradScaler if agrees else torch.amp.GradScaler
+    made = agreeing_scaler if agrees else torch.amp.GradScaler
     return made("cpu", init_scale=2.0**10, growth_interval=2)
 
 

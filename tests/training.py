@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -66,6 +67,16 @@ def assert_same_state(got: dict[str, Any], expected: dict[str, Any]) -> None:
                 assert mine[key].stride() == value.stride(), (index, key)
             else:
                 assert mine[key] == value, (index, key)
+
+
+def agreeing_scaler(device: str = "cpu", **options: Any) -> torch.amp.GradScaler:
+    """PyTorch's scaler for shards, which hears of infinities on other ranks.
+
+    The default of its ``process_group`` is the group that there is when its module is imported.
+    """
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler  # slow, hence here
+
+    return ShardedGradScaler(device, process_group=dist.group.WORLD, **options)
 
 
 def train_both(

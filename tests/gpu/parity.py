@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.multiprocessing.reductions import reduce_tensor
 from torch.optim import Optimizer
 
@@ -15,6 +14,7 @@ from training import (
     HAS_MUON,
     MATRICES,
     MIXED,
+    agreeing_scaler,
     assert_same_bits,
     assert_same_state,
     make_params,
@@ -142,7 +142,7 @@ def scaling(here: Here, fused: bool, unscale_first: bool) -> None:
         torch.optim.AdamW(params, lr=0.01, fused=fused),
         ZeroRedundancyOptimizer(mine, torch.optim.AdamW, lr=0.01, fused=fused),
     )
-    kinds = (torch.amp.GradScaler, ShardedGradScaler)
+    kinds = (torch.amp.GradScaler, agreeing_scaler)
     scalers = [kind(here.device.type, init_scale=2.0**10, growth_interval=2) for kind in kinds]
     for step in range(8):
         for optimizer, scaler in zip(runs, scalers, strict=True):

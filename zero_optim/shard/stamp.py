@@ -105,7 +105,7 @@ def different_calls(stamps: Mapping[int, Stamp]) -> Exception | None:
 _SKIPPED_HERE = (
     ". A GradScaler's step counts even if it is skipped: one found an infinity on some ranks alone. Reduce "
     "gradients before the scaler looks at them, as DDP does, or use "
-    "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
+    "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, with the process group"
 )
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.compat.streams import brought_to
+from zero_optim.step.partial import PartialGradient
 from zero_optim.step.words import Word, is_skipped_by_all
 
 
@@ -107,10 +108,11 @@ def _unscale(params: Sequence[Tensor], scale: Tensor) -> None:
     inverse = scale.double().reciprocal().float()
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for param in params:
-        if param.grad is not None:
+        grad = param.grad.piece if isinstance(param.grad, PartialGradient) else param.grad
+        if grad is not None:
             # Not coalesced: that would make a copy. All entries of one element are divided alike.
-            grad = param.grad._values() if param.grad.is_sparse else param.grad
-            by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
+            values = (grad._values() if grad.is_sparse else grad).detach()  # plain: nothing is to be agreed
+            by_kind.setdefault((grad.device, grad.dtype), []).append(values)
     for (device, _), grads in by_kind.items():
         ignored = torch.zeros((), device=device)  # the infinities have been looked for already
         torch._amp_foreach_non_finite_check_and_unscale_(grads, ignored, brought_to(inverse, device))

@@ -297,7 +297,7 @@ def make_plain(params: Iterable[Tensor]) -> None:
     for param in params:
         grad: Any = param.grad
         if type(grad) is OwnedGradient:
-            grad.__class__ = Tensor  # type: ignore[assignment] # as it was before
+            grad.__class__ = Tensor  # type: ignore[assignment] # mypy sees the class that it had
 
 
 def _agree(grads: Iterable[Tensor], found_inf: Tensor) -> None:
