@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.works import GroupWorks, explained, noted_of
 from zero_optim.hooks.bucket import TensorFuture
 
 
@@ -30,10 +30,10 @@ def group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 def start_sum(group: dist.ProcessGroup, tensor: Tensor) -> TensorFuture:
     """Start the sum of a tensor over all ranks of the group, in place; the future's value is the tensor."""
     future = _future(dist.all_reduce(tensor, group=group, async_op=True))
-    is_complex = tensor.is_complex()
+    is_complex, works = tensor.is_complex(), noted_of(group)
 
     def summed(landed: torch.futures.Future[Any]) -> Tensor:
-        total: Tensor = _value(landed, group)[0]
+        total: Tensor = _value(landed, works)[0]
         # Complex numbers travel as pairs of real ones.
         return torch.view_as_complex(total) if is_complex and not total.is_complex() else total
 
@@ -54,12 +54,16 @@ def _future(work: dist.Work | None) -> torch.futures.Future[Any]:
     return future
 
 
-def _value(landed: torch.futures.Future[Any], group: dist.ProcessGroup) -> Any:  # noqa: ANN401 - by backend
+def _value(landed: torch.futures.Future[Any], works: GroupWorks | None) -> Any:  # noqa: ANN401 - by backend
     """Give what a collective brought. If it failed, and ranks are missing, the error names them.
 
-    It becomes the text of a `RuntimeError`, since PyTorch hands on no class of what a callback raised.
+    It becomes the text of a `RuntimeError`, since PyTorch hands on no class of what a callback raised. The
+    group itself must not be kept by a future: one of gloo's threads would be the last to let it go.
     """
     try:
         return landed.value()
     except RuntimeError as error:
-        raise RankGroup.of(group).explained(error) from error
+        missing = explained(works, error)
+        if missing is None:
+            raise
+        raise missing from error

@@ -162,16 +162,6 @@ class Ranks:
             raise RuntimeError(LET_GO)
         return self.works.begin(self.phase, about, by_all=by_all)
 
-    def explained(self, error: RuntimeError) -> Exception:
-        """Make what to raise where a future of the backend has failed: which ranks are missing, if any are.
-
-        May take seconds, and ask all ranks.
-        """
-        if self.works.verdict is not None:
-            return self.works.verdict.error()
-        record = self.begin_work(by_all=False)
-        return self.works.log.explain(record, error) or error
-
     def uncounted(self: R) -> R:
         """Give the same ranks, with traffic that nobody reads."""
         return replace(self, phase=Phase(timeout=self.phase.timeout))

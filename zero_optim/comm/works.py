@@ -309,6 +309,22 @@ class GroupWorks:
         return record
 
 
+def explained(works: GroupWorks | None, error: RuntimeError) -> Exception | None:
+    """Make what to raise where a future of the backend has failed; None if the error itself says it best.
+
+    May take seconds, and ask all ranks.
+
+    Args:
+        works: of the group; None if nobody has noted any.
+        error: what the future has raised.
+    """
+    if works is None:
+        return None
+    if works.verdict is not None:
+        return works.verdict.error()
+    return works.log.explain(works.begin(Phase(name="reduce"), by_all=False), error)
+
+
 def _attempt(abort: Callable[[], None]) -> None:
     with suppress(RuntimeError):  # the backend cannot, or has ended
         abort()
@@ -387,6 +403,13 @@ class WorkLog:
 # By the default group. PyTorch keeps that in a global, so this has to be one too. It is weak, so that it ends
 # with the default group.
 _LOGS: WeakKeyDictionary[dist.ProcessGroup, WorkLog] = WeakKeyDictionary()
+
+
+def noted_of(group: dist.ProcessGroup) -> GroupWorks | None:
+    """Give the works of a group, which do not keep it, if any were noted."""
+    world = dist.group.WORLD
+    found = None if world is None else log_of(world).groups.get(id(group))
+    return found if found is not None and found.group() is group else None
 
 
 def log_of(world: dist.ProcessGroup) -> WorkLog:
