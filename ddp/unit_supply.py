@@ -87,6 +87,7 @@ class UnitSupply:
         except RankMismatchError:
             for bucket in (bucket for each in self.units for bucket in each.buckets):
                 bucket.coming = None
+            self.gathers.abandon()
             self.free(unit)
             raise
 

@@ -69,6 +69,10 @@ class UnitGathers(Protocol):
         """
         ...
 
+    def abandon(self) -> None:
+        """Let nobody use the lanes any more: ranks have started different gathers on them."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GathersFromOwners:
@@ -100,6 +104,10 @@ class GathersFromOwners:
     def check(self) -> None:
         """See `UnitGathers.check`."""
         self.marks.check()
+
+    def abandon(self) -> None:
+        """See `UnitGathers.abandon`."""
+        self.lanes.abandon()
 
 
 class _Column:
@@ -264,6 +272,10 @@ class GathersInReplicas:
     def check(self) -> None:
         """See `UnitGathers.check`."""
         self._marks.check_known()
+
+    def abandon(self) -> None:
+        """See `UnitGathers.abandon`."""
+        self._inner.abandon()
 
     def start(
         self,
