@@ -205,19 +205,6 @@ def evaluate_beside(run: Run) -> None:
         run.ddp.module(batch(9))
 
 
-def side_behind_the_last_step(run: Run) -> None:
-    """Have a second stream wait for what was done so far; it waits for nothing that comes."""
-    if run.streams is not None:
-        run.net.side = run.net.side or run.streams.new_stream("the evaluation's stream")
-        run.net.side.wait_stream(run.streams.current_stream)
-
-
-def evaluate_at_once(run: Run) -> None:
-    """Evaluate on the second stream, which waits for no gather that the first one has waited for."""
-    with torch.no_grad(), _beside(run):
-        run.ddp.module(batch(9))
-
-
 def join(run: Run) -> None:
     """Wait for the evaluation, as what comes next changes the parameters."""
     if run.streams is not None and run.net.side is not None:

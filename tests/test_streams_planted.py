@@ -13,14 +13,12 @@ from pool import Ranks
 from streams_runs import (
     Found,
     Run,
-    evaluate_at_once,
     evaluate_beside,
     join,
     middle_beside,
     on_model,
     reduce_scatters,
     replace_data,
-    side_behind_the_last_step,
 )
 from zero_optim.comm import pending, row_sum
 from zero_optim.compat.streams import StreamBeside
@@ -103,16 +101,6 @@ PLANTED: dict[str, tuple[Callable[[], Patch], dict[str, Any], tuple[str, str]]] 
     "a gather is waited for by one stream alone": (
         one_waiter,
         {"before": evaluate_beside, "between": join, "lazily": True},
-        ("start_gather", "forward"),
-    ),
-    "a unit is waited for by one stream alone": (
-        one_waiter,
-        {
-            "fully": {"reshard_after_forward": False},
-            "before": side_behind_the_last_step,
-            "between": evaluate_at_once,
-            "after": join,
-        },
         ("start_gather", "forward"),
     ),
     "the flat tensor of a gather is dropped too early": (

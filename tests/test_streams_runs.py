@@ -13,7 +13,6 @@ from streams_runs import (
     clip_after_another_pass,
     clip_on_device,
     consolidate,
-    evaluate_at_once,
     evaluate_beside,
     join,
     leave_middle_out,
@@ -22,7 +21,6 @@ from streams_runs import (
     reduce_scatters,
     replace_data,
     save,
-    side_behind_the_last_step,
 )
 from zero_optim.ddp import PrecisionPolicy
 from zero_optim.hooks import allreduce_hook, bf16_compress_wrapper, fp16_compress_hook
@@ -100,12 +98,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "sharded parameters kept, an evaluation between both passes": {
         "fully": {"reshard_after_forward": False},
         "between": evaluate_beside,
-        "after": join,
-    },
-    "sharded parameters kept, an evaluation that waits for no gather": {
-        "fully": {"reshard_after_forward": False},
-        "before": side_behind_the_last_step,
-        "between": evaluate_at_once,
         "after": join,
     },
     "sharded parameters in another dtype": {

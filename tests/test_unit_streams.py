@@ -1,0 +1,29 @@
+"""A unit that is used on two streams."""
+
+import torch
+
+from fake_streams import FakeStream, fake_streams
+from zero_optim.comm.pending import Pending
+from zero_optim.plan.layout import whole
+from zero_optim.shard.units import UnitBucket
+
+
+def test_a_stream_waits_for_a_unit_that_another_stream_has_waited_for() -> None:
+    with fake_streams() as streams:
+        params = [torch.ones(4), torch.ones(4)]
+        bucket = UnitBucket(params, whole([4, 4], [0, 1]), 0)
+        bucket.take_in({param: param.clone() for param in params})
+        bucket.let_go()
+        flat = bucket.fill()
+        bucket.coming = Pending([], [flat], lambda: bucket.settle(flat))
+        bucket.arrive()
+        come = streams.events[-1]
+        bucket.arrive()
+        side = FakeStream("side")
+        with streams.using(side):
+            bucket.arrive()
+        assert bucket.is_whole
+        assert [stream.awaited for stream in (streams.stack[0], side)] == [[], [come]]
+        assert streams.were_used_on("side", flat)
+        bucket.free()
+        assert not bucket.is_whole
