@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
 
-from pool import Ranks
+from pool import Ranks, on_ranks
 from training import assert_same_bits, make_params, params_of, set_grads, train_both, twin
 from zero_optim import RankMismatchError, ZeroRedundancyOptimizer
 
@@ -28,7 +28,9 @@ class OfOneRank(torch.optim.SGD):
         return super().step(closure)
 
 
-def check_frozen(via: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("via", ["built", "added", "rebound"])
+def test_what_trials_show_on_one_rank_counts_on_all(via: str) -> None:
     params = make_params(((6, 5), (7,), (8, 4), (9,)))
     for p in params[:2]:
         p.requires_grad_(False)
@@ -50,11 +52,6 @@ def check_frozen(via: str) -> None:
             everyone = [torch.empty_like(param) for _ in range(dist.get_world_size())]
             dist.all_gather(everyone, param.detach())
             assert_same_bits(everyone, [everyone[0]] * len(everyone))
-
-
-@pytest.mark.parametrize("via", ["built", "added", "rebound"])
-def test_what_trials_show_on_one_rank_counts_on_all(ranks2: Ranks, via: str) -> None:
-    ranks2.run(check_frozen, via)
 
 
 # ------------------------------------------------------------------ the order of parameters
@@ -93,7 +90,8 @@ def test_parameters_alike_in_another_order_on_one_rank_are_refused_on_all(ranks3
     assert "named_parameters()" in told[0]
 
 
-def check_added() -> None:
+@on_ranks(2)
+def test_an_added_group_in_another_order_is_refused_on_all() -> None:
     params = make_params(((5,), (4, 4), (4, 4)))
     sharded = ZeroRedundancyOptimizer(params[:1], torch.optim.AdamW, lr=0.1)
     more = params[1:] if dist.get_rank() == 0 else params[:0:-1]
@@ -104,11 +102,12 @@ def check_added() -> None:
     train_both(plain, sharded, 2)
 
 
-def test_an_added_group_in_another_order_is_refused_on_all(ranks2: Ranks) -> None:
-    ranks2.run(check_added)
+KINDS = ["different", "partly different", "equal among themselves", "transposed", "bfloat16", "named"]
 
 
-def check_accepted(kind: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_that_start_differently_are_taken_as_they_are(kind: str) -> None:
     rank = dist.get_rank()
     params = make_params(((4, 4), (4, 4), (4, 4)), seed=rank if kind == "different" else 0)
     if kind == "partly different" and rank:
@@ -127,11 +126,3 @@ def check_accepted(kind: str) -> None:
     optimizer = ZeroRedundancyOptimizer(given, torch.optim.SGD, lr=0.1)
     set_grads(params_of(optimizer), 0)
     optimizer.step()
-
-
-KINDS = ["different", "partly different", "equal among themselves", "transposed", "bfloat16", "named"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_ranks_that_start_differently_are_taken_as_they_are(ranks2: Ranks, kind: str) -> None:
-    ranks2.run(check_accepted, kind)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pool import Ranks
+from pool import Ranks, on_ranks
 from training import MATRICES, make_params, needs_muon, train_both, twin
 from zero_optim import RankMismatchError, RemoteRankError, ZeroRedundancyOptimizer
 from zero_optim.comm.agreement import agree, failing_together
@@ -17,7 +17,8 @@ from zero_optim.comm.frames import framed, is_short, unframed
 AdamW = torch.optim.AdamW
 
 
-def check_order_differs() -> None:
+@on_ranks(2)
+def test_parameters_in_another_order_on_one_rank_raise_on_all() -> None:
     params = make_params(((4, 3), (5,), (6, 2)))
     if dist.get_rank() == 1:
         params[1], params[2] = params[2], params[1]
@@ -27,11 +28,9 @@ def check_order_differs() -> None:
     assert "rank 1 has parameter 1 of group 0 (shape (6, 2))" in str(caught.value)
 
 
-def test_parameters_in_another_order_on_one_rank_raise_on_all(ranks2: Ranks) -> None:
-    ranks2.run(check_order_differs)
-
-
-def check_difference(kind: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["fewer", "names", "dtype", "frozen", "lr", "class", "bucket"])
+def test_a_difference_between_ranks_names_what_each_holds(kind: str) -> None:
     odd = dist.get_rank() == 1
     params = make_params(((4, 3), (5,)))
     names = ["w", "b"]
@@ -63,12 +62,8 @@ def check_difference(kind: str) -> None:
         ZeroRedundancyOptimizer(list(zip(names, params, strict=True)), optimizer_class, **options)
 
 
-@pytest.mark.parametrize("kind", ["fewer", "names", "dtype", "frozen", "lr", "class", "bucket"])
-def test_a_difference_between_ranks_names_what_each_holds(ranks2: Ranks, kind: str) -> None:
-    ranks2.run(check_difference, kind)
-
-
-def check_one_rank_wrong() -> None:
+@on_ranks(2)
+def test_a_wrong_argument_on_one_rank_raises_on_all() -> None:
     odd = dist.get_rank() == 1
     good = make_params(MATRICES)
     cases: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
@@ -88,11 +83,8 @@ def check_one_rank_wrong() -> None:
             ZeroRedundancyOptimizer(params, optimizer_class, **options)
 
 
-def test_a_wrong_argument_on_one_rank_raises_on_all(ranks2: Ranks) -> None:
-    ranks2.run(check_one_rank_wrong)
-
-
-def check_wrong_everywhere() -> None:
+@on_ranks(2)
+def test_wrong_arguments_are_told_plainly() -> None:
     weight = make_params(((6, 4),))[0]
     lazy = nn.LazyLinear(3).weight
     cases: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
@@ -114,22 +106,16 @@ def check_wrong_everywhere() -> None:
             ZeroRedundancyOptimizer(params, optimizer_class, **options)
 
 
-def test_wrong_arguments_are_told_plainly(ranks2: Ranks) -> None:
-    ranks2.run(check_wrong_everywhere)
-
-
-def check_wrong_on_one_rank() -> None:
+@on_ranks(2)
+@needs_muon
+def test_what_the_class_refuses_on_one_rank_is_quoted_by_the_other() -> None:
     mixed = make_params(((6, 4), (3,)))  # the vector, which Muon refuses, lies on one rank
     with pytest.raises(ValueError, match=r"(rank 1: )?Muon only supports 2D parameters"):
         ZeroRedundancyOptimizer(mixed, torch.optim.Muon, lr=0.1)
 
 
-@needs_muon
-def test_what_the_class_refuses_on_one_rank_is_quoted_by_the_other(ranks2: Ranks) -> None:
-    ranks2.run(check_wrong_on_one_rank)
-
-
-def check_views_of_one_storage() -> None:
+@on_ranks(2)
+def test_parameters_side_by_side_in_one_storage_train() -> None:
     flat = torch.arange(12.0)
     params = [nn.Parameter(flat[:4]), nn.Parameter(flat[4:12].view(2, 4))]
     mine = [nn.Parameter(p) for p in torch.arange(12.0).split([4, 8])]
@@ -138,11 +124,8 @@ def check_views_of_one_storage() -> None:
     train_both(AdamW(twin(params), lr=0.1), sharded, 3)
 
 
-def test_parameters_side_by_side_in_one_storage_train(ranks2: Ranks) -> None:
-    ranks2.run(check_views_of_one_storage)
-
-
-def check_add_group_fails() -> None:
+@on_ranks(2)
+def test_a_group_that_cannot_be_added_leaves_the_optimizer_as_it_was() -> None:
     params = make_params(MATRICES)
     sharded = ZeroRedundancyOptimizer(twin(params), AdamW, lr=0.1)
     plain = AdamW(params, lr=0.1)
@@ -160,11 +143,8 @@ def check_add_group_fails() -> None:
     train_both(plain, sharded, 2, first=2)
 
 
-def test_a_group_that_cannot_be_added_leaves_the_optimizer_as_it_was(ranks2: Ranks) -> None:
-    ranks2.run(check_add_group_fails)
-
-
-def check_unfreezing_differs() -> None:
+@on_ranks(2)
+def test_unfreezing_after_construction_is_agreed() -> None:
     """Both ranks unfreeze something in the frozen bucket, but not the same."""
     frozen = make_params(((2, 2), (5,)), seed=1)
     for p in frozen:
@@ -179,24 +159,17 @@ def check_unfreezing_differs() -> None:
     assert sharded.state_nbytes() == 0
 
 
-def test_unfreezing_after_construction_is_agreed(ranks2: Ranks) -> None:
-    ranks2.run(check_unfreezing_differs)
-
-
 class StrangeError(Exception):
     def __init__(self, one: int, two: int) -> None:
         super().__init__(f"{one} and {two}")
 
 
-def check_strange_exceptions() -> None:
+@on_ranks(2)
+def test_an_exception_that_cannot_be_rebuilt_is_quoted() -> None:
     kind = StrangeError if dist.get_rank() == 1 else RemoteRankError
     with pytest.raises(kind, match="1 and 2"), failing_together(RankGroup.of(None)):  # noqa: PT012
         if dist.get_rank() == 1:
             raise StrangeError(1, 2)
-
-
-def test_an_exception_that_cannot_be_rebuilt_is_quoted(ranks2: Ranks) -> None:
-    ranks2.run(check_strange_exceptions)
 
 
 def test_without_a_process_group_the_call_to_make_is_named() -> None:
@@ -204,15 +177,12 @@ def test_without_a_process_group_the_call_to_make_is_named() -> None:
         ZeroRedundancyOptimizer(make_params(), AdamW, lr=0.1)
 
 
-def check_non_member() -> None:
+@on_ranks(4)
+def test_a_rank_outside_the_group_is_told_so() -> None:
     pair = dist.new_group([0, 1])
     if dist.get_rank() > 1:
         with pytest.raises(ValueError, match="not a member"):
             ZeroRedundancyOptimizer(make_params(), AdamW, pair, lr=0.1)
-
-
-def test_a_rank_outside_the_group_is_told_so(ranks4: Ranks) -> None:
-    ranks4.run(check_non_member)
 
 
 def in_another_agreement(group: RankGroup, mine: RuntimeError | None) -> None:
@@ -258,11 +228,8 @@ def test_frames() -> None:
     assert not is_short(bytes(48))
 
 
-def check_any_length() -> None:
+@on_ranks(2)
+def test_messages_of_any_length_come_as_they_are() -> None:
     group, rank = RankGroup.of(None), dist.get_rank()
     for length in range(1, 70):
         assert group.all_gather_fixed(bytes([rank + 1] * length)) == [b"\1" * length, b"\2" * length]
-
-
-def test_messages_of_any_length_come_as_they_are(ranks2: Ranks) -> None:
-    ranks2.run(check_any_length)

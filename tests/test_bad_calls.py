@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from pool import Ranks
+from pool import Ranks, on_ranks
 from training import assert_same_bits, assert_same_state, make_params, params_of, set_grads
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel, fully_shard
@@ -158,7 +158,8 @@ def test_building_what_differs_or_is_wrong_on_one_rank_raises_on_all(ranks2: Ran
         assert "rank 1" in first[1], first
 
 
-def check_equal_constructions() -> None:
+@on_ranks(2)
+def test_what_is_alike_on_all_ranks_is_no_difference() -> None:
     """Nothing that is alike counts as different, whatever was built before."""
     if dist.get_rank() == 1:
         SGD(make_params(SHAPES), lr=0.1)  # PyTorch patches a class when it is built first
@@ -172,10 +173,6 @@ def check_equal_constructions() -> None:
         )
         set_grads(params_of(optimizer), 0)
         optimizer.step()
-
-
-def test_what_is_alike_on_all_ranks_is_no_difference(ranks2: Ranks) -> None:
-    ranks2.run(check_equal_constructions)
 
 
 # ---------------------------------------------------------------------- calls of an optimizer
@@ -378,7 +375,9 @@ def test_ranks_hear_that_some_have_stepped_where_one_refused_its_step(ranks2: Ra
 # ---------------------------------------------------------------------- comm hooks
 
 
-def check_registration(kind: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["rank", "hook", "no hook"])
+def test_another_hook_on_one_rank_is_noticed_when_it_is_registered(kind: str) -> None:
     odd = dist.get_rank() == 1
     ddp = DistributedDataParallel(nn.Linear(3, 2))
     state = PowerSGDState(None, matrix_approximation_rank=2 if odd and kind == "rank" else 1)  # type: ignore[no-untyped-call]
@@ -388,11 +387,6 @@ def check_registration(kind: str) -> None:
     state = PowerSGDState(None, matrix_approximation_rank=1)  # type: ignore[no-untyped-call]
     ddp.register_comm_hook(state, powerSGD_hook)
     ddp(torch.ones(1, 3)).sum().backward()
-
-
-@pytest.mark.parametrize("kind", ["rank", "hook", "no hook"])
-def test_another_hook_on_one_rank_is_noticed_when_it_is_registered(ranks2: Ranks, kind: str) -> None:
-    ranks2.run(check_registration, kind)
 
 
 # ---------------------------------------------------------------------- wrappers

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pool import Pool, Ranks
+from pool import Pool, Ranks, on_ranks
 from training import assert_same_bits, make_params, set_grads
 from zero_optim import RankMismatchError, StateMismatchError, ZeroRedundancyOptimizer, checkpoint
 
@@ -162,7 +162,9 @@ def draws() -> list[float]:
     return [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
 
-def check_random_and_scaler(path: Path) -> None:
+@on_ranks(2)
+def test_random_state_of_each_rank_and_the_scaler_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "one"
     rank = dist.get_rank()
     random.seed(rank)
     np.random.seed(rank)
@@ -182,10 +184,6 @@ def check_random_and_scaler(path: Path) -> None:
     before = draws()
     checkpoint.load(path, model=run.model, random=False)
     assert draws() != before
-
-
-def test_random_state_of_each_rank_and_the_scaler_come_back(ranks2: Ranks, tmp_path: Path) -> None:
-    ranks2.run(check_random_and_scaler, tmp_path / "one")
 
 
 EXTRA = {
@@ -219,7 +217,9 @@ def test_extra_values_of_any_plain_kind_come_back(ranks2: Ranks, tmp_path: Path)
         assert got["device"] == torch.device("cpu")
 
 
-def check_regrouped(path: Path) -> None:
+@on_ranks(2)
+def test_order_and_grouping_of_parameters_may_change(tmp_path: Path) -> None:
+    path = tmp_path / "one"
     model = Net()
     named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     groups = [
@@ -251,11 +251,9 @@ def check_regrouped(path: Path) -> None:
             assert torch.equal(two.state[param]["exp_avg"], state[name]["exp_avg"])
 
 
-def test_order_and_grouping_of_parameters_may_change(ranks2: Ranks, tmp_path: Path) -> None:
-    ranks2.run(check_regrouped, tmp_path / "one")
-
-
-def check_misfits(path: Path) -> None:
+@on_ranks(2)
+def test_what_does_not_fit_is_named_on_every_rank_and_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "one"
     run = Run()
     run.train(1)
     run.save(path)
@@ -290,10 +288,6 @@ def check_misfits(path: Path) -> None:
     run.train(2)
 
 
-def test_what_does_not_fit_is_named_on_every_rank_and_changes_nothing(ranks2: Ranks, tmp_path: Path) -> None:
-    ranks2.run(check_misfits, tmp_path / "one")
-
-
 class WithInt8(torch.optim.SGD):
     """Keeps state of a dtype that torch.optim would cast as it loads, a global entry, and numbers."""
 
@@ -306,7 +300,9 @@ class WithInt8(torch.optim.SGD):
         return super().step(closure)
 
 
-def check_exact(path: Path) -> None:
+@on_ranks(2)
+def test_state_keeps_its_dtypes_and_global_entries(tmp_path: Path) -> None:
+    path = tmp_path / "one"
     runs = []
     for _ in range(2):
         run = Run()
@@ -327,31 +323,24 @@ def check_exact(path: Path) -> None:
         assert (entries["steps"], entries["none"]) == (3, None)
 
 
-def test_state_keeps_its_dtypes_and_global_entries(ranks2: Ranks, tmp_path: Path) -> None:
-    ranks2.run(check_exact, tmp_path / "one")
-
-
-def check_async(path: Path) -> None:
+@on_ranks(2, slow=4)
+def test_a_save_in_the_background_is_a_snapshot(tmp_path: Path) -> None:
     run = Run()
     run.train(2)
     expected = run.bits()
-    pending = checkpoint.save_async(path / "a", **run.parts(), extra={"step": 2})
+    pending = checkpoint.save_async(tmp_path / "a", **run.parts(), extra={"step": 2})
     run.train(5)  # goes on, on the default group, while the save communicates on its own
-    second = checkpoint.save_async(path / "b", **run.parts(), extra={"step": 5})
+    second = checkpoint.save_async(tmp_path / "b", **run.parts(), extra={"step": 5})
     assert pending.done()  # one at a time
     later = run.bits()
     second.wait()
     assert 0 < second.stall < 5
     for name, bits, step in (("a", expected, 2), ("b", later, 5)):
         other = Run()
-        other.load(path / name)
+        other.load(tmp_path / name)
         assert other.step == step
         assert_same_bits(other.bits(), bits)
-    assert checkpoint.latest(path) == path / "b"
-
-
-def test_a_save_in_the_background_is_a_snapshot(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(check_async, tmp_path)
+    assert checkpoint.latest(tmp_path) == tmp_path / "b"
 
 
 def read_nbytes() -> int:
@@ -378,7 +367,8 @@ def test_a_rank_reads_its_own_shard_and_little_more(ranks: Ranks, tmp_path: Path
         assert own <= read <= 1.1 * own
 
 
-def check_not_asked_for() -> None:
+@on_ranks(2)
+def test_state_that_was_not_asked_for_on_one_rank_is_refused_on_all() -> None:
     """What `OptimizerState` was given on rank 1 is no dict that a planner of ours asked for."""
     params = make_params()
     sharded = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
@@ -387,7 +377,3 @@ def check_not_asked_for() -> None:
     given.planned = True
     with pytest.raises(StateMismatchError, match="was not asked for"):
         state.load_state_dict({} if dist.get_rank() == 1 else given)
-
-
-def test_state_that_was_not_asked_for_on_one_rank_is_refused_on_all(ranks2: Ranks) -> None:
-    ranks2.run(check_not_asked_for)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pool import Ranks
+from pool import Ranks, on_ranks
 from test_checkpoint import Run, disturb
 from zero_optim import CheckpointError, StateMismatchError, checkpoint, cli
 from zero_optim.checkpoint import manifest
@@ -231,7 +231,9 @@ class Picky(nn.Linear):
             raise RuntimeError("not mine")
 
 
-def check_late(path: Path) -> None:
+@on_ranks(2)
+def test_a_load_that_fails_late_puts_back_what_it_changed_on_every_rank(tmp_path: Path) -> None:
+    path = tmp_path / "one"
     run = Run(ema_decay=0.5)
     run.train(2)
     run.save(path)
@@ -256,9 +258,3 @@ def check_late(path: Path) -> None:
         checkpoint.load(path, model=model)
     assert model.weight.unique().tolist() == [7]
     assert model.bias.unique().tolist() == [7]
-
-
-def test_a_load_that_fails_late_puts_back_what_it_changed_on_every_rank(
-    ranks2: Ranks, tmp_path: Path
-) -> None:
-    ranks2.run(check_late, tmp_path / "one")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pool import Ranks
+from pool import Ranks, on_ranks
 from zero_optim import CheckpointError, RankMismatchError, ZeroRedundancyOptimizer, checkpoint, cli
 from zero_optim.checkpoint import folder as folders
 from zero_optim.checkpoint import storage
@@ -30,77 +30,61 @@ def names(folder: Path) -> list[str]:
 # ---------------------------------------------------------------------- paths
 
 
-def check_paths(folder: Path) -> None:
-    run = folder / "run"
+@on_ranks(1)
+def test_a_path_that_names_no_folder_of_its_own_is_refused_and_nothing_is_removed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
     for step in range(3):
         save(run / str(step))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(run)
         for path in ("", ".", "..", "../.", "0/..", Path(), "/"):
-            with pytest.raises(ValueError, match=r"expected path to end in the name of a folder"):
+            with pytest.raises(ValueError, match=r"expected path to end in the name of a tmp_path"):
                 save(path, keep=1)
     for path in (None, 3, b"bytes"):
         with pytest.raises(TypeError, match="expected path to be a str or a path"):
             save(path)  # type: ignore[arg-type]
     assert names(run) == ["0", "1", "2"]
-    assert names(folder) == ["run"]
+    assert names(tmp_path) == ["run"]
 
 
-def test_a_path_that_names_no_folder_of_its_own_is_refused_and_nothing_is_removed(
-    ranks1: Ranks, tmp_path: Path
-) -> None:
-    ranks1.run(check_paths, tmp_path)
-
-
-def check_family(folder: Path) -> None:
+@on_ranks(1)
+def test_keep_removes_only_folders_whose_names_differ_in_digits(tmp_path: Path) -> None:
     for name in ("step-1", "best", "b-1", "step-2", "step-10"):
-        save(folder / name)
-    save(folder / "step-11", keep=2)
-    assert names(folder) == ["b-1", "best", "step-10", "step-11"]
-    save(folder / "best", keep=1)
-    assert names(folder) == ["b-1", "best", "step-10", "step-11"]
+        save(tmp_path / name)
+    save(tmp_path / "step-11", keep=2)
+    assert names(tmp_path) == ["b-1", "best", "step-10", "step-11"]
+    save(tmp_path / "best", keep=1)
+    assert names(tmp_path) == ["b-1", "best", "step-10", "step-11"]
 
 
-def test_keep_removes_only_folders_whose_names_differ_in_digits(ranks1: Ranks, tmp_path: Path) -> None:
-    ranks1.run(check_family, tmp_path)
-
-
-def check_chdir(folder: Path) -> None:
-    (folder / "elsewhere").mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        pending = checkpoint.save_async("one", model=nn.Linear(300, 300))
-        patch.chdir(folder / "elsewhere")
-        pending.wait()
-    assert pending.path == folder / "one"
-    assert checkpoint.latest(folder) == folder / "one"
-    assert names(folder / "elsewhere") == []
-
-
+@on_ranks(1)
 def test_a_save_in_the_background_goes_where_it_was_sent_whatever_folder_is_current_then(
-    ranks1: Ranks, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
-    ranks1.run(check_chdir, tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        pending = checkpoint.save_async("one", model=nn.Linear(300, 300))
+        patch.chdir(tmp_path / "elsewhere")
+        pending.wait()
+    assert pending.path == tmp_path / "one"
+    assert checkpoint.latest(tmp_path) == tmp_path / "one"
+    assert names(tmp_path / "elsewhere") == []
 
 
 # ---------------------------------------------------------------------- clocks
 
 
-def check_clock(folder: Path) -> None:
+@on_ranks(1)
+def test_a_clock_that_is_set_back_neither_removes_the_new_ones_nor_hides_them(tmp_path: Path) -> None:
     hour = 3600 * 10**9
     with pytest.MonkeyPatch.context() as patch:
         for step in range(9):
             now = time.time_ns() - (2 * hour if step > 3 else 0)
             patch.setattr(storage.time, "time_ns", lambda now=now: now)
-            save(folder / str(step), extra=step, keep=3)
-            assert checkpoint.latest(folder) == folder / str(step)
-    assert names(folder) == ["6", "7", "8"]
-
-
-def test_a_clock_that_is_set_back_neither_removes_the_new_ones_nor_hides_them(
-    ranks1: Ranks, tmp_path: Path
-) -> None:
-    ranks1.run(check_clock, tmp_path)
+            save(tmp_path / str(step), extra=step, keep=3)
+            assert checkpoint.latest(tmp_path) == tmp_path / str(step)
+    assert names(tmp_path) == ["6", "7", "8"]
 
 
 def test_checkpoints_without_a_number_are_ordered_by_time_before_those_with_one(tmp_path: Path) -> None:
@@ -114,38 +98,34 @@ def test_checkpoints_without_a_number_are_ordered_by_time_before_those_with_one(
 # ---------------------------------------------------------------------- two jobs
 
 
-def check_two_jobs(folder: Path) -> None:
-    path = folder / "one"
+@on_ranks(2)
+def test_the_second_of_two_jobs_that_save_into_one_folder_raises_on_all_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "one"
     save(path, extra="before")
     dist.barrier()
     lock = FolderLock(path) if dist.get_rank() == 0 else None  # as another job would
     dist.barrier()
-    with pytest.raises(CheckpointError, match="another save into this folder is under way"):
+    with pytest.raises(CheckpointError, match="another save into this tmp_path is under way"):
         save(path, extra="late")
-    with pytest.raises(CheckpointError, match="another save into this folder is under way"):
+    with pytest.raises(CheckpointError, match="another save into this tmp_path is under way"):
         checkpoint.save_async(path, extra="late").wait()
     assert checkpoint.load(path) == "before"
     dist.barrier()
     if lock is not None:
-        (folder / "two").mkdir()
-        (folder / "two" / LOCK).touch()  # left by a killed process: it blocks nobody
+        (tmp_path / "two").mkdir()
+        (tmp_path / "two" / LOCK).touch()  # left by a killed process: it blocks nobody
         lock.release()
     dist.barrier()
     save(path, extra="after")
-    save(folder / "two", extra="after")
+    save(tmp_path / "two", extra="after")
     for name in ("one", "two"):
-        assert checkpoint.load(folder / name) == "after"
+        assert checkpoint.load(tmp_path / name) == "after"
     dist.barrier()
     assert len(names(path)) == 1 + dist.get_world_size()
 
 
-def test_the_second_of_two_jobs_that_save_into_one_folder_raises_on_all_ranks(
-    ranks2: Ranks, tmp_path: Path
-) -> None:
-    ranks2.run(check_two_jobs, tmp_path)
-
-
-def check_unlocked(folder: Path) -> None:
+@on_ranks(1)
+def test_where_there_are_no_locks_the_last_of_two_saves_counts_and_is_whole(tmp_path: Path) -> None:
     """Two saves interleave on a file system that has no locks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("zero_optim.checkpoint.lock.try_lock", lambda _: None)
@@ -154,30 +134,21 @@ def check_unlocked(folder: Path) -> None:
         def meanwhile() -> int:
             if not begun:
                 begun.append(True)
-                save(folder / "one", extra="inner")
+                save(tmp_path / "one", extra="inner")
             return real()
 
         patch.setattr(storage.time, "time_ns", meanwhile)
-        save(folder / "one", extra="outer")
-    assert checkpoint.latest(folder / "one") is not None
-    assert checkpoint.load(folder / "one") == "outer"
+        save(tmp_path / "one", extra="outer")
+    assert checkpoint.latest(tmp_path / "one") is not None
+    assert checkpoint.load(tmp_path / "one") == "outer"
 
 
-def test_where_there_are_no_locks_the_last_of_two_saves_counts_and_is_whole(
-    ranks1: Ranks, tmp_path: Path
-) -> None:
-    ranks1.run(check_unlocked, tmp_path)
-
-
-def check_sync_after_async(folder: Path) -> None:
-    pending = checkpoint.save_async(folder / "one", model=nn.Linear(300, 300), extra=1)
-    save(folder / "one", extra=2)
+@on_ranks(2)
+def test_a_save_waits_for_the_one_in_the_background(tmp_path: Path) -> None:
+    pending = checkpoint.save_async(tmp_path / "one", model=nn.Linear(300, 300), extra=1)
+    save(tmp_path / "one", extra=2)
     assert pending.done()
-    assert checkpoint.load(folder / "one") == 2
-
-
-def test_a_save_waits_for_the_one_in_the_background(ranks2: Ranks, tmp_path: Path) -> None:
-    ranks2.run(check_sync_after_async, tmp_path)
+    assert checkpoint.load(tmp_path / "one") == 2
 
 
 # ---------------------------------------------------------------------- outputs of the tools
@@ -256,7 +227,9 @@ def test_an_empty_name_of_an_output_writes_nothing_into_the_current_folder(
     assert names(here) == []
 
 
-def check_planted(path: Path) -> None:
+@on_ranks(1)
+def test_saving_follows_no_link_that_was_planted_in_the_folder(tmp_path: Path) -> None:
+    path = tmp_path / "one"
     target = path.parent / "target"
     target.write_text("untouched")
     path.mkdir()
@@ -268,10 +241,6 @@ def check_planted(path: Path) -> None:
     assert target.read_text() == "untouched"
 
 
-def test_saving_follows_no_link_that_was_planted_in_the_folder(ranks1: Ranks, tmp_path: Path) -> None:
-    ranks1.run(check_planted, tmp_path / "one")
-
-
 # ---------------------------------------------------------------------- arguments of one rank
 
 
@@ -279,7 +248,9 @@ class Other(nn.Linear):
     pass
 
 
-def check_one_rank(path: Path) -> None:
+@on_ranks(2)
+def test_what_one_rank_is_given_wrong_raises_on_all(tmp_path: Path) -> None:
+    path = tmp_path / "one"
     model = nn.Linear(2, 2)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     right: dict[str, Any] = {"path": path, "model": model, "optimizer": optimizer}
@@ -309,7 +280,3 @@ def check_one_rank(path: Path) -> None:
     with pytest.raises(RankMismatchError, match="the checkpoint to load"):
         checkpoint.load(path, model=model, optimizer=None if mine else optimizer)
     checkpoint.load(**right)
-
-
-def test_what_one_rank_is_given_wrong_raises_on_all(ranks2: Ranks, tmp_path: Path) -> None:
-    ranks2.run(check_one_rank, tmp_path / "one")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pool import Pool, Ranks
+from pool import Pool, Ranks, on_ranks
 from test_checkpoint import Run, disturb
 from training import assert_same_bits, assert_same_state, make_params, set_grads, twin
 from zero_optim import ZeroRedundancyOptimizer, checkpoint, cli
@@ -102,7 +102,8 @@ def test_after_resharding_a_rank_reads_its_own_file_alone(pool: Pool, tmp_path: 
         }  # what all ranks read: rank 0's
 
 
-def check_imported(folder: Path) -> None:
+@on_ranks(2)
+def test_files_of_pytorchs_zero_optimizer_come_in_and_go_back(tmp_path: Path) -> None:
     with warnings.catch_warnings():  # importing it scripts functions, which PyTorch itself deprecates
         warnings.simplefilter("ignore", DeprecationWarning)
         from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
@@ -113,24 +114,20 @@ def check_imported(folder: Path) -> None:
         theirs.step()
     theirs.consolidate_state_dict(to=0)
     if dist.get_rank() == 0:
-        torch.save(theirs.state_dict(), folder / "theirs.pt")
-        offline.reshard(folder / "theirs.pt", folder / "ours", 2)
-        offline.consolidate(folder / "ours", folder / "back.pt")
-        assert_same_state(torch.load(folder / "back.pt", weights_only=True), theirs.state_dict())
+        torch.save(theirs.state_dict(), tmp_path / "theirs.pt")
+        offline.reshard(tmp_path / "theirs.pt", tmp_path / "ours", 2)
+        offline.consolidate(tmp_path / "ours", tmp_path / "back.pt")
+        assert_same_state(torch.load(tmp_path / "back.pt", weights_only=True), theirs.state_dict())
     dist.barrier()
     mine = twin(params)
     names = [f"block.{index}" for index in range(len(mine))]
     ours = ZeroRedundancyOptimizer(list(zip(names, mine, strict=True)), torch.optim.AdamW, lr=0.5)
-    checkpoint.load(folder / "ours", optimizer=ours)
+    checkpoint.load(tmp_path / "ours", optimizer=ours)
     for step in range(2, 4):
         for optimizer, own in ((theirs, params), (ours, mine)):
             set_grads(own, step)
             optimizer.step()
     assert_same_bits(mine, params)
-
-
-def test_files_of_pytorchs_zero_optimizer_come_in_and_go_back(ranks2: Ranks, tmp_path: Path) -> None:
-    ranks2.run(check_imported, tmp_path)
 
 
 def test_files_of_torch_optim_with_a_model_come_in(pool: Pool, tmp_path: Path) -> None:

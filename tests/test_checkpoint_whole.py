@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from forked import fork_context
-from pool import Ranks
+from pool import Ranks, on_ranks
 from training import set_grads
 from zero_optim import (
     CheckpointError,
@@ -153,7 +153,12 @@ def _quietly(*args: Any) -> None:
 # ---------------------------------------------------------------------- disks
 
 
-def check_full_disk(path: Path, everywhere: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("everywhere", [False, True], ids=["on one rank", "on all ranks"])
+def test_a_full_disk_raises_on_every_rank_and_leaves_the_checkpoint_before(
+    tmp_path: Path, everywhere: bool
+) -> None:
+    path = tmp_path / "one"
     model, optimizer = training()
     train(model, optimizer, 0)
     checkpoint.save(path, model=model, optimizer=optimizer, extra=0)
@@ -177,15 +182,9 @@ def check_full_disk(path: Path, everywhere: bool) -> None:
     assert checkpoint.load(path) == 2
 
 
-@pytest.mark.parametrize("everywhere", [False, True], ids=["on one rank", "on all ranks"])
-def test_a_full_disk_raises_on_every_rank_and_leaves_the_checkpoint_before(
-    ranks2: Ranks, tmp_path: Path, everywhere: bool
-) -> None:
-    ranks2.run(check_full_disk, tmp_path / "one", everywhere)
-
-
-def check_read_only(folder: Path) -> None:
-    path = folder / "one"
+@on_ranks(2)
+def test_a_read_only_folder_raises_on_every_rank_and_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    path = tmp_path / "one"
     model, optimizer = training()
     checkpoint.save(path, model=model, optimizer=optimizer, extra=0)
     if dist.get_rank() == 0 and os.geteuid() == 0:  # root may write anywhere: the file system has to say no
@@ -213,48 +212,7 @@ def check_read_only(folder: Path) -> None:
     assert checkpoint.load(path, model=model, optimizer=optimizer) == 0
 
 
-def test_a_read_only_folder_raises_on_every_rank_and_leaves_the_checkpoint_before(
-    ranks2: Ranks, tmp_path: Path
-) -> None:
-    ranks2.run(check_read_only, tmp_path)
-
-
 # ---------------------------------------------------------------------- damage
-
-
-def check_damage(folder: Path) -> None:
-    model, optimizer = training()
-    for step in range(3):
-        train(model, optimizer, step)
-        checkpoint.save(folder / str(step), model=model, optimizer=optimizer, extra=step)
-    before = [p.clone() for p in model.parameters()]
-    if dist.get_rank() == 0:
-        damage(folder / "2")
-    dist.barrier()
-    with pytest.raises(
-        CheckpointError, match=r"is damaged: .* in data-.*-1.safetensors: its checksum is wrong"
-    ):
-        checkpoint.load(folder / "2", model=model, optimizer=optimizer)
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
-    assert checkpoint.latest(folder) == folder / "1"
-    assert checkpoint.latest(folder, quick=True) == folder / "2"
-    dist.barrier()
-    if dist.get_rank() == 0:
-        for name in ("2", "1"):
-            with next((folder / name).glob("data-*")).open("ab") as file:
-                file.truncate(100)
-    dist.barrier()
-    with pytest.raises(CheckpointError, match="should have"):
-        checkpoint.load(folder / "1", model=model, optimizer=optimizer)
-    assert checkpoint.latest(folder, quick=True) == folder / "0"
-    dist.barrier()
-    if dist.get_rank() == 0:
-        (folder / "1" / "manifest.json").unlink()
-    dist.barrier()
-    with pytest.raises(CheckpointError, match="it has no manifest, so it was never completed"):
-        checkpoint.load(folder / "1", model=model, optimizer=optimizer)
-    assert checkpoint.load(folder / "0", model=model, optimizer=optimizer) == 0
-    train(model, optimizer, 1)
 
 
 def damage(folder: Path) -> None:
@@ -265,10 +223,40 @@ def damage(folder: Path) -> None:
     path.write_bytes(content)
 
 
-def test_damaged_and_incomplete_checkpoints_are_refused_with_the_reason(
-    ranks2: Ranks, tmp_path: Path
-) -> None:
-    ranks2.run(check_damage, tmp_path)
+@on_ranks(2)
+def test_damaged_and_incomplete_checkpoints_are_refused_with_the_reason(tmp_path: Path) -> None:
+    model, optimizer = training()
+    for step in range(3):
+        train(model, optimizer, step)
+        checkpoint.save(tmp_path / str(step), model=model, optimizer=optimizer, extra=step)
+    before = [p.clone() for p in model.parameters()]
+    if dist.get_rank() == 0:
+        damage(tmp_path / "2")
+    dist.barrier()
+    with pytest.raises(
+        CheckpointError, match=r"is damaged: .* in data-.*-1.safetensors: its checksum is wrong"
+    ):
+        checkpoint.load(tmp_path / "2", model=model, optimizer=optimizer)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert checkpoint.latest(tmp_path) == tmp_path / "1"
+    assert checkpoint.latest(tmp_path, quick=True) == tmp_path / "2"
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for name in ("2", "1"):
+            with next((tmp_path / name).glob("data-*")).open("ab") as file:
+                file.truncate(100)
+    dist.barrier()
+    with pytest.raises(CheckpointError, match="should have"):
+        checkpoint.load(tmp_path / "1", model=model, optimizer=optimizer)
+    assert checkpoint.latest(tmp_path, quick=True) == tmp_path / "0"
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (tmp_path / "1" / "manifest.json").unlink()
+    dist.barrier()
+    with pytest.raises(CheckpointError, match="it has no manifest, so it was never completed"):
+        checkpoint.load(tmp_path / "1", model=model, optimizer=optimizer)
+    assert checkpoint.load(tmp_path / "0", model=model, optimizer=optimizer) == 0
+    train(model, optimizer, 1)
 
 
 def check_keep(folder: Path) -> list[str]:
@@ -292,19 +280,15 @@ def test_old_checkpoints_are_removed_and_nothing_else(ranks2: Ranks, tmp_path: P
     assert ranks2.run(check_keep, tmp_path)[0] == ["0", "0,1", "1,2", "2,3,notes"]
 
 
-def check_replaced(path: Path) -> None:
+@on_ranks(2)
+def test_a_checkpoint_saved_under_the_same_name_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+    path = tmp_path / "one"
     model, optimizer = training()
     for extra in range(3):
         checkpoint.save(path, model=model, optimizer=optimizer, extra=extra)
         assert checkpoint.load(path) == extra
         assert len(list(path.iterdir())) == 3
         dist.barrier()
-
-
-def test_a_checkpoint_saved_under_the_same_name_takes_the_place_of_the_one_before(
-    ranks2: Ranks, tmp_path: Path
-) -> None:
-    ranks2.run(check_replaced, tmp_path / "one")
 
 
 # ---------------------------------------------------------------------- hostile
@@ -320,8 +304,19 @@ class Hostile:
         return Path.touch, (self.mark,)
 
 
-def check_hostile(folder: Path) -> None:
-    path, mark = folder / "one", folder / "executed"
+def forge(path: Path) -> None:
+    """Have the manifest name a file outside the folder, checksum and all."""
+    head, body = (path / manifest.FILE).read_text().splitlines()
+    content = json.loads(body)
+    content["files"][0][0] = "../../etc/passwd"
+    body = json.dumps(content)
+    head = json.dumps({**json.loads(head), "crc32": zlib.crc32(body.encode())})
+    (path / manifest.FILE).write_text(f"{head}\n{body}\n")
+
+
+@on_ranks(2)
+def test_nothing_that_is_planted_in_the_folder_is_executed(tmp_path: Path) -> None:
+    path, mark = tmp_path / "one", tmp_path / "executed"
     model, optimizer = training()
     train(model, optimizer, 0)
     checkpoint.save(path, model=model, optimizer=optimizer)
@@ -353,24 +348,13 @@ def check_hostile(folder: Path) -> None:
     assert not mark.exists()
 
 
-def forge(path: Path) -> None:
-    """Have the manifest name a file outside the folder, checksum and all."""
-    head, body = (path / manifest.FILE).read_text().splitlines()
-    content = json.loads(body)
-    content["files"][0][0] = "../../etc/passwd"
-    body = json.dumps(content)
-    head = json.dumps({**json.loads(head), "crc32": zlib.crc32(body.encode())})
-    (path / manifest.FILE).write_text(f"{head}\n{body}\n")
-
-
-def test_nothing_that_is_planted_in_the_folder_is_executed(ranks2: Ranks, tmp_path: Path) -> None:
-    ranks2.run(check_hostile, tmp_path)
-
-
 # ---------------------------------------------------------------------- through DCP
 
 
-def check_dcp(path: Path) -> None:
+@on_ranks(2, slow=4)
+@pytest.mark.not_late("PyTorch's DCP asks a group which devices it serves, and one in Python cannot say")
+def test_people_who_call_dcp_themselves_save_and_load_sharded(tmp_path: Path) -> None:
+    path = tmp_path / "one"
     model, optimizer = training()
     for step in range(2):
         train(model, optimizer, step)
@@ -397,12 +381,8 @@ def check_dcp(path: Path) -> None:
     assert not (path / "mark").exists()
 
 
-@pytest.mark.not_late("PyTorch's DCP asks a group which devices it serves, and one in Python cannot say")
-def test_people_who_call_dcp_themselves_save_and_load_sharded(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(check_dcp, tmp_path / "one")
-
-
-def check_dcp_state_dicts() -> None:
+@on_ranks(2)
+def test_state_dicts_of_dcp_step_no_rank_alone() -> None:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
     for stepped, optimizer_class in (
@@ -430,7 +410,3 @@ def check_dcp_state_dicts() -> None:
             set_optimizer_state_dict(model, optimizer, whole)
         assert torch.equal(model.weight, before)
         train(model, optimizer, 1)
-
-
-def test_state_dicts_of_dcp_step_no_rank_alone(ranks2: Ranks) -> None:
-    ranks2.run(check_dcp_state_dicts)

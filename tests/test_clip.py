@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pool import Ranks
+from pool import Ranks, on_ranks
 from training import make_params, set_grads, twin
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.step import clip
@@ -39,17 +39,15 @@ def test_norm_and_clipped_gradients_equal_pytorchs(
     ranks2.run(check_norm, norm_type, max_norm, foreach, dtype)
 
 
-def check_norms_on_device(norm_type: float) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf, 0.0])
+def test_the_norm_is_pytorchs_where_norms_stay_on_the_device(norm_type: float) -> None:
     with mock.patch.object(clip, "_sends_beside", return_value=True):
         check_norm(norm_type, 1.0, None, torch.float32)
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf, 0.0])
-def test_the_norm_is_pytorchs_where_norms_stay_on_the_device(ranks2: Ranks, norm_type: float) -> None:
-    ranks2.run(check_norms_on_device, norm_type)
-
-
-def check_mixed_dtypes() -> None:
+@on_ranks(4)
+def test_several_dtypes_are_combined() -> None:
     params = [*make_params(), *make_params(dtype=torch.float64, seed=1)]
     mine = twin(params)
     sharded = ZeroRedundancyOptimizer(mine, torch.optim.SGD, lr=0.1)
@@ -57,10 +55,6 @@ def check_mixed_dtypes() -> None:
         set_grads(own, 0)
     expected = nn.utils.clip_grad_norm_(params, 0.5)
     torch.testing.assert_close(sharded.clip_grad_norm_(0.5), expected, rtol=1e-12, atol=0)
-
-
-def test_several_dtypes_are_combined(ranks4: Ranks) -> None:
-    ranks4.run(check_mixed_dtypes)
 
 
 def check_owners_count() -> list[float]:
@@ -79,7 +73,8 @@ def test_every_rank_gets_the_norm_of_what_will_be_stepped(ranks_2_and_4: Ranks) 
     assert math.isclose(results[0][0] ** 2, sum(squares for _, squares in results), rel_tol=1e-5)
 
 
-def check_non_finite() -> None:
+@on_ranks(2)
+def test_a_norm_that_is_not_finite_raises_on_every_rank_when_asked() -> None:
     params = make_params()
     sharded = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
     set_grads(params, 0)
@@ -95,14 +90,7 @@ def check_non_finite() -> None:
     assert all(p.grad is None or not p.grad.isinf().any() for p in params)
 
 
-def test_a_norm_that_is_not_finite_raises_on_every_rank_when_asked(ranks2: Ranks) -> None:
-    ranks2.run(check_non_finite)
-
-
-def check_nothing() -> None:
+@on_ranks(2)
+def test_no_gradient_at_all_has_norm_zero() -> None:
     sharded = ZeroRedundancyOptimizer(make_params(), torch.optim.SGD, lr=0.1)
     assert sharded.clip_grad_norm_(1.0) == 0
-
-
-def test_no_gradient_at_all_has_norm_zero(ranks2: Ranks) -> None:
-    ranks2.run(check_nothing)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pool import Ranks
+from pool import Ranks, on_ranks
 from training import make_params, params_of, set_grads, train_both, twin
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.plan.plan import make_plan
@@ -44,7 +44,9 @@ def count_collectives(optimizer: torch.optim.Optimizer) -> dict[str, int]:
     return counts
 
 
-def check_collectives(view: bool) -> None:
+@on_ranks(2, 4)
+@pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
+def test_a_step_broadcasts_once_for_each_bucket_and_owner(view: bool) -> None:
     size = dist.get_world_size()
     params = [*make_params(((20, 30),) * 20), *make_params(((20, 30),) * 12, torch.bfloat16)]
     set_grads(params, 0)
@@ -68,20 +70,12 @@ def check_collectives(view: bool) -> None:
     assert count_collectives(half) == {"broadcast": 2 * size}
 
 
-@pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
-def test_a_step_broadcasts_once_for_each_bucket_and_owner(ranks_2_and_4: Ranks, view: bool) -> None:
-    ranks_2_and_4.run(check_collectives, view)
-
-
-def check_alone() -> None:
+@on_ranks(1)
+def test_a_group_of_one_does_not_communicate() -> None:
     params = make_params()
     optimizer = ZeroRedundancyOptimizer(params, torch.optim.AdamW)
     set_grads(params, 0)
     assert count_collectives(optimizer) == {}
-
-
-def test_a_group_of_one_does_not_communicate(ranks1: Ranks) -> None:
-    ranks1.run(check_alone)
 
 
 def measured_state() -> tuple[int, int, int]:
@@ -128,7 +122,9 @@ def test_gathers_go_in_the_order_of_the_forward_pass() -> None:
     assert [bucket.params for bucket in plan.buckets] == [(7, 6, 5, 4, 3), (0,), (1,), (2,)]
 
 
-def check_storage(view: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
+def test_parameters_are_views_of_a_bucket_or_stay_where_they_are(view: bool) -> None:
     params = make_params(((30, 20), (10,), (40, 5)))
     addresses = [p.data_ptr() for p in params]
     optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, parameters_as_bucket_view=view, lr=0.1)
@@ -142,18 +138,10 @@ def check_storage(view: bool) -> None:
     assert [p.data_ptr() for p in params] == moved
 
 
-@pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
-def test_parameters_are_views_of_a_bucket_or_stay_where_they_are(ranks2: Ranks, view: bool) -> None:
-    ranks2.run(check_storage, view)
-
-
-def check_balance_of_cost() -> None:
+@on_ranks(2, slow=4)
+def test_parameters_are_dealt_out_by_size() -> None:
     optimizer = ZeroRedundancyOptimizer(make_params([(64, 64)] * 8 + [(64,)] * 8), torch.optim.SGD, lr=0.1)
     assert sum(p.numel() for p in optimizer.owned_parameters()) == (64 * 64 + 64) * 8 // dist.get_world_size()
-
-
-def test_parameters_are_dealt_out_by_size(ranks: Ranks) -> None:
-    ranks.run(check_balance_of_cost)
 
 
 def check_explained() -> str:

@@ -11,7 +11,7 @@ import torch_optimizer
 from torch.nn import Parameter
 
 from cuts import ONE_A_BUCKET, finely_cut
-from pool import Ranks
+from pool import on_ranks
 from test_traits_of_cuts import NormedBy
 from training import assert_same_bits, make_params, params_of, train_both, twin
 from zero_optim import RankMismatchError, ZeroRedundancyOptimizer
@@ -39,7 +39,8 @@ def num_cut(sharded: ZeroRedundancyOptimizer) -> int:
 # ------------------------------------------------------------------ all ranks say yes
 
 
-def check_one_says_no() -> None:
+@on_ranks(2)
+def test_a_parameter_is_cut_only_if_all_ranks_say_that_it_may_be() -> None:
     """One rank has another processor: its trials find a difference."""
     answer = None if dist.get_rank() == 0 else "rounds otherwise here"
     params = make_params(LARGE)
@@ -52,11 +53,8 @@ def check_one_says_no() -> None:
     train_both(plain, mine, 2)
 
 
-def test_a_parameter_is_cut_only_if_all_ranks_say_that_it_may_be(ranks2: Ranks) -> None:
-    ranks2.run(check_one_says_no)
-
-
-def check_who_is_asked() -> None:
+@on_ranks(2)
+def test_classes_are_tried_and_answers_exchanged_only_where_a_plan_would_cut() -> None:
     asked: list[int] = []
     exchanged: list[int] = []
     ask, exchange = building.why_not_cut, RankGroup.all_gather_fixed
@@ -82,24 +80,19 @@ def check_who_is_asked() -> None:
     assert sorted(exchanged) == sorted([*without, len(SHAPES)])
 
 
-def test_classes_are_tried_and_answers_exchanged_only_where_a_plan_would_cut(ranks2: Ranks) -> None:
-    ranks2.run(check_who_is_asked)
-
-
-def check_costs() -> None:
+@on_ranks(2)
+def test_cost_functions_that_differ_between_ranks_are_told() -> None:
     rank = dist.get_rank()
     with pytest.raises(RankMismatchError, match=r"costs|owned by"):
         built(make_params(SHAPES), cost=lambda p: p.numel() * (1 + rank * (p.dim() == 1) * 1e-3))
 
 
-def test_cost_functions_that_differ_between_ranks_are_told(ranks2: Ranks) -> None:
-    ranks2.run(check_costs)
-
-
 # ------------------------------------------------------------------ dtypes
 
 
-def check_half(dtype: torch.dtype) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_on_the_cpu_half_precision_is_cut_only_where_masters_are_stepped(dtype: torch.dtype) -> None:
     params = make_params(LARGE, dtype)
     options = {"weight_decay": 0.1, "eps": 1e-3}  # a smaller one is zero in half precision
     plain = torch.optim.RMSprop(params, **options)
@@ -110,17 +103,11 @@ def check_half(dtype: torch.dtype) -> None:
     assert num_cut(built(twin(params), torch.optim.RMSprop, master_dtype=torch.float32)) == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_on_the_cpu_half_precision_is_cut_only_where_masters_are_stepped(
-    ranks2: Ranks, dtype: torch.dtype
-) -> None:
-    ranks2.run(check_half, dtype)
-
-
 # ------------------------------------------------------------------ options that change
 
 
-def check_changed() -> None:
+@on_ranks(2)
+def test_an_option_set_later_that_forbids_cuts_raises_on_every_rank() -> None:
     params = make_params(SHAPES)
     plain, sharded = NormedBy(params), built(twin(params), NormedBy)
     assert num_cut(sharded) == 2
@@ -137,11 +124,9 @@ def check_changed() -> None:
     train_both(plain, sharded, 2, first=2)
 
 
-def test_an_option_set_later_that_forbids_cuts_raises_on_every_rank(ranks2: Ranks) -> None:
-    ranks2.run(check_changed)
-
-
-def check_loaded(src: int | None) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("src", [None, 1])
+def test_a_state_dict_whose_options_forbid_cuts_changes_nothing(src: int | None) -> None:
     params = make_params(SHAPES)
     plain = NormedBy(params, trust=True)
     sharded = built(twin(params), NormedBy, lr=0.5)
@@ -156,12 +141,8 @@ def check_loaded(src: int | None) -> None:
     whole.load_state_dict(plain.state_dict())
 
 
-@pytest.mark.parametrize("src", [None, 1])
-def test_a_state_dict_whose_options_forbid_cuts_changes_nothing(ranks2: Ranks, src: int | None) -> None:
-    ranks2.run(check_loaded, src)
-
-
-def check_resumed() -> None:
+@on_ranks(2)
+def test_weight_decay_that_a_state_dict_brings_is_borne_or_nothing_was_cut() -> None:
     params = make_params(SHAPES)
     plain = torch_optimizer.LARS(params, lr=0.1, weight_decay=1e-2)
     sharded = built(twin(params), torch_optimizer.LARS, lr=0.1)
@@ -169,11 +150,9 @@ def check_resumed() -> None:
     train_both(plain, sharded, 3)
 
 
-def test_weight_decay_that_a_state_dict_brings_is_borne_or_nothing_was_cut(ranks2: Ranks) -> None:
-    ranks2.run(check_resumed)
-
-
-def check_rarely_asked() -> None:
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
+def test_a_class_is_tried_again_once_for_each_kind_of_options() -> None:
     params = make_params(SHAPES)
     plain, sharded = torch.optim.Adam(params), built(twin(params), torch.optim.Adam)
     assert num_cut(sharded) == 2
@@ -195,12 +174,8 @@ def check_rarely_asked() -> None:
     assert len(asked) <= 3, "once for each kind of options, those with the scheduler's own among them"
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
-def test_a_class_is_tried_again_once_for_each_kind_of_options(ranks2: Ranks) -> None:
-    ranks2.run(check_rarely_asked)
-
-
-def check_other_groups() -> None:
+@on_ranks(2)
+def test_options_of_a_group_without_cuts_may_change() -> None:
     params = make_params(SHAPES)
 
     def grouped(own: Sequence[Parameter]) -> list[dict[str, Any]]:
@@ -211,10 +186,6 @@ def check_other_groups() -> None:
     for optimizer in (plain, sharded):
         optimizer.param_groups[1]["trust"] = True
     train_both(plain, sharded, 2)
-
-
-def test_options_of_a_group_without_cuts_may_change(ranks2: Ranks) -> None:
-    ranks2.run(check_other_groups)
 
 
 def test_options_that_change_in_kind() -> None:

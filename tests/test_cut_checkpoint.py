@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 import cuts
 from cuts import ONE_A_BUCKET, cutting
-from pool import Ranks
+from pool import Ranks, on_ranks
 from training import assert_same_state, params_of
 from zero_optim import CheckpointError, StateMismatchError, ZeroRedundancyOptimizer, checkpoint
 from zero_optim.checkpoint import data, manifest, offline, storage
@@ -156,7 +156,9 @@ def test_the_offline_tools_join_rows(ranks2: Ranks, tmp_path: Path) -> None:
     assert all(len(entry.chunks) == 1 for entry in manifest.read(tmp_path / "three").entries.values())
 
 
-def check_background(path: Path) -> None:
+@on_ranks(2)
+def test_a_save_in_the_background_has_the_rows_of_its_moment(tmp_path: Path) -> None:
+    path = tmp_path / "one"
     model, optimizer = training(cut=True)
     train(model, optimizer, range(2))
     saved = all_of(model, optimizer)
@@ -167,11 +169,26 @@ def check_background(path: Path) -> None:
     assert_same(all_of(model, optimizer), saved)
 
 
-def test_a_save_in_the_background_has_the_rows_of_its_moment(ranks2: Ranks, tmp_path: Path) -> None:
-    ranks2.run(check_background, tmp_path / "one")
+def masters_over(model: nn.Module, cut: bool) -> ZeroRedundancyOptimizer:
+    options: dict[str, Any] = {"lr": 0.01, "master_dtype": torch.float32, "ema_decay": 0.5}
+    if not cut:
+        return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, cuts=False, **options)
+    with cutting():
+        return ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, bucket_cap_mb=ONE_A_BUCKET, **options
+        )
 
 
-def check_masters(path: Path) -> None:
+def step_once(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for param in model.parameters():
+        param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+    optimizer.step()
+
+
+@on_ranks(2)
+def test_masters_and_averages_of_cut_parameters_are_saved_and_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "one"
     runs = []
     for cut in (True, False):
         torch.manual_seed(0)
@@ -210,27 +227,6 @@ def check_masters(path: Path) -> None:
         optimizer.load_state_dict(state)
 
 
-def masters_over(model: nn.Module, cut: bool) -> ZeroRedundancyOptimizer:
-    options: dict[str, Any] = {"lr": 0.01, "master_dtype": torch.float32, "ema_decay": 0.5}
-    if not cut:
-        return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, cuts=False, **options)
-    with cutting():
-        return ZeroRedundancyOptimizer(
-            model.parameters(), torch.optim.AdamW, bucket_cap_mb=ONE_A_BUCKET, **options
-        )
-
-
-def step_once(model: nn.Module, optimizer: Optimizer, step: int) -> None:
-    generator = torch.Generator().manual_seed(step)
-    for param in model.parameters():
-        param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
-    optimizer.step()
-
-
-def test_masters_and_averages_of_cut_parameters_are_saved_and_loaded(ranks2: Ranks, tmp_path: Path) -> None:
-    ranks2.run(check_masters, tmp_path / "one")
-
-
 class Flattened(nn.Module):
     """Its state dict has a view of its weight in another form, whose rows are others."""
 
@@ -244,7 +240,9 @@ def _flatten(module: nn.Module, state: dict[str, Any], _prefix: str, _metadata: 
     state["weight"] = state["weight"].view(16, 64)
 
 
-def check_view(path: Path) -> None:
+@on_ranks(2)
+def test_a_view_of_a_cut_parameter_is_written_whole_and_read_by_every_owner(tmp_path: Path) -> None:
+    path = tmp_path / "one"
     made = []
     for seed in (0, 1):
         torch.manual_seed(seed)
@@ -259,13 +257,9 @@ def check_view(path: Path) -> None:
     assert torch.equal(other.weight, model.weight)
 
 
-def test_a_view_of_a_cut_parameter_is_written_whole_and_read_by_every_owner(
-    ranks2: Ranks, tmp_path: Path
-) -> None:
-    ranks2.run(check_view, tmp_path / "one")
-
-
-def check_misfit(path: Path) -> None:
+@on_ranks(2)
+def test_damage_in_one_piece_is_found_and_nothing_is_changed(tmp_path: Path) -> None:
+    path = tmp_path / "one"
     model, optimizer = training(cut=True)
     train(model, optimizer, range(2))
     before = all_of(model, optimizer)
@@ -283,10 +277,6 @@ def check_misfit(path: Path) -> None:
     assert_same(all_of(other, fresh), untouched)
     assert checkpoint.latest(path) is None
     assert_same(all_of(model, optimizer), before)
-
-
-def test_damage_in_one_piece_is_found_and_nothing_is_changed(ranks2: Ranks, tmp_path: Path) -> None:
-    ranks2.run(check_misfit, tmp_path / "one")
 
 
 BLOCK_NBYTES = 512  # half a page, so that the small parameters of this test have several
@@ -380,7 +370,10 @@ def test_dcp_saves_the_rows_of_each_owner_and_loads_other_ones(
     assert [chunk.offsets for chunk in entry.chunks] == [(0, 0), (32, 0)]
 
 
-def check_dcp_background(path: Path) -> None:
+@on_ranks(2)
+@pytest.mark.not_late("PyTorch's DCP asks a group which devices it serves, and one in Python cannot say")
+def test_dcp_saves_rows_in_the_background(tmp_path: Path) -> None:
+    path = tmp_path / "one"
     model, optimizer = training(cut=True)
     train(model, optimizer, range(2))
     saved = all_of(model, optimizer)
@@ -394,11 +387,6 @@ def check_dcp_background(path: Path) -> None:
     train(model, optimizer, range(2, 3))
     pending.result()
     dcp_load_run(path, True, saved)
-
-
-@pytest.mark.not_late("PyTorch's DCP asks a group which devices it serves, and one in Python cannot say")
-def test_dcp_saves_rows_in_the_background(ranks2: Ranks, tmp_path: Path) -> None:
-    ranks2.run(check_dcp_background, tmp_path / "one")
 
 
 def test_rows_for_dcp_keep_what_they_are_when_they_are_copied() -> None:
@@ -426,7 +414,9 @@ def big(*, cut: bool, seed: int = 0) -> tuple[nn.Sequential, ZeroRedundancyOptim
     return model, optimizer
 
 
-def check_big(path: Path) -> None:
+@on_ranks(2)
+def test_an_embedding_that_is_cut_by_itself_travels_everywhere(tmp_path: Path) -> None:
+    path = tmp_path / "one"
     model, optimizer = big(cut=True)
     plain = copy.deepcopy(model)
     reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
@@ -448,12 +438,11 @@ def check_big(path: Path) -> None:
         assert_same_state(dealt.state_dict(), reference.state_dict())
 
 
-def test_an_embedding_that_is_cut_by_itself_travels_everywhere(ranks2: Ranks, tmp_path: Path) -> None:
-    ranks2.run(check_big, tmp_path / "one")
-
-
-def check_old(path: Path) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("version", range(1, manifest.VERSION + 1))
+def test_rows_are_read_from_checkpoints_of_every_version(version: int) -> None:
     """What an older version wrote has one chunk for each tensor: rows are read out of it."""
+    path = Path(__file__).parent / "data" / f"checkpoint-{version}"
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuts, "ALIGNMENT", 4)
@@ -470,8 +459,3 @@ def check_old(path: Path) -> None:
     for number, entries in optimizer.state_dict()["state"].items():
         assert entries["exp_avg"].unique().tolist() == [number + 0.5]
         assert entries["exp_avg"].shape == entries[EMA].shape == params_of(optimizer)[number].shape
-
-
-@pytest.mark.parametrize("version", range(1, manifest.VERSION + 1))
-def test_rows_are_read_from_checkpoints_of_every_version(ranks2: Ranks, version: int) -> None:
-    ranks2.run(check_old, Path(__file__).parent / "data" / f"checkpoint-{version}")

@@ -11,12 +11,13 @@ from torch.distributed.algorithms.join import Join
 from torch.optim import Optimizer
 
 from cuts import ONE_A_BUCKET, SHAPES, cut_pair, cutting, sparse_gradient
-from pool import Ranks
+from pool import Ranks, on_ranks
 from training import agreeing_scaler, assert_same_bits, make_params, params_of, set_grads, train_both
 from zero_optim import ZeroRedundancyOptimizer
 
 
-def check_closure() -> None:
+@on_ranks(2)
+def test_a_closure_makes_the_gradients_of_cut_parameters() -> None:
     plain, sharded = cut_pair(make_params(((64, 4), (3,))), torch.optim.SGD, options={"lr": 0.1})
     calls = []
 
@@ -37,11 +38,9 @@ def check_closure() -> None:
     assert calls == [True] * 6
 
 
-def test_a_closure_makes_the_gradients_of_cut_parameters(ranks2: Ranks) -> None:
-    ranks2.run(check_closure)
-
-
-def check_clip(norm_type: float) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_the_norm_of_a_cut_parameter_is_pytorchs_to_the_bit(norm_type: float) -> None:
     shapes = [shape for shape in SHAPES if 0 not in shape]  # PyTorch has no maximum of nothing
     plain, sharded = cut_pair(make_params(shapes), torch.optim.SGD, options={"lr": 0.1})
     for step in range(2):
@@ -56,11 +55,6 @@ def check_clip(norm_type: float) -> None:
         for optimizer in (plain, sharded):
             optimizer.step()
         assert_same_bits(params_of(sharded), params_of(plain), step)
-
-
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-def test_the_norm_of_a_cut_parameter_is_pytorchs_to_the_bit(ranks2: Ranks, norm_type: float) -> None:
-    ranks2.run(check_clip, norm_type)
 
 
 def check_scaler(rows_of_rank: int, unscale_first: bool) -> None:
@@ -90,7 +84,10 @@ def test_an_infinity_in_one_piece_skips_the_step_everywhere(ranks2: Ranks, unsca
     ranks2.run(check_scaler, 0, unscale_first)
 
 
-def check_join(sparse: bool, keeps_gradients: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("keeps_gradients", [True, False])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_joined_rank_is_lent_the_rows_that_it_owns(sparse: bool, keeps_gradients: bool) -> None:
     """Rank 1 runs out of inputs after two steps; rank 0 goes on, and lends it its rows."""
     optimizer_class = torch.optim.SGD if sparse else torch.optim.AdamW
     plain, sharded = cut_pair(make_params(((64, 4), (32, 8), (3,))), optimizer_class, options={"lr": 0.1})
@@ -116,15 +113,8 @@ def check_join(sparse: bool, keeps_gradients: bool) -> None:
     assert_same_bits(params_of(sharded), params_of(plain))
 
 
-@pytest.mark.parametrize("keeps_gradients", [True, False])
-@pytest.mark.parametrize("sparse", [False, True])
-def test_a_joined_rank_is_lent_the_rows_that_it_owns(
-    ranks2: Ranks, sparse: bool, keeps_gradients: bool
-) -> None:
-    ranks2.run(check_join, sparse, keeps_gradients)
-
-
-def check_lazy() -> None:
+@on_ranks(2)
+def test_lazy_gathers_bring_all_pieces() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
     other = copy.deepcopy(model)
@@ -148,10 +138,6 @@ def check_lazy() -> None:
     assert_same_bits(list(model.parameters()), list(other.parameters()))
 
 
-def test_lazy_gathers_bring_all_pieces(ranks2: Ranks) -> None:
-    ranks2.run(check_lazy)
-
-
 class Switching(torch.optim.SGD):
     """Has a method that changes parameters, as schedule-free classes do."""
 
@@ -162,7 +148,8 @@ class Switching(torch.optim.SGD):
                 param.mul_(2)
 
 
-def check_methods() -> None:
+@on_ranks(2)
+def test_methods_of_the_class_reach_all_pieces() -> None:
     plain, sharded = cut_pair(make_params(SHAPES), Switching)
     train_both(plain, sharded, 1)
     plain.double()  # type: ignore[attr-defined]
@@ -171,11 +158,8 @@ def check_methods() -> None:
     train_both(plain, sharded, 1, first=1)
 
 
-def test_methods_of_the_class_reach_all_pieces(ranks2: Ranks) -> None:
-    ranks2.run(check_methods)
-
-
-def check_undo() -> None:
+@on_ranks(2)
+def test_what_is_remembered_of_cut_parameters_comes_back() -> None:
     plain, sharded = cut_pair(make_params(SHAPES), ema_decay=0.5)
     train_both(plain, sharded, 2)
     undo = sharded.remember()
@@ -186,7 +170,3 @@ def check_undo() -> None:
     undo()
     sharded.gather_parameters()
     assert_same_bits(params_of(sharded), before)
-
-
-def test_what_is_remembered_of_cut_parameters_comes_back(ranks2: Ranks) -> None:
-    ranks2.run(check_undo)

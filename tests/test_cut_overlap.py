@@ -12,7 +12,7 @@ from torch.distributed.algorithms.join import Join
 
 from cuts import cutting
 from overlap import WRAPPERS, Grads, Setting, adamw, assert_same_params, assert_same_run, inputs, plain_step
-from pool import Ranks
+from pool import Ranks, on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.hooks import zero_step
 from zero_optim.hooks.overlap.owners import BucketOwnership
@@ -87,16 +87,11 @@ def settings(name: str, wrapper: str) -> Setting:
     return Setting(wrapper, Wide, **{"optimizer": cut(), **SETTINGS[name]})
 
 
-def check_everywhere(name: str, wrapper: str) -> None:
-    assert_same_run(settings(name, wrapper), steps=4)
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("name", SETTINGS)
-def test_stepping_cut_parameters_in_backward_gives_the_same_bits(
-    ranks2: Ranks, name: str, wrapper: str
-) -> None:
-    ranks2.run(check_everywhere, name, wrapper)
+def test_stepping_cut_parameters_in_backward_gives_the_same_bits(name: str, wrapper: str) -> None:
+    assert_same_run(settings(name, wrapper), steps=4)
 
 
 def run(how: str | None, wrapper: str, optimizer: Any, *, spares: bool, **zero: Any) -> nn.Module:
@@ -143,8 +138,11 @@ def test_rows_of_gradients_are_reduced_to_four_owners(ranks4: Ranks) -> None:
     ranks4.run(check_owners, "ours", True)
 
 
-def check_masters(wrapper: str, how: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["everywhere", "owners"])
+def test_masters_of_cut_parameters_are_stepped_in_backward(how: str) -> None:
     """bf16 parameters with masters; half of a batch that gives zeros only."""
+    wrapper = "ours"
 
     def build() -> nn.Module:
         return Wide().to(torch.bfloat16)
@@ -165,11 +163,6 @@ def check_masters(wrapper: str, how: str) -> None:
         assert_same_params(model, plain, number)
 
 
-@pytest.mark.parametrize("how", ["everywhere", "owners"])
-def test_masters_of_cut_parameters_are_stepped_in_backward(ranks2: Ranks, how: str) -> None:
-    ranks2.run(check_masters, "ours", how)
-
-
 def check_join(wrapper: str) -> None:
     """Rank 1 has two batches, rank 0 five."""
     models = []
@@ -187,7 +180,8 @@ def test_uneven_inputs_reach_the_owners_of_rows(ranks2: Ranks, wrapper: str) -> 
     ranks2.run(check_join, wrapper)
 
 
-def check_lazy() -> None:
+@on_ranks(2)
+def test_the_next_forward_pass_may_wait_for_the_pieces() -> None:
     setting = Setting("ours", Wide, cut())
     (plain, one), (model, other) = setting.build(overlap=False), setting.build(overlap=True)
     other.gather_lazily(model)
@@ -196,10 +190,6 @@ def check_lazy() -> None:
         plain_step(model, other, step)
     other.wait_for_gathers()
     assert_same_params(model, plain)
-
-
-def test_the_next_forward_pass_may_wait_for_the_pieces(ranks2: Ranks) -> None:
-    ranks2.run(check_lazy)
 
 
 def test_a_parameter_has_a_span_for_each_of_its_owners() -> None:

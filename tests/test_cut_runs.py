@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from cuts import ONE_A_BUCKET, SHAPES, cut_pair, cutting, sparse_gradient
-from pool import Ranks
+from pool import Ranks, on_ranks
 from training import assert_same_bits, make_params, params_of, set_grads, train_both, twin
 from zero_optim import RankMismatchError, ZeroRedundancyOptimizer
 from zero_optim.plan.pieces import Piece
@@ -69,16 +69,15 @@ def test_four_ranks_cut_each_parameter_or_a_bucket(ranks4: Ranks, view: bool) ->
     ranks4.run(check_parity, "adamw", view, 1.0)
 
 
-def check_few_rows() -> None:
+@on_ranks(2)
+def test_a_piece_may_be_one_row() -> None:
     plain, sharded = cut_pair([*make_params(((2, 64),)), *make_params(((1, 64),), seed=2)])
     train_both(plain, sharded, 2)
 
 
-def test_a_piece_may_be_one_row(ranks2: Ranks) -> None:
-    ranks2.run(check_few_rows)
-
-
-def check_masters(view: bool) -> None:
+@on_ranks(2)
+@VIEWS
+def test_masters_and_averages_are_kept_by_rows(view: bool) -> None:
     """In fp32 by hand: masters stepped whole, rounded to the parameters."""
     params = make_params(SHAPES, torch.bfloat16)
     masters = [nn.Parameter(p.detach().float()) for p in params]
@@ -107,12 +106,8 @@ def check_masters(view: bool) -> None:
     assert_same_bits(mine, before)
 
 
-@VIEWS
-def test_masters_and_averages_are_kept_by_rows(ranks2: Ranks, view: bool) -> None:
-    ranks2.run(check_masters, view)
-
-
-def check_written_masters() -> None:
+@on_ranks(2)
+def test_rows_written_between_steps_reach_their_masters() -> None:
     params = make_params(((64, 8),), torch.bfloat16)
     _, sharded = cut_pair(params, torch.optim.SGD, options={"lr": 1e-4}, master_dtype=torch.float32)
     (mine,) = params_of(sharded)
@@ -133,11 +128,9 @@ def check_written_masters() -> None:
     assert torch.equal(mine, master.to(torch.bfloat16))
 
 
-def test_rows_written_between_steps_reach_their_masters(ranks2: Ranks) -> None:
-    ranks2.run(check_written_masters)
-
-
-def check_averages(view: bool) -> None:
+@on_ranks(2)
+@VIEWS
+def test_averaged_weights_come_from_all_owners(view: bool) -> None:
     plain, sharded = cut_pair(make_params(SHAPES), ema_decay=0.9, parameters_as_bucket_view=view)
     averages = [param.detach().clone() for param in params_of(plain)]
     for step in range(3):
@@ -150,12 +143,8 @@ def check_averages(view: bool) -> None:
     train_both(plain, sharded, 2, first=3)
 
 
-@VIEWS
-def test_averaged_weights_come_from_all_owners(ranks2: Ranks, view: bool) -> None:
-    ranks2.run(check_averages, view)
-
-
-def check_groups() -> None:
+@on_ranks(2)
+def test_a_group_added_later_may_be_cut() -> None:
     plain, sharded = cut_pair(make_params(SHAPES))
     train_both(plain, sharded, 2)
     extra = make_params(((64, 4), (5,)), seed=5)
@@ -168,11 +157,8 @@ def check_groups() -> None:
     assert_same_rows(plain, sharded)
 
 
-def test_a_group_added_later_may_be_cut(ranks2: Ranks) -> None:
-    ranks2.run(check_groups)
-
-
-def check_bad_group() -> None:
+@on_ranks(2)
+def test_a_cut_group_that_the_class_refuses_leaves_nothing_behind() -> None:
     plain, sharded = cut_pair(make_params(SHAPES), torch.optim.SGD, options={"lr": 0.1})
     extra = make_params(((64, 4),), seed=5)
     with cutting(), pytest.raises(ValueError, match="momentum"):
@@ -183,11 +169,8 @@ def check_bad_group() -> None:
     train_both(sharded, sharded, 1)
 
 
-def test_a_cut_group_that_the_class_refuses_leaves_nothing_behind(ranks2: Ranks) -> None:
-    ranks2.run(check_bad_group)
-
-
-def check_sparse() -> None:
+@on_ranks(2)
+def test_sparse_gradients_are_split_by_rows() -> None:
     plain, sharded = cut_pair(make_params(((64, 4), (48, 8), (6, 3))), torch.optim.SGD, options={"lr": 0.1})
     for step in range(6):
         for optimizer in (plain, sharded):
@@ -197,11 +180,8 @@ def check_sparse() -> None:
         assert_same_bits(params_of(sharded), params_of(plain), step)
 
 
-def test_sparse_gradients_are_split_by_rows(ranks2: Ranks) -> None:
-    ranks2.run(check_sparse)
-
-
-def check_gaps() -> None:
+@on_ranks(2)
+def test_a_cut_parameter_without_a_gradient_is_left_alone() -> None:
     plain, sharded = cut_pair(make_params(SHAPES))
     for step in range(5):
         for optimizer in (plain, sharded):
@@ -213,11 +193,8 @@ def check_gaps() -> None:
         assert_same_bits(params_of(sharded), params_of(plain), step)
 
 
-def test_a_cut_parameter_without_a_gradient_is_left_alone(ranks2: Ranks) -> None:
-    ranks2.run(check_gaps)
-
-
-def check_freezing() -> None:
+@on_ranks(2)
+def test_a_cut_parameter_may_be_frozen_and_thawed() -> None:
     plain, sharded = cut_pair(make_params(SHAPES))
     train_both(plain, sharded, 2)
     for optimizer in (plain, sharded):
@@ -231,11 +208,9 @@ def check_freezing() -> None:
     assert all(leaf.grad is None for leaf in leaves if not any(leaf is p for p in params_of(sharded)))
 
 
-def test_a_cut_parameter_may_be_frozen_and_thawed(ranks2: Ranks) -> None:
-    ranks2.run(check_freezing)
-
-
-def check_memory_format(view: bool) -> None:
+@on_ranks(2)
+@VIEWS
+def test_cut_parameters_keep_their_strides(view: bool) -> None:
     params = make_params(((16, 4, 3, 3), (64, 16), (16, 4, 2, 2)))
     for param in (params[0], params[2]):
         param.data = param.data.to(memory_format=torch.channels_last)
@@ -248,12 +223,9 @@ def check_memory_format(view: bool) -> None:
     assert_same_rows(plain, sharded)
 
 
+@on_ranks(2)
 @VIEWS
-def test_cut_parameters_keep_their_strides(ranks2: Ranks, view: bool) -> None:
-    ranks2.run(check_memory_format, view)
-
-
-def check_replaced_data(view: bool) -> None:
+def test_data_that_the_user_replaces_is_stepped(view: bool) -> None:
     plain, sharded = cut_pair(make_params(SHAPES), parameters_as_bucket_view=view, ema_decay=0.5)
     train_both(plain, sharded, 2)
     for optimizer in (plain, sharded):
@@ -273,11 +245,6 @@ def check_replaced_data(view: bool) -> None:
     assert_same_bits(params_of(sharded), params_of(plain))
 
 
-@VIEWS
-def test_data_that_the_user_replaces_is_stepped(ranks2: Ranks, view: bool) -> None:
-    ranks2.run(check_replaced_data, view)
-
-
 class Replacing(torch.optim.SGD):
     """Gives what it steps new memory at each step."""
 
@@ -289,17 +256,16 @@ class Replacing(torch.optim.SGD):
                     param.data = param - group["lr"] * param.grad
 
 
-def check_replacing(view: bool) -> None:
+@on_ranks(2)
+@VIEWS
+def test_a_class_may_give_what_it_steps_other_memory(view: bool) -> None:
     plain, sharded = cut_pair(make_params(SHAPES), Replacing, parameters_as_bucket_view=view)
     train_both(plain, sharded, 3)
 
 
+@on_ranks(2)
 @VIEWS
-def test_a_class_may_give_what_it_steps_other_memory(ranks2: Ranks, view: bool) -> None:
-    ranks2.run(check_replacing, view)
-
-
-def check_copies(view: bool) -> None:
+def test_a_copy_steps_its_own_parameters(view: bool) -> None:
     plain, sharded = cut_pair(make_params(SHAPES), parameters_as_bucket_view=view, ema_decay=0.5)
     train_both(plain, sharded, 2)
     other = copy.deepcopy(sharded)
@@ -314,12 +280,8 @@ def check_copies(view: bool) -> None:
     train_both(plain, sharded, 3, first=2)
 
 
-@VIEWS
-def test_a_copy_steps_its_own_parameters(ranks2: Ranks, view: bool) -> None:
-    ranks2.run(check_copies, view)
-
-
-def check_shared() -> None:
+@on_ranks(2)
+def test_cut_parameters_may_move_to_shared_memory() -> None:
     plain, sharded = cut_pair(make_params(SHAPES))
     train_both(plain, sharded, 2)
     for param in params_of(sharded):
@@ -328,11 +290,10 @@ def check_shared() -> None:
     assert all(param.is_shared() for param in params_of(sharded))
 
 
-def test_cut_parameters_may_move_to_shared_memory(ranks2: Ranks) -> None:
-    ranks2.run(check_shared)
-
-
-def check_stale_graph(view: bool, masters: bool) -> None:
+@on_ranks(2)
+@VIEWS
+@pytest.mark.parametrize("masters", [False, True])
+def test_autograd_notices_that_a_step_changed_a_cut_parameter(view: bool, masters: bool) -> None:
     weight = nn.Parameter(torch.randn(32, 8, dtype=torch.bfloat16 if masters else torch.float32))
     dtype = torch.float32 if masters else None
     _, sharded = cut_pair([weight], torch.optim.SGD, parameters_as_bucket_view=view, master_dtype=dtype)
@@ -342,14 +303,6 @@ def check_stale_graph(view: bool, masters: bool) -> None:
     sharded.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-@VIEWS
-@pytest.mark.parametrize("masters", [False, True])
-def test_autograd_notices_that_a_step_changed_a_cut_parameter(
-    ranks2: Ranks, view: bool, masters: bool
-) -> None:
-    ranks2.run(check_stale_graph, view, masters)
 
 
 @contextmanager
@@ -365,17 +318,14 @@ def gradients_watched(sharded: ZeroRedundancyOptimizer) -> Iterator[list[int]]:
     handle.remove()
 
 
-def check_share() -> None:
+@on_ranks(2)
+def test_a_rank_steps_its_rows_alone() -> None:
     _, sharded = cut_pair(make_params(((64, 8), (32, 4))))
     set_grads(params_of(sharded), 0)
     with gradients_watched(sharded) as seen:
         sharded.step()
     assert seen == [(64 * 8 + 32 * 4) // 2]
     assert all(param.grad is not None and param.grad.shape == param.shape for param in params_of(sharded))
-
-
-def test_a_rank_steps_its_rows_alone(ranks2: Ranks) -> None:
-    ranks2.run(check_share)
 
 
 def check_explained() -> list[str]:
@@ -416,15 +366,12 @@ def test_explain_tells_what_is_cut_and_why_the_rest_is_not(ranks2: Ranks) -> Non
     assert "x the mean (AdamW: not tried (assume_separable=True))" in untried
 
 
-def check_flag_agreed() -> None:
+@on_ranks(2)
+def test_ranks_agree_on_cuts() -> None:
     with pytest.raises(RankMismatchError, match=r"cuts=True.*cuts=False"):
         ZeroRedundancyOptimizer(make_params(), torch.optim.SGD, lr=0.1, cuts=dist.get_rank() == 0)
     with pytest.raises(TypeError, match="cuts"):
         ZeroRedundancyOptimizer(make_params(), torch.optim.SGD, lr=0.1, cuts=1)  # type: ignore[arg-type]
-
-
-def test_ranks_agree_on_cuts(ranks2: Ranks) -> None:
-    ranks2.run(check_flag_agreed)
 
 
 def test_rows_of_a_sparse_tensor_keep_their_order_and_duplicates() -> None:

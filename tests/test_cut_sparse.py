@@ -12,7 +12,7 @@ from torch.optim import SGD
 
 from cuts import cut_pair, cutting, finely_cut, sparse_gradient
 from overlap import Embedder
-from pool import Ranks
+from pool import on_ranks
 from training import assert_same_bits, make_params, params_of, set_grads, twin
 from zero_optim import RankMismatchError, ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
@@ -62,7 +62,8 @@ def give_sparse(params: list[nn.Parameter], step: int) -> None:
         param.grad = sparse_gradient(param, step, coalesced=False)
 
 
-def check_refused() -> None:
+@on_ranks(2)
+def test_a_step_is_refused_on_every_rank_before_anything_is_stepped() -> None:
     plain, sharded = cut_pair(make_params(SHAPES), SGD, options=MOMENTUM)
     mine = params_of(sharded)
     before = [param.detach().clone() for param in mine]
@@ -77,11 +78,8 @@ def check_refused() -> None:
     assert_same_bits(mine, params_of(plain))
 
 
-def test_a_step_is_refused_on_every_rank_before_anything_is_stepped(ranks2: Ranks) -> None:
-    ranks2.run(check_refused)
-
-
-def check_switched_on() -> None:
+@on_ranks(2)
+def test_momentum_that_is_switched_on_later_is_refused() -> None:
     plain, sharded = cut_pair(make_params(SHAPES), SGD, options={"lr": 0.1})
     for step in range(3):
         for optimizer in (plain, sharded):
@@ -94,11 +92,8 @@ def check_switched_on() -> None:
         sharded.step()
 
 
-def test_momentum_that_is_switched_on_later_is_refused(ranks2: Ranks) -> None:
-    ranks2.run(check_switched_on)
-
-
-def check_group() -> None:
+@on_ranks(2)
+def test_a_group_can_be_kept_whole() -> None:
     mine = make_params(((4096, 16), (512, 16), (512, 16)))
     plain = SGD(twin(mine), **MOMENTUM)
     with finely_cut():
@@ -118,11 +113,8 @@ def check_group() -> None:
     sharded.consolidate_state_dict(to=0)
 
 
-def test_a_group_can_be_kept_whole(ranks2: Ranks) -> None:
-    ranks2.run(check_group)
-
-
-def check_only_group() -> None:
+@on_ranks(2)
+def test_a_group_can_be_cut_alone() -> None:
     mine = make_params(((512, 16), (512, 16)))
     with finely_cut():
         groups = [{"params": mine[:1], "cuts": True}, {"params": mine[1:]}]
@@ -130,11 +122,8 @@ def check_only_group() -> None:
     assert [len(pieces) for pieces in sharded.pieces().values()] == [2, 1]
 
 
-def test_a_group_can_be_cut_alone(ranks2: Ranks) -> None:
-    ranks2.run(check_only_group)
-
-
-def check_wrong() -> None:
+@on_ranks(2)
+def test_cuts_of_a_group_are_checked_and_compared() -> None:
     params = make_params(SHAPES)
     with pytest.raises(RankMismatchError, match="cuts of groups"):
         ZeroRedundancyOptimizer([{"params": params, "cuts": dist.get_rank() == 0}], SGD, lr=0.1)
@@ -147,11 +136,8 @@ def check_wrong() -> None:
     assert len(sharded.param_groups) == 1
 
 
-def test_cuts_of_a_group_are_checked_and_compared(ranks2: Ranks) -> None:
-    ranks2.run(check_wrong)
-
-
-def check_join() -> None:
+@on_ranks(2)
+def test_a_joined_rank_hears_of_the_refusal() -> None:
     """Rank 1 runs out of inputs, and has no gradients; rank 0 has sparse ones."""
     _, sharded = cut_pair(make_params(SHAPES), SGD, options=MOMENTUM)
 
@@ -166,10 +152,6 @@ def check_join() -> None:
 
     with pytest.raises(ValueError, match=REFUSED):
         train()
-
-
-def test_a_joined_rank_hears_of_the_refusal(ranks2: Ranks) -> None:
-    ranks2.run(check_join)
 
 
 def cut_sgd(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
@@ -194,7 +176,8 @@ def step_tokens(model: nn.Module, optimizer: ZeroRedundancyOptimizer, step: int)
     optimizer.step()
 
 
-def check_sharded_gradients() -> None:
+@on_ranks(2)
+def test_sharded_gradients_are_refused_when_wrapped() -> None:
     model = Table()
     with pytest.raises(ValueError, match=REFUSED):
         ShardedDataParallel(model, cut_sgd(model, **MOMENTUM))
@@ -209,25 +192,20 @@ def check_sharded_gradients() -> None:
     assert_same_bits(list(model.parameters()), before)
 
 
-def check_who_knows() -> None:
+@on_ranks(2)
+def test_ranks_without_a_sharded_gradient_know_that_it_is_sparse() -> None:
     model = Embedder()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
     step_tokens(ShardedDataParallel(model, optimizer), optimizer, 0)
     assert [is_sparse(param.grad) for param in model.parameters()] == [True, *[False] * 4]
 
 
-def test_sharded_gradients_are_refused_when_wrapped(ranks2: Ranks) -> None:
-    ranks2.run(check_sharded_gradients)
-
-
-def test_ranks_without_a_sharded_gradient_know_that_it_is_sparse(ranks2: Ranks) -> None:
-    ranks2.run(check_who_knows)
-
-
 Wrap = Callable[[nn.Module], Any]
 
 
-def check_overlap(wrap: Wrap) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, nn.parallel.DistributedDataParallel])
+def test_a_step_in_the_backward_pass_is_refused_on_every_rank(wrap: Wrap) -> None:
     for options, refused in (({"lr": 0.1}, False), (MOMENTUM, True)):
         model = Table()
         optimizer = cut_sgd(model, **options)
@@ -240,11 +218,6 @@ def check_overlap(wrap: Wrap) -> None:
         with pytest.raises(ValueError, match=REFUSED):
             step_tokens(wrapped, optimizer, 0)
         assert torch.equal(model.table.weight, before)
-
-
-@pytest.mark.parametrize("wrap", [DistributedDataParallel, nn.parallel.DistributedDataParallel])
-def test_a_step_in_the_backward_pass_is_refused_on_every_rank(ranks2: Ranks, wrap: Wrap) -> None:
-    ranks2.run(check_overlap, wrap)
 
 
 class Beside(nn.Module):
@@ -260,7 +233,8 @@ class Beside(nn.Module):
         return out
 
 
-def check_rest() -> None:
+@on_ranks(2)
+def test_what_is_left_to_step_is_refused_on_joined_ranks_too() -> None:
     """Rank 1 has joined: it takes part in the step until it hears."""
     model, table = Beside(), make_params(SHAPES[:1])[0]
     with cutting():
@@ -280,7 +254,3 @@ def check_rest() -> None:
     with pytest.raises(ValueError, match=REFUSED):
         train()
     assert torch.equal(table, before)
-
-
-def test_what_is_left_to_step_is_refused_on_joined_ranks_too(ranks2: Ranks) -> None:
-    ranks2.run(check_rest)

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from cuts import ONE_A_BUCKET, SHAPES, cutting
-from pool import Ranks
+from pool import Ranks, on_ranks
 from training import (
     assert_same_state,
     make_params,
@@ -167,20 +167,6 @@ def test_four_ranks_join_their_rows(ranks4: Ranks) -> None:
     ranks4.run(check_whole, "adamw")
 
 
-def check_loaded(name: str, cut: bool, src: int | None) -> None:
-    plain, _ = pair(name)
-    for step in range(3):
-        set_grads(params_of(plain), step)
-        plain.step()
-    state = copy.deepcopy(plain.state_dict())
-    sharded = sharded_over(twin(params_of(plain)), name, cut=cut)
-    sharded.load_state_dict(state if src in (None, dist.get_rank()) else None, src=src)
-    found = whole_state(sharded, None)
-    assert found is not None
-    assert_same_state(found, plain.state_dict())
-    train_both(plain, sharded, 2, first=3)
-
-
 def check_loaded_between(saved: dict[str, Any], cut: bool) -> dict[str, Any]:
     """Load a state that another number of ranks, or other cuts, made; return what is there then."""
     sharded = sharded_over(pair_params(), "adamw", cut=cut)
@@ -218,7 +204,8 @@ def test_whole_states_travel_between_numbers_of_ranks_and_cuts(
                 assert_same_state(found, saved)
 
 
-def check_global_entries() -> None:
+@on_ranks(2)
+def test_global_entries_stay_what_they_are() -> None:
     """State of the class itself is held by every rank, and global once it is consolidated."""
     plain, sharded = pair("counting")
     train_both(plain, sharded, 2)
@@ -231,11 +218,8 @@ def check_global_entries() -> None:
     assert again.state["count"] == 2
 
 
-def test_global_entries_stay_what_they_are(ranks2: Ranks) -> None:
-    ranks2.run(check_global_entries)
-
-
-def check_misfits() -> None:
+@on_ranks(2)
+def test_state_of_a_piece_is_no_state_of_the_parameter() -> None:
     plain, sharded = pair()
     train_both(plain, sharded, 1)
     state = copy.deepcopy(plain.state_dict())
@@ -250,11 +234,8 @@ def check_misfits() -> None:
     assert_same_state(after, before)
 
 
-def test_state_of_a_piece_is_no_state_of_the_parameter(ranks2: Ranks) -> None:
-    ranks2.run(check_misfits)
-
-
-def check_lost_entry() -> None:
+@on_ranks(2)
+def test_owners_with_different_entries_are_refused_on_every_rank() -> None:
     plain, sharded = pair()
     train_both(plain, sharded, 1)
     param = params_of(sharded)[0]
@@ -264,11 +245,8 @@ def check_lost_entry() -> None:
         sharded.consolidate_state_dict(to=0)
 
 
-def test_owners_with_different_entries_are_refused_on_every_rank(ranks2: Ranks) -> None:
-    ranks2.run(check_lost_entry)
-
-
-def check_later_entries() -> None:
+@on_ranks(2)
+def test_entries_that_come_with_an_option_are_joined_too() -> None:
     """SGD has no momentum when it is built: its buffers are unknown until a scheduler sets one."""
     plain, sharded = pair("sgd")
     for optimizer in (plain, sharded):
@@ -284,11 +262,19 @@ def check_later_entries() -> None:
     assert_same_state(again_found, found)
 
 
-def test_entries_that_come_with_an_option_are_joined_too(ranks2: Ranks) -> None:
-    ranks2.run(check_later_entries)
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("src", [None, 1])
 @pytest.mark.parametrize("name", [name for name in CLASSES if name != "counting"])
-def test_each_owner_loads_its_rows_of_a_whole_state(ranks2: Ranks, name: str, src: int | None) -> None:
-    ranks2.run(check_loaded, name, True, src)
+def test_each_owner_loads_its_rows_of_a_whole_state(name: str, src: int | None) -> None:
+    cut = True
+    plain, _ = pair(name)
+    for step in range(3):
+        set_grads(params_of(plain), step)
+        plain.step()
+    state = copy.deepcopy(plain.state_dict())
+    sharded = sharded_over(twin(params_of(plain)), name, cut=cut)
+    sharded.load_state_dict(state if src in (None, dist.get_rank()) else None, src=src)
+    found = whole_state(sharded, None)
+    assert found is not None
+    assert_same_state(found, plain.state_dict())
+    train_both(plain, sharded, 2, first=3)

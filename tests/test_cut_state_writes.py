@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from cuts import ONE_A_BUCKET, cut_pair, cutting
-from pool import Ranks
+from pool import on_ranks
 from training import assert_same_bits, assert_same_state, make_params, params_of, set_grads, train_both, twin
 from zero_optim import StateMismatchError, ZeroRedundancyOptimizer
 from zero_optim.step.averages import EMA
@@ -95,7 +95,11 @@ ACTS = (
 )
 
 
-def check_write(act: Callable[[Optimizer], None]) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
+def test_a_write_to_the_state_of_cut_parameters_does_what_it_does_to_torch_optims(
+    act: Callable[[Optimizer], None],
+) -> None:
     plain, sharded = pair()
     train_both(plain, sharded, 2)
     for optimizer in (plain, sharded):
@@ -105,14 +109,8 @@ def check_write(act: Callable[[Optimizer], None]) -> None:
     assert_same_state(sharded.state_dict(), plain.state_dict())
 
 
-@pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
-def test_a_write_to_the_state_of_cut_parameters_does_what_it_does_to_torch_optims(
-    ranks2: Ranks, act: Callable[[Optimizer], None]
-) -> None:
-    ranks2.run(check_write, act)
-
-
-def check_missing() -> None:
+@on_ranks(2)
+def test_asking_for_state_that_is_not_there_makes_an_empty_entry() -> None:
     _, sharded = pair()
     param = params_of(sharded)[0]
     assert param not in sharded.state
@@ -133,11 +131,8 @@ def check_missing() -> None:
     assert len(sharded.state) == 0
 
 
-def test_asking_for_state_that_is_not_there_makes_an_empty_entry(ranks2: Ranks) -> None:
-    ranks2.run(check_missing)
-
-
-def check_put_back() -> None:
+@on_ranks(2)
+def test_a_state_that_was_put_aside_can_be_put_back() -> None:
     plain, sharded = pair()
     train_both(plain, sharded, 2)
     before = [optimizer.state for optimizer in (plain, sharded)]
@@ -151,20 +146,13 @@ def check_put_back() -> None:
     assert_same_state(sharded.state_dict(), plain.state_dict())
 
 
-def test_a_state_that_was_put_aside_can_be_put_back(ranks2: Ranks) -> None:
-    ranks2.run(check_put_back)
-
-
-def check_wrong_state() -> None:
+@on_ranks(2)
+def test_a_state_that_is_no_dict_is_refused() -> None:
     plain, sharded = pair()
     train_both(plain, sharded, 1)
     sharded.state = [1]  # type: ignore[assignment]
     with pytest.raises(TypeError, match=r"expected optimizer.state to be a dict, got list"):
         sharded.step()
-
-
-def test_a_state_that_is_no_dict_is_refused(ranks2: Ranks) -> None:
-    ranks2.run(check_wrong_state)
 
 
 class Restarting(torch.optim.AdamW):
@@ -174,7 +162,9 @@ class Restarting(torch.optim.AdamW):
         self.state = defaultdict(dict)
 
 
-def check_restart(cut: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_class_may_replace_its_state(cut: bool) -> None:
     params = make_params(SHAPES)
     mine = twin(params)
     plain = Restarting(params, lr=0.01)
@@ -191,11 +181,6 @@ def check_restart(cut: bool) -> None:
     assert_same_state(sharded.state_dict(), plain.state_dict())
 
 
-@pytest.mark.parametrize("cut", [True, False])
-def test_a_class_may_replace_its_state(ranks2: Ranks, cut: bool) -> None:
-    ranks2.run(check_restart, cut)
-
-
 # ---------------------------------------------------------------------- masters and averages
 
 
@@ -208,7 +193,8 @@ def with_masters() -> tuple[ZeroRedundancyOptimizer, list[Parameter]]:
     return sharded, [param for param in mine if param in sharded.state]
 
 
-def check_masters_written() -> None:
+@on_ranks(2)
+def test_a_write_to_a_master_or_an_average_is_one() -> None:
     sharded, mine = with_masters()
     for param in mine:
         entries = sharded.state[param]
@@ -237,23 +223,6 @@ def check_masters_written() -> None:
         assert bool((sharded.state[param][EMA] == (3.0 + torch.tensor(1.001)) / 2).all())
 
 
-def test_a_write_to_a_master_or_an_average_is_one(ranks2: Ranks) -> None:
-    ranks2.run(check_masters_written)
-
-
-def check_start_again(act: Callable[[Optimizer], None]) -> None:
-    sharded, mine = with_masters()
-    act(sharded)
-    sharded.param_groups[0]["lr"] = 0.0
-    set_grads(params_of(sharded), 3)
-    sharded.step()
-    for param in mine:
-        entries, rows = sharded.state[param], sharded._owned.leaves.rows(param).float()
-        assert entries["step"] == 1
-        assert torch.equal(entries[MASTER], rows)
-        assert torch.equal(entries[EMA], rows)
-
-
 def delete_what_is_there(optimizer: Optimizer) -> None:
     for param in list(optimizer.state):
         popped = optimizer.state.pop(param)
@@ -273,18 +242,27 @@ def pop_items(optimizer: Optimizer) -> None:
         optimizer.state.popitem()
 
 
+@on_ranks(2)
 @pytest.mark.parametrize(
     "act",
     [clear, assign_empty, delete_what_is_there, clear_what_is_there, pop_items],
     ids=lambda act: act.__name__,
 )
-def test_masters_and_averages_start_again_with_the_state(
-    ranks2: Ranks, act: Callable[[Optimizer], None]
-) -> None:
-    ranks2.run(check_start_again, act)
+def test_masters_and_averages_start_again_with_the_state(act: Callable[[Optimizer], None]) -> None:
+    sharded, mine = with_masters()
+    act(sharded)
+    sharded.param_groups[0]["lr"] = 0.0
+    set_grads(params_of(sharded), 3)
+    sharded.step()
+    for param in mine:
+        entries, rows = sharded.state[param], sharded._owned.leaves.rows(param).float()
+        assert entries["step"] == 1
+        assert torch.equal(entries[MASTER], rows)
+        assert torch.equal(entries[EMA], rows)
 
 
-def check_moved() -> None:
+@on_ranks(2)
+def test_entries_with_a_master_can_be_rebuilt_and_copied() -> None:
     """What tools do to move a state: rebuild each value as the type it has, and set it."""
     sharded, mine = with_masters()
     before = {param: sharded.state[param].copy() for param in mine}
@@ -303,11 +281,8 @@ def check_moved() -> None:
         assert torch.equal(sharded.state[param][EMA], other.state[same][EMA])
 
 
-def test_entries_with_a_master_can_be_rebuilt_and_copied(ranks2: Ranks) -> None:
-    ranks2.run(check_moved)
-
-
-def check_averages_in() -> None:
+@on_ranks(2)
+def test_masters_cannot_be_written_while_the_averages_stand_in_the_model() -> None:
     sharded, mine = with_masters()
     with sharded.averaged_weights():
         for param in mine:
@@ -316,11 +291,8 @@ def check_averages_in() -> None:
     dist.barrier()
 
 
-def test_masters_cannot_be_written_while_the_averages_stand_in_the_model(ranks2: Ranks) -> None:
-    ranks2.run(check_averages_in)
-
-
-def check_several() -> None:
+@on_ranks(2)
+def test_state_that_is_set_goes_to_the_class_that_steps_the_parameter() -> None:
     """Two classes: state that is set for a parameter without any goes to the class that steps it."""
     params = make_params(SHAPES)
     mine = twin(params)
@@ -348,7 +320,3 @@ def check_several() -> None:
     sharded.param_groups[0]["lr"] = 0.0
     sharded.step()
     assert {key: sharded.state[key] for key in own} == {key: {"mark": 1} for key in own}
-
-
-def test_state_that_is_set_goes_to_the_class_that_steps_the_parameter(ranks2: Ranks) -> None:
-    ranks2.run(check_several)

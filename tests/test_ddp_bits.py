@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDdp
 
 from ddp_pairs import KNOWN, Pair, assert_same, batch
-from pool import Ranks
+from pool import on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.errors import ReductionError
@@ -73,7 +73,10 @@ def places(model: nn.Module) -> list[list[int]]:
     return [[int(index) for index in part.split()] for part in told.split(",")]
 
 
-def check_options(members: int) -> None:
+@on_ranks(4)
+@pytest.mark.filterwarnings("ignore:You passed find_unused_parameters=true:UserWarning")  # PyTorch's advice
+@pytest.mark.parametrize("members", [3, 4])
+def test_every_option_gives_the_bits_of_pytorchs_wrapper_in_every_pass(members: int) -> None:
     group = dist.new_group(list(range(members)))
     if dist.get_rank() >= members:
         return
@@ -91,22 +94,13 @@ def check_options(members: int) -> None:
             assert [bucket.indices for bucket in own.assignment.buckets] == places(pair.theirs), name
 
 
-@pytest.mark.filterwarnings("ignore:You passed find_unused_parameters=true:UserWarning")  # PyTorch's advice
+@on_ranks(4)
 @pytest.mark.parametrize("members", [3, 4])
-def test_every_option_gives_the_bits_of_pytorchs_wrapper_in_every_pass(ranks4: Ranks, members: int) -> None:
-    ranks4.run(check_options, members)
-
-
-def check_large(members: int) -> None:
+def test_large_gradients_have_the_bits_of_pytorchs_wrapper(members: int) -> None:
     """More than a megabyte for each part of the ring, so that there are more parts."""
     group = dist.new_group(list(range(members)))
     if dist.get_rank() < members:
         train(Pair.of(Layers(640), process_group=group), 3, members)
-
-
-@pytest.mark.parametrize("members", [3, 4])
-def test_large_gradients_have_the_bits_of_pytorchs_wrapper(ranks4: Ranks, members: int) -> None:
-    ranks4.run(check_large, members)
 
 
 def final(wrapper: type[TorchDdp], overlap: bool, group: dist.ProcessGroup, **options: Any) -> list[Tensor]:
@@ -122,7 +116,9 @@ def final(wrapper: type[TorchDdp], overlap: bool, group: dist.ProcessGroup, **op
     return [param.detach() for param in model.parameters()]
 
 
-def check_overlap(members: int) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("members", [3, 4])
+def test_zero_step_gives_the_bits_of_the_run_without_a_hook(members: int) -> None:
     group = dist.new_group(list(range(members)))
     if dist.get_rank() >= members:
         return
@@ -131,11 +127,6 @@ def check_overlap(members: int) -> None:
             plain, overlapped = (final(wrapper, flag, group, **options) for flag in (False, True))
             for got, expected in zip(overlapped, plain, strict=True):
                 assert_same(got, expected, (members, wrapper, options))
-
-
-@pytest.mark.parametrize("members", [3, 4])
-def test_zero_step_gives_the_bits_of_the_run_without_a_hook(ranks4: Ranks, members: int) -> None:
-    ranks4.run(check_overlap, members)
 
 
 # ---------------------------------------------------------------------- gradients without a value
@@ -183,7 +174,8 @@ def stepped(wrapper: type[TorchDdp] | None, overlap: bool, **options: Any) -> Un
     return net
 
 
-def check_undefined() -> None:
+@on_ranks(2)
+def test_a_parameter_whose_gradient_is_undefined_on_every_rank_has_none() -> None:
     plain = stepped(None, overlap=False)
     assert torch.equal(plain.odd, torch.ones(4))
     for options in ({"find_unused_parameters": True}, {"static_graph": True}):
@@ -195,11 +187,8 @@ def check_undefined() -> None:
                         assert_same(got.detach(), expected.detach(), (wrapper, options, view, overlap))
 
 
-def test_a_parameter_whose_gradient_is_undefined_on_every_rank_has_none(ranks2: Ranks) -> None:
-    ranks2.run(check_undefined)
-
-
-def check_defined_later() -> None:
+@on_ranks(2)
+def test_a_static_graph_refuses_a_gradient_that_was_undefined_when_it_was_learnt() -> None:
     """On one rank, where it would stay as it came, not reduced."""
     model = DistributedDataParallel(Undefined(), static_graph=True)
     net = model.module
@@ -208,10 +197,6 @@ def check_defined_later() -> None:
     net.is_defined = dist.get_rank() == 1
     with pytest.raises(ReductionError, match=r"rank 1: .*There were more gradients .*for odd"):
         model(torch.ones(2, 3)).sum().backward()
-
-
-def test_a_static_graph_refuses_a_gradient_that_was_undefined_when_it_was_learnt(ranks2: Ranks) -> None:
-    ranks2.run(check_defined_later)
 
 
 # ---------------------------------------------------------------------- word of a failure
@@ -231,7 +216,8 @@ def backward_and_check(model: DistributedDataParallel, dtype: torch.dtype) -> No
     model.check_finished()
 
 
-def check_word() -> None:
+@on_ranks(2, slow=4)
+def test_a_failure_is_told_from_gradients_that_are_nan_in_every_dtype() -> None:
     dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
     rank = dist.get_rank()
     for dtype, deferred in product(dtypes, (False, True)):  # deferred: as on CUDA
@@ -253,7 +239,3 @@ def check_word() -> None:
         backward(model, dtype)
         assert net.weight.grad is not None
         assert bool(net.weight.grad.isfinite().all())
-
-
-def test_a_failure_is_told_from_gradients_that_are_nan_in_every_dtype(ranks: Ranks) -> None:
-    ranks.run(check_word)

@@ -11,7 +11,7 @@ from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
 from ddp_pairs import SMALL_MB, assert_same, averaged, batch, mlp, mlp_loss
-from pool import Ranks
+from pool import Ranks, on_ranks
 from zero_optim.compat.engine import missing_names, require
 from zero_optim.ddp import DistributedDataParallel, Reducer
 from zero_optim.errors import RankMismatchError, ReductionError
@@ -60,7 +60,8 @@ DIFFERENCES = {
 }
 
 
-def check_models() -> None:
+@on_ranks(2)
+def test_models_that_differ_are_named_on_every_rank() -> None:
     rank = dist.get_rank()
     for how, message in DIFFERENCES.items():
         with pytest.raises(RankMismatchError, match="ranks disagree about the model to wrap") as caught:
@@ -77,11 +78,8 @@ def check_models() -> None:
     DistributedDataParallel(mlp(), device_ids=None if rank else [])  # each rank may name its own device
 
 
-def test_models_that_differ_are_named_on_every_rank(ranks2: Ranks) -> None:
-    ranks2.run(check_models)
-
-
-def check_own_optimizers() -> None:
+@on_ranks(2)
+def test_optimizers_on_parameters_are_refused() -> None:
     net = mlp()
     net[0].weight._in_backward_optimizers = []  # what PyTorch's _apply_optimizer_in_backward leaves
     model = DistributedDataParallel(net)
@@ -89,10 +87,6 @@ def check_own_optimizers() -> None:
         mlp_loss(model, 0)
     with pytest.raises(RuntimeError, match="sparse metadata is not supported"):
         model._set_sparse_metadata({})  # type: ignore[no-untyped-call]
-
-
-def test_optimizers_on_parameters_are_refused(ranks2: Ranks) -> None:
-    ranks2.run(check_own_optimizers)
 
 
 # ---------------------------------------------------------------------- backward passes
@@ -113,7 +107,8 @@ class Twice(nn.Module):
         return x
 
 
-def check_twice() -> None:
+@on_ranks(2)
+def test_a_second_gradient_is_reported_with_its_likely_causes() -> None:
     model = DistributedDataParallel(Twice(), bucket_cap_mb=SMALL_MB)
     message = r"every rank: Expected to mark a variable ready only once\. A second .* again\."
     for _ in range(2):
@@ -123,10 +118,6 @@ def check_twice() -> None:
         for part in ("again.bias", "again.weight", "use_reentrant=False", "static_graph=True"):
             assert part in str(caught.value), part
         assert "first" not in str(caught.value).replace("after the first was", "")
-
-
-def test_a_second_gradient_is_reported_with_its_likely_causes(ranks2: Ranks) -> None:
-    ranks2.run(check_twice)
 
 
 class Switched(nn.Module):
@@ -143,7 +134,8 @@ class Switched(nn.Module):
         return x
 
 
-def check_static() -> None:
+@on_ranks(2)
+def test_a_static_graph_that_changes_is_reported() -> None:
     model = DistributedDataParallel(Switched(), static_graph=True, bucket_cap_mb=SMALL_MB)
     net = model.module
     assert isinstance(net, Switched)
@@ -160,11 +152,8 @@ def check_static() -> None:
     check_average(model, copy.deepcopy(net), 2)
 
 
-def test_a_static_graph_that_changes_is_reported(ranks2: Ranks) -> None:
-    ranks2.run(check_static)
-
-
-def check_static_too_late() -> None:
+@on_ranks(2)
+def test_a_static_graph_cannot_be_declared_once_training_has_begun() -> None:
     model = DistributedDataParallel(mlp())
     mlp_loss(model, 0).backward()
     with pytest.raises(RuntimeError, match=r"set_static_graph\(\) should be called before training"):
@@ -174,10 +163,6 @@ def check_static_too_late() -> None:
     early = DistributedDataParallel(mlp())
     early._set_static_graph()
     assert early.reducer.own.options.static_graph
-
-
-def test_a_static_graph_cannot_be_declared_once_training_has_begun(ranks2: Ranks) -> None:
-    ranks2.run(check_static_too_late)
 
 
 class Hidden(nn.Module):
@@ -194,7 +179,8 @@ class Hidden(nn.Module):
         return out
 
 
-def check_hidden() -> None:
+@on_ranks(2)
+def test_a_parameter_that_the_output_does_not_show_is_reduced() -> None:
     """The engine tells what will run, so that even this is right."""
     net = Hidden()
     model = DistributedDataParallel(net, find_unused_parameters=True, bucket_cap_mb=SMALL_MB)
@@ -209,10 +195,6 @@ def check_hidden() -> None:
         expected = averaged(clean, lambda module, rank: loss(module, module, rank), 2)  # type: ignore[arg-type]
         for name, param in net.named_parameters():
             assert_same(param.grad, expected[name], name, 1e-6)
-
-
-def test_a_parameter_that_the_output_does_not_show_is_reduced(ranks2: Ranks) -> None:
-    ranks2.run(check_hidden)
 
 
 class Interrupted(Exception):
@@ -250,7 +232,8 @@ def check_exception(where: int, ranks: list[int], options: dict[str, Any], defer
         check_average(model, clean, 10 + number, (where, ranks, options, number))
 
 
-def check_exceptions() -> None:
+@on_ranks(2)
+def test_an_exception_in_a_backward_pass_reaches_every_rank_and_training_goes_on() -> None:
     for where, ranks in ((8, [0]), (0, [1]), (4, [0, 1])):
         for options in (
             {},
@@ -260,10 +243,6 @@ def check_exceptions() -> None:
         ):
             check_exception(where, ranks, options, deferred=False)
     check_exception(4, [1], {}, deferred=True)
-
-
-def test_an_exception_in_a_backward_pass_reaches_every_rank_and_training_goes_on(ranks2: Ranks) -> None:
-    ranks2.run(check_exceptions)
 
 
 def check_report() -> None:
@@ -312,7 +291,8 @@ def test_word_of_a_failure_travels_with_the_last_bucket(ranks2: Ranks) -> None:
     ranks2.run(check_report)
 
 
-def check_exception_without_wrapper() -> None:
+@on_ranks(2)
+def test_a_reducer_alone_recovers_from_an_exception_too() -> None:
     """The next backward pass finds that the last one broke off."""
     rank, net, clean = dist.get_rank(), mlp(), mlp()
     reducer = Reducer(net.named_parameters())
@@ -331,11 +311,14 @@ def check_exception_without_wrapper() -> None:
     reducer.close()
 
 
-def test_a_reducer_alone_recovers_from_an_exception_too(ranks2: Ranks) -> None:
-    ranks2.run(check_exception_without_wrapper)
+LATE = (
+    "an earlier backward pass cannot be used. "
+    r"rank 0: no gradient for other\.weight, other\.bias\. Every .*They were handed out"
+)
 
 
-def check_deferred() -> None:
+@on_ranks(2)
+def test_a_report_is_read_one_pass_later_where_the_cpu_would_wait() -> None:
     """Where reading makes the CPU wait, as on CUDA, what went wrong is read one pass later."""
     model, clean = DistributedDataParallel(Switched()), Switched()
     model.reducer.own.defers_reports = True
@@ -354,17 +337,9 @@ def check_deferred() -> None:
     model.check_finished()
 
 
-LATE = (
-    "an earlier backward pass cannot be used. "
-    r"rank 0: no gradient for other\.weight, other\.bias\. Every .*They were handed out"
-)
-
-
-def test_a_report_is_read_one_pass_later_where_the_cpu_would_wait(ranks2: Ranks) -> None:
-    ranks2.run(check_deferred)
-
-
-def check_last_pass(way: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("way", ["check_finished", "join"])
+def test_the_report_of_the_last_pass_is_read_when_asked_for_and_before_join(way: str) -> None:
     model = DistributedDataParallel(Switched())
     model.reducer.own.defers_reports = True
     net = model.module
@@ -378,12 +353,9 @@ def check_last_pass(way: str) -> None:
     model.check_finished()  # it was read
 
 
-@pytest.mark.parametrize("way", ["check_finished", "join"])
-def test_the_report_of_the_last_pass_is_read_when_asked_for_and_before_join(ranks2: Ranks, way: str) -> None:
-    ranks2.run(check_last_pass, way)
-
-
-def check_broken_off_late(as_view: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("as_view", [False, True])
+def test_a_pass_that_broke_off_is_told_one_pass_later_on_every_rank(as_view: bool) -> None:
     """The rank whose pass broke off must not raise before the others do."""
     rank, clean = dist.get_rank(), mlp()
     net = mlp()
@@ -407,11 +379,6 @@ def check_broken_off_late(as_view: bool) -> None:
     check_average(model, clean, 4)
 
 
-@pytest.mark.parametrize("as_view", [False, True])
-def test_a_pass_that_broke_off_is_told_one_pass_later_on_every_rank(ranks2: Ranks, as_view: bool) -> None:
-    ranks2.run(check_broken_off_late, as_view)
-
-
 # ---------------------------------------------------------------------- sparse gradients
 
 
@@ -426,7 +393,8 @@ class Words(nn.Module):
         return out
 
 
-def check_layouts() -> None:
+@on_ranks(2)
+def test_gradients_of_the_wrong_layout_are_reported() -> None:
     words = torch.arange(4) + dist.get_rank()
     for sparse, came, expected in ((False, "sparse", "dense"), (True, "dense", "sparse")):
         model = DistributedDataParallel(Words(sparse))
@@ -440,10 +408,6 @@ def check_layouts() -> None:
         model.zero_grad()
         model(words).sum().backward()
         assert model.module.table.weight.grad.is_sparse == sparse
-
-
-def test_gradients_of_the_wrong_layout_are_reported(ranks2: Ranks) -> None:
-    ranks2.run(check_layouts)
 
 
 # ---------------------------------------------------------------------- the installed PyTorch

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from ddp_pairs import mlp, mlp_loss
-from pool import Ranks
+from pool import on_ranks
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.errors import ReductionError
 
@@ -61,7 +61,8 @@ HOOKS: tuple[tuple[Callable[..., Any], type[Exception], str], ...] = (
 )
 
 
-def check_hooks() -> None:
+@on_ranks(2)
+def test_a_hook_that_fails_is_named_and_not_called_again() -> None:
     for hook, kind, message in HOOKS:
         model = DistributedDataParallel(mlp(), bucket_cap_mb=25)
         model.register_comm_hook(None, hook)
@@ -73,10 +74,6 @@ def check_hooks() -> None:
             ) as caught:
                 mlp_loss(model, 0)
             assert message in str(caught.value)
-
-
-def test_a_hook_that_fails_is_named_and_not_called_again(ranks2: Ranks) -> None:
-    ranks2.run(check_hooks)
 
 
 def one_argument(state: object) -> Future[Tensor]:
@@ -95,7 +92,8 @@ def right(state: object, bucket: Any) -> Future[Tensor]:
     return settled(bucket.buffer())
 
 
-def check_registration() -> None:
+@on_ranks(1)
+def test_a_hook_is_checked_when_it_is_registered() -> None:
     model = DistributedDataParallel(mlp())
     with pytest.raises(TypeError, match=r"must be callable\. Expected .*hook\(state, bucket\), got int"):
         model.register_comm_hook(None, 3)  # type: ignore[arg-type]
@@ -121,7 +119,3 @@ def check_registration() -> None:
     late.module[0].weight.register_hook(lambda _: late.register_comm_hook(None, right))
     with pytest.raises(RuntimeError, match="before backward"):
         mlp_loss(late, 0).backward()
-
-
-def test_a_hook_is_checked_when_it_is_registered(ranks1: Ranks) -> None:
-    ranks1.run(check_registration)

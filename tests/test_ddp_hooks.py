@@ -22,7 +22,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from ddp_pairs import SMALL_MB, Pair, assert_same, batch, mlp, mlp_loss
-from pool import Ranks
+from pool import Ranks, on_ranks
 from zero_optim.ddp import DistributedDataParallel, GradBucket
 
 Setting = tuple[Callable[[], object], Callable[..., Any]]
@@ -83,16 +83,6 @@ SETTINGS: dict[str, Setting] = {
 }
 
 
-def check_hooks(as_views: bool) -> None:
-    quantization_hooks.dist = SimpleNamespace(  # type: ignore[assignment]
-        all_gather=StackedGather, group=dist.group, get_rank=dist.get_rank
-    )
-    try:
-        check_settings(as_views)
-    finally:
-        quantization_hooks.dist = dist
-
-
 def check_settings(as_views: bool) -> None:
     for name, (make_state, hook) in SETTINGS.items():
         options: dict[str, Any] = {"gradient_as_bucket_view": as_views}
@@ -109,13 +99,22 @@ def check_settings(as_views: bool) -> None:
 
 
 # PyTorch's hooks use what it deprecates.
+@on_ranks(2)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("as_views", [False, True], ids=["copies", "views"])
-def test_pytorchs_hooks_give_what_they_give_on_pytorchs_wrapper(ranks2: Ranks, as_views: bool) -> None:
-    ranks2.run(check_hooks, as_views)
+def test_pytorchs_hooks_give_what_they_give_on_pytorchs_wrapper(as_views: bool) -> None:
+    quantization_hooks.dist = SimpleNamespace(  # type: ignore[assignment]
+        all_gather=StackedGather, group=dist.group, get_rank=dist.get_rank
+    )
+    try:
+        check_settings(as_views)
+    finally:
+        quantization_hooks.dist = dist
 
 
-def check_builtin() -> None:
+@on_ranks(2)
+@pytest.mark.not_late("PyTorch's built-in hooks, in C++, take no future of a group in Python")
+def test_builtin_hooks_work() -> None:
     kinds = dist.BuiltinCommHookType  # type: ignore[attr-defined]
     for kind in (kinds.ALLREDUCE, kinds.FP16_COMPRESS):
         pair = Pair.of(mlp(), bucket_cap_mb=SMALL_MB)
@@ -130,11 +129,6 @@ def check_builtin() -> None:
             pair.backward(lambda model, n=number: mlp_loss(model, n), kind, tolerance)  # type: ignore[misc]
 
 
-@pytest.mark.not_late("PyTorch's built-in hooks, in C++, take no future of a group in Python")
-def test_builtin_hooks_work(ranks2: Ranks) -> None:
-    ranks2.run(check_builtin)
-
-
 class Halving:
     """A stand-in for PyTorch's functional optimizers: takes off half of the gradient."""
 
@@ -144,7 +138,9 @@ class Halving:
             param.sub_(grad, alpha=0.5)
 
 
-def check_optimizer_in_hook() -> None:
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_an_optimizer_may_step_in_a_hook() -> None:
     for as_views in (False, True):
         model = DistributedDataParallel(mlp(), bucket_cap_mb=SMALL_MB, gradient_as_bucket_view=as_views)
         plain = DistributedDataParallel(mlp())
@@ -162,12 +158,8 @@ def check_optimizer_in_hook() -> None:
                 assert torch.equal(ours, theirs), number
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_an_optimizer_may_step_in_a_hook(ranks2: Ranks) -> None:
-    ranks2.run(check_optimizer_in_hook)
-
-
-def check_bucket() -> None:
+@on_ranks(2)
+def test_a_bucket_keeps_pytorchs_contract() -> None:
     seen: list[tuple[int, bool, list[tuple[int, ...]]]] = []
     net = mlp()
     model = DistributedDataParallel(net, bucket_cap_mb=SMALL_MB, gradient_as_bucket_view=True)
@@ -205,10 +197,6 @@ def check_bucket() -> None:
         assert sum(len(shapes) for _, _, shapes in seen) == len(list(net.parameters()))
         for bucket in model.reducer.own.assignment.buckets:
             assert (bucket.views[0] == 6.0).all()  # two ranks, and a hook that does not divide
-
-
-def test_a_bucket_keeps_pytorchs_contract(ranks2: Ranks) -> None:
-    ranks2.run(check_bucket)
 
 
 # ---------------------------------------------------------------------- sparse gradients
@@ -268,7 +256,8 @@ def test_sparse_gradients_equal_those_of_pytorchs_wrapper(ranks2: Ranks) -> None
     ranks2.run(check_sparse_accumulated)
 
 
-def check_zero_hooks() -> None:
+@on_ranks(2)
+def test_a_copy_of_the_wrapper_keeps_its_hook() -> None:
     """A hook is part of a copy, with its state."""
     model = DistributedDataParallel(mlp())
     state = {"calls": 0}
@@ -287,7 +276,3 @@ def check_zero_hooks() -> None:
     assert twin._comm_hooks[0][1] == {"calls": 2}
     assert all(param.grad is not None and not param.grad.any() for param in twin.parameters())
     assert isinstance(twin, TorchDistributedDataParallel)
-
-
-def test_a_copy_of_the_wrapper_keeps_its_hook(ranks2: Ranks) -> None:
-    ranks2.run(check_zero_hooks)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 from ddp_pairs import SMALL_MB, Pair, assert_same, batch, mlp, mlp_loss
-from pool import Ranks
+from pool import Ranks, on_ranks
 from training import assert_same_bits, assert_same_state
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel
@@ -76,7 +76,8 @@ def test_uneven_inputs_on_four_ranks(ranks4: Ranks) -> None:
     ranks4.run(check_uneven, True, ("views",))
 
 
-def check_static_without_batch() -> None:
+@on_ranks(2)
+def test_a_rank_without_a_batch_in_a_static_graph() -> None:
     """A rank without a batch takes the graph from the others, and what it steps last is theirs."""
     rank = dist.get_rank()
     model, alone = DistributedDataParallel(mlp(), static_graph=True), mlp()
@@ -87,10 +88,6 @@ def check_static_without_batch() -> None:
         assert_same_bits(list(model.parameters()), list(alone.parameters()))
     assert model.reducer.own.history.learnt is not None
     train(model, 2, first=20)
-
-
-def test_a_rank_without_a_batch_in_a_static_graph(ranks2: Ranks) -> None:
-    ranks2.run(check_static_without_batch)
 
 
 class Unused(nn.Module):
@@ -104,7 +101,8 @@ class Unused(nn.Module):
         return out
 
 
-def check_unused() -> None:
+@on_ranks(2)
+def test_unused_parameters_inside_join() -> None:
     rank = dist.get_rank()
     for options in ({"find_unused_parameters": True}, {"static_graph": True}):
         model = DistributedDataParallel(Unused(), bucket_cap_mb=0.0002, **options)
@@ -119,20 +117,13 @@ def check_unused() -> None:
     train(model, 2)
 
 
-def test_unused_parameters_inside_join(ranks2: Ranks) -> None:
-    ranks2.run(check_unused)
-
-
-def check_skip_without_batch() -> None:
+@on_ranks(1)
+def test_skipping_buckets_needs_a_batch_on_every_rank() -> None:
     """One rank alone, which stands in for itself."""
     options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
     model = DistributedDataParallel(Unused(), **options)
     with pytest.raises(ReductionError, match="had no batch to learn from which parameters are used"):
         model.reducer.own.shadow()
-
-
-def test_skipping_buckets_needs_a_batch_on_every_rank(ranks1: Ranks) -> None:
-    ranks1.run(check_skip_without_batch)
 
 
 class WithBuffers(nn.Module):
@@ -146,7 +137,8 @@ class WithBuffers(nn.Module):
         return out
 
 
-def check_buffers() -> None:
+@on_ranks(2)
+def test_buffers_come_from_a_rank_that_has_not_joined() -> None:
     pair = Pair.of(WithBuffers())
     traces = []
     for model in pair:
@@ -157,11 +149,8 @@ def check_buffers() -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_buffers_come_from_a_rank_that_has_not_joined(ranks2: Ranks) -> None:
-    ranks2.run(check_buffers)
-
-
-def check_with_optimizer() -> None:
+@on_ranks(2)
+def test_uneven_inputs_together_with_the_optimizer() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     for mode, options in MODES.items():
         plain_model = DistributedDataParallel(mlp(), **options)
@@ -181,11 +170,8 @@ def check_with_optimizer() -> None:
             assert_same_state(sharded.state_dict(), plain.state_dict())
 
 
-def test_uneven_inputs_together_with_the_optimizer(ranks2: Ranks) -> None:
-    ranks2.run(check_with_optimizer)
-
-
-def check_early_termination() -> None:
+@on_ranks(2)
+def test_early_termination_raises_on_every_rank_when_asked() -> None:
     rank = dist.get_rank()
     model = DistributedDataParallel(mlp())
     reached: list[int] = []
@@ -202,11 +188,8 @@ def check_early_termination() -> None:
     train(model, 2)
 
 
-def test_early_termination_raises_on_every_rank_when_asked(ranks2: Ranks) -> None:
-    ranks2.run(check_early_termination)
-
-
-def check_no_sync() -> None:
+@on_ranks(2)
+def test_no_sync_inside_join() -> None:
     rank = dist.get_rank()
     pair = Pair.of(mlp(), bucket_cap_mb=SMALL_MB)
     for model in pair:
@@ -220,11 +203,8 @@ def check_no_sync() -> None:
         pair.compare("no_sync")
 
 
-def test_no_sync_inside_join(ranks2: Ranks) -> None:
-    ranks2.run(check_no_sync)
-
-
-def check_no_sync_around_backward() -> None:
+@on_ranks(2)
+def test_no_sync_around_backward_alone_is_refused_inside_join() -> None:
     model = DistributedDataParallel(mlp())
 
     def run() -> None:
@@ -238,11 +218,8 @@ def check_no_sync_around_backward() -> None:
         run()
 
 
-def test_no_sync_around_backward_alone_is_refused_inside_join(ranks2: Ranks) -> None:
-    ranks2.run(check_no_sync_around_backward)
-
-
-def check_penalty() -> None:
+@on_ranks(2)
+def test_the_divisor_of_a_pass_survives_torch_autograd_grad() -> None:
     """torch.autograd.grad in between does not use up the divisor of the pass."""
     rank = dist.get_rank()
     model, clean = DistributedDataParallel(mlp()), mlp()
@@ -257,7 +234,3 @@ def check_penalty() -> None:
         mlp_loss(clean, 1).backward()
         for param, alone in zip(model.parameters(), clean.parameters(), strict=True):
             assert_same(param.grad, alone.grad, "the last pass was of one rank")
-
-
-def test_the_divisor_of_a_pass_survives_torch_autograd_grad(ranks2: Ranks) -> None:
-    ranks2.run(check_penalty)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from ddp_pairs import SMALL_MB, assert_same, averaged, mlp, mlp_loss
-from pool import Ranks
+from pool import on_ranks
 from process_memory import anonymous_nbytes
 from zero_optim.ddp import DistributedDataParallel, Reducer
 
@@ -28,7 +28,8 @@ def num_hooks(net: nn.Module) -> int:
     return sum(len(param._post_accumulate_grad_hooks or ()) for param in net.parameters())  # type: ignore[attr-defined]
 
 
-def check_hooks_go() -> None:
+@on_ranks(2)
+def test_hooks_go_with_the_wrapper() -> None:
     for options in ({}, VIEW, {"find_unused_parameters": True}, {"static_graph": True}):
         net = mlp()
         assert num_hooks(net) == 0
@@ -53,11 +54,8 @@ def check_hooks_go() -> None:
         assert num_hooks(net) == 0
 
 
-def test_hooks_go_with_the_wrapper(ranks2: Ranks) -> None:
-    ranks2.run(check_hooks_go)
-
-
-def check_broken_goes() -> None:
+@on_ranks(1)
+def test_hooks_go_after_a_pass_that_broke_off() -> None:
     """A pass that broke off does not keep anything alive either."""
 
     def interrupt(_: Tensor) -> None:
@@ -76,10 +74,6 @@ def check_broken_goes() -> None:
     assert num_hooks(net) == 0
 
 
-def test_hooks_go_after_a_pass_that_broke_off(ranks1: Ranks) -> None:
-    ranks1.run(check_broken_goes)
-
-
 M_MMAP_THRESHOLD = -3  # malloc.h
 
 
@@ -93,9 +87,8 @@ def build_and_drop(net: nn.Module, **options: Any) -> list[weakref.ref[Any]]:
     return [weakref.ref(thing) for thing in (model, own, bucket, bucket.flat)]
 
 
-def check_no_leak() -> None:
-    # Blocks above this go back to the system when freed. By default the C library raises the bound as it
-    # goes, and what then lies in its heap in pieces looks like a leak.
+@on_ranks(1)
+def test_twenty_wrappers_leave_nothing_behind() -> None:
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
     net = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))  # 8 MiB
     for options in ({}, VIEW):
@@ -109,10 +102,6 @@ def check_no_leak() -> None:
         assert anonymous_nbytes() - before < 8 * 2**20  # one model; 20 times as much if buckets stayed
 
 
-def test_twenty_wrappers_leave_nothing_behind(ranks1: Ranks) -> None:
-    ranks1.run(check_no_leak)
-
-
 def copies_of(model: DistributedDataParallel) -> list[DistributedDataParallel]:
     file = io.BytesIO()
     torch.save(model, file)
@@ -121,7 +110,9 @@ def copies_of(model: DistributedDataParallel) -> list[DistributedDataParallel]:
     return [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded]
 
 
-def check_copies() -> None:
+# Static graphs with find_unused_parameters make PyTorch's constructor warn.
+@on_ranks(2)
+def test_copies_and_pickles_train_on_as_the_original_does() -> None:
     for options in ({}, VIEW, {"static_graph": True}, {"find_unused_parameters": True}):
         for passes in (0, 2):
             model = DistributedDataParallel(mlp(), bucket_cap_mb=SMALL_MB, **options)
@@ -143,12 +134,10 @@ def check_copies() -> None:
         copy.deepcopy(part)
 
 
-# Static graphs with find_unused_parameters make PyTorch's constructor warn.
-def test_copies_and_pickles_train_on_as_the_original_does(ranks2: Ranks) -> None:
-    ranks2.run(check_copies)
-
-
-def check_names() -> None:
+# torch.distributed.checkpoint imports what PyTorch deprecates.
+@on_ranks(1)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_names_are_those_of_pytorchs_wrapper() -> None:
     net = mlp()
     model = DistributedDataParallel(net)
     assert isinstance(model, TorchDistributedDataParallel)
@@ -167,13 +156,8 @@ def check_names() -> None:
     assert ours == theirs
 
 
-# torch.distributed.checkpoint imports what PyTorch deprecates.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_names_are_those_of_pytorchs_wrapper(ranks1: Ranks) -> None:
-    ranks1.run(check_names)
-
-
-def check_update_group() -> None:
+@on_ranks(4)
+def test_the_process_group_may_be_changed() -> None:
     """Ranks leave and come back, as where machines fail."""
     rank = dist.get_rank()
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -201,11 +185,8 @@ def check_update_group() -> None:
         assert model.get_ddp_logging_data()["has_rebuilt_buckets"] == 1
 
 
-def test_the_process_group_may_be_changed(ranks4: Ranks) -> None:
-    ranks4.run(check_update_group)
-
-
-def check_two_wrappers() -> None:
+@on_ranks(2)
+def test_several_reducers_work_in_one_backward_pass() -> None:
     """A wrapper does not mind a reducer of one's own over other parameters of the same model."""
     net = nn.ModuleDict({"ours": mlp(), "other": mlp()})
     model = DistributedDataParallel(net["ours"])
@@ -214,7 +195,3 @@ def check_two_wrappers() -> None:
     for one, two in zip(net["ours"].parameters(), net["other"].parameters(), strict=True):
         assert_same(one.grad, two.grad, "both")
     reducer.close()
-
-
-def test_several_reducers_work_in_one_backward_pass(ranks2: Ranks) -> None:
-    ranks2.run(check_two_wrappers)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ddp_pairs import SMALL_MB, Pair, mlp, mlp_loss
-from pool import Ranks
+from pool import on_ranks
 from zero_optim.ddp import DistributedDataParallel
 
 
@@ -43,7 +43,8 @@ def check_keys(options: dict[str, Any]) -> None:
         assert ours["rebuilt_bucket_sizes"] == ours["bucket_sizes"]
 
 
-def check_all_keys() -> None:
+@on_ranks(2)
+def test_names_and_values_are_those_of_pytorch() -> None:
     for options in (
         {},
         {"bucket_cap_mb": SMALL_MB, "gradient_as_bucket_view": True},
@@ -53,11 +54,8 @@ def check_all_keys() -> None:
         check_keys(options)
 
 
-def test_names_and_values_are_those_of_pytorch(ranks2: Ranks) -> None:
-    ranks2.run(check_all_keys)
-
-
-def check_unused() -> None:
+@on_ranks(1)
+def test_a_graph_with_the_same_unused_parameters_is_told_to_be_static() -> None:
     net = mlp()
     net.spare = torch.nn.Linear(8, 8)
     net.forward = lambda x: torch.nn.Sequential.forward(net[:-1], x)  # type: ignore[method-assign]
@@ -67,11 +65,8 @@ def check_unused() -> None:
     assert data["can_set_static_graph"] == 1
 
 
-def test_a_graph_with_the_same_unused_parameters_is_told_to_be_static(ranks1: Ranks) -> None:
-    ranks1.run(check_unused)
-
-
-def check_sample_rate() -> None:
+@on_ranks(1)
+def test_the_rate_of_a_journal_without_times_is_checked_as_pytorch_does() -> None:
     for model in Pair.of(mlp()):
         set_rate: Any = model._set_ddp_runtime_logging_sample_rate
         set_rate(3)
@@ -80,7 +75,3 @@ def check_sample_rate() -> None:
                 set_rate(rate)
         with pytest.raises(ValueError, match="1"):
             set_rate(0)
-
-
-def test_the_rate_of_a_journal_without_times_is_checked_as_pytorch_does(ranks1: Ranks) -> None:
-    ranks1.run(check_sample_rate)

@@ -19,7 +19,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from ddp_narrow import BF16, HALF, WHOLE, assert_equal_grads, assert_whole, by_hand, mixed, narrow, wrap
 from ddp_pairs import batch, mlp, mlp_loss
-from pool import Ranks
+from pool import on_ranks
 from zero_optim import RankMismatchError, ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel
 
@@ -34,7 +34,24 @@ PRECISIONS = (
 )
 
 
-def check_by_hand(make: Callable[..., torch.optim.Optimizer], options: dict[str, Any]) -> None:
+def plain_adamw(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.1)
+
+
+def sharded_adamw(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    return ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.1)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("make", [plain_adamw, sharded_adamw])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True}],
+    ids=["plain", "views", "static", "unused"],
+)
+def test_training_gives_the_bits_of_a_run_by_hand(
+    make: Callable[..., torch.optim.Optimizer], options: dict[str, Any]
+) -> None:
     for precision in PRECISIONS:
         net = mlp()
         twin, model = copy.deepcopy(net), wrap(net, precision, **options)
@@ -54,26 +71,6 @@ def check_by_hand(make: Callable[..., torch.optim.Optimizer], options: dict[str,
             other.step()
             for mine, theirs in zip(net.parameters(), twin.parameters(), strict=True):
                 assert torch.equal(mine, theirs), (precision, number)
-
-
-def plain_adamw(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=0.1)
-
-
-def sharded_adamw(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    return ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.1)
-
-
-@pytest.mark.parametrize("make", [plain_adamw, sharded_adamw])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True}],
-    ids=["plain", "views", "static", "unused"],
-)
-def test_training_gives_the_bits_of_a_run_by_hand(
-    ranks2: Ranks, make: Callable[..., torch.optim.Optimizer], options: dict[str, Any]
-) -> None:
-    ranks2.run(check_by_hand, make, options)
 
 
 # ------------------------------------------------------------------ PyTorch's own
@@ -104,8 +101,11 @@ def torch_on_cpu() -> Iterator[None]:
         yield
 
 
-def check_like_torch() -> None:
-    # Not float16: PyTorch's divides after the sum, which for its smallest numbers is not the same.
+@on_ranks(2)
+@pytest.mark.skipif(
+    torch_version() != (2, 13), reason="another PyTorch may use streams that cannot be stood in for"
+)
+def test_gradients_are_those_of_pytorchs_mixed_precision() -> None:
     for precision in (mixed(BF16), mixed(BF16, WHOLE)):
         net = mlp()
         with torch_on_cpu():
@@ -125,13 +125,6 @@ def check_like_torch() -> None:
             assert_equal_grads(net, grads, (precision, number))  # type: ignore[arg-type]
             for optimizer in optimizers:
                 optimizer.step()
-
-
-@pytest.mark.skipif(
-    torch_version() != (2, 13), reason="another PyTorch may use streams that cannot be stood in for"
-)
-def test_gradients_are_those_of_pytorchs_mixed_precision(ranks2: Ranks) -> None:
-    ranks2.run(check_like_torch)
 
 
 class Watched(nn.Module):
@@ -154,7 +147,8 @@ class Watched(nn.Module):
         return self.linear(x) * self.scale + self.frozen
 
 
-def check_dtypes() -> None:
+@on_ranks(2)
+def test_the_forward_pass_sees_narrow_parameters_inputs_and_buffers() -> None:
     for view in (False, True):
         for set_to_none in (False, True):
             net = Watched()
@@ -179,11 +173,8 @@ def check_dtypes() -> None:
                 model.zero_grad(set_to_none=set_to_none)
 
 
-def test_the_forward_pass_sees_narrow_parameters_inputs_and_buffers(ranks2: Ranks) -> None:
-    ranks2.run(check_dtypes)
-
-
-def check_ignored() -> None:
+@on_ranks(2)
+def test_ignored_parameters_and_buffers_are_left_alone() -> None:
     net = mlp()
     net.register_buffer("kept", torch.ones(5))
     names = ["0.weight", "kept"]
@@ -198,10 +189,6 @@ def check_ignored() -> None:
     with pytest.raises(RuntimeError, match="dtype"):  # narrow inputs against a weight that is not
         model(batch(0, 5, 8))
     assert seen == [WHOLE, BF16]
-
-
-def test_ignored_parameters_and_buffers_are_left_alone(ranks2: Ranks) -> None:
-    ranks2.run(check_ignored)
 
 
 # ------------------------------------------------------------------ the model outside of passes
@@ -234,7 +221,8 @@ class Moody(nn.Module):
         return result
 
 
-def check_broken_off() -> None:
+@on_ranks(2)
+def test_a_pass_that_raises_leaves_whole_parameters() -> None:
     net = Moody()
     twin, model = copy.deepcopy(net), wrap(net)
     params = list(net.parameters())
@@ -250,11 +238,8 @@ def check_broken_off() -> None:
         assert_whole(net, params, mood)
 
 
-def test_a_pass_that_raises_leaves_whole_parameters(ranks2: Ranks) -> None:
-    ranks2.run(check_broken_off)
-
-
-def check_evaluation() -> None:
+@on_ranks(2)
+def test_evaluation_computes_in_the_narrow_dtype_and_leaves_whole_parameters() -> None:
     net = mlp()
     model = wrap(net)
     params = list(net.parameters())
@@ -267,11 +252,8 @@ def check_evaluation() -> None:
             assert net(x).dtype == WHOLE  # the model itself is what it was
 
 
-def test_evaluation_computes_in_the_narrow_dtype_and_leaves_whole_parameters(ranks2: Ranks) -> None:
-    ranks2.run(check_evaluation)
-
-
-def check_copies() -> None:
+@on_ranks(2)
+def test_state_dicts_are_whole_and_copies_go_on_alike() -> None:
     net = mlp()
     model = wrap(net, mixed(BF16, WHOLE))
     before = {name: param.clone() for name, param in net.state_dict().items()}
@@ -289,11 +271,8 @@ def check_copies() -> None:
         assert_equal_grads(twin.module, expected)  # type: ignore[arg-type]
 
 
-def test_state_dicts_are_whole_and_copies_go_on_alike(ranks2: Ranks) -> None:
-    ranks2.run(check_copies)
-
-
-def check_memory() -> None:
+@on_ranks(2)
+def test_casts_go_when_the_backward_pass_ends() -> None:
     net = mlp()
     model = wrap(net)
     seen: list[weakref.ref[Tensor]] = []
@@ -309,14 +288,13 @@ def check_memory() -> None:
     assert gone() is None
 
 
-def test_casts_go_when_the_backward_pass_ends(ranks2: Ranks) -> None:
-    ranks2.run(check_memory)
-
-
 # ------------------------------------------------------------------ compiled, refused
 
 
-def check_compiled(backend: str) -> None:
+@on_ranks(2, timeout=240)
+@pytest.mark.filterwarnings("ignore:")  # torch.compile warns of its own innards here and there
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_the_wrapper_or_what_it_wraps_may_be_compiled(backend: str) -> None:
     net = mlp()
     options = {"mixed_precision": mixed()}  # buckets smaller than PyTorch's first one stop its compiler
     compiled: Any = torch.compile(copy.deepcopy(net), backend=backend)
@@ -334,13 +312,8 @@ def check_compiled(backend: str) -> None:
             assert all(param.dtype == WHOLE for param in model.parameters())
 
 
-@pytest.mark.filterwarnings("ignore:")  # torch.compile warns of its own innards here and there
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_the_wrapper_or_what_it_wraps_may_be_compiled(ranks2: Ranks, backend: str) -> None:
-    ranks2.run(check_compiled, backend, timeout=240)
-
-
-def check_refused() -> None:
+@on_ranks(2)
+def test_what_cannot_be_done_is_refused_on_every_rank() -> None:
     net = mlp()
     rank = dist.get_rank()
     for given in (object(), BF16, {"param_dtype": BF16}):
@@ -362,7 +335,3 @@ def check_refused() -> None:
     for init_sync in (True, False):
         with pytest.raises(ValueError, match="does not go with delay_all_reduce_named_params"):
             wrap(net, init_sync=init_sync, **delayed)
-
-
-def test_what_cannot_be_done_is_refused_on_every_rank(ranks2: Ranks) -> None:
-    ranks2.run(check_refused)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_narrow import BF16, HALF, WHOLE, assert_equal_grads, assert_whole, by_hand, mixed, narrow, wrap
 from ddp_pairs import batch, mlp, mlp_loss
-from pool import Ranks
+from pool import on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import Reducer, ReducerOptions
 from zero_optim.hooks import allreduce_hook, zero_step
@@ -21,7 +21,8 @@ from zero_optim.hooks import allreduce_hook, zero_step
 # ------------------------------------------------------------------ ways to train
 
 
-def check_no_sync() -> None:
+@on_ranks(2)
+def test_no_sync_adds_up_in_the_parameters_dtype() -> None:
     for precision in (mixed(BF16), mixed(BF16, WHOLE), mixed(None, BF16)):
         for view in (False, True):
             net = mlp()
@@ -33,10 +34,6 @@ def check_no_sync() -> None:
                     mlp_loss(model, number + 1).backward()
                 mlp_loss(model, number + 2).backward()
                 assert_equal_grads(net, by_hand(twin, number, precision, passes=3), (precision, view))
-
-
-def test_no_sync_adds_up_in_the_parameters_dtype(ranks2: Ranks) -> None:
-    ranks2.run(check_no_sync)
 
 
 class Block(nn.Module):
@@ -77,7 +74,8 @@ class Checkpointed(nn.Module):
         return result
 
 
-def check_checkpointing() -> None:
+@on_ranks(2)
+def test_activations_are_computed_again_in_the_narrow_dtype() -> None:
     for options in ({}, {"static_graph": True}, {"find_unused_parameters": True}):
         models = [wrap(Checkpointed(kind), **options) for kind in (None, False, True)]  # type: ignore[arg-type]
         params = [list(model.module.parameters()) for model in models]
@@ -91,11 +89,8 @@ def check_checkpointing() -> None:
                 assert_whole(model.module, own)
 
 
-def test_activations_are_computed_again_in_the_narrow_dtype(ranks2: Ranks) -> None:
-    ranks2.run(check_checkpointing)
-
-
-def check_passes() -> None:
+@on_ranks(2)
+def test_several_passes_are_kept_apart() -> None:
     precision = mixed(BF16)
     net = mlp()
     twin, model = copy.deepcopy(net), wrap(net, precision)
@@ -126,11 +121,8 @@ def check_passes() -> None:
     assert_equal_grads(net, by_hand(twin, 3, precision))
 
 
-def test_several_passes_are_kept_apart(ranks2: Ranks) -> None:
-    ranks2.run(check_passes)
-
-
-def check_retained() -> None:
+@on_ranks(2)
+def test_a_second_pass_through_one_graph_computes_again_too() -> None:
     model = wrap(Checkpointed(False))
     loss = model(batch(0, 5, 8)).square().mean()
     loss.backward(retain_graph=True)
@@ -138,10 +130,6 @@ def check_retained() -> None:
     model.zero_grad()
     loss.backward()
     assert_equal_grads(model.module, expected)
-
-
-def test_a_second_pass_through_one_graph_computes_again_too(ranks2: Ranks) -> None:
-    ranks2.run(check_retained)
 
 
 class Branches(nn.Module):
@@ -161,7 +149,8 @@ class Branches(nn.Module):
         return result
 
 
-def check_unused() -> None:
+@on_ranks(2)
+def test_shared_frozen_and_unused_parameters_are_what_they_are_without() -> None:
     precision = mixed(BF16)
     net = Branches()
     twin, model = copy.deepcopy(net), wrap(net, precision, find_unused_parameters=True)
@@ -172,10 +161,6 @@ def check_unused() -> None:
         # A parameter that is shared is cast once, as by hand.
         assert_equal_grads(net, by_hand(twin, number, precision), number)
         assert net.branches[(number + 1) % 3].weight.grad is None
-
-
-def test_shared_frozen_and_unused_parameters_are_what_they_are_without(ranks2: Ranks) -> None:
-    ranks2.run(check_unused)
 
 
 class Kinds(nn.Module):
@@ -196,7 +181,8 @@ class Kinds(nn.Module):
         return turned.abs().square().mean()
 
 
-def check_kinds() -> None:
+@on_ranks(2)
+def test_parameters_and_gradients_of_other_kinds_train_as_well() -> None:
     net = Kinds()
     # PyTorch 2.8 cannot broadcast complex parameters on gloo, and ranks have the same anyway.
     single, model = copy.deepcopy(net), wrap(net, init_sync=False)
@@ -225,14 +211,11 @@ def check_kinds() -> None:
         )
 
 
-def test_parameters_and_gradients_of_other_kinds_train_as_well(ranks2: Ranks) -> None:
-    ranks2.run(check_kinds)
-
-
 # ------------------------------------------------------------------ hooks, optimizers that step early
 
 
-def check_hooks() -> None:
+@on_ranks(2)
+def test_comm_hooks_find_buckets_of_the_reduced_dtype() -> None:
     seen = set()
 
     def hook(state: object, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -251,11 +234,10 @@ def check_hooks() -> None:
     assert seen == {BF16, HALF}
 
 
-def test_comm_hooks_find_buckets_of_the_reduced_dtype(ranks2: Ranks) -> None:
-    ranks2.run(check_hooks)
-
-
-def check_zero_step(gradients: Any, lazily: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("lazily", [False, True], ids=["", "lazily"])
+@pytest.mark.parametrize("gradients", ["everywhere", "owners"])
+def test_stepping_during_backward_gives_the_bits_of_a_run_by_hand(gradients: str, lazily: bool) -> None:
     for precision in (mixed(BF16), mixed(BF16, WHOLE)):
         net = mlp()
         twin, model = copy.deepcopy(net), wrap(net, precision)
@@ -277,15 +259,8 @@ def check_zero_step(gradients: Any, lazily: bool) -> None:
             assert torch.equal(mine, theirs), precision
 
 
-@pytest.mark.parametrize("lazily", [False, True], ids=["", "lazily"])
-@pytest.mark.parametrize("gradients", ["everywhere", "owners"])
-def test_stepping_during_backward_gives_the_bits_of_a_run_by_hand(
-    ranks2: Ranks, gradients: str, lazily: bool
-) -> None:
-    ranks2.run(check_zero_step, gradients, lazily)
-
-
-def check_casts_wait() -> None:
+@on_ranks(2)
+def test_parameters_that_are_being_gathered_are_waited_for_before_they_are_cast() -> None:
     net = mlp()
     model = wrap(net)
     optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
@@ -300,11 +275,8 @@ def check_casts_wait() -> None:
     assert all(waited), "parameters were cast while they were being gathered"
 
 
-def test_parameters_that_are_being_gathered_are_waited_for_before_they_are_cast(ranks2: Ranks) -> None:
-    ranks2.run(check_casts_wait)
-
-
-def check_sparse_zero_step() -> None:
+@on_ranks(2)
+def test_sparse_gradients_are_stepped_during_backward() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Embedding(9, 8, sparse=True), nn.Linear(8, 3))
     twin = copy.deepcopy(net)
@@ -325,11 +297,8 @@ def check_sparse_zero_step() -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_sparse_gradients_are_stepped_during_backward(ranks2: Ranks) -> None:
-    ranks2.run(check_sparse_zero_step)
-
-
-def check_join() -> None:
+@on_ranks(2)
+def test_uneven_inputs_are_joined() -> None:
     net = mlp()
     model = wrap(net)
     with Join([model]):
@@ -339,11 +308,8 @@ def check_join() -> None:
     assert all(param.dtype == WHOLE for param in net.parameters())
 
 
-def test_uneven_inputs_are_joined(ranks2: Ranks) -> None:
-    ranks2.run(check_join)
-
-
-def check_reducer() -> None:
+@on_ranks(2)
+def test_a_reducer_alone_reduces_in_another_dtype() -> None:
     net = mlp()
     twin = copy.deepcopy(net)
     options = ReducerOptions(bucket_caps_nbytes=(200,), reduce_dtype=BF16, gradient_as_bucket_view=True)
@@ -353,7 +319,3 @@ def check_reducer() -> None:
         mlp_loss(net, number).backward()
         assert_equal_grads(net, by_hand(twin, number, mixed(None, BF16)), number)
     reducer.close()
-
-
-def test_a_reducer_alone_reduces_in_another_dtype(ranks2: Ranks) -> None:
-    ranks2.run(check_reducer)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from ddp_pairs import KNOWN, SMALL_MB, Pair, assert_same, averaged, batch, mlp, mlp_loss
-from pool import Ranks
+from pool import on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
@@ -40,7 +40,8 @@ def sizes(model: nn.Module) -> list[int]:
     return [bucket.nbytes for bucket in model.reducer.own.assignment.buckets]
 
 
-def check_options() -> None:
+@on_ranks(2)
+def test_gradients_equal_those_of_pytorchs_wrapper_bit_for_bit() -> None:
     for name, options in OPTIONS.items():
         if not KNOWN.issuperset(options):
             continue  # this PyTorch does not have it
@@ -63,21 +64,14 @@ def check_options() -> None:
             assert is_view == options.get("gradient_as_bucket_view", False), name
 
 
-def test_gradients_equal_those_of_pytorchs_wrapper_bit_for_bit(ranks2: Ranks) -> None:
-    ranks2.run(check_options)
-
-
-def check_on_many_ranks() -> None:
+@on_ranks(4)
+def test_more_ranks_give_the_same_bits() -> None:
     for view in (False, True):
         pair = Pair.of(mlp(), gradient_as_bucket_view=view)
         for number in range(5):
             for model in pair:
                 model.zero_grad()
             pair.backward(lambda model, n=number: mlp_loss(model, n), number)  # type: ignore[misc]
-
-
-def test_more_ranks_give_the_same_bits(ranks4: Ranks) -> None:
-    ranks4.run(check_on_many_ranks)
 
 
 class Rewired(nn.Module):
@@ -93,7 +87,8 @@ class Rewired(nn.Module):
         return out
 
 
-def check_order() -> None:
+@on_ranks(2)
+def test_buckets_follow_the_order_of_arrival_after_the_first_pass() -> None:
     pair = Pair.of(Rewired(), bucket_cap_mb=0.0002)  # one layer a bucket
     names = ["last.weight", "first.weight", "middle.weight"]
     assert pair.ours.reducer.own.names == names
@@ -102,11 +97,8 @@ def check_order() -> None:
     assert [bucket.indices for bucket in pair.ours.reducer.own.assignment.buckets] == [[0], [2], [1]]
 
 
-def test_buckets_follow_the_order_of_arrival_after_the_first_pass(ranks2: Ranks) -> None:
-    ranks2.run(check_order)
-
-
-def check_default_capacities() -> None:
+@on_ranks(1)
+def test_the_first_bucket_is_small_by_default_once_the_order_is_known() -> None:
     net = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(30)))  # 1 MiB each
     model = DistributedDataParallel(net, find_unused_parameters=True)
     assert sizes(model) == [4 * 2**20, 25 * 2**20, 2**20]
@@ -115,10 +107,6 @@ def check_default_capacities() -> None:
     for _ in range(2):
         model(torch.ones(1, 512)).sum().backward()
     assert sizes(model) == [2**20, 25 * 2**20, 4 * 2**20]
-
-
-def test_the_first_bucket_is_small_by_default_once_the_order_is_known(ranks1: Ranks) -> None:
-    ranks1.run(check_default_capacities)
 
 
 class WithBuffers(nn.Module):
@@ -144,7 +132,9 @@ def gathered(tensor: Tensor) -> list[Tensor]:
     return parts
 
 
-def check_buffers() -> None:
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore:.broadcast_buffers. is deprecated")
+def test_buffers_are_sent_or_not_as_asked() -> None:
     for option in ("broadcast_buffers", "forward_sync_buffers"):
         for value in (True, False):
             if option not in KNOWN:
@@ -164,22 +154,14 @@ def check_buffers() -> None:
             assert torch.equal(first, second) == value, (option, value)
 
 
-@pytest.mark.filterwarnings("ignore:.broadcast_buffers. is deprecated")
-def test_buffers_are_sent_or_not_as_asked(ranks2: Ranks) -> None:
-    ranks2.run(check_buffers)
-
-
-def check_channels_last() -> None:
+@on_ranks(2)
+def test_gradients_keep_the_strides_of_their_parameters() -> None:
     for view in (False, True):
         net = WithBuffers().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         pair = Pair.of(net, gradient_as_bucket_view=view)
         pair.train(image_loss, 4, view)
         weight = pair.ours.module.conv.weight
         assert weight.grad.stride() == weight.stride() != net.conv.weight.contiguous().stride()
-
-
-def test_gradients_keep_the_strides_of_their_parameters(ranks2: Ranks) -> None:
-    ranks2.run(check_channels_last)
 
 
 class Mixed(nn.Module):
@@ -195,16 +177,13 @@ class Mixed(nn.Module):
         return x.float()
 
 
-def check_dtypes() -> None:
+@on_ranks(2)
+def test_dtypes_travel_in_buckets_of_their_own() -> None:
     for options in ({}, {"bucket_cap_mb": SMALL_MB}, {"gradient_as_bucket_view": True}):
         pair = Pair.of(Mixed(), **options)
         pair.train(mlp_loss, 4, options)
         for bucket in pair.ours.reducer.own.assignment.buckets:
             assert len({param.dtype for param in bucket.params}) == 1
-
-
-def test_dtypes_travel_in_buckets_of_their_own(ranks2: Ranks) -> None:
-    ranks2.run(check_dtypes)
 
 
 class Tied(nn.Module):
@@ -219,18 +198,16 @@ class Tied(nn.Module):
         return out
 
 
-def check_shared() -> None:
+@on_ranks(2)
+def test_a_parameter_that_is_used_twice_is_reduced_once() -> None:
     for options in ({}, {"static_graph": True}, {"gradient_as_bucket_view": True}):
         pair = Pair.of(Tied(), bucket_cap_mb=SMALL_MB, **options)
         assert len(pair.ours.reducer.own.params) == 5
         pair.train(mlp_loss, 4, options)
 
 
-def test_a_parameter_that_is_used_twice_is_reduced_once(ranks2: Ranks) -> None:
-    ranks2.run(check_shared)
-
-
-def check_groups() -> None:
+@on_ranks(4)
+def test_gradients_are_averaged_over_the_group_or_mesh_given() -> None:
     rank = dist.get_rank()
     parts = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "data"))
@@ -255,11 +232,8 @@ def check_groups() -> None:
         DistributedDataParallel(mlp(), process_group=own, device_mesh=flat)
 
 
-def test_gradients_are_averaged_over_the_group_or_mesh_given(ranks4: Ranks) -> None:
-    ranks4.run(check_groups)
-
-
-def check_init_sync() -> None:
+@on_ranks(2)
+def test_parameters_are_sent_at_construction_unless_init_sync_is_off() -> None:
     rank = dist.get_rank()
     model = DistributedDataParallel(mlp(seed=0), init_sync=True)
     with torch.no_grad():
@@ -272,10 +246,6 @@ def check_init_sync() -> None:
         assert torch.equal(value, before[name])
     DistributedDataParallel(own)
     assert torch.equal(next(own.parameters()), next(mlp(seed=0).parameters()))
-
-
-def test_parameters_are_sent_at_construction_unless_init_sync_is_off(ranks2: Ranks) -> None:
-    ranks2.run(check_init_sync)
 
 
 class Branches(nn.Module):
@@ -291,7 +261,8 @@ class Branches(nn.Module):
         return out
 
 
-def check_skip() -> None:
+@on_ranks(2)
+def test_buckets_without_a_used_parameter_are_skipped_when_asked() -> None:
     launched: list[int] = []
     genuine = RankGroup.start_sum
 
@@ -316,10 +287,6 @@ def check_skip() -> None:
         RankGroup.start_sum = genuine  # type: ignore[method-assign]
 
 
-def test_buckets_without_a_used_parameter_are_skipped_when_asked(ranks2: Ranks) -> None:
-    ranks2.run(check_skip)
-
-
 class Outer(nn.Module):
     """Some parameters of the outermost module, some further in."""
 
@@ -334,7 +301,8 @@ class Outer(nn.Module):
         return out
 
 
-def check_ignored() -> None:
+@on_ranks(2)
+def test_parameters_to_ignore_stay_local_and_may_differ() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     net = Outer(width=4 + rank)  # parts that are not reduced may differ
     ignored = ["local.weight", "local.bias", "back.weight", "scale"]
@@ -354,10 +322,6 @@ def check_ignored() -> None:
             assert torch.equal(param.grad, parts[0] * 0.5 + parts[1] * 0.5), name  # type: ignore[operator]
 
 
-def test_parameters_to_ignore_stay_local_and_may_differ(ranks2: Ranks) -> None:
-    ranks2.run(check_ignored)
-
-
 class Sealed(Tensor):
     """Like a tensor of several ranks: whoever looks at more than whether it trains gets an error."""
 
@@ -370,7 +334,9 @@ class Sealed(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def check_sealed(sharded: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_parameters_to_ignore_are_not_looked_at(sharded: bool) -> None:
     net = mlp()
     expected = averaged(mlp(), lambda net, rank: mlp_loss(net, 0, rank), 2)
     optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
@@ -387,12 +353,9 @@ def check_sealed(sharded: bool) -> None:
             assert_same(param.grad, expected[name], name, 1e-6)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_parameters_to_ignore_are_not_looked_at(ranks2: Ranks, sharded: bool) -> None:
-    ranks2.run(check_sealed, sharded)
-
-
-def check_uninitialized(first: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("first", [True, False])
+def test_uninitialized_parameters_raise_pytorchs_error_on_every_rank(first: bool) -> None:
     model = nn.Sequential(
         nn.LazyLinear(3) if first or dist.get_rank() == 1 else nn.Linear(3, 3), nn.Linear(3, 2)
     )
@@ -400,12 +363,25 @@ def check_uninitialized(first: bool) -> None:
         DistributedDataParallel(model)
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_uninitialized_parameters_raise_pytorchs_error_on_every_rank(ranks2: Ranks, first: bool) -> None:
-    ranks2.run(check_uninitialized, first)
+def check_detached(model: DistributedDataParallel, clean: nn.Module) -> None:
+    """The module goes on alone, and the wrapper is of no use any more."""
+    model.detach()
+    model.detach()
+    with pytest.raises(RuntimeError, match=r"the wrapper is detached: call its rebind\(\)"):
+        mlp_loss(model, 0)
+    with pytest.raises(RuntimeError, match="wrap the module anew"):
+        model.rebind()
+    model.module.zero_grad()
+    mlp_loss(model.module, 0).backward()
+    clean.zero_grad()
+    mlp_loss(clean, 0).backward()
+    trained = [param for param in model.parameters() if param.requires_grad]
+    for param, other in zip(trained, clean.parameters(), strict=True):
+        assert torch.equal(param.grad, other.grad)  # type: ignore[arg-type]
 
 
-def check_delayed() -> None:
+@on_ranks(2)
+def test_delayed_parameters_are_averaged_when_the_backward_pass_is_over() -> None:
     for delayed in (["shared.weight", "shared.bias"], ["back.weight"], None):
         inner = Outer()
         net: nn.Module = inner
@@ -439,28 +415,8 @@ def check_delayed() -> None:
         check_detached(model, clean)
 
 
-def check_detached(model: DistributedDataParallel, clean: nn.Module) -> None:
-    """The module goes on alone, and the wrapper is of no use any more."""
-    model.detach()
-    model.detach()
-    with pytest.raises(RuntimeError, match=r"the wrapper is detached: call its rebind\(\)"):
-        mlp_loss(model, 0)
-    with pytest.raises(RuntimeError, match="wrap the module anew"):
-        model.rebind()
-    model.module.zero_grad()
-    mlp_loss(model.module, 0).backward()
-    clean.zero_grad()
-    mlp_loss(clean, 0).backward()
-    trained = [param for param in model.parameters() if param.requires_grad]
-    for param, other in zip(trained, clean.parameters(), strict=True):
-        assert torch.equal(param.grad, other.grad)  # type: ignore[arg-type]
-
-
-def test_delayed_parameters_are_averaged_when_the_backward_pass_is_over(ranks2: Ranks) -> None:
-    ranks2.run(check_delayed)
-
-
-def check_refused() -> None:
+@on_ranks(2)
+def test_what_is_not_supported_is_refused_by_name() -> None:
     net = mlp()
     for wrapper in (DistributedDataParallel, TorchDistributedDataParallel):
         with pytest.raises(ValueError, match="need to be set at the same time"):
@@ -476,7 +432,3 @@ def check_refused() -> None:
         DistributedDataParallel(net)
     with pytest.raises(TypeError, match="unexpected keyword argument 'bucket_cap'"):
         DistributedDataParallel(net, bucket_cap=1)
-
-
-def test_what_is_not_supported_is_refused_by_name(ranks2: Ranks) -> None:
-    ranks2.run(check_refused)

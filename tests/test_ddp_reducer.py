@@ -11,7 +11,7 @@ from torch.futures import Future
 from torch.utils.checkpoint import checkpoint
 
 from ddp_pairs import assert_same, averaged, batch, mlp, mlp_loss
-from pool import Ranks
+from pool import Ranks, on_ranks
 from zero_optim.ddp import GradBucket, Reducer, ReducerOptions
 from zero_optim.errors import RankMismatchError, ReductionError
 
@@ -27,7 +27,8 @@ def check_against(net: nn.Module, clean: nn.Module, number: int, where: object =
         assert_same(param.grad, expected[name], (where, number, name), 1e-6)
 
 
-def check_loop() -> None:
+@on_ranks(2, slow=4)
+def test_every_backward_pass_leaves_averages() -> None:
     for view in (False, True):
         net, clean = mlp(), mlp()
         options = ReducerOptions(bucket_caps_nbytes=SMALL, gradient_as_bucket_view=view)
@@ -52,11 +53,8 @@ def check_loop() -> None:
             assert_same(param.grad, other.grad, "this rank's own after close()")
 
 
-def test_every_backward_pass_leaves_averages(ranks: Ranks) -> None:
-    ranks.run(check_loop)
-
-
-def check_without_names() -> None:
+@on_ranks(2)
+def test_names_are_numbers_where_none_are_given() -> None:
     rank, net = dist.get_rank(), mlp()
     reducer = Reducer(net.parameters())
     assert reducer.names[:2] == ["parameter 0", "parameter 1"]
@@ -74,11 +72,8 @@ def check_without_names() -> None:
     kept.close()
 
 
-def test_names_are_numbers_where_none_are_given(ranks2: Ranks) -> None:
-    ranks2.run(check_without_names)
-
-
-def check_sub_group() -> None:
+@on_ranks(4)
+def test_a_sub_group_averages_on_its_own() -> None:
     rank = dist.get_rank()
     groups = [dist.new_group([0, 3]), dist.new_group([1, 2])]
     members = [0, 3] if rank in (0, 3) else [1, 2]
@@ -93,10 +88,6 @@ def check_sub_group() -> None:
     reducer.close()
 
 
-def test_a_sub_group_averages_on_its_own(ranks4: Ranks) -> None:
-    ranks4.run(check_sub_group)
-
-
 class Parts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +98,8 @@ class Parts(nn.Module):
         return checkpoint(self.second, self.first(x), use_reentrant=True)
 
 
-def check_prepare() -> None:
+@on_ranks(2)
+def test_prepare_looks_at_outputs() -> None:
     """With `prepare` a bucket of unused parameters is launched first, and reentrant checkpointing works."""
     net, clean = Parts(), Parts()
     options = ReducerOptions(bucket_caps_nbytes=SMALL, find_unused_parameters=True)
@@ -125,10 +117,6 @@ def check_prepare() -> None:
         for name, param in net.named_parameters():
             assert_same(param.grad, expected.get(name), (number, name), 1e-6)
     reducer.close()
-
-
-def test_prepare_looks_at_outputs(ranks2: Ranks) -> None:
-    ranks2.run(check_prepare)
 
 
 def check_launches(prepared: bool) -> list[tuple[int, int]]:
@@ -161,7 +149,8 @@ def test_unused_parameters_hold_up_nothing_once_outputs_were_seen(ranks1: Ranks)
     assert without == [(number, 4) for number in range(6)]
 
 
-def check_set_by_users() -> None:
+@on_ranks(2)
+def test_what_users_set_has_effect() -> None:
     rank, net, clean = dist.get_rank(), mlp(), mlp()
     asked: list[bool] = []
 
@@ -195,11 +184,8 @@ def check_set_by_users() -> None:
     reducer.close()
 
 
-def test_what_users_set_has_effect(ranks2: Ranks) -> None:
-    ranks2.run(check_set_by_users)
-
-
-def check_refusals() -> None:
+@on_ranks(2)
+def test_arguments_are_checked_on_every_rank() -> None:
     rank, net = dist.get_rank(), mlp()
     with pytest.raises(ValueError, match="at least one parameter"):
         Reducer([])
@@ -220,7 +206,3 @@ def check_refusals() -> None:
         Reducer(net.parameters(), options=ReducerOptions(static_graph=rank == 1))
     other = copy.deepcopy(net)
     Reducer(other.parameters(), checks=False, options=ReducerOptions(static_graph=rank == 1))
-
-
-def test_arguments_are_checked_on_every_rank(ranks2: Ranks) -> None:
-    ranks2.run(check_refusals)

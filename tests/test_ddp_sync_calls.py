@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 from ddp_pairs import SMALL_MB, mlp, mlp_loss
-from pool import Ranks
+from pool import on_ranks
 from sync_calls import cpu_as_accelerator, recorded, texts
 from zero_optim.ddp import DistributedDataParallel, Reducer
 from zero_optim.hooks import allreduce_hook
@@ -53,7 +53,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def check_iterations(options: dict[str, Any], hook: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("hook", [False, True], ids=["sum", "hook"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_ordinary_iteration_waits_for_nothing(name: str, hook: bool) -> None:
+    options = OPTIONS[name]
     with cpu_as_accelerator():
         iterate = iterating(mlp, options, hook)
         for number in range(4):  # until buckets are rebuilt
@@ -64,13 +68,8 @@ def check_iterations(options: dict[str, Any], hook: bool) -> None:
         assert not calls, texts(calls)
 
 
-@pytest.mark.parametrize("hook", [False, True], ids=["sum", "hook"])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_an_ordinary_iteration_waits_for_nothing(ranks2: Ranks, name: str, hook: bool) -> None:
-    ranks2.run(check_iterations, OPTIONS[name], hook)
-
-
-def check_unused() -> None:
+@on_ranks(2)
+def test_only_a_rank_that_left_parameters_unused_asks_who_used_them_and_once() -> None:
     with cpu_as_accelerator():
         iterate = iterating(Branches, {"find_unused_parameters": True})
         iterate(0)
@@ -79,11 +78,8 @@ def check_unused() -> None:
         assert len(calls) == (dist.get_rank() == 0), texts(calls)
 
 
-def test_only_a_rank_that_left_parameters_unused_asks_who_used_them_and_once(ranks2: Ranks) -> None:
-    ranks2.run(check_unused)
-
-
-def check_without_wrapper() -> None:
+@on_ranks(2)
+def test_a_reducer_alone_waits_only_when_it_is_asked_for_the_last_report() -> None:
     with cpu_as_accelerator():
         net = mlp()
         reducer = Reducer(net.named_parameters())
@@ -97,11 +93,8 @@ def check_without_wrapper() -> None:
         assert [call.name for call in calls] == ["Event.synchronize"], texts(calls)
 
 
-def test_a_reducer_alone_waits_only_when_it_is_asked_for_the_last_report(ranks2: Ranks) -> None:
-    ranks2.run(check_without_wrapper)
-
-
-def check_join() -> None:
+@on_ranks(2)
+def test_passes_inside_join_are_read_at_once() -> None:
     with cpu_as_accelerator():
         model = DistributedDataParallel(mlp())
         mlp_loss(model, 0).backward()
@@ -112,7 +105,3 @@ def check_join() -> None:
         model.check_finished()
         told = [param.grad for param in model.parameters()]
         assert all(bool(grad.isfinite().all()) for grad in told if grad is not None)
-
-
-def test_passes_inside_join_are_read_at_once(ranks2: Ranks) -> None:
-    ranks2.run(check_join)

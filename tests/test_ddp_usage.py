@@ -13,13 +13,14 @@ from torch.distributed import rpc
 from torch.utils.checkpoint import checkpoint
 
 from ddp_pairs import SMALL_MB, Pair, assert_same, averaged, batch, mlp, mlp_loss
-from pool import Ranks
+from pool import on_ranks
 from zero_optim.ddp import DistributedDataParallel
 
 VIEWS = ({}, {"gradient_as_bucket_view": True})
 
 
-def check_accumulation() -> None:
+@on_ranks(2)
+def test_gradients_accumulate_with_and_without_no_sync() -> None:
     for options in (*VIEWS, {"static_graph": True}, {"find_unused_parameters": True}):
         pair = Pair.of(mlp(), bucket_cap_mb=SMALL_MB, **options)
         for number in range(5):
@@ -34,11 +35,8 @@ def check_accumulation() -> None:
             pair.backward(lambda model, n=number: mlp_loss(model, n), (options, number))  # type: ignore[misc]
 
 
-def test_gradients_accumulate_with_and_without_no_sync(ranks2: Ranks) -> None:
-    ranks2.run(check_accumulation)
-
-
-def check_no_sync_without_end() -> None:
+@on_ranks(2)
+def test_no_sync_keeps_gradients_local_until_the_next_reduction() -> None:
     """Local gradients stay local, and a later reduction averages them all."""
     net = mlp()
     model = DistributedDataParallel(net)
@@ -57,11 +55,8 @@ def check_no_sync_without_end() -> None:
         assert_same(param.grad, expected[name], name, 1e-6)
 
 
-def test_no_sync_keeps_gradients_local_until_the_next_reduction(ranks2: Ranks) -> None:
-    ranks2.run(check_no_sync_without_end)
-
-
-def check_several_forwards() -> None:
+@on_ranks(2)
+def test_several_forward_passes_before_one_backward_or_before_several() -> None:
     for options in (*VIEWS, {"find_unused_parameters": True}):
         pair = Pair.of(mlp(), bucket_cap_mb=SMALL_MB, **options)
         for number in range(4):
@@ -85,11 +80,8 @@ def check_several_forwards() -> None:
                 assert param.grad is None
 
 
-def test_several_forward_passes_before_one_backward_or_before_several(ranks2: Ranks) -> None:
-    ranks2.run(check_several_forwards)
-
-
-def check_forward_kept_for_later() -> None:
+@on_ranks(2)
+def test_a_forward_pass_under_no_sync_does_not_undo_the_one_before() -> None:
     """A forward pass under no_sync in between does not keep the pass before it from being reduced."""
     net = mlp()
     model, clean = DistributedDataParallel(net), copy.deepcopy(net)
@@ -102,11 +94,8 @@ def check_forward_kept_for_later() -> None:
         assert_same(param.grad, expected[name], name)
 
 
-def test_a_forward_pass_under_no_sync_does_not_undo_the_one_before(ranks2: Ranks) -> None:
-    ranks2.run(check_forward_kept_for_later)
-
-
-def check_expected_from_outside() -> None:
+@on_ranks(2)
+def test_a_backward_pass_may_be_announced_from_outside() -> None:
     """Lightning switches reduction off in forward(), and asks for it just before backward()."""
     net = mlp()
     model, clean = DistributedDataParallel(net), copy.deepcopy(net)
@@ -119,10 +108,6 @@ def check_expected_from_outside() -> None:
         assert_same(param.grad, expected[name], name)
 
 
-def test_a_backward_pass_may_be_announced_from_outside(ranks2: Ranks) -> None:
-    ranks2.run(check_expected_from_outside)
-
-
 def penalized(model: nn.Module, number: int, rank: int | None = None) -> Tensor:
     x = batch(number, 5, 8, rank=rank).requires_grad_()
     out = model(x)
@@ -131,7 +116,8 @@ def penalized(model: nn.Module, number: int, rank: int | None = None) -> Tensor:
     return loss
 
 
-def check_penalty() -> None:
+@on_ranks(2)
+def test_torch_autograd_grad_through_the_output_does_not_disturb() -> None:
     for options in VIEWS:
         pair = Pair.of(mlp(), bucket_cap_mb=SMALL_MB, **options)
         pair.train(penalized, 4, options)
@@ -147,11 +133,8 @@ def check_penalty() -> None:
         assert model.reducer.own.history.num_passes == 3
 
 
-def test_torch_autograd_grad_through_the_output_does_not_disturb(ranks2: Ranks) -> None:
-    ranks2.run(check_penalty)
-
-
-def check_grad_alone() -> None:
+@on_ranks(2)
+def test_gradients_taken_by_hand_are_those_of_the_rank_alone() -> None:
     for options in ({}, {"static_graph": True}, {"find_unused_parameters": True}):
         model = DistributedDataParallel(mlp(), **options)
         clean = copy.deepcopy(model.module)
@@ -170,11 +153,9 @@ def check_grad_alone() -> None:
             model.zero_grad()
 
 
-def test_gradients_taken_by_hand_are_those_of_the_rank_alone(ranks2: Ranks) -> None:
-    ranks2.run(check_grad_alone)
-
-
-def check_create_graph() -> None:
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_create_graph_warns_and_reduces_first_order_gradients() -> None:
     model = DistributedDataParallel(mlp(), gradient_as_bucket_view=True)
     clean = copy.deepcopy(model.module)
     for number in range(3):
@@ -188,12 +169,8 @@ def check_create_graph() -> None:
     model.zero_grad()
 
 
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-def test_create_graph_warns_and_reduces_first_order_gradients(ranks2: Ranks) -> None:
-    ranks2.run(check_create_graph)
-
-
-def check_retained() -> None:
+@on_ranks(2)
+def test_a_graph_may_be_backpropagated_twice() -> None:
     pair = Pair.of(mlp(), bucket_cap_mb=SMALL_MB)
     for number in range(3):
         for model in pair:
@@ -208,11 +185,8 @@ def check_retained() -> None:
         assert_same(param.grad, 2 * grad, "twice", 1e-6)
 
 
-def test_a_graph_may_be_backpropagated_twice(ranks2: Ranks) -> None:
-    ranks2.run(check_retained)
-
-
-def check_checkpoint() -> None:
+@on_ranks(2)
+def test_the_wrapper_itself_may_be_checkpointed() -> None:
     for reentrant in (False, True):
         for options in (*VIEWS, {"static_graph": True}):
             pair = Pair.of(mlp(), bucket_cap_mb=SMALL_MB, **options)
@@ -235,10 +209,6 @@ def check_checkpoint() -> None:
             assert_same(param.grad, expected[name], name)
 
 
-def test_the_wrapper_itself_may_be_checkpointed(ranks2: Ranks) -> None:
-    ranks2.run(check_checkpoint)
-
-
 class Halves(nn.Module):
     """Parts that are recomputed in the backward pass; one of them may run twice."""
 
@@ -255,7 +225,8 @@ class Halves(nn.Module):
         return x
 
 
-def check_parts() -> None:
+@on_ranks(2)
+def test_parts_may_be_checkpointed_once_or_twice() -> None:
     for reentrant, times, options in (
         (False, 1, {}),
         (True, 1, {}),
@@ -270,11 +241,12 @@ def check_parts() -> None:
             pair.train(mlp_loss, 4, (reentrant, times, options, view))
 
 
-def test_parts_may_be_checkpointed_once_or_twice(ranks2: Ranks) -> None:
-    ranks2.run(check_parts)
-
-
-def check_compiled(backend: str, steps: int) -> None:
+# torch.compile warns of its own innards here and there.
+@on_ranks(2, timeout=600)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("backend", "steps"), [("aot_eager", 4), ("inductor", 3)])
+@pytest.mark.slow
+def test_the_wrapper_or_what_it_wraps_may_be_compiled(backend: str, steps: int) -> None:
     for options in ({"gradient_as_bucket_view": True}, {"static_graph": True}):
         torch._dynamo.reset()
         plain = DistributedDataParallel(mlp(), **options)
@@ -297,15 +269,8 @@ def check_compiled(backend: str, steps: int) -> None:
         assert wrapped.reducer.own.history.num_passes == steps
 
 
-# torch.compile warns of its own innards here and there.
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("backend", "steps"), [("aot_eager", 4), ("inductor", 3)])
-@pytest.mark.slow
-def test_the_wrapper_or_what_it_wraps_may_be_compiled(ranks2: Ranks, backend: str, steps: int) -> None:
-    ranks2.run(check_compiled, backend, steps, timeout=600)
-
-
-def check_buffer_hook() -> None:
+@on_ranks(2)
+def test_a_hook_for_buffers_is_waited_for() -> None:
     """A hook for buffers gives futures, which are waited for when the backward pass ends."""
     net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     model = DistributedDataParallel(net)
@@ -325,11 +290,8 @@ def check_buffer_hook() -> None:
     assert done == ["called", "reduced"]
 
 
-def test_a_hook_for_buffers_is_waited_for(ranks2: Ranks) -> None:
-    ranks2.run(check_buffer_hook)
-
-
-def check_frozen() -> None:
+@on_ranks(2)
+def test_a_parameter_may_be_frozen_after_wrapping() -> None:
     """A parameter that is frozen after wrapping is one that is unused."""
     for options in ({"find_unused_parameters": True}, {"static_graph": True}):
         model = DistributedDataParallel(mlp(), bucket_cap_mb=SMALL_MB, **options)
@@ -343,14 +305,13 @@ def check_frozen() -> None:
                 assert_same(param.grad, expected.get(name), (options, number, name))
 
 
-def test_a_parameter_may_be_frozen_after_wrapping(ranks2: Ranks) -> None:
-    ranks2.run(check_frozen)
-
-
 # ---------------------------------------------------------------------- torch.distributed.autograd
 
 
-def check_distributed_autograd(folder: str) -> None:
+@on_ranks(1)
+@pytest.mark.filterwarnings("ignore:You are using a Backend")  # by PyTorch's own RPC
+def test_distributed_autograd_where_nothing_would_be_reduced_is_refused(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     model, number = DistributedDataParallel(mlp()), dist.get_rank()
     mlp_loss(model, number).backward()
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/rpc", rpc_timeout=180)
@@ -373,10 +334,3 @@ def check_distributed_autograd(folder: str) -> None:
     finally:
         rpc.shutdown(graceful=False)
     mlp_loss(model, number).backward()
-
-
-@pytest.mark.filterwarnings("ignore:You are using a Backend")  # by PyTorch's own RPC
-def test_distributed_autograd_where_nothing_would_be_reduced_is_refused(
-    ranks1: Ranks, tmp_path: Path
-) -> None:
-    ranks1.run(check_distributed_autograd, str(tmp_path))

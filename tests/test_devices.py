@@ -28,7 +28,7 @@ from device_names import (
     XPU1,
     tensor_on,
 )
-from pool import Ranks
+from pool import on_ranks
 from zero_optim import RemoteRankError, ZeroRedundancyOptimizer
 from zero_optim.comm import ranks as comm_ranks
 from zero_optim.comm.agreement import failing_together
@@ -133,14 +133,11 @@ def broken() -> Iterator[Tensor]:
     raise KeyError("lost")
 
 
-def check_broken_generator() -> None:
+@on_ranks(2)
+def test_a_generator_of_parameters_that_raises_on_one_rank_raises_on_all() -> None:
     params = broken() if dist.get_rank() == 1 else nn.Linear(2, 2).parameters()
     with pytest.raises((KeyError, RemoteRankError), match="lost"):
         ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
-
-
-def test_a_generator_of_parameters_that_raises_on_one_rank_raises_on_all(ranks2: Ranks) -> None:
-    ranks2.run(check_broken_generator)
 
 
 # ---------------------------------------------------------------------- real groups
@@ -184,7 +181,8 @@ def trained(process_group: dist.ProcessGroup | None, sharded: bool) -> list[Tens
     return [param.detach().clone() for param in model.parameters()]
 
 
-def check_custom_backend() -> None:
+@on_ranks(2)
+def test_a_backend_of_another_name_trains_as_gloo_does() -> None:
     with registered("testgloo", ["cpu"]):
         group = dist.new_group(backend="testgloo")
         ranks = RankGroup.of(group, nn.Linear(2, 2))
@@ -195,25 +193,17 @@ def check_custom_backend() -> None:
         dist.destroy_process_group(group)
 
 
-def test_a_backend_of_another_name_trains_as_gloo_does(ranks2: Ranks) -> None:
-    ranks2.run(check_custom_backend)
-
-
-def check_thread_of_backend(name: str, takes_thread: bool) -> None:
+@on_ranks(1)
+@pytest.mark.parametrize(("name", "takes_thread"), [("gloo", True), ("gloo2", False)])
+def test_a_backend_whose_name_begins_with_gloo_is_another_one(name: str, takes_thread: bool) -> None:
     params = list(nn.Linear(2, 2).parameters())
     with mock.patch.object(dist, "get_backend_config", return_value=f"cpu:{name}"):
         optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
         assert optimizer.overlap().takes_thread == takes_thread
 
 
-@pytest.mark.parametrize(("name", "takes_thread"), [("gloo", True), ("gloo2", False)])
-def test_a_backend_whose_name_begins_with_gloo_is_another_one(
-    ranks1: Ranks, name: str, takes_thread: bool
-) -> None:
-    ranks1.run(check_thread_of_backend, name, takes_thread)
-
-
-def check_known_groups() -> None:
+@on_ranks(1)
+def test_the_backends_of_a_group_are_those_that_it_really_has() -> None:
     world: Any = dist.group.WORLD
     assert backends_of(world)["cpu"] == "gloo"
     with mock.patch.object(dist, "get_backend_config", return_value="cpu:gloo,hpu:nothing"):
@@ -222,11 +212,8 @@ def check_known_groups() -> None:
         assert backends_of(world)["cpu"] == "gloo"  # there, but not configured
 
 
-def test_the_backends_of_a_group_are_those_that_it_really_has(ranks1: Ranks) -> None:
-    ranks1.run(check_known_groups)
-
-
-def check_undefined_on_gpu_host() -> None:
+@on_ranks(1)
+def test_after_a_plain_init_on_a_gpu_host_small_tensors_lie_with_the_parameters() -> None:
     with (
         mock.patch.object(comm_ranks, "backends_of", return_value=parse_config(PLAIN_ON_GPU_HOST)),
         mock.patch.object(dist, "get_backend", return_value="undefined"),
@@ -235,11 +222,8 @@ def check_undefined_on_gpu_host() -> None:
         assert RankGroup.of(None, GPU3).device == GPU3
 
 
-def test_after_a_plain_init_on_a_gpu_host_small_tensors_lie_with_the_parameters(ranks1: Ranks) -> None:
-    ranks1.run(check_undefined_on_gpu_host)
-
-
-def check_unserved_on_one_rank() -> None:
+@on_ranks(2)
+def test_parameters_on_a_device_without_a_backend_are_refused_on_every_rank() -> None:
     def found(given: object) -> tuple[torch.device, ...]:
         return (GPU3,) if dist.get_rank() == 1 else devices_of(given)
 
@@ -262,11 +246,8 @@ def check_unserved_on_one_rank() -> None:
     assert len(optimizer.param_groups) == 1
 
 
-def test_parameters_on_a_device_without_a_backend_are_refused_on_every_rank(ranks2: Ranks) -> None:
-    ranks2.run(check_unserved_on_one_rank)
-
-
-def check_own_error_first() -> None:
+@on_ranks(1)
+def test_a_rank_whose_error_nobody_hears_of_raises_it_all_the_same() -> None:
     group = RankGroup.of(None)
     with (
         mock.patch.object(RankGroup, "all_gather_fixed", side_effect=RemoteRankError("no answer")),
@@ -276,17 +257,10 @@ def check_own_error_first() -> None:
         raise ValueError("of mine")
 
 
-def test_a_rank_whose_error_nobody_hears_of_raises_it_all_the_same(ranks1: Ranks) -> None:
-    ranks1.run(check_own_error_first)
-
-
-def check_unpickled_elsewhere() -> None:
+@on_ranks(1)
+def test_a_group_that_is_unpickled_is_for_the_devices_to_which_the_parameters_come() -> None:
     file = io.BytesIO()
     torch.save(RankGroup.of(None, [CPU]), file)
     file.seek(0)
     assert RankGroup.of(None, [META]).data_devices == ()
     assert torch.load(file, map_location="meta", weights_only=False).data_devices == ()
-
-
-def test_a_group_that_is_unpickled_is_for_the_devices_to_which_the_parameters_come(ranks1: Ranks) -> None:
-    ranks1.run(check_unpickled_elsewhere)

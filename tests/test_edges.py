@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pool import Ranks
+from pool import on_ranks
 from training import (
     MATRICES,
     adamw_pair,
@@ -25,7 +25,8 @@ from training import (
 from zero_optim import NotConsolidatedError, RankMismatchError, ZeroRedundancyOptimizer
 
 
-def check_state_looked_at() -> None:
+@on_ranks(2)
+def test_looking_at_the_state_of_others_loses_nothing() -> None:
     plain, sharded = adamw_pair()
     train_both(plain, sharded, 1)
     if dist.get_rank() == 0:
@@ -36,11 +37,8 @@ def check_state_looked_at() -> None:
         assert_same_state(sharded.state_dict(), plain.state_dict())
 
 
-def test_looking_at_the_state_of_others_loses_nothing(ranks2: Ranks) -> None:
-    ranks2.run(check_state_looked_at)
-
-
-def check_state_replaced() -> None:
+@on_ranks(2)
+def test_state_reset_by_hand_is_reset() -> None:
     plain, sharded = adamw_pair()
     train_both(plain, sharded, 2)
     plain.state = defaultdict(dict)
@@ -51,11 +49,8 @@ def check_state_replaced() -> None:
     train_both(plain, sharded, 2, first=4)
 
 
-def test_state_reset_by_hand_is_reset(ranks2: Ranks) -> None:
-    ranks2.run(check_state_replaced)
-
-
-def check_groups_edited() -> None:
+@on_ranks(2)
+def test_parameters_moved_between_groups_or_taken_out_count_as_in_torch() -> None:
     params = make_params()
 
     def groups(p: list[nn.Parameter]) -> list[dict[str, Any]]:
@@ -78,10 +73,6 @@ def check_groups_edited() -> None:
         sharded.step()
 
 
-def test_parameters_moved_between_groups_or_taken_out_count_as_in_torch(ranks2: Ranks) -> None:
-    ranks2.run(check_groups_edited)
-
-
 class Forgetful(torch.optim.SGD):
     """Uses an option only while its group has it."""
 
@@ -93,7 +84,8 @@ class Forgetful(torch.optim.SGD):
         return super().step(closure)
 
 
-def check_option_deleted() -> None:
+@on_ranks(2)
+def test_options_added_and_deleted_by_hand_are_seen() -> None:
     params = make_params()
     mine = twin(params)
     plain, sharded = Forgetful(params, lr=0.1), ZeroRedundancyOptimizer(mine, Forgetful, lr=0.1)
@@ -106,11 +98,8 @@ def check_option_deleted() -> None:
     assert "boost" not in sharded.param_groups[0]
 
 
-def test_options_added_and_deleted_by_hand_are_seen(ranks2: Ranks) -> None:
-    ranks2.run(check_option_deleted)
-
-
-def check_data_replaced_in_closure() -> None:
+@on_ranks(2)
+def test_data_replaced_inside_a_closure_is_gathered() -> None:
     params = make_params()
     mine = twin(params)
     plain = torch.optim.SGD(params, lr=0.1)
@@ -128,11 +117,9 @@ def check_data_replaced_in_closure() -> None:
         assert_same_bits(mine, params, f"after step {step}")
 
 
-def test_data_replaced_inside_a_closure_is_gathered(ranks2: Ranks) -> None:
-    ranks2.run(check_data_replaced_in_closure)
-
-
-def check_format_on_one_rank(view: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
+def test_a_memory_format_changed_on_one_rank_scrambles_nothing(view: bool) -> None:
     params = make_params(((8, 4, 3, 3), (4, 2, 5, 5)))
     mine = twin(params)
     plain = torch.optim.SGD(params, lr=0.1)
@@ -143,12 +130,8 @@ def check_format_on_one_rank(view: bool) -> None:
     train_both(plain, sharded, 3)
 
 
-@pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
-def test_a_memory_format_changed_on_one_rank_scrambles_nothing(ranks2: Ranks, view: bool) -> None:
-    ranks2.run(check_format_on_one_rank, view)
-
-
-def check_load_shares_nothing() -> None:
+@on_ranks(2)
+def test_loading_shares_no_option_with_the_dict() -> None:
     params = make_params()
     lr = torch.tensor(0.5)
     given = torch.optim.AdamW(params, lr=lr).state_dict()
@@ -163,10 +146,6 @@ def check_load_shares_nothing() -> None:
         first.state_dict()
 
 
-def test_loading_shares_no_option_with_the_dict(ranks2: Ranks) -> None:
-    ranks2.run(check_load_shares_nothing)
-
-
 class Picky(torch.optim.AdamW):
     """Refuses, on one rank, state that it does not know: after the base class has taken it over."""
 
@@ -176,7 +155,8 @@ class Picky(torch.optim.AdamW):
             raise KeyError("exp_avg")
 
 
-def check_torn_load() -> None:
+@on_ranks(2)
+def test_a_load_that_the_class_refuses_on_one_rank_changes_nothing_on_any() -> None:
     plain, _ = adamw_pair()
     sharded = ZeroRedundancyOptimizer(twin(params_of(plain)), Picky, lr=0.01)
     train_both(plain, sharded, 2)
@@ -196,11 +176,8 @@ def check_torn_load() -> None:
         assert_same_state(sharded.state_dict(), plain.state_dict())
 
 
-def test_a_load_that_the_class_refuses_on_one_rank_changes_nothing_on_any(ranks2: Ranks) -> None:
-    ranks2.run(check_torn_load)
-
-
-def check_options_differ() -> None:
+@on_ranks(2)
+def test_a_dict_whose_options_differ_between_ranks_is_refused() -> None:
     plain, sharded = adamw_pair()
     train_both(plain, sharded, 1)
     good = copy.deepcopy(plain.state_dict())
@@ -211,11 +188,8 @@ def check_options_differ() -> None:
     train_both(plain, sharded, 2, first=1)
 
 
-def test_a_dict_whose_options_differ_between_ranks_is_refused(ranks2: Ranks) -> None:
-    ranks2.run(check_options_differ)
-
-
-def check_step_fails_on_one_rank() -> None:
+@on_ranks(2)
+def test_a_step_that_fails_on_one_rank_leaves_no_rank_waiting() -> None:
     """Adam refuses sparse gradients, so only the owner of the sparse parameter raises by itself."""
     params = make_params(((6, 4), (6, 3)))
     sharded = ZeroRedundancyOptimizer(params, torch.optim.Adam, lr=0.1)
@@ -230,10 +204,6 @@ def check_step_fails_on_one_rank() -> None:
     sharded.step()  # the ranks are still in step with each other
 
 
-def test_a_step_that_fails_on_one_rank_leaves_no_rank_waiting(ranks2: Ranks) -> None:
-    ranks2.run(check_step_fails_on_one_rank)
-
-
 class Choosy(torch.optim.AdamW):
     """Takes matrices only, and says so wherever it is given anything else."""
 
@@ -243,7 +213,8 @@ class Choosy(torch.optim.AdamW):
             raise ValueError("Choosy takes matrices only")
 
 
-def check_class_refuses_group() -> None:
+@on_ranks(2)
+def test_a_group_the_class_refuses_is_not_added_and_an_added_one_makes_dicts_stale() -> None:
     params = make_params(MATRICES)
     plain = Choosy(params, lr=0.1)
     sharded = ZeroRedundancyOptimizer(twin(params), Choosy, lr=0.1)
@@ -260,22 +231,16 @@ def check_class_refuses_group() -> None:
         sharded.state_dict()
 
 
-def test_a_group_the_class_refuses_is_not_added_and_an_added_one_makes_dicts_stale(ranks2: Ranks) -> None:
-    ranks2.run(check_class_refuses_group)
-
-
-def check_loads_balance() -> None:
+@on_ranks(2)
+def test_added_groups_even_out_the_load() -> None:
     """A group added goes to whoever carries least, so that the whole stays balanced."""
     sharded = ZeroRedundancyOptimizer(make_params(((100,), (10,))), torch.optim.SGD, lr=0.1)
     sharded.add_param_group({"params": make_params(((90,),), seed=1)})
     assert sum(p.numel() for p in sharded.owned_parameters()) == 100
 
 
-def test_added_groups_even_out_the_load(ranks2: Ranks) -> None:
-    ranks2.run(check_loads_balance)
-
-
-def check_odd_dtypes() -> None:
+@on_ranks(2)
+def test_every_dtype_travels() -> None:
     for dtype in (torch.float8_e4m3fn, torch.int16, torch.bool, torch.complex128):
         params = [nn.Parameter(torch.ones(5).to(dtype), requires_grad=False) for _ in range(3)]
         params.append(nn.Parameter(torch.ones(2)))
@@ -286,11 +251,8 @@ def check_odd_dtypes() -> None:
         assert all(torch.equal(p.float(), torch.ones(5)) for p in params[:3] if not dtype.is_complex)
 
 
-def test_every_dtype_travels(ranks2: Ranks) -> None:
-    ranks2.run(check_odd_dtypes)
-
-
-def check_old_options() -> None:
+@on_ranks(2)
+def test_bucket_capacities_from_nothing_to_infinity() -> None:
     params = make_params()
     for cap in (float("inf"), 1e-9):
         sharded = ZeroRedundancyOptimizer(twin(params), torch.optim.SGD, lr=0.1, bucket_cap_mb=cap)
@@ -302,11 +264,16 @@ def check_old_options() -> None:
         ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1, bucket_cap_mb=dist.get_rank() - 1.0 or 3.0)
 
 
-def test_bucket_capacities_from_nothing_to_infinity(ranks2: Ranks) -> None:
-    ranks2.run(check_old_options)
+class ClipsAll(torch.optim.SGD):
+    """Clips by the norm of all gradients it sees, which sharding would make those of one rank."""
+
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_(params_of(self), 0.1)
+        return super().step(closure)
 
 
-def check_refusals() -> None:
+@on_ranks(2)
+def test_classes_that_sharding_would_change_are_refused_with_the_reason() -> None:
     params = make_params(MATRICES)
     for optimizer_class, options, reason in (
         (torch.optim.LBFGS, {"lr": 0.1}, "closure"),
@@ -324,19 +291,8 @@ def check_refusals() -> None:
     assert "not tried" in str(sharded.explain(quiet=True))
 
 
-class ClipsAll(torch.optim.SGD):
-    """Clips by the norm of all gradients it sees, which sharding would make those of one rank."""
-
-    def step(self, closure: Any = None) -> Any:
-        nn.utils.clip_grad_norm_(params_of(self), 0.1)
-        return super().step(closure)
-
-
-def test_classes_that_sharding_would_change_are_refused_with_the_reason(ranks2: Ranks) -> None:
-    ranks2.run(check_refusals)
-
-
-def check_empty_params() -> None:
+@on_ranks(2)
+def test_parameters_without_elements_train() -> None:
     params = make_params(((0,), (4, 3), (2, 0, 5), ()))
     for view in (True, False):
         mine = twin(params)
@@ -351,11 +307,8 @@ def check_empty_params() -> None:
     nothing.step()
 
 
-def test_parameters_without_elements_train(ranks2: Ranks) -> None:
-    ranks2.run(check_empty_params)
-
-
-def check_a_life() -> None:
+@on_ranks(2, slow=4)
+def test_a_run_with_everything_in_it_goes_on_from_its_checkpoints() -> None:
     """Accumulation, a group added at step 5, freezing, and a checkpoint across all of it."""
     params = make_params()
     mine = twin(params)
@@ -388,10 +341,6 @@ def check_a_life() -> None:
             sharded.load_state_dict(box[0])
 
 
-def test_a_run_with_everything_in_it_goes_on_from_its_checkpoints(ranks: Ranks) -> None:
-    ranks.run(check_a_life)
-
-
 class Wrapped(torch.optim.SGD):
     """Keeps part of what it knows outside its state, as wrappers around another optimizer do."""
 
@@ -399,7 +348,8 @@ class Wrapped(torch.optim.SGD):
         return {"inner": super().state_dict()}
 
 
-def check_own_dict() -> None:
+@on_ranks(2)
+def test_a_class_with_a_state_dict_of_its_own_is_not_consolidated_in_silence() -> None:
     params = make_params()
     sharded = ZeroRedundancyOptimizer(params, Wrapped, lr=0.1)
     set_grads(params, 0)
@@ -408,10 +358,6 @@ def check_own_dict() -> None:
         sharded.consolidate_state_dict()
     with pytest.raises(TypeError, match="Wrapped has a state_dict"):
         sharded.load_state_dict(torch.optim.SGD(twin(params), lr=0.1).state_dict())
-
-
-def test_a_class_with_a_state_dict_of_its_own_is_not_consolidated_in_silence(ranks2: Ranks) -> None:
-    ranks2.run(check_own_dict)
 
 
 class SharesAcrossGroups(torch.optim.SGD):
@@ -434,16 +380,13 @@ class SharesAcrossGroups(torch.optim.SGD):
         return None
 
 
-def check_shared_rates() -> None:
+@on_ranks(2)
+def test_a_class_is_tried_with_the_rates_its_groups_have() -> None:
     params = make_params()
     groups = [{"params": params[:3], "lr": 0.1}, {"params": params[3:], "lr": 0.2}]
     with pytest.raises(ValueError, match="SharesAcrossGroups gives other results"):
         ZeroRedundancyOptimizer(groups, SharesAcrossGroups)
     ZeroRedundancyOptimizer(params, SharesAcrossGroups)  # one rate: nothing can leak
-
-
-def test_a_class_is_tried_with_the_rates_its_groups_have(ranks2: Ranks) -> None:
-    ranks2.run(check_shared_rates)
 
 
 class DecaysAll(torch.optim.SGD):
@@ -457,7 +400,9 @@ class DecaysAll(torch.optim.SGD):
         return super().step(closure)
 
 
-def check_moves_frozen(view: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
+def test_frozen_parameters_are_gathered_when_the_class_moves_them(view: bool) -> None:
     params = make_params()
     for p in params[::2]:
         p.requires_grad_(False)
@@ -468,11 +413,6 @@ def check_moves_frozen(view: bool) -> None:
     train_both(plain, sharded, 3)
     with pytest.raises(ValueError, match="changes parameters that have no gradient"):
         ZeroRedundancyOptimizer(mine, DecaysAll, overlap_with_ddp=True, lr=0.1)
-
-
-@pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
-def test_frozen_parameters_are_gathered_when_the_class_moves_them(ranks2: Ranks, view: bool) -> None:
-    ranks2.run(check_moves_frozen, view)
 
 
 class OwnMasters(torch.optim.SGD):
@@ -508,7 +448,8 @@ class LateMasters(torch.optim.SGD):
             last["params"] = [nn.Parameter(p.detach().clone()) for p in last["params"]]
 
 
-def check_own_masters() -> None:
+@on_ranks(2)
+def test_a_class_with_groups_over_tensors_of_its_own_is_refused() -> None:
     for assume in (False, True):
         with pytest.raises(ValueError, match=r"OwnMasters .*groups over other tensors.*master_dtype"):
             ZeroRedundancyOptimizer(make_params(), OwnMasters, assume_separable=assume, lr=0.1)
@@ -518,7 +459,3 @@ def check_own_masters() -> None:
     assert len(sharded.param_groups) == 1
     set_grads(params_of(sharded), 0)
     sharded.step()
-
-
-def test_a_class_with_groups_over_tensors_of_its_own_is_refused(ranks2: Ranks) -> None:
-    ranks2.run(check_own_masters)

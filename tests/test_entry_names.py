@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from cuts import finely_cut
 from own_classes import Small
-from pool import Ranks
+from pool import Ranks, on_ranks
 from training import (
     MIXED,
     assert_same_bits,
@@ -130,7 +130,9 @@ def test_entries_that_no_trial_has_shown_are_kept_too(ranks2: Ranks, tmp_path: P
     ranks2.run(check_own_entries, tmp_path, "plain", AveragesLate)
 
 
-def check_plain_dict(kept: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("kept", ["plain", "averaged"])
+def test_a_dict_of_the_plain_class_keeps_its_entries_of_these_names(kept: str) -> None:
     """A dict of the plain class, whose entries have our old names."""
     params = make_params(MIXED)
     plain = Averages(params)
@@ -142,12 +144,8 @@ def check_plain_dict(kept: str) -> None:
         train_both(plain, sharded, 2, 3)
 
 
-@pytest.mark.parametrize("kept", ["plain", "averaged"])
-def test_a_dict_of_the_plain_class_keeps_its_entries_of_these_names(ranks2: Ranks, kept: str) -> None:
-    ranks2.run(check_plain_dict, kept)
-
-
-def check_old_dict() -> None:
+@on_ranks(2)
+def test_a_state_dict_with_our_old_names_loads() -> None:
     options: dict[str, Any] = {"lr": 0.01, "ema_decay": 0.9, "master_dtype": torch.float32}
     params = make_params(((4, 3), (5,), ()), torch.bfloat16)
     saved = ZeroRedundancyOptimizer(params, torch.optim.AdamW, **options)
@@ -167,10 +165,6 @@ def check_old_dict() -> None:
     assert_same_state(whole_state(loaded), new)
 
 
-def test_a_state_dict_with_our_old_names_loads(ranks2: Ranks) -> None:
-    ranks2.run(check_old_dict)
-
-
 class Factors(Small):
     """Keeps one entry, of the parameter's shape or, for a large one, with a number for each row."""
 
@@ -184,14 +178,11 @@ class Factors(Small):
             p.sub_(p.grad / (seen.sqrt() + 1e-8), alpha=group["lr"])
 
 
-def check_factored() -> None:
+@on_ranks(2)
+def test_entries_may_have_another_shape_for_large_parameters() -> None:
     params = make_params(((64, 80), (6, 8), (70, 3)))
     plain, sharded = Factors(params), ZeroRedundancyOptimizer(twin(params), Factors)
     train_both(plain, sharded, 2)
     again = ZeroRedundancyOptimizer(twin(params), Factors)
     again.load_state_dict(whole_state(sharded))
     train_both(plain, again, 2, 2)
-
-
-def test_entries_may_have_another_shape_for_large_parameters(ranks2: Ranks) -> None:
-    ranks2.run(check_factored)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pool import Ranks
+from pool import Ranks, on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, unsharded
 
@@ -181,7 +181,8 @@ class Failing(nn.Module):
         return x
 
 
-def goes_on_after_errors() -> None:
+@on_ranks(2)
+def test_it_goes_on_after_a_forward_pass_that_raised() -> None:
     model = nn.Sequential(nn.Linear(8, 24), Failing(), nn.Linear(24, 3))
     optimizer = adamw(model)
     wrapped = FullyShardedDataParallel(model, optimizer, units=[model[1]])
@@ -197,10 +198,6 @@ def goes_on_after_errors() -> None:
     assert torch.equal(model(batch(0)), before)
     assert not model[1](torch.ones(1, 24)).isnan().any()
     train(wrapped, optimizer)
-
-
-def test_it_goes_on_after_a_forward_pass_that_raised(ranks2: Ranks) -> None:
-    ranks2.run(goes_on_after_errors)
 
 
 def compiles() -> None:
@@ -225,7 +222,10 @@ def test_compiled_units_train_alike(ranks2: Ranks) -> None:
     ranks2.run(compiles)
 
 
-def trains_with(options: dict[str, object], optimizer_class: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("options", [{}, {"ema_decay": 0.9}, {"cuts": False}, {"weight_decay": 0.1}], ids=str)
+@pytest.mark.parametrize("optimizer_class", ["AdamW", "SGD", "Adafactor"])
+def test_any_class_steps_its_rows(options: dict[str, object], optimizer_class: str) -> None:
     model = Tower()
     whole = DistributedDataParallel(copy.deepcopy(model))
     build = getattr(torch.optim, optimizer_class)
@@ -245,9 +245,3 @@ def trains_with(options: dict[str, object], optimizer_class: str) -> None:
         with optimizer.averaged_weights(), one.averaged_weights(), unsharded(model):
             for param, want in zip(model.parameters(), whole.module.parameters(), strict=True):
                 assert torch.equal(param, want)
-
-
-@pytest.mark.parametrize("options", [{}, {"ema_decay": 0.9}, {"cuts": False}, {"weight_decay": 0.1}], ids=str)
-@pytest.mark.parametrize("optimizer_class", ["AdamW", "SGD", "Adafactor"])
-def test_any_class_steps_its_rows(ranks2: Ranks, options: dict[str, object], optimizer_class: str) -> None:
-    ranks2.run(trains_with, options, optimizer_class)

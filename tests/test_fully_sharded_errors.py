@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
-from pool import Ranks
+from pool import Ranks, on_ranks
 from stalling import TIMEOUT, outcomes
 from test_fully_sharded import Tower, adamw, batch
 from test_fully_sharded_models import assert_alike, both, loss_of, train
@@ -50,7 +50,8 @@ class Broken(Tower):
         return self.last(third(Breaking.apply(x)))
 
 
-def breaks_off() -> None:
+@on_ranks(2)
+def test_it_goes_on_after_a_backward_pass_that_broke_off() -> None:
     (whole, one), (fully, other) = both(Broken())
     for wrapped, optimizer in ((whole, one), (fully, other)):
         Breaking.fails = True
@@ -63,10 +64,6 @@ def breaks_off() -> None:
         train(wrapped, optimizer, loss_of)
     assert_alike(fully.module, whole.module)
     assert fully.units.nbytes_live() == 0
-
-
-def test_it_goes_on_after_a_backward_pass_that_broke_off(ranks2: Ranks) -> None:
-    ranks2.run(breaks_off)
 
 
 def raises_on_one() -> str:
@@ -95,7 +92,8 @@ def test_other_ranks_hear_of_a_rank_that_stopped_in_its_forward_pass() -> None:
     assert "rank 0 waits in the gather" in str(waiting.said)
 
 
-def refuses_arguments() -> None:
+@on_ranks(2)
+def test_wrong_arguments_change_nothing() -> None:
     model = Tower()
     optimizer = adamw(model)
     wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
@@ -122,11 +120,8 @@ def refuses_arguments() -> None:
     train(FullyShardedDataParallel(model, optimizer), optimizer, loss_of)
 
 
-def test_wrong_arguments_change_nothing(ranks2: Ranks) -> None:
-    ranks2.run(refuses_arguments)
-
-
-def refuses_uses() -> None:
+@on_ranks(2)
+def test_what_would_need_parameters_that_are_not_there_is_refused() -> None:
     model = Tower()
     optimizer = adamw(model)
     wrapped = FullyShardedDataParallel(model, optimizer)
@@ -155,11 +150,8 @@ def refuses_uses() -> None:
         torch.autograd.grad(loss_of(wrapped, 0), [model.first.weight], create_graph=True)
 
 
-def test_what_would_need_parameters_that_are_not_there_is_refused(ranks2: Ranks) -> None:
-    ranks2.run(refuses_uses)
-
-
-def notices_writes() -> None:
+@on_ranks(2)
+def test_parameters_that_are_converted_one_by_one_while_they_are_freed_are_noticed() -> None:
     model = Tower()
     optimizer = adamw(model)
     wrapped = FullyShardedDataParallel(model, optimizer)
@@ -171,22 +163,16 @@ def notices_writes() -> None:
         optimizer.step()
 
 
-def test_parameters_that_are_converted_one_by_one_while_they_are_freed_are_noticed(ranks2: Ranks) -> None:
-    ranks2.run(notices_writes)
-
-
-def refuses_mirrors() -> None:
+@on_ranks(2)
+def test_mirrors_are_refused_as_they_would_have_no_effect() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, mirror=True)
     with pytest.raises(ValueError, match="mirror=True would have no effect"):
         FullyShardedDataParallel(model, optimizer)
 
 
-def test_mirrors_are_refused_as_they_would_have_no_effect(ranks2: Ranks) -> None:
-    ranks2.run(refuses_mirrors)
-
-
-def is_wrapped_in_ddp() -> None:
+@on_ranks(2)
+def test_ddp_around_a_fully_sharded_model_is_refused_by_name() -> None:
     model = Tower()
     wrapped = FullyShardedDataParallel(model, adamw(model), units=model.blocks)
     for module in (model, wrapped):
@@ -194,11 +180,8 @@ def is_wrapped_in_ddp() -> None:
             DistributedDataParallel(module)
 
 
-def test_ddp_around_a_fully_sharded_model_is_refused_by_name(ranks2: Ranks) -> None:
-    ranks2.run(is_wrapped_in_ddp)
-
-
-def asks_for_a_part_of_a_unit() -> None:
+@on_ranks(2)
+def test_a_part_of_a_unit_is_not_made_whole_by_itself() -> None:
     model = Tower()
     FullyShardedDataParallel(model, adamw(model), units=model.blocks)
     part = model.blocks[0].up
@@ -207,10 +190,6 @@ def asks_for_a_part_of_a_unit() -> None:
         pass
     with pytest.raises(ValueError, match=message):
         full_state_dict(part)
-
-
-def test_a_part_of_a_unit_is_not_made_whole_by_itself(ranks2: Ranks) -> None:
-    ranks2.run(asks_for_a_part_of_a_unit)
 
 
 WRONG: dict[str, Callable[[FullyShardedDataParallel, bool], object]] = {

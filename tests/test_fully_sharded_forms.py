@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshes import mesh_of
-from pool import Ranks
+from pool import Ranks, on_ranks
 from test_fully_sharded import Tower, adamw, batch, train
 from test_fully_sharded_made import on_meta
 from zero_optim import RankMismatchError, RemoteRankError, ZeroRedundancyOptimizer, checkpoint
@@ -141,7 +141,8 @@ class Tied(nn.Module):
         return x
 
 
-def fills_in_the_kept_dtype() -> None:
+@on_ranks(2)
+def test_a_meta_model_gets_its_first_values_in_the_dtype_that_owners_keep() -> None:
     torch.manual_seed(3)
     want = Tied().state_dict()
     model = on_meta(Tied)
@@ -151,11 +152,8 @@ def fills_in_the_kept_dtype() -> None:
         assert torch.equal(value, want[key]), key
 
 
-def test_a_meta_model_gets_its_first_values_in_the_dtype_that_owners_keep(ranks2: Ranks) -> None:
-    ranks2.run(fills_in_the_kept_dtype)
-
-
-def leaves_frozen_ones_out() -> None:
+@on_ranks(2)
+def test_frozen_parameters_that_the_optimizer_lacks_become_whole_in_the_dtype_of_the_policy() -> None:
     models = []
     for is_first in (True, False):
         torch.manual_seed(3)
@@ -177,13 +175,9 @@ def leaves_frozen_ones_out() -> None:
         assert torch.equal(value, found), key
 
 
-def test_frozen_parameters_that_the_optimizer_lacks_become_whole_in_the_dtype_of_the_policy(
-    ranks2: Ranks,
-) -> None:
-    ranks2.run(leaves_frozen_ones_out)
-
-
-def loads_before_there_is_an_optimizer(folder: str) -> None:
+@on_ranks(2)
+def test_what_is_loaded_before_the_optimizer_is_built_is_not_rounded(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     wrapped = FullyShardedDataParallel(Tower(width=48), **forms(["dtypes", "files"], folder))
     state = {key: value + 0.001 for key, value in wrapped.module.state_dict().items()}
     wrapped.module.load_state_dict(state)
@@ -198,10 +192,6 @@ def loads_before_there_is_an_optimizer(folder: str) -> None:
     for key, value in wrapped.module.state_dict().items():
         assert torch.equal(value, state[key]), key
     train(wrapped, optimizer)
-
-
-def test_what_is_loaded_before_the_optimizer_is_built_is_not_rounded(ranks2: Ranks, tmp_path: Path) -> None:
-    ranks2.run(loads_before_there_is_an_optimizer, str(tmp_path))
 
 
 def saves_and_loads_over_a_mesh(folder: str, files: str) -> None:
@@ -226,8 +216,10 @@ def test_checkpoints_of_a_mesh_take_an_optimizer_that_came_later(ranks4: Ranks, 
 # ---------------------------------------------------------------------- what is refused
 
 
-def refuses_and_goes_on(folder: str) -> None:
+@on_ranks(2)
+def test_a_later_optimizer_that_does_not_fit_the_forms_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     """What cannot be is refused on every rank, and another optimizer takes over."""
+    folder = str(tmp_path)
     first, model = before(["dtypes", "files"], folder), Tower(width=48)
     units = [*model.blocks]
     given = {"mixed_precision": NARROW, "units": units}
@@ -262,12 +254,6 @@ def refuses_and_goes_on(folder: str) -> None:
     train(wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.SGD, lr=1e-2))
 
 
-def test_a_later_optimizer_that_does_not_fit_the_forms_is_refused_and_changes_nothing(
-    ranks2: Ranks, tmp_path: Path
-) -> None:
-    ranks2.run(refuses_and_goes_on, str(tmp_path))
-
-
 class Failing(torch.optim.AdamW):
     """Cannot be built on the last rank."""
 
@@ -277,7 +263,8 @@ class Failing(torch.optim.AdamW):
             raise ArithmeticError("on purpose")
 
 
-def refuses_a_bad_mesh() -> None:
+@on_ranks(4)
+def test_replicas_refuse_a_mesh_or_a_later_optimizer_together() -> None:
     model = Tower()
     with pytest.raises(TypeError, match="expected mesh to be a torch DeviceMesh, got str"):
         FullyShardedDataParallel(model, mesh="2x2")  # type: ignore[arg-type]
@@ -298,30 +285,8 @@ def refuses_a_bad_mesh() -> None:
     train(wrapped, adamw(wrapped))
 
 
-def test_replicas_refuse_a_mesh_or_a_later_optimizer_together(ranks4: Ranks) -> None:
-    ranks4.run(refuses_a_bad_mesh)
-
-
-def is_left_as_it_was() -> None:
-    model, want = Tower(), Tower()
-    with pytest.raises(TypeError, match="expected options among"):
-        FullyShardedDataParallel(model, bogus=1)
-    whole = DistributedDataParallel(want)
-    other = DistributedDataParallel(model)  # an ordinary one again
-    assert train(other, adamw(other)) == train(whole, adamw(whole))
-    from_meta = on_meta(Tower)
-    with pytest.raises(TypeError, match="expected options among"):
-        FullyShardedDataParallel(from_meta, bogus=1)
-    assert all(param.is_meta for param in from_meta.parameters())
-    torch.manual_seed(1)
-    wrapped = FullyShardedDataParallel(from_meta)
-    assert all(
-        torch.equal(value, param)
-        for value, param in zip(wrapped.state_dict().values(), Tower().parameters(), strict=True)
-    )
-
-
-def is_refused_when_half_of_it_is_gone() -> None:
+@on_ranks(2)
+def test_parameters_that_another_wrapper_has_taken_are_refused() -> None:
     half = on_meta(Tower)
     with pytest.raises(ValueError, match=r"last\.weight has no values after init"):
         FullyShardedDataParallel(
@@ -338,9 +303,21 @@ def is_refused_when_half_of_it_is_gone() -> None:
     train(wrapped, adamw(wrapped))
 
 
-def test_parameters_that_another_wrapper_has_taken_are_refused(ranks2: Ranks) -> None:
-    ranks2.run(is_refused_when_half_of_it_is_gone)
-
-
-def test_a_wrapper_that_raises_leaves_the_model_as_it_was(ranks2: Ranks) -> None:
-    ranks2.run(is_left_as_it_was)
+@on_ranks(2)
+def test_a_wrapper_that_raises_leaves_the_model_as_it_was() -> None:
+    model, want = Tower(), Tower()
+    with pytest.raises(TypeError, match="expected options among"):
+        FullyShardedDataParallel(model, bogus=1)
+    whole = DistributedDataParallel(want)
+    other = DistributedDataParallel(model)  # an ordinary one again
+    assert train(other, adamw(other)) == train(whole, adamw(whole))
+    from_meta = on_meta(Tower)
+    with pytest.raises(TypeError, match="expected options among"):
+        FullyShardedDataParallel(from_meta, bogus=1)
+    assert all(param.is_meta for param in from_meta.parameters())
+    torch.manual_seed(1)
+    wrapped = FullyShardedDataParallel(from_meta)
+    assert all(
+        torch.equal(value, param)
+        for value, param in zip(wrapped.state_dict().values(), Tower().parameters(), strict=True)
+    )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pool import Ranks
+from pool import Ranks, on_ranks
 from test_fully_sharded import Block, Tower, adamw, batch
 from test_fully_sharded_models import assert_alike, both, train, trains_alike
 from waiting import wait_until
@@ -101,12 +101,9 @@ class Stopping(Tower):
         self.blocks = nn.ModuleList([Detaching(24) for _ in range(2)])
 
 
-def reads_late() -> None:
+@on_ranks(2)
+def test_a_unit_is_read_after_all_its_gradients_have_come() -> None:
     trains_alike(Stopping())
-
-
-def test_a_unit_is_read_after_all_its_gradients_have_come(ranks2: Ranks) -> None:
-    ranks2.run(reads_late)
 
 
 def twice_by_what_is_kept(model: Any, step: int) -> Tensor:
@@ -115,13 +112,10 @@ def twice_by_what_is_kept(model: Any, step: int) -> Tensor:
     return KEPT["aux"] + 0 * loss.detach()
 
 
-def two_passes() -> None:
+@on_ranks(2)
+def test_what_was_kept_has_a_backward_pass_of_its_own() -> None:
     trains_alike(Routed("elsewhere"), twice_by_what_is_kept, find_unused_parameters=True, accumulate="owner")
     KEPT.clear()
-
-
-def test_what_was_kept_has_a_backward_pass_of_its_own(ranks2: Ranks) -> None:
-    ranks2.run(two_passes)
 
 
 class Overwriting(Block):
@@ -169,7 +163,8 @@ class Deriving(Block):
         return super().forward(x + slope)
 
 
-def derives() -> None:
+@on_ranks(2)
+def test_without_the_guard_modules_use_torch_func() -> None:
     model = Tower()
     model.blocks[1] = Deriving(24)
     want = (both(model)[0][0])(batch(0))
@@ -179,16 +174,13 @@ def derives() -> None:
     out.sum().backward()
 
 
-def test_without_the_guard_modules_use_torch_func(ranks2: Ranks) -> None:
-    ranks2.run(derives)
-
-
 def are_gone(objects: Sequence[weakref.ref[Any]]) -> bool:
     gc.collect()
     return all(each() is None for each in objects)
 
 
-def lets_go() -> None:
+@on_ranks(2)
+def test_a_model_that_nobody_needs_is_let_go_also_without_a_backward_pass() -> None:
     for goes_back in (True, False):
         model = Routed("attribute")
         optimizer = adamw(model)
@@ -205,10 +197,6 @@ def lets_go() -> None:
         assert [bucket() for bucket in buckets] == [None] * len(buckets)
 
 
-def test_a_model_that_nobody_needs_is_let_go_also_without_a_backward_pass(ranks2: Ranks) -> None:
-    ranks2.run(lets_go)
-
-
 def packs(tensor: Tensor) -> Tensor:
     return tensor.clone()
 
@@ -222,16 +210,13 @@ def with_hooks(model: nn.Module, step: int) -> Tensor:
         return model(batch(step)).square().mean()
 
 
-def has_hooks() -> None:
-    trains_alike(Tower(), with_hooks)
-    trains_alike(Routed("elsewhere"), kept_in_checkpoints)
-    KEPT.clear()
-
-
 def kept_in_checkpoints(model: Any, step: int) -> Tensor:
     model.module.how = "not reentrant"
     return kept(model, step)
 
 
-def test_hooks_of_others_are_left_alone(ranks2: Ranks) -> None:
-    ranks2.run(has_hooks)
+@on_ranks(2)
+def test_hooks_of_others_are_left_alone() -> None:
+    trains_alike(Tower(), with_hooks)
+    trains_alike(Routed("elsewhere"), kept_in_checkpoints)
+    KEPT.clear()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pool import Ranks
+from pool import Ranks, on_ranks
 from test_fully_sharded import Tower, adamw, batch
 from test_fully_sharded_models import assert_alike, loss_of, train
 from zero_optim import ZeroRedundancyOptimizer, checkpoint
@@ -51,7 +51,11 @@ def test_an_optimizer_that_is_built_later_gives_the_bits_of_one_built_before(ran
     ranks2.run(trains_with_a_later_optimizer, how)
 
 
-def takes_rows_where_they_are(is_planned_alike: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("is_planned_alike", [True, False])
+def test_a_later_optimizer_takes_over_rows_where_they_are_if_owners_are_the_same(
+    is_planned_alike: bool,
+) -> None:
     model = Tower()
     whole = DistributedDataParallel(copy.deepcopy(model))
     wrapped = FullyShardedDataParallel(model, units=[*model.blocks])
@@ -66,13 +70,6 @@ def takes_rows_where_they_are(is_planned_alike: bool) -> None:
     )
     assert (rows() == before) == is_planned_alike
     assert train(wrapped, optimizer, loss_of) == train(whole, one, loss_of)
-
-
-@pytest.mark.parametrize("is_planned_alike", [True, False])
-def test_a_later_optimizer_takes_over_rows_where_they_are_if_owners_are_the_same(
-    ranks2: Ranks, is_planned_alike: bool
-) -> None:
-    ranks2.run(takes_rows_where_they_are, is_planned_alike)
 
 
 class Odd(nn.Module):
@@ -119,7 +116,8 @@ def test_parameters_of_any_form_become_units(ranks2: Ranks, first: bool) -> None
     ranks2.run(trains_odd_ones, first)
 
 
-def takes_rank_0s_values() -> None:
+@on_ranks(2)
+def test_a_model_that_is_wrapped_first_takes_the_values_of_rank_0() -> None:
     torch.manual_seed(dist.get_rank())
     model = Tower()
     model.register_buffer("shift", torch.full((2,), float(dist.get_rank())))
@@ -131,11 +129,8 @@ def takes_rank_0s_values() -> None:
     assert torch.equal(model.get_buffer("shift"), torch.zeros(2))
 
 
-def test_a_model_that_is_wrapped_first_takes_the_values_of_rank_0(ranks2: Ranks) -> None:
-    ranks2.run(takes_rank_0s_values)
-
-
-def evaluates_without_one() -> None:
+@on_ranks(2)
+def test_a_model_without_an_optimizer_evaluates_saves_and_loads() -> None:
     model = Tower()
     want = copy.deepcopy(model)(batch(0))
     wrapped = FullyShardedDataParallel(model, units=[*model.blocks])
@@ -151,11 +146,8 @@ def evaluates_without_one() -> None:
     train(wrapped, optimizer, loss_of)
 
 
-def test_a_model_without_an_optimizer_evaluates_saves_and_loads(ranks2: Ranks) -> None:
-    ranks2.run(evaluates_without_one)
-
-
-def refuses_what_cannot_be() -> None:
+@on_ranks(2)
+def test_a_later_optimizer_that_cannot_be_is_refused_and_changes_nothing() -> None:
     model = Tower()
     wrapped = FullyShardedDataParallel(model, units=[*model.blocks])
     with pytest.raises(ValueError, match="lacks 2 trainable parameters"):
@@ -183,11 +175,8 @@ def refuses_what_cannot_be() -> None:
     assert train(wrapped, optimizer, loss_of) == train(whole, adamw(whole), loss_of)
 
 
-def test_a_later_optimizer_that_cannot_be_is_refused_and_changes_nothing(ranks2: Ranks) -> None:
-    ranks2.run(refuses_what_cannot_be)
-
-
-def leaves_frozen_ones_whole() -> None:
+@on_ranks(2)
+def test_frozen_parameters_that_a_later_optimizer_lacks_become_whole() -> None:
     model = Tower()
     model.blocks[1].requires_grad_(False)
     whole = DistributedDataParallel(copy.deepcopy(model))
@@ -206,10 +195,6 @@ def leaves_frozen_ones_whole() -> None:
     assert_alike(model, whole.module)
 
 
-def test_frozen_parameters_that_a_later_optimizer_lacks_become_whole(ranks2: Ranks) -> None:
-    ranks2.run(leaves_frozen_ones_whole)
-
-
 PLAIN: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.AdamW, {}),
     (torch.optim.AdamW, {"fused": True}),
@@ -217,7 +202,8 @@ PLAIN: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
-def refuses_plain_ones() -> None:
+@on_ranks(1)
+def test_an_optimizer_that_is_not_sharded_cannot_step_a_fully_sharded_model() -> None:
     model = Tower()
     wrapped = FullyShardedDataParallel(model, units=[*model.blocks])
     loss_of(wrapped, 0).backward()
@@ -230,10 +216,6 @@ def refuses_plain_ones() -> None:
     whole = Tower()
     loss_of(whole, 0).backward()
     torch.optim.AdamW(whole.parameters()).step()  # others step as ever
-
-
-def test_an_optimizer_that_is_not_sharded_cannot_step_a_fully_sharded_model(ranks1: Ranks) -> None:
-    ranks1.run(refuses_plain_ones)
 
 
 # ---------------------------------------------------------------------- in place
@@ -298,7 +280,8 @@ def test_a_module_that_is_sharded_in_place_trains_as_a_wrapped_one(ranks2: Ranks
 # ---------------------------------------------------------------------- other memory
 
 
-def takes_other_memory() -> None:
+@on_ranks(2)
+def test_other_memory_is_taken_over_where_parameters_are_whole_and_refused_elsewhere() -> None:
     model = Tower()
     wrapped = FullyShardedDataParallel(model, units=[*model.blocks])
     optimizer = adamw(wrapped)
@@ -319,10 +302,6 @@ def takes_other_memory() -> None:
     del optimizer
 
 
-def test_other_memory_is_taken_over_where_parameters_are_whole_and_refused_elsewhere(ranks2: Ranks) -> None:
-    ranks2.run(takes_other_memory)
-
-
 # ---------------------------------------------------------------------- memory
 
 
@@ -340,7 +319,9 @@ class Heavy(nn.Module):
         return self.last(x)
 
 
-def counts_while_made(has_optimizer: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_while_a_model_is_wrapped_a_rank_needs_one_unit_more_than_the_model(has_optimizer: bool) -> None:
     """Count what is alive whenever rows were copied: the model, and the rows of what was released."""
     model: Any = Heavy()
     params = [*model.parameters()]
@@ -367,13 +348,6 @@ def counts_while_made(has_optimizer: bool) -> None:
     assert max(seen) <= nbytes + unit + rooms, (max(seen), nbytes)
 
 
-@pytest.mark.parametrize("has_optimizer", [True, False])
-def test_while_a_model_is_wrapped_a_rank_needs_one_unit_more_than_the_model(
-    ranks2: Ranks, has_optimizer: bool
-) -> None:
-    ranks2.run(counts_while_made, has_optimizer)
-
-
 # ---------------------------------------------------------------------- models on the meta device
 
 
@@ -382,7 +356,8 @@ def on_meta(kind: type[nn.Module], *args: Any) -> Any:
         return kind(*args)
 
 
-def is_filled_module_by_module() -> None:
+@on_ranks(2)
+def test_no_rank_ever_holds_a_whole_model_that_comes_from_the_meta_device() -> None:
     model = on_meta(Heavy)
     whole, unit = 4 * 128 * 128 * 4 + 129 * 8 * 4, 128 * 128 * 4
     seen: list[int] = []
@@ -402,10 +377,6 @@ def is_filled_module_by_module() -> None:
     assert wrapped.units.nbytes_live() == 0
     wrapped(torch.ones(2, 128)).sum().backward()
     optimizer.step()
-
-
-def test_no_rank_ever_holds_a_whole_model_that_comes_from_the_meta_device(ranks2: Ranks) -> None:
-    ranks2.run(is_filled_module_by_module)
 
 
 class Mixed(nn.Module):
@@ -431,7 +402,8 @@ class Mixed(nn.Module):
         return self.head(self.norm(x.mean(0)) + self.shift)
 
 
-def has_the_same_bits() -> None:
+@on_ranks(2)
+def test_a_model_from_the_meta_device_has_the_bits_of_one_made_whole() -> None:
     torch.manual_seed(5)
     whole = DistributedDataParallel(Mixed())
     torch.manual_seed(5 + dist.get_rank())  # rank 0's count
@@ -445,11 +417,9 @@ def has_the_same_bits() -> None:
     assert_alike(model, whole.module)
 
 
-def test_a_model_from_the_meta_device_has_the_bits_of_one_made_whole(ranks2: Ranks) -> None:
-    ranks2.run(has_the_same_bits)
-
-
-def loads_into_it(folder: str) -> None:
+@on_ranks(2)
+def test_a_checkpoint_loads_into_a_model_from_the_meta_device(tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
     model = Tower()
     whole = DistributedDataParallel(model)
     one = adamw(whole)
@@ -463,10 +433,6 @@ def loads_into_it(folder: str) -> None:
     assert train(wrapped, optimizer, loss_of) == train(whole, one, loss_of)
 
 
-def test_a_checkpoint_loads_into_a_model_from_the_meta_device(ranks2: Ranks, tmp_path: Path) -> None:
-    ranks2.run(loads_into_it, str(tmp_path / "saved"))
-
-
 class Bare(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -474,7 +440,8 @@ class Bare(nn.Module):
         self.weight = nn.Parameter(torch.ones(2))
 
 
-def refuses_what_nobody_initializes() -> None:
+@on_ranks(2)
+def test_a_model_from_the_meta_device_that_nobody_can_initialize_is_refused() -> None:
     with pytest.raises(ValueError, match="the outermost module, a Bare, is on the meta device and has no"):
         FullyShardedDataParallel(on_meta(Bare))
     with pytest.raises(ValueError, match="weight has no values after init of its module, a Bare"):
@@ -489,7 +456,3 @@ def refuses_what_nobody_initializes() -> None:
     optimizer = ZeroRedundancyOptimizer([half.weight], torch.optim.AdamW)
     with pytest.raises(ValueError, match="wrap it without an optimizer, then build"):
         FullyShardedDataParallel(half, optimizer)
-
-
-def test_a_model_from_the_meta_device_that_nobody_can_initialize_is_refused(ranks2: Ranks) -> None:
-    ranks2.run(refuses_what_nobody_initializes)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pool import Ranks
+from pool import Ranks, on_ranks
 from test_fully_sharded import Block, Tower, batch
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import (
@@ -167,7 +167,9 @@ def trained(model: nn.Module) -> Iterator[Tensor]:
     return (param for param in model.parameters() if param.requires_grad)
 
 
-def trains_frozen(inside: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("inside", [True, False])
+def test_frozen_parameters_are_sharded_if_the_optimizer_has_them(inside: bool) -> None:
     model = Tower()
     for param in [*model.blocks[0].parameters(), model.blocks[1].up.weight, model.first.bias]:
         param.requires_grad_(False)
@@ -177,11 +179,6 @@ def trains_frozen(inside: bool) -> None:
     assert fully.module.blocks[0].up.weight.isnan().all() == inside
     assert_alike(fully.module, whole.module)
     assert fully.units.nbytes_live() == 0
-
-
-@pytest.mark.parametrize("inside", [True, False])
-def test_frozen_parameters_are_sharded_if_the_optimizer_has_them(ranks2: Ranks, inside: bool) -> None:
-    ranks2.run(trains_frozen, inside)
 
 
 class Adapted(nn.Module):
@@ -249,11 +246,8 @@ class Forms(nn.Module):
         return hidden
 
 
-def test_modules_return_anything(ranks2: Ranks) -> None:
-    ranks2.run(returns_forms)
-
-
-def returns_forms() -> None:
+@on_ranks(2)
+def test_modules_return_anything() -> None:
     trains_alike(Forms())
 
 
@@ -283,11 +277,8 @@ def twice_and_between(model: nn.Module, step: int) -> Tensor:
     return loss
 
 
-def test_a_graph_is_gone_through_twice(ranks2: Ranks) -> None:
-    ranks2.run(goes_twice)
-
-
-def goes_twice() -> None:
+@on_ranks(2)
+def test_a_graph_is_gone_through_twice() -> None:
     trains_alike(Tower(), twice_and_between, accumulate="owner")
 
 
@@ -326,17 +317,15 @@ def test_masters_stay_with_their_owners(ranks2: Ranks) -> None:
     ranks2.run(with_masters)
 
 
-def with_muon() -> None:
+@on_ranks(2)
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this PyTorch has no Muon")
+def test_muon_steps_whole_matrices() -> None:
     model = nn.Sequential(*(nn.Linear(8 * (n + 1), 8 * (n + 2), bias=False) for n in range(4)))
     trains_alike(model, units=lambda model: [*model][1:], optimizer_class=torch.optim.Muon)
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this PyTorch has no Muon")
-def test_muon_steps_whole_matrices(ranks2: Ranks) -> None:
-    ranks2.run(with_muon)
-
-
-def with_closures() -> None:
+@on_ranks(2)
+def test_closures_are_evaluated() -> None:
     (whole, one), (fully, other) = both(Tower())
     for wrapped, optimizer in ((whole, one), (fully, other)):
         for step in range(2):
@@ -351,22 +340,16 @@ def with_closures() -> None:
     assert_alike(fully.module, whole.module)
 
 
-def test_closures_are_evaluated(ranks2: Ranks) -> None:
-    ranks2.run(with_closures)
-
-
-def gathers_lazily() -> None:
+@on_ranks(2)
+def test_what_is_left_outside_units_may_be_gathered_lazily() -> None:
     (whole, one), (fully, other) = both(Tower())
     other.gather_lazily(fully)
     assert train(fully, other, loss_of) == train(whole, one, loss_of)
     assert_alike(fully.module, whole.module)
 
 
-def test_what_is_left_outside_units_may_be_gathered_lazily(ranks2: Ranks) -> None:
-    ranks2.run(gathers_lazily)
-
-
-def adds_a_group() -> None:
+@on_ranks(2)
+def test_groups_are_added() -> None:
     (whole, one), (fully, other) = both(Tower())
     extra = [nn.Parameter(torch.ones(5)) for _ in range(2)]
     for optimizer, param in ((one, extra[0]), (other, extra[1])):
@@ -379,7 +362,3 @@ def adds_a_group() -> None:
             optimizer.step()
     assert torch.equal(*extra)
     assert_alike(fully.module, whole.module)
-
-
-def test_groups_are_added(ranks2: Ranks) -> None:
-    ranks2.run(adds_a_group)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pool import Ranks
+from pool import Ranks, on_ranks
 from test_fully_sharded import Block, Tower, adamw, batch
 from test_fully_sharded_models import assert_alike, both, loss_of, train, trains_alike
 from zero_optim.ddp import (
@@ -39,7 +39,8 @@ class Named(Tower):
         return self.last(x)
 
 
-def takes_containers() -> None:
+@on_ranks(2)
+def test_a_container_of_modules_stands_for_its_members() -> None:
     for kind in ("list", "dict", "sequential"):
         model = Named(kind)
         wrapped = FullyShardedDataParallel(model, adamw(model), units=model.blocks)
@@ -49,10 +50,6 @@ def takes_containers() -> None:
     model = Tower()
     with pytest.raises(TypeError, match="got one, Block: put it in a list"):
         FullyShardedDataParallel(model, adamw(model), units=model.blocks[0])
-
-
-def test_a_container_of_modules_stands_for_its_members(ranks2: Ranks) -> None:
-    ranks2.run(takes_containers)
 
 
 class Attending(nn.Module):
@@ -69,7 +66,8 @@ class Attending(nn.Module):
         return self.last(self.layers(self.first(x)[None]))
 
 
-def attends() -> None:
+@on_ranks(2)
+def test_attention_reads_its_projection_without_a_call() -> None:
     (whole, one), (fully, other) = both(Attending(), units=lambda _: "auto")  # type: ignore[arg-type,return-value]
     assert len(fully.units.units) > 3
     assert train(fully, other, loss_of) == train(whole, one, loss_of)
@@ -81,10 +79,6 @@ def attends() -> None:
     inner = model.layers.layers[0].self_attn.out_proj
     with pytest.raises(ValueError, match=r"out_proj is never called itself: the MultiheadAttention"):
         FullyShardedDataParallel(model, adamw(model), units=[inner])
-
-
-def test_attention_reads_its_projection_without_a_call(ranks2: Ranks) -> None:
-    ranks2.run(attends)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,17 +122,14 @@ def in_proxy(out: Tensor, weight: Tensor) -> Any:
     return MappingProxyType({"out": out, "weight": weight})
 
 
-def returns_views() -> None:
+@on_ranks(2)
+def test_a_view_of_a_parameter_is_copied_out_of_any_container_or_refused() -> None:
     for form in (Parts, in_dict):
         trains_alike(UsingViews(form))
     (fully, _) = both(UsingViews(in_proxy))[1]
     with pytest.raises(RuntimeError, match=r"blocks.0 returned a view of a parameter in a mappingproxy"):
         loss_of(fully, 0)
     assert fully.units.nbytes_live() == 0
-
-
-def test_a_view_of_a_parameter_is_copied_out_of_any_container_or_refused(ranks2: Ranks) -> None:
-    ranks2.run(returns_views)
 
 
 class InPlace(nn.Module):
@@ -166,15 +157,13 @@ class Adding(nn.Module):
         x += self.down(torch.relu(self.up(x.clone())))
 
 
-def adds_in_place() -> None:
+@on_ranks(2)
+def test_units_may_change_their_input_and_return_nothing() -> None:
     trains_alike(InPlace())
 
 
-def test_units_may_change_their_input_and_return_nothing(ranks2: Ranks) -> None:
-    ranks2.run(adds_in_place)
-
-
-def forward_while_whole() -> None:
+@on_ranks(2)
+def test_a_loss_computed_in_unsharded_is_backpropagated_outside() -> None:
     (whole, one), (fully, other) = both(Tower())
     for wrapped, optimizer in ((whole, one), (fully, other)):
         for step in range(2):
@@ -189,11 +178,8 @@ def forward_while_whole() -> None:
     assert_alike(fully.module, whole.module)
 
 
-def test_a_loss_computed_in_unsharded_is_backpropagated_outside(ranks2: Ranks) -> None:
-    ranks2.run(forward_while_whole)
-
-
-def evaluates() -> None:
+@on_ranks(2)
+def test_inference_mode_leaves_nothing_behind() -> None:
     (whole, one), (fully, other) = both(Tower())
     with torch.inference_mode():
         for step in range(2):
@@ -203,10 +189,6 @@ def evaluates() -> None:
         assert torch.equal(fully(batch(5)), whole(batch(5)))
     assert fully.units.nbytes_live() == 0
     assert train(fully, other, loss_of) == train(whole, one, loss_of)
-
-
-def test_inference_mode_leaves_nothing_behind(ranks2: Ranks) -> None:
-    ranks2.run(evaluates)
 
 
 class Interrupted(Tower):
@@ -264,15 +246,12 @@ class Tied(Tower):
         return x @ self.blocks[0].up.weight.t()
 
 
-def reads_freed() -> None:
+@on_ranks(2)
+def test_a_training_pass_that_reads_a_freed_parameter_raises() -> None:
     model = Tied()
     wrapped = FullyShardedDataParallel(model, adamw(model), units=model.blocks)
     with pytest.raises(RuntimeError, match=r"blocks.0 of shape \(24, 96\) is used by another module while"):
         loss_of(wrapped, 0)
-
-
-def test_a_training_pass_that_reads_a_freed_parameter_raises(ranks2: Ranks) -> None:
-    ranks2.run(reads_freed)
 
 
 class Generating(Tower):
@@ -285,7 +264,8 @@ class Generating(Tower):
         return x
 
 
-def generates() -> None:
+@on_ranks(2)
+def test_methods_call_the_model_in_a_loop() -> None:
     (whole, one), (fully, other) = both(Generating())
     for _ in range(2):
         for how in (torch.no_grad, torch.enable_grad):
@@ -295,7 +275,3 @@ def generates() -> None:
             if how is torch.no_grad:
                 assert fully.units.nbytes_live() == 0
         assert train(fully, other, loss_of) == train(whole, one, loss_of)
-
-
-def test_methods_call_the_model_in_a_loop(ranks2: Ranks) -> None:
-    ranks2.run(generates)

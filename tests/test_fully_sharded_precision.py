@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero_optim.checkpoint
-from pool import Ranks
+from pool import Ranks, on_ranks
 from test_fully_sharded import Tower, adamw, batch
 from zero_optim import RankMismatchError, ZeroRedundancyOptimizer
 from zero_optim.ddp import (
@@ -100,15 +100,13 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 # ---------------------------------------------------------------------- bits
 
 
-def keeps_bits(policy: PrecisionPolicy) -> None:
+@on_ranks(2)
+def test_a_policy_of_the_models_own_dtype_changes_no_bit() -> None:
+    policy = PrecisionPolicy(FP32, FP32, FP32, FP32, FP32, "units")
     (plain, one), (model, other) = wrapped(None), wrapped(policy)
     steps(plain, one, range(3))
     steps(model, other, range(3))
     assert equal(as_kept(model), as_kept(plain))
-
-
-def test_a_policy_of_the_models_own_dtype_changes_no_bit(ranks2: Ranks) -> None:
-    ranks2.run(keeps_bits, PrecisionPolicy(FP32, FP32, FP32, FP32, FP32, "units"))
 
 
 def follows(policy: PrecisionPolicy, how: str, passes: int, autocast: bool = False) -> None:
@@ -130,7 +128,14 @@ def test_bits_are_those_of_rounded_masters_and_sums_in_the_order_of_ranks(ranks2
     ranks2.run(follows, NARROW, how, 1)
 
 
-def compiles(backend: str) -> None:
+# torch.compile warns of its own innards here and there.
+@on_ranks(2, timeout=250)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.exhaustive, NEEDS_COMPILER])]
+)
+@pytest.mark.slow
+def test_compiled_units_have_the_bits_of_the_same_units_that_are_whole(backend: str) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()  # of other tests in these processes
     hand, model = ByHand(BF16, FP32), Tower()
@@ -145,16 +150,6 @@ def compiles(backend: str) -> None:
     assert fully.units.nbytes_live() == 0
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert not torch._dynamo.utils.counters["graph_break"]
-
-
-# torch.compile warns of its own innards here and there.
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.exhaustive, NEEDS_COMPILER])]
-)
-@pytest.mark.slow
-def test_compiled_units_have_the_bits_of_the_same_units_that_are_whole(ranks2: Ranks, backend: str) -> None:
-    ranks2.run(compiles, backend, timeout=250)
 
 
 def test_passes_add_up_on_the_owners_in_their_dtype(ranks2: Ranks) -> None:
@@ -218,7 +213,8 @@ def test_autocast_works_beside_a_policy(ranks2: Ranks) -> None:
 # ---------------------------------------------------------------------- what is sent, kept and shown
 
 
-def counts_bytes() -> None:
+@on_ranks(2)
+def test_gathers_send_half_the_bytes_and_owners_keep_one_copy() -> None:
     sent = []
     for policy in (None, NARROW):
         model, optimizer = wrapped(policy)
@@ -232,10 +228,6 @@ def counts_bytes() -> None:
     assert 0.45 * whole <= half <= 0.55 * whole  # padding differs
     assert reduced * 0.9 <= same <= reduced * 1.1
     assert rows * 0.9 <= same_rows <= rows * 1.1
-
-
-def test_gathers_send_half_the_bytes_and_owners_keep_one_copy(ranks2: Ranks) -> None:
-    ranks2.run(counts_bytes)
 
 
 class Looks(nn.Module):
@@ -255,7 +247,17 @@ class Looks(nn.Module):
         return {"y": [self.inner(hidden) * self.scale], "n": more["int"]}
 
 
-def casts(policy: PrecisionPolicy, seen: torch.dtype, given: torch.dtype) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("options", "seen", "given"),
+    [
+        ({}, BF16, BF16),
+        ({"inputs": FP32, "outputs": FP32}, FP32, FP32),
+        ({"casts_inputs": "nowhere", "outputs": torch.float64}, FP32, torch.float64),
+    ],
+)
+def test_inputs_outputs_and_buffers_are_cast(options: Any, seen: torch.dtype, given: torch.dtype) -> None:
+    policy = PrecisionPolicy(params=BF16, buffers=BF16, **options)
     model = Looks()
     optimizer = ZeroRedundancyOptimizer(model.inner.parameters(), torch.optim.SGD, lr=0.1)
     wrapper = FullyShardedDataParallel(model, optimizer, units=[model.inner], mixed_precision=policy)
@@ -268,20 +270,6 @@ def casts(policy: PrecisionPolicy, seen: torch.dtype, given: torch.dtype) -> Non
     optimizer.step()
 
 
-@pytest.mark.parametrize(
-    ("options", "seen", "given"),
-    [
-        ({}, BF16, BF16),
-        ({"inputs": FP32, "outputs": FP32}, FP32, FP32),
-        ({"casts_inputs": "nowhere", "outputs": torch.float64}, FP32, torch.float64),
-    ],
-)
-def test_inputs_outputs_and_buffers_are_cast(
-    ranks2: Ranks, options: Any, seen: torch.dtype, given: torch.dtype
-) -> None:
-    ranks2.run(casts, PrecisionPolicy(params=BF16, buffers=BF16, **options), seen, given)
-
-
 class Wide(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -291,7 +279,9 @@ class Wide(nn.Module):
         return self.last(self.first(x).float())
 
 
-def casts_at_units(casts_inputs: Any) -> None:
+@on_ranks(2)
+def test_inputs_of_units_are_cast_where_that_is_asked_for() -> None:
+    casts_inputs = "units"
     model = Wide()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     policy = PrecisionPolicy(params=BF16, casts_inputs=casts_inputs)
@@ -301,11 +291,8 @@ def casts_at_units(casts_inputs: Any) -> None:
     assert wrapper(torch.ones(2, 4)).dtype == BF16
 
 
-def test_inputs_of_units_are_cast_where_that_is_asked_for(ranks2: Ranks) -> None:
-    ranks2.run(casts_at_units, "units")
-
-
-def reads_and_writes() -> None:
+@on_ranks(2)
+def test_what_is_not_written_to_is_not_rounded() -> None:
     model, optimizer = wrapped(NARROW)
     steps(model, optimizer, range(2))
     before = as_kept(model)
@@ -322,14 +309,12 @@ def reads_and_writes() -> None:
     steps(model, optimizer, range(2, 3))
 
 
-def test_what_is_not_written_to_is_not_rounded(ranks2: Ranks) -> None:
-    ranks2.run(reads_and_writes)
-
-
 # ---------------------------------------------------------------------- state
 
 
-def loads_exactly(assign: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_dicts_have_what_owners_keep_and_load_it_exactly(assign: bool) -> None:
     model, optimizer = wrapped(NARROW)
     steps(model, optimizer, range(2))
     state = copy.deepcopy(dict(as_kept(model)))
@@ -352,12 +337,8 @@ def loads_exactly(assign: bool) -> None:
     assert other.units.nbytes_live() == 0
 
 
-@pytest.mark.parametrize("assign", [False, True])
-def test_state_dicts_have_what_owners_keep_and_load_it_exactly(ranks2: Ranks, assign: bool) -> None:
-    ranks2.run(loads_exactly, assign)
-
-
-def between_passes() -> None:
+@on_ranks(2)
+def test_a_state_dict_between_forward_and_backward_changes_nothing() -> None:
     """A state dict made between a forward and its backward pass changes neither."""
     (plain, one), (model, other) = wrapped(NARROW), wrapped(NARROW)
     for wrapper, optimizer, is_read in ((plain, one, False), (model, other, True)):
@@ -369,10 +350,6 @@ def between_passes() -> None:
         (losses[0] + losses[1]).backward()
         optimizer.step()
     assert equal(as_kept(model), as_kept(plain))
-
-
-def test_a_state_dict_between_forward_and_backward_changes_nothing(ranks2: Ranks) -> None:
-    ranks2.run(between_passes)
 
 
 def built(stage: str) -> tuple[Any, ZeroRedundancyOptimizer]:
@@ -453,7 +430,9 @@ def test_masters_of_a_checkpoint_become_what_owners_keep(ranks2: Ranks, tmp_path
 # ---------------------------------------------------------------------- GradScaler
 
 
-def scales(unscales: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_scaler_and_half_precision_skip_on_all_ranks_and_keep_the_bits(unscales: bool) -> None:
     policy = PrecisionPolicy(params=torch.float16, gradients=FP32, outputs=FP32)
     model, optimizer = wrapped(policy)
     hand = ByHand(torch.float16, FP32)
@@ -477,23 +456,7 @@ def scales(unscales: bool) -> None:
         assert equal(as_kept(model), hand.masters.state_dict()), step
 
 
-@pytest.mark.parametrize("unscales", [False, True])
-def test_a_scaler_and_half_precision_skip_on_all_ranks_and_keep_the_bits(
-    ranks2: Ranks, unscales: bool
-) -> None:
-    ranks2.run(scales, unscales)
-
-
 # ---------------------------------------------------------------------- refusals
-
-
-def refuses(policy: object, error: type[Exception], message: str, how: dict[str, Any]) -> None:
-    model = how.pop("model", Tower)()
-    optimizer = adamw(model)
-    if how.pop("on_one", False) and dist.get_rank() == 0:
-        policy = None
-    with pytest.raises(error, match=message):
-        FullyShardedDataParallel(model, optimizer, mixed_precision=policy, **how)
 
 
 class FSDP1:
@@ -515,6 +478,7 @@ def sparse() -> nn.Module:
     return nn.Embedding(4, 4, sparse=True)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("policy", "error", "message", "how"),
     [
@@ -538,9 +502,14 @@ def sparse() -> nn.Module:
     ],
 )
 def test_what_makes_no_sense_is_refused_on_every_rank(
-    ranks2: Ranks, policy: object, error: type[Exception], message: str, how: dict[str, Any]
+    policy: object, error: type[Exception], message: str, how: dict[str, Any]
 ) -> None:
-    ranks2.run(refuses, policy, error, message, how)
+    model = how.pop("model", Tower)()
+    optimizer = adamw(model)
+    if how.pop("on_one", False) and dist.get_rank() == 0:
+        policy = None
+    with pytest.raises(error, match=message):
+        FullyShardedDataParallel(model, optimizer, mixed_precision=policy, **how)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import zero_optim.checkpoint
-from pool import Ranks
+from pool import Ranks, on_ranks
 from test_fully_sharded import Tower, batch
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.checkpoint.offline import consolidate
@@ -165,7 +165,8 @@ def test_files_are_those_of_whole_parameters(ranks2: Ranks, tmp_path: Path) -> N
         assert not isinstance(tensor, torch.Tensor) or tensor.stride() == other[name].stride(), name
 
 
-def collects_on_one() -> None:
+@on_ranks(2)
+def test_the_whole_state_dict_comes_to_one_rank_unit_by_unit() -> None:
     model, optimizer = built("fully")
     train(model, optimizer, range(2))
     want = model.module.state_dict()
@@ -193,11 +194,8 @@ def collects_on_one() -> None:
         full_state_dict(model, ranks=[2])
 
 
-def test_the_whole_state_dict_comes_to_one_rank_unit_by_unit(ranks2: Ranks) -> None:
-    ranks2.run(collects_on_one)
-
-
-def refuses() -> None:
+@on_ranks(2)
+def test_what_would_miss_parameters_is_refused() -> None:
     model, optimizer = built("fully")
     with pytest.raises(ValueError, match="give the optimizer too"):
         zero_optim.checkpoint.save("nowhere", model=model)
@@ -207,7 +205,3 @@ def refuses() -> None:
         with pytest.raises(RuntimeError, match="are whole for somebody to read"):
             optimizer.step()
     train(model, optimizer, range(1))
-
-
-def test_what_would_miss_parameters_is_refused(ranks2: Ranks) -> None:
-    ranks2.run(refuses)

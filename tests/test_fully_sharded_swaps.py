@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from pool import Ranks
+from pool import Ranks, on_ranks
 from test_fully_sharded import Tower, adamw, batch
 from test_fully_sharded_models import loss_of, train
 from zero_optim import ReductionError, ZeroRedundancyOptimizer
@@ -54,7 +54,15 @@ def swapping(swaps: bool) -> Iterator[None]:
         torch.__future__.set_swap_module_params_on_conversion(before)
 
 
-def loads(policy: PrecisionPolicy | None, assign: bool, swaps: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("policy", [None, NARROW], ids=["as kept", "rounded"])
+@pytest.mark.parametrize(
+    ("assign", "swaps"),
+    [(True, False), pytest.param(False, True, marks=pytest.mark.exhaustive), (True, True)],
+)
+def test_a_load_that_replaces_parameters_reaches_their_owners(
+    policy: PrecisionPolicy | None, assign: bool, swaps: bool
+) -> None:
     results = []
     for assigns, swapped in ((False, False), (assign, swaps)):
         model, optimizer = built(policy)
@@ -71,18 +79,9 @@ def loads(policy: PrecisionPolicy | None, assign: bool, swaps: bool) -> None:
     assert_equal(*results)
 
 
-@pytest.mark.parametrize("policy", [None, NARROW], ids=["as kept", "rounded"])
-@pytest.mark.parametrize(
-    ("assign", "swaps"),
-    [(True, False), pytest.param(False, True, marks=pytest.mark.exhaustive), (True, True)],
-)
-def test_a_load_that_replaces_parameters_reaches_their_owners(
-    ranks2: Ranks, policy: PrecisionPolicy | None, assign: bool, swaps: bool
-) -> None:
-    ranks2.run(loads, policy, assign, swaps)
-
-
-def is_swapped(find_unused: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_parameters_that_were_swapped_for_others_are_named(find_unused: bool) -> None:
     for wrap in (DistributedDataParallel, FullyShardedDataParallel):
         model = Tower()
         given = () if wrap is DistributedDataParallel else (adamw(model),)
@@ -105,11 +104,6 @@ def is_swapped(find_unused: bool) -> None:
             loss_of(wrapped, 0).backward()
 
 
-@pytest.mark.parametrize("find_unused", [False, True])
-def test_parameters_that_were_swapped_for_others_are_named(ranks2: Ranks, find_unused: bool) -> None:
-    ranks2.run(is_swapped, find_unused)
-
-
 def norm_as_before(module: nn.Linear) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # use the other one
@@ -127,7 +121,9 @@ REPLACING: dict[str, tuple[Callable[[nn.Linear], object], str]] = {
 }
 
 
-def is_replaced(how: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("how", REPLACING)
+def test_other_parameters_in_the_place_of_those_that_were_wrapped_are_refused(how: str) -> None:
     replace, new = REPLACING[how]
     for name in ("first", "blocks.1.up"):
         model = Tower()
@@ -146,14 +142,8 @@ def is_replaced(how: str) -> None:
             assert wrapped.units.nbytes_live() == 0
 
 
-@pytest.mark.parametrize("how", REPLACING)
-def test_other_parameters_in_the_place_of_those_that_were_wrapped_are_refused(
-    ranks2: Ranks, how: str
-) -> None:
-    ranks2.run(is_replaced, how)
-
-
-def has_fewer() -> None:
+@on_ranks(2)
+def test_parameters_may_be_taken_out_or_get_other_names() -> None:
     model = Tower()
     optimizer = adamw(model)
     wrapped = FullyShardedDataParallel(model, optimizer, units=model.blocks, find_unused_parameters=True)
@@ -163,10 +153,6 @@ def has_fewer() -> None:
     loss = loss_of(wrapped, 0)
     assert loss.isfinite()
     loss.backward()
-
-
-def test_parameters_may_be_taken_out_or_get_other_names(ranks2: Ranks) -> None:
-    ranks2.run(has_fewer)
 
 
 class Refusing(nn.Linear):
@@ -190,7 +176,18 @@ class Grim(Tower):
         self.last = Refusing(self.last.in_features, self.last.out_features)
 
 
-def breaks_off(policy: PrecisionPolicy | None) -> None:
+def state_of_tensors(model: Any) -> dict[str, Tensor]:
+    return {name: value for name, value in state_of_any(model).items() if isinstance(value, Tensor)}
+
+
+def state_of_any(model: Any) -> dict[str, Any]:
+    state: dict[str, Any] = model.module.state_dict()
+    return state
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("policy", [None, NARROW], ids=["as kept", "rounded"])
+def test_training_goes_on_after_a_state_dict_that_was_not_finished(policy: PrecisionPolicy | None) -> None:
     model, optimizer = built(policy, Grim())
     want, one = built(policy, Grim())
     before = train(want, one, loss_of, 1)
@@ -215,22 +212,6 @@ def breaks_off(policy: PrecisionPolicy | None) -> None:
     assert train(model, optimizer, loss_of, 2) == train(want, one, loss_of, 2)
     assert all(param in optimizer.pieces() for param in model.parameters())
     assert model.units.nbytes_live() == 0
-
-
-def state_of_tensors(model: Any) -> dict[str, Tensor]:
-    return {name: value for name, value in state_of_any(model).items() if isinstance(value, Tensor)}
-
-
-def state_of_any(model: Any) -> dict[str, Any]:
-    state: dict[str, Any] = model.module.state_dict()
-    return state
-
-
-@pytest.mark.parametrize("policy", [None, NARROW], ids=["as kept", "rounded"])
-def test_training_goes_on_after_a_state_dict_that_was_not_finished(
-    ranks2: Ranks, policy: PrecisionPolicy | None
-) -> None:
-    ranks2.run(breaks_off, policy)
 
 
 def is_asked_inside() -> None:
@@ -281,7 +262,8 @@ def test_a_state_dict_inside_unsharded_is_right_or_refused(ranks2: Ranks, check:
     ranks2.run(check)
 
 
-def writes_unseen() -> None:
+@on_ranks(2)
+def test_a_write_to_the_data_of_a_freed_parameter_raises_at_the_next_use() -> None:
     model, optimizer = built(None)
     train(model, optimizer, loss_of, 1)
     want = state_of(model)
@@ -302,11 +284,8 @@ def writes_unseen() -> None:
             use()
 
 
-def test_a_write_to_the_data_of_a_freed_parameter_raises_at_the_next_use(ranks2: Ranks) -> None:
-    ranks2.run(writes_unseen)
-
-
-def shares() -> None:
+@on_ranks(2)
+def test_shared_memory_is_refused_for_gradients_that_have_none() -> None:
     model, optimizer = built(None)
     other, one = built(None)
     train(model, optimizer, loss_of, 1)
@@ -319,7 +298,3 @@ def shares() -> None:
     train(other, one, loss_of, 1)
     train(other, one, loss_of, 2)
     assert_equal(state_of(model), state_of(other))
-
-
-def test_shared_memory_is_refused_for_gradients_that_have_none(ranks2: Ranks) -> None:
-    ranks2.run(shares)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from overlap import Setting, plain_step
-from pool import Ranks
+from pool import Ranks, on_ranks
 from training import assert_same_bits, set_grads, twin
 from zero_optim import RemoteRankError, ZeroRedundancyOptimizer
 from zero_optim.comm import collectives
@@ -74,7 +74,8 @@ def given_group() -> str:
 # ---------------------------------------------------------------------- who gets lanes
 
 
-def check_owners() -> None:
+@on_ranks(2, 4)
+def test_each_owner_sends_on_a_group_of_its_own() -> None:
     optimizer = make()
     first = groups_used(optimizer)
     assert first.keys() == set(range(dist.get_world_size()))
@@ -82,10 +83,6 @@ def check_owners() -> None:
     assert len(set.union(*first.values())) == dist.get_world_size()
     assert given_group() not in set.union(*first.values())
     assert groups_used(optimizer, 1) == first
-
-
-def test_each_owner_sends_on_a_group_of_its_own(ranks_2_and_4: Ranks) -> None:
-    ranks_2_and_4.run(check_owners)
 
 
 def check_given_group(shapes: list[tuple[int, ...]]) -> None:
@@ -100,32 +97,30 @@ def test_no_group_is_made_where_it_gains_nothing(ranks2: Ranks, shapes: list[tup
     ranks2.run(check_given_group, shapes)
 
 
-def check_other_backends() -> None:
+@on_ranks(2)
+@pytest.mark.not_late("it shows what other backends do")
+def test_other_backends_and_devices_have_one_communicator() -> None:
     with mock.patch.object(RankGroup, "backend_of", return_value="nccl"):
         check_given_group(LARGE)
     with mock.patch.object(gathers, "is_asynchronous", return_value=True):  # gloo and CUDA
         check_given_group(LARGE)
 
 
-@pytest.mark.not_late("it shows what other backends do")
-def test_other_backends_and_devices_have_one_communicator(ranks2: Ranks) -> None:
-    ranks2.run(check_other_backends)
-
-
-def check_building() -> None:
+@on_ranks(2)
+def test_no_group_is_made_before_it_is_needed() -> None:
     with mock.patch.object(gathers, "gloo_lanes_beside") as taken:
         make()
     taken.assert_not_called()
 
 
-def test_no_group_is_made_before_it_is_needed(ranks2: Ranks) -> None:
-    ranks2.run(check_building)
-
-
 # ---------------------------------------------------------------------- the same bits
 
 
-def check_bits(options: dict[str, Any], lazily: bool) -> None:
+@on_ranks(2, 4)
+@pytest.mark.parametrize("lazily", [False, True], ids=["at once", "lazily"])
+@pytest.mark.parametrize("as_view", [True, False], ids=["view", "packed"])
+def test_parameters_are_those_of_the_unsharded_run(as_view: bool, lazily: bool) -> None:
+    options = {"parameters_as_bucket_view": as_view}
     optimizer = make(**options)
     mine = params_of(optimizer)
     theirs = twin(mine)
@@ -141,12 +136,6 @@ def check_bits(options: dict[str, Any], lazily: bool) -> None:
     assert_same_bits(mine, theirs)
 
 
-@pytest.mark.parametrize("lazily", [False, True], ids=["at once", "lazily"])
-@pytest.mark.parametrize("as_view", [True, False], ids=["view", "packed"])
-def test_parameters_are_those_of_the_unsharded_run(ranks_2_and_4: Ranks, as_view: bool, lazily: bool) -> None:
-    ranks_2_and_4.run(check_bits, {"parameters_as_bucket_view": as_view}, lazily)
-
-
 # ---------------------------------------------------------------------- whose lanes they are
 
 
@@ -154,7 +143,8 @@ def lane_names(optimizer: ZeroRedundancyOptimizer) -> set[str]:
     return set.union(*groups_used(optimizer).values())
 
 
-def check_copies() -> None:
+@on_ranks(2)
+def test_a_copy_takes_lanes_of_its_own() -> None:
     optimizer = make()
     names = lane_names(optimizer)
     copies = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
@@ -165,11 +155,8 @@ def check_copies() -> None:
         assert_same_bits(params_of(other), params_of(optimizer))
 
 
-def test_a_copy_takes_lanes_of_its_own(ranks2: Ranks) -> None:
-    ranks2.run(check_copies)
-
-
-def check_overlap() -> None:
+@on_ranks(2)
+def test_gathers_beside_an_overlapped_step_do_not_use_its_lanes() -> None:
     """An overlapped step gathers on its lanes, from a thread; other gathers do not go there."""
     with mock.patch.object(gathers, "LANES_FROM_NBYTES", 0):
         model, optimizer = Setting("ours").build(overlap=True)
@@ -184,21 +171,15 @@ def check_overlap() -> None:
     assert others.isdisjoint({*used, given_group()})
 
 
-def test_gathers_beside_an_overlapped_step_do_not_use_its_lanes(ranks2: Ranks) -> None:
-    ranks2.run(check_overlap)
-
-
-def check_handed_on() -> None:
+@on_ranks(2)
+def test_lanes_are_handed_on_when_the_optimizer_goes() -> None:
     names = lane_names(make())
     gc.collect()
     assert lane_names(make()) == names
 
 
-def test_lanes_are_handed_on_when_the_optimizer_goes(ranks2: Ranks) -> None:
-    ranks2.run(check_handed_on)
-
-
-def check_abandoned() -> None:
+@on_ranks(2)
+def test_lanes_on_which_a_gather_failed_are_not_lent_again() -> None:
     optimizer = make()
     names = lane_names(optimizer)
     with (
@@ -212,10 +193,6 @@ def check_abandoned() -> None:
     assert others.isdisjoint(names)
 
 
-def test_lanes_on_which_a_gather_failed_are_not_lent_again(ranks2: Ranks) -> None:
-    ranks2.run(check_abandoned)
-
-
 class FailsOnRank0(torch.optim.SGD):
     """Raises on one rank when asked to."""
 
@@ -227,7 +204,8 @@ class FailsOnRank0(torch.optim.SGD):
         return super().step(closure)
 
 
-def check_failing_class() -> None:
+@on_ranks(2)
+def test_a_rank_whose_class_fails_takes_part_in_the_gathers() -> None:
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in LARGE]
     optimizer = ZeroRedundancyOptimizer(params, FailsOnRank0, lr=0.1)
@@ -240,10 +218,6 @@ def check_failing_class() -> None:
     for param in largest:
         dist.broadcast(param, 0)
     assert_same_bits(params, largest)
-
-
-def test_a_rank_whose_class_fails_takes_part_in_the_gathers(ranks2: Ranks) -> None:
-    ranks2.run(check_failing_class)
 
 
 # ---------------------------------------------------------------------- how many at once

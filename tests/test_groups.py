@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import lr_scheduler
 
-from pool import Ranks
+from pool import on_ranks
 from training import (
     MATRICES,
     assert_same_bits,
@@ -34,7 +34,9 @@ def mixed_groups(matrices: list[nn.Parameter], vectors: list[nn.Parameter]) -> l
     ]
 
 
-def check_muon_and_adamw() -> None:
+@on_ranks(2, 4)
+@needs_muon
+def test_muon_for_matrices_and_adamw_for_the_rest_equal_the_two_plain_optimizers() -> None:
     matrices, vectors = make_params(MATRICES), make_params(VECTORS, seed=1)
     mine, mine_too = twin(matrices), twin(vectors)
     muon = torch.optim.Muon(matrices, lr=0.05)
@@ -86,14 +88,9 @@ def check_muon_and_adamw() -> None:
         assert_same_bits(params_of(again), params_of(sharded), f"after step {step}")
 
 
+@on_ranks(2)
 @needs_muon
-def test_muon_for_matrices_and_adamw_for_the_rest_equal_the_two_plain_optimizers(
-    ranks_2_and_4: Ranks,
-) -> None:
-    ranks_2_and_4.run(check_muon_and_adamw)
-
-
-def check_closure_once() -> None:
+def test_several_optimizers_evaluate_a_closure_once() -> None:
     matrices, vectors = make_params(MATRICES), make_params(VECTORS, seed=1)
     calls: list[bool] = []
 
@@ -109,12 +106,8 @@ def check_closure_once() -> None:
     assert not any(torch.equal(a, b) for a, b in zip(before, (*matrices, *vectors), strict=True))
 
 
-@needs_muon
-def test_several_optimizers_evaluate_a_closure_once(ranks2: Ranks) -> None:
-    ranks2.run(check_closure_once)
-
-
-def check_wrong_groups() -> None:
+@on_ranks(2)
+def test_arguments_of_another_class_and_unknown_costs_are_refused() -> None:
     matrices, vectors = make_params(MATRICES), make_params(VECTORS, seed=1)
     with pytest.raises(TypeError, match="betas"):
         ZeroRedundancyOptimizer(
@@ -127,11 +120,9 @@ def check_wrong_groups() -> None:
         ZeroRedundancyOptimizer(vectors, torch.optim.AdamW, cost=lambda p: -1)
 
 
-def test_arguments_of_another_class_and_unknown_costs_are_refused(ranks2: Ranks) -> None:
-    ranks2.run(check_wrong_groups)
-
-
-def check_cost() -> None:
+@on_ranks(2)
+@needs_muon
+def test_cost_decides_who_owns_what() -> None:
     """A square matrix costs more than a long one of more elements, under Newton-Schulz."""
     params = make_params(((128, 128), (8, 3000), (8, 3000), (8, 3000)))
     by_size = ZeroRedundancyOptimizer(twin(params), torch.optim.Muon)
@@ -142,11 +133,6 @@ def check_cost() -> None:
     assert len(by_work.owned_parameters()) == (1 if rank == 0 else 3)
     assert len(by_count.owned_parameters()) == 2
     train_both(torch.optim.Muon(params), by_work, 2)
-
-
-@needs_muon
-def test_cost_decides_who_owns_what(ranks2: Ranks) -> None:
-    ranks2.run(check_cost)
 
 
 def test_costs_are_those_of_the_operations() -> None:
@@ -182,7 +168,8 @@ class Averaging(torch.optim.SGD):
     train = eval  # noqa: A003
 
 
-def check_methods() -> None:
+@on_ranks(2, slow=4)
+def test_methods_of_the_class_are_reached_and_parameters_gathered_after_them() -> None:
     params = make_params()
     mine = twin(params)
     plain = Averaging(params, lr=0.1)
@@ -200,11 +187,10 @@ def check_methods() -> None:
         sharded.evaluate()
 
 
-def test_methods_of_the_class_are_reached_and_parameters_gathered_after_them(ranks: Ranks) -> None:
-    ranks.run(check_methods)
-
-
-def check_copies(how: str, view: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_train_on_by_themselves(how: str, view: bool) -> None:
     params = make_params()
     plain = torch.optim.AdamW(params, lr=0.01)
     sharded = ZeroRedundancyOptimizer(
@@ -220,13 +206,8 @@ def check_copies(how: str, view: bool) -> None:
     other.add_param_group({"params": make_params(((2, 2),))})
 
 
-@pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copies_train_on_by_themselves(ranks2: Ranks, how: str, view: bool) -> None:
-    ranks2.run(check_copies, how, view)
-
-
-def check_pickle_of_sub_group() -> None:
+@on_ranks(2)
+def test_pickling_over_a_sub_group_is_refused() -> None:
     pair = dist.new_group([0, 1])
     sharded = ZeroRedundancyOptimizer(make_params(), torch.optim.AdamW, pair)
     with pytest.raises(TypeError, match="sub-group cannot be pickled"):
@@ -234,11 +215,9 @@ def check_pickle_of_sub_group() -> None:
     copy.deepcopy(sharded).step()
 
 
-def test_pickling_over_a_sub_group_is_refused(ranks2: Ranks) -> None:
-    ranks2.run(check_pickle_of_sub_group)
-
-
-def check_compile() -> None:
+@on_ranks(2, timeout=400)
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # dynamo's own imports
+def test_a_compiled_step_gives_the_same_bits() -> None:
     params = make_params(((6, 5), (7,)))
     mine = twin(params)
     plain = torch.optim.SGD(params, lr=0.1, momentum=0.9)
@@ -251,8 +230,3 @@ def check_compile() -> None:
         for step in steps:
             step()
         assert_same_bits(mine, params, f"after step {number}")
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # dynamo's own imports
-def test_a_compiled_step_gives_the_same_bits(ranks2: Ranks) -> None:
-    ranks2.run(check_compile, timeout=400)

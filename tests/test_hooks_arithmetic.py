@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pool import Ranks
+from pool import on_ranks
 from test_hooks_bucket import FakeBucket, flat_grads, make_params, run_hook
 from zero_optim.hooks import (
     allreduce_hook,
@@ -22,7 +22,8 @@ def mean_of(flats: list[Tensor]) -> Tensor:
     return torch.stack(flats).sum(0) / len(flats)
 
 
-def check_averages() -> None:
+@on_ranks(2, 4)
+def test_averages_are_those_of_plain_arithmetic() -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
     params = make_params()
     exact = [Tensor.round(flat * 64) / 64 for flat in flat_grads(params)]  # sums of these are exact
@@ -45,10 +46,6 @@ def check_averages() -> None:
         assert torch.equal(run_hook(wrapper(allreduce_hook), None, params), result)
 
 
-def test_averages_are_those_of_plain_arithmetic(ranks_2_and_4: Ranks) -> None:
-    ranks_2_and_4.run(check_averages)
-
-
 ALL_HOOKS = {
     "allreduce": allreduce_hook,
     "fp16": fp16_compress_hook,
@@ -58,7 +55,8 @@ ALL_HOOKS = {
 }
 
 
-def check_dtypes_and_groups() -> None:
+@on_ranks(4)
+def test_every_hook_works_with_any_dtype_group_and_with_empty_gradients() -> None:
     """Every hook, every dtype, in the whole group, a part of it, and alone; then empty buckets."""
     rank, size = dist.get_rank(), dist.get_world_size()
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
@@ -87,11 +85,10 @@ def check_dtypes_and_groups() -> None:
                 assert run_hook(hook, group, empty).numel() == 0, name
 
 
-def test_every_hook_works_with_any_dtype_group_and_with_empty_gradients(ranks4: Ranks) -> None:
-    ranks4.run(check_dtypes_and_groups)
-
-
-def check_sparse() -> None:
+# PyTorch says so once a process, wherever a sparse tensor is first made, also in its collectives.
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+def test_sparse_gradients_are_averaged_by_allreduce_and_refused_by_others() -> None:
     indices = torch.tensor([[dist.get_rank(), 3]])
     grad = torch.sparse_coo_tensor(indices, torch.ones(2, 4), (5, 4))
     params = make_params(((5, 4),))
@@ -103,9 +100,3 @@ def check_sparse() -> None:
     bucket.set_buffer(grad)
     dense = allreduce_hook(None, bucket).wait().to_dense()  # type: ignore[arg-type]
     assert torch.equal(dense[:, 0], torch.tensor([0.5, 0.5, 0.0, 1.0, 0.0]))
-
-
-# PyTorch says so once a process, wherever a sparse tensor is first made, also in its collectives.
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
-def test_sparse_gradients_are_averaged_by_allreduce_and_refused_by_others(ranks2: Ranks) -> None:
-    ranks2.run(check_sparse)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from pool import Ranks
+from pool import on_ranks
 
 SHAPES = ((6, 5), (7,), (4, 3, 2, 2), (), (8, 8))
 
@@ -85,7 +85,8 @@ def describe(bucket: Any) -> tuple[Any, ...]:
     return buffer.dtype, buffer.shape, bucket.index(), bucket.is_last()
 
 
-def check_likeness() -> None:
+@on_ranks(2)
+def test_the_bucket_of_these_tests_is_like_that_of_ddp() -> None:
     model = DistributedDataParallel(nn.Linear(4, 3))
     seen: list[Any] = []
 
@@ -100,7 +101,3 @@ def check_likeness() -> None:
     model(torch.ones(1, 4)).sum().backward()
     assert seen
     assert all(real == fake for real, fake in seen)
-
-
-def test_the_bucket_of_these_tests_is_like_that_of_ddp(ranks2: Ranks) -> None:
-    ranks2.run(check_likeness)

@@ -11,7 +11,7 @@ from torch.distributed.algorithms.join import Join
 from torch.optim import SGD
 
 from overlap import WRAPPERS, loss_of
-from pool import Ranks
+from pool import Ranks, on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.hooks import (
     allreduce_hook,
@@ -76,8 +76,10 @@ def built(wrapper: str) -> tuple[Any, ZeroRedundancyOptimizer]:
     return model, ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1, momentum=0.9)
 
 
-def trains_alike(wrapper: str, register: Registering) -> None:
-    # Without broadcasts of complex numbers Join cannot end. PyTorch's DDP needs a hook for them there.
+@on_ranks(2)
+@both_wrappers
+@pytest.mark.parametrize("register", [to_owners, averaging, stepping, stepping_owners])
+def test_complex_parameters_are_trained_with_the_bits_of_ddp(wrapper: str, register: Registering) -> None:
     uneven = can_broadcast()
     (whole, one), (hooked, other) = built(wrapper if uneven else "ours"), built(wrapper)
     register(hooked, other)
@@ -89,14 +91,6 @@ def trains_alike(wrapper: str, register: Registering) -> None:
                 optimizer.step()
     for (name, want), param in zip(whole.named_parameters(), hooked.parameters(), strict=True):
         assert torch.equal(param, want), name
-
-
-@both_wrappers
-@pytest.mark.parametrize("register", [to_owners, averaging, stepping, stepping_owners])
-def test_complex_parameters_are_trained_with_the_bits_of_ddp(
-    ranks2: Ranks, wrapper: str, register: Registering
-) -> None:
-    ranks2.run(trains_alike, wrapper, register)
 
 
 def refuses() -> None:

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Join
 
 import overlap
 from overlap import Net, loss_of
-from pool import Ranks
+from pool import Ranks, on_ranks
 from test_cut_overlap import Wide
 from test_sharded_training import Unused
 from zero_optim import ZeroRedundancyOptimizer
@@ -98,7 +98,9 @@ def assert_views(model: DistributedDataParallel, optimizer: ZeroRedundancyOptimi
         assert rows is None or rows.untyped_storage().data_ptr() in known
 
 
-def trains_alike_each_way(hook: str) -> None:
+@on_ranks(2)
+@both_hooks
+def test_rows_are_sent_from_their_bucket_and_give_the_bits_of_ddp(hook: str) -> None:
     for cut in (False, True):
         model = Wide if cut else Net
         for as_view in (False, True):
@@ -107,12 +109,8 @@ def trains_alike_each_way(hook: str) -> None:
     trains_alike(hook, model=Unused, find_unused_parameters=True)
 
 
-@both_hooks
-def test_rows_are_sent_from_their_bucket_and_give_the_bits_of_ddp(ranks2: Ranks, hook: str) -> None:
-    ranks2.run(trains_alike_each_way, hook)
-
-
-def check_layout() -> None:
+@on_ranks(2, 4)
+def test_what_a_rank_owns_of_a_bucket_lies_side_by_side() -> None:
     for cut in (False, True):
         model, optimizer = built("reduce_to_owners", Wide if cut else Net, cut=cut)
         for number in range(3):  # made anew in between
@@ -126,10 +124,6 @@ def check_layout() -> None:
         order = [len(bucket.params) for bucket in model.reducer.own.assignment.buckets]
         assert sum(order) == len(list(model.parameters()))
         assert model.reducer.own.history.has_rebuilt
-
-
-def test_what_a_rank_owns_of_a_bucket_lies_side_by_side(ranks_2_and_4: Ranks) -> None:
-    ranks_2_and_4.run(check_layout)
 
 
 def check_late(hook: str, as_view: bool) -> None:
@@ -161,7 +155,8 @@ def test_a_hook_that_comes_late_has_its_rows_too(ranks2: Ranks, hook: str) -> No
         ranks2.run(check_late, hook, as_view)
 
 
-def check_added() -> None:
+@on_ranks(2)
+def test_added_parameters_have_their_place_in_rows() -> None:
     net = Net()
     params = list(net.parameters())
     optimizer = ZeroRedundancyOptimizer(params[:4], torch.optim.SGD, lr=0.1, bucket_cap_mb=0.001)
@@ -177,10 +172,6 @@ def check_added() -> None:
         optimizer.zero_grad()
         backward(model, number)
         optimizer.step()
-
-
-def test_added_parameters_have_their_place_in_rows(ranks2: Ranks) -> None:
-    ranks2.run(check_added)
 
 
 def check_join(hook: str, cut: bool) -> None:
@@ -203,7 +194,8 @@ def test_uneven_inputs_give_the_bits_of_ddp_with_rows(ranks2: Ranks, hook: str) 
         ranks2.run(check_join, hook, cut)
 
 
-def check_rebound() -> None:
+@on_ranks(2)
+def test_a_model_that_is_bound_again_has_rows_again() -> None:
     runs = [built(None), built("reduce_to_owners")]
     for hooked, (model, optimizer) in enumerate(runs):
         loss_of(model, 0).backward()
@@ -222,11 +214,8 @@ def check_rebound() -> None:
     assert_alike(runs[1][0], runs[0][0])
 
 
-def test_a_model_that_is_bound_again_has_rows_again(ranks2: Ranks) -> None:
-    ranks2.run(check_rebound)
-
-
-def check_foreign() -> None:
+@on_ranks(2)
+def test_a_model_that_the_optimizer_lacks_parts_of_keeps_its_buckets() -> None:
     net = Net()
     few = ZeroRedundancyOptimizer(net.head.parameters(), torch.optim.SGD, lr=0.1)
     plain, model = DistributedDataParallel(Net()), DistributedDataParallel(net)
@@ -237,7 +226,3 @@ def check_foreign() -> None:
     assert whole == lacking, "the hook itself says what is wrong, in the backward pass"
     with pytest.raises(ValueError, match="not in the optimizer, so it has no owner"):
         loss_of(model, 0).backward()
-
-
-def test_a_model_that_the_optimizer_lacks_parts_of_keeps_its_buckets(ranks2: Ranks) -> None:
-    ranks2.run(check_foreign)

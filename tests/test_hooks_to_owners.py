@@ -11,7 +11,7 @@ from torch.distributed.algorithms.join import Join
 
 import overlap
 from overlap import BUCKET_CAP_MB, WRAPPERS, Net, adamw, loss_of
-from pool import Ranks
+from pool import Ranks, on_ranks
 from test_overlap_errors import Breaking
 from test_sharded_training import Checkpointed, Unused
 from zero_optim import ReductionError, ZeroRedundancyOptimizer
@@ -54,19 +54,18 @@ def test_training_gives_the_bits_of_ddp(ranks2: Ranks, wrapper: str) -> None:
     ranks2.run(trains_alike, wrapper, Net)
 
 
-def trains_alike_in_other_ways(wrapper: str) -> None:
+@on_ranks(2)
+@both_wrappers
+def test_options_of_ddp_give_the_bits_of_ddp(wrapper: str) -> None:
     trains_alike(wrapper, Net, gradient_as_bucket_view=True)
     trains_alike(wrapper, Unused, find_unused_parameters=True)
     trains_alike(wrapper, partial(Checkpointed, use_reentrant=False))
     trains_alike(wrapper, partial(Checkpointed, use_reentrant=True))
 
 
+@on_ranks(2)
 @both_wrappers
-def test_options_of_ddp_give_the_bits_of_ddp(ranks2: Ranks, wrapper: str) -> None:
-    ranks2.run(trains_alike_in_other_ways, wrapper)
-
-
-def adds_up_alike(wrapper: str) -> None:
+def test_no_sync_gives_the_bits_of_ddp(wrapper: str) -> None:
     (whole, one), (sharded, other) = (built(wrapper, hooked) for hooked in (False, True))
     for number in range(2):
         for model, optimizer in ((whole, one), (sharded, other)):
@@ -79,12 +78,9 @@ def adds_up_alike(wrapper: str) -> None:
         assert torch.equal(param, want)
 
 
+@on_ranks(2)
 @both_wrappers
-def test_no_sync_gives_the_bits_of_ddp(ranks2: Ranks, wrapper: str) -> None:
-    ranks2.run(adds_up_alike, wrapper)
-
-
-def cut_alike(wrapper: str) -> None:
+def test_owners_of_rows_have_the_gradients_of_their_rows(wrapper: str) -> None:
     whole, one = built(wrapper, False)
     sharded, other = built(wrapper, True, cut=True)
     for number in range(3):
@@ -101,12 +97,9 @@ def cut_alike(wrapper: str) -> None:
             assert torch.equal(param.grad.piece, want.grad[piece.start : piece.stop])
 
 
+@on_ranks(2)
 @both_wrappers
-def test_owners_of_rows_have_the_gradients_of_their_rows(ranks2: Ranks, wrapper: str) -> None:
-    ranks2.run(cut_alike, wrapper)
-
-
-def joins_alike(wrapper: str) -> None:
+def test_uneven_inputs_give_the_bits_of_ddp(wrapper: str) -> None:
     (whole, one), (sharded, other) = (built(wrapper, hooked) for hooked in (False, True))
     for model, optimizer in ((whole, one), (sharded, other)):
         with Join([model, optimizer]):
@@ -127,12 +120,8 @@ def joins_alike(wrapper: str) -> None:
         assert torch.equal(param, want)
 
 
-@both_wrappers
-def test_uneven_inputs_give_the_bits_of_ddp(ranks2: Ranks, wrapper: str) -> None:
-    ranks2.run(joins_alike, wrapper)
-
-
-def refuses() -> None:
+@on_ranks(2)
+def test_what_cannot_own_the_gradients_is_refused() -> None:
     model = Net()
     plain: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(TypeError, match=r"expected a zero_optim\.ZeroRedundancyOptimizer, got SGD"):
@@ -146,11 +135,9 @@ def refuses() -> None:
         loss_of(wrapped, 0).backward()
 
 
-def test_what_cannot_own_the_gradients_is_refused(ranks2: Ranks) -> None:
-    ranks2.run(refuses)
-
-
-def adds_to_what_was_reduced(wrapper: str) -> None:
+@on_ranks(2)
+@both_wrappers
+def test_a_second_pass_without_zero_grad_raises_on_every_rank(wrapper: str) -> None:
     model, _ = built(wrapper, True)
     loss_of(model, 0).backward()
     with pytest.raises(RuntimeError, match=r"gradient of parameter .*(?s:.*)[Cc]all zero_grad\(\)"):
@@ -158,12 +145,9 @@ def adds_to_what_was_reduced(wrapper: str) -> None:
     dist.barrier()  # with the optimizer alive: else the other rank may hear that this one has let go of it
 
 
-@both_wrappers
-def test_a_second_pass_without_zero_grad_raises_on_every_rank(ranks2: Ranks, wrapper: str) -> None:
-    ranks2.run(adds_to_what_was_reduced, wrapper)
-
-
-def trains_on(told_in: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("told_in", ["forward", "backward"])
+def test_training_goes_on_after_a_pass_that_an_exception_broke_off(told_in: str) -> None:
     """After a pass that broke off, and the error that tells of it, the bits are those of a run without it."""
     (whole, one), (sharded, other) = (built("ours", hooked, Breaking) for hooked in (False, True))
     for model, optimizer in ((whole, one), (sharded, other)):
@@ -182,11 +166,6 @@ def trains_on(told_in: str) -> None:
         assert torch.equal(param, want)
 
 
-@pytest.mark.parametrize("told_in", ["forward", "backward"])
-def test_training_goes_on_after_a_pass_that_an_exception_broke_off(ranks2: Ranks, told_in: str) -> None:
-    ranks2.run(trains_on, told_in)
-
-
 class Single(nn.Module):
     """One parameter."""
 
@@ -200,7 +179,9 @@ class Single(nn.Module):
         return out
 
 
-def has_one_owner(wrapper: str) -> None:
+@on_ranks(2)
+@both_wrappers
+def test_passes_add_up_where_one_rank_owns_every_parameter(wrapper: str) -> None:
     (whole, one), (single, other) = (built(wrapper, hooked, Single) for hooked in (False, True))
     for number in range(4):
         for model, optimizer in ((whole, one), (single, other)):
@@ -209,8 +190,3 @@ def has_one_owner(wrapper: str) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
     assert torch.equal(single.module.layer.weight, whole.module.layer.weight)
-
-
-@both_wrappers
-def test_passes_add_up_where_one_rank_owns_every_parameter(ranks2: Ranks, wrapper: str) -> None:
-    ranks2.run(has_one_owner, wrapper)

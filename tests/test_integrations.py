@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pool import Ranks
+from pool import on_ranks
 from training import assert_same_bits
 from zero_optim import ZeroRedundancyOptimizer
 
@@ -81,7 +81,9 @@ def run_with_accelerate(is_sharded: bool) -> tuple[list[Any], list[Tensor]]:
     return told, [param.detach().clone() for param in model.parameters()]
 
 
-def accelerates_alike() -> None:
+@on_ranks(2)
+@needs_accelerate
+def test_accelerate_knows_which_steps_were_skipped_and_leaves_them_out_of_the_schedule() -> None:
     from accelerate.state import AcceleratorState  # slow, hence here
 
     runs = []
@@ -96,11 +98,6 @@ def accelerates_alike() -> None:
     assert [skipped for skipped, _, _ in told] == [True, True, False, False, False]
     assert told[-1][1:] == ([0.05 * 0.5**3], 2.0**6)
     assert_same_bits(mine, params)
-
-
-@needs_accelerate
-def test_accelerate_knows_which_steps_were_skipped_and_leaves_them_out_of_the_schedule(ranks2: Ranks) -> None:
-    ranks2.run(accelerates_alike)
 
 
 # ---------------------------------------------------------------------- Lightning
@@ -144,16 +141,7 @@ def run_with_lightning(precision: str, is_sharded: bool) -> tuple[Any, list[Tens
     return plugin.state_dict(), [param.detach().clone() for param in module.parameters()]
 
 
-def lightning_trains_alike(precision: str) -> None:
-    with as_torchrun_says():
-        (expected, params), (told, mine) = (
-            run_with_lightning(precision, is_sharded) for is_sharded in (False, True)
-        )
-    assert told == expected
-    assert told.get("scale") == (2.0**6 if precision == "16-mixed" else None)
-    assert_same_bits(mine, params)
-
-
+@on_ranks(2)
 @needs_lightning
 @pytest.mark.filterwarnings(
     r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning"
@@ -163,5 +151,11 @@ def lightning_trains_alike(precision: str) -> None:
 )  # where there are cores
 @pytest.mark.filterwarnings("ignore:GPU available but not used")
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-def test_lightning_clips_gradients_in_mixed_precision(ranks2: Ranks, precision: str) -> None:
-    ranks2.run(lightning_trains_alike, precision)
+def test_lightning_clips_gradients_in_mixed_precision(precision: str) -> None:
+    with as_torchrun_says():
+        (expected, params), (told, mine) = (
+            run_with_lightning(precision, is_sharded) for is_sharded in (False, True)
+        )
+    assert told == expected
+    assert told.get("scale") == (2.0**6 if precision == "16-mixed" else None)
+    assert_same_bits(mine, params)

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 
-from pool import Ranks
+from pool import Ranks, on_ranks
 from training import assert_same_bits, assert_same_state
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.errors import RemoteRankError
@@ -31,7 +31,8 @@ def batches(rank: int, count: int) -> Iterator[Tensor]:
         yield torch.randn(5, 6, generator=generator)
 
 
-def check_ddp() -> None:
+@on_ranks(2, slow=4)
+def test_training_under_ddp_equals_the_unsharded_run() -> None:
     plain_model, model = (DistributedDataParallel(make_model()) for _ in range(2))
     plain = torch.optim.AdamW(plain_model.parameters(), lr=0.05)
     sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.05)
@@ -44,11 +45,10 @@ def check_ddp() -> None:
     assert_same_bits(list(model.parameters()), list(plain_model.parameters()))
 
 
-def test_training_under_ddp_equals_the_unsharded_run(ranks: Ranks) -> None:
-    ranks.run(check_ddp)
-
-
-def check_uneven(order: str, closure: bool) -> None:
+@on_ranks(2, slow=4)
+@pytest.mark.parametrize("closure", [False, True], ids=["step", "closure"])
+@pytest.mark.parametrize("order", ["last rank longest", "first rank longest"])
+def test_uneven_inputs_with_ddp_equal_the_unsharded_run(order: str, closure: bool) -> None:
     """Rank r has 3 + 2r batches; against the same loop with an unsharded optimizer."""
     rank, size = dist.get_rank(), dist.get_world_size()
     plain_model, model = (
@@ -85,13 +85,8 @@ def check_uneven(order: str, closure: bool) -> None:
         assert_same_state(sharded.state_dict(), plain.state_dict())
 
 
-@pytest.mark.parametrize("closure", [False, True], ids=["step", "closure"])
-@pytest.mark.parametrize("order", ["last rank longest", "first rank longest"])
-def test_uneven_inputs_with_ddp_equal_the_unsharded_run(ranks: Ranks, order: str, closure: bool) -> None:
-    ranks.run(check_uneven, order, closure)
-
-
-def check_alone() -> None:
+@on_ranks(2, slow=4)
+def test_uneven_inputs_without_ddp_and_training_afterwards() -> None:
     """Without DDP: each rank's own gradient of a common loss, so that they are equal."""
     model = make_model()
     plain_model = copy.deepcopy(model)
@@ -115,11 +110,8 @@ def check_alone() -> None:
     assert_same_bits(list(model.parameters()), list(plain_model.parameters()))
 
 
-def test_uneven_inputs_without_ddp_and_training_afterwards(ranks: Ranks) -> None:
-    ranks.run(check_alone)
-
-
-def check_throw() -> None:
+@on_ranks(2)
+def test_early_termination_raises_on_every_rank_when_asked() -> None:
     model = make_model()
     sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
 
@@ -134,11 +126,8 @@ def check_throw() -> None:
         train()
 
 
-def test_early_termination_raises_on_every_rank_when_asked(ranks2: Ranks) -> None:
-    ranks2.run(check_throw)
-
-
-def check_scaled() -> None:
+@on_ranks(2)
+def test_a_gradient_scaler_works_on_ranks_that_are_still_active() -> None:
     """Rank r has 2 + 2r batches; once others have joined, an active rank finds an infinity."""
     rank, size = dist.get_rank(), dist.get_world_size()
     plain_model, model = (
@@ -164,11 +153,8 @@ def check_scaled() -> None:
     assert scales[0] == scales[1]
 
 
-def test_a_gradient_scaler_works_on_ranks_that_are_still_active(ranks2: Ranks) -> None:
-    ranks2.run(check_scaled)
-
-
-def closure_raises() -> None:
+@on_ranks(2)
+def test_a_closure_that_raises_is_heard_of_by_active_and_by_joined_ranks() -> None:
     """The closure raises on rank 1, while rank 0 is active and when it has run out of inputs."""
     model = make_model()
     sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
@@ -195,16 +181,13 @@ def closure_raises() -> None:
     assert_same_bits(list(model.parameters()), before)
 
 
-def test_a_closure_that_raises_is_heard_of_by_active_and_by_joined_ranks(ranks2: Ranks) -> None:
-    ranks2.run(closure_raises)
-
-
 def scale_as_another_scaler_does(optimizer: ZeroRedundancyOptimizer, found_inf: float) -> None:
     """Set the attributes that fused optimizers know."""
     vars(optimizer).update(found_inf=torch.tensor(found_inf), grad_scale=None)
 
 
-def check_deaf() -> None:
+@on_ranks(4)
+def test_a_scaler_that_cannot_be_told_raises_on_joined_ranks_too() -> None:
     """Ranks 0 and 1 are active, 2 and 3 have no inputs."""
     rank = dist.get_rank()
     model = make_model()
@@ -218,10 +201,6 @@ def check_deaf() -> None:
 
     with pytest.raises(RuntimeError, match=r"scalers of ranks \[0\] found an infinite .* \[1\] did not"):
         train()
-
-
-def test_a_scaler_that_cannot_be_told_raises_on_joined_ranks_too(ranks4: Ranks) -> None:
-    ranks4.run(check_deaf)
 
 
 def run_epochs(
@@ -272,7 +251,8 @@ def test_gradients_are_clipped_with_the_norm_of_the_ranks_that_have_inputs(ranks
     ranks.run(check_epochs, True, True)
 
 
-def clips_alone() -> None:
+@on_ranks(2)
+def test_gradients_are_clipped_inside_join_without_ddp() -> None:
     """Without DDP the optimizer itself tells ``Join``, by whichever call comes first, and clips twice."""
     model = make_model()
     plain_model = copy.deepcopy(model)
@@ -296,11 +276,8 @@ def clips_alone() -> None:
     assert_same_bits(list(model.parameters()), list(plain_model.parameters()))
 
 
-def test_gradients_are_clipped_inside_join_without_ddp(ranks2: Ranks) -> None:
-    ranks2.run(clips_alone)
-
-
-def clips_wrongly() -> None:
+@on_ranks(2)
+def test_an_error_of_clipping_raises_on_joined_ranks_too() -> None:
     """Rank 1 has run out of inputs, and hears of it all the same."""
     model = make_model()
     sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
@@ -320,11 +297,8 @@ def clips_wrongly() -> None:
             clip(wrong)
 
 
-def test_an_error_of_clipping_raises_on_joined_ranks_too(ranks2: Ranks) -> None:
-    ranks2.run(clips_wrongly)
-
-
-def one_clips() -> None:
+@on_ranks(2)
+def test_inside_join_a_rank_that_clips_alone_raises_on_every_rank() -> None:
     model = make_model()
     sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
 
@@ -338,7 +312,3 @@ def one_clips() -> None:
         RuntimeError, match=r"ranks \[1\] called clip_grad_norm_\(\), and ranks \[0\] stepped"
     ):
         train()
-
-
-def test_inside_join_a_rank_that_clips_alone_raises_on_every_rank(ranks2: Ranks) -> None:
-    ranks2.run(one_clips)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
 from overlap import WRAPPERS, Setting, assert_same_run, plain_step
-from pool import Ranks
+from pool import Ranks, on_ranks
 from training import TORCH
 from waiting import LIMIT, wait_until
 from zero_optim import RemoteRankError, ZeroRedundancyOptimizer, checkpoint
@@ -50,7 +50,9 @@ def build_train_and_drop(wrapper: str, how: str) -> None:
     model(torch.ones(2, 8)).sum().backward()
 
 
-def check_no_growth(wrapper: str, how: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize(("wrapper", "how"), [("ours", "everywhere"), ("torch", "owners")])
+def test_building_again_and_again_takes_no_more_threads_and_descriptors(wrapper: str, how: str) -> None:
     """Optimizers go when garbage is collected; so many lanes are made before it is, and no more."""
     before = num_threads_and_descriptors()
     for _ in range(MOST_LANES):
@@ -62,13 +64,6 @@ def check_no_growth(wrapper: str, how: str) -> None:
     )
     assert threads <= MOST_LANES * THREADS_OF_A_LANE, (threads, descriptors)
     assert descriptors <= MOST_LANES * DESCRIPTORS_OF_A_LANE + 8, (threads, descriptors)  # 8 for whatever
-
-
-@pytest.mark.parametrize(("wrapper", "how"), [("ours", "everywhere"), ("torch", "owners")])
-def test_building_again_and_again_takes_no_more_threads_and_descriptors(
-    ranks2: Ranks, wrapper: str, how: str
-) -> None:
-    ranks2.run(check_no_growth, wrapper, how)
 
 
 def build_with_gradients_to_owners(kind: str) -> None:
@@ -184,7 +179,8 @@ def test_lanes_are_those_free_on_every_rank_whenever_garbage_is_collected(ranks:
     assert four <= one | two | three
 
 
-def check_abandoned() -> None:
+@on_ranks(2)
+def test_lanes_on_which_one_rank_saw_a_failure_are_not_lent_again() -> None:
     group = RankGroup.of(None)
     lanes = lanes_beside(group)
     names = names_of(lanes)
@@ -200,11 +196,8 @@ def check_abandoned() -> None:
     add_up(lanes)
 
 
-def test_lanes_on_which_one_rank_saw_a_failure_are_not_lent_again(ranks2: Ranks) -> None:
-    ranks2.run(check_abandoned)
-
-
-def check_failed_step() -> None:
+@on_ranks(2)
+def test_an_optimizer_whose_step_failed_hands_its_lanes_to_nobody() -> None:
     setting = Setting("ours")
     model, optimizer = setting.build(overlap=True)
     names = set(names_of(optimizer.overlap().lanes))
@@ -217,11 +210,8 @@ def check_failed_step() -> None:
     assert names.isdisjoint(names_of(lanes_beside(RankGroup.of(None))))
 
 
-def test_an_optimizer_whose_step_failed_hands_its_lanes_to_nobody(ranks2: Ranks) -> None:
-    ranks2.run(check_failed_step)
-
-
-def check_timeouts() -> None:
+@on_ranks(2)
+def test_lanes_have_the_timeout_of_the_group_they_lie_beside() -> None:
     for group in (None, dist.new_group(timeout=timedelta(seconds=77))):
         ranks = RankGroup.of(group)
         expected = timeout_of(ranks.process_group)
@@ -231,13 +221,8 @@ def check_timeouts() -> None:
             assert [timeout_of(lane.process_group) for lane in lanes.groups] == [expected] * len(lanes.groups)
 
 
-def test_lanes_have_the_timeout_of_the_group_they_lie_beside(ranks2: Ranks) -> None:
-    ranks2.run(check_timeouts)
-
-
-def check_nobody_comes() -> None:
-    # Making the group may take longer than a second. So that is set later, which in PyTorch 2.8 gloo's
-    # collectives do not hear of.
+@on_ranks(2)
+def test_a_rank_that_does_not_come_for_its_lanes_is_told_within_the_timeout() -> None:
     seconds = 1 if TORCH >= (2, 13) else 10
     group = dist.new_group(timeout=timedelta(seconds=10))
     c10d._set_pg_timeout(timedelta(seconds=seconds), group)
@@ -247,20 +232,13 @@ def check_nobody_comes() -> None:
     dist.barrier()
 
 
-def test_a_rank_that_does_not_come_for_its_lanes_is_told_within_the_timeout(ranks2: Ranks) -> None:
-    ranks2.run(check_nobody_comes)
-
-
-def check_more_groups_on_some_ranks() -> None:
+@on_ranks(4)
+def test_ranks_may_be_members_of_different_numbers_of_groups() -> None:
     dist.new_group([0, 1])
     if dist.get_rank() == 0:
         dist.new_group([0], use_local_synchronization=True)
     assert_same_run(Setting("ours"), plain_step, 2, moves=False)
     add_up(lanes_beside(RankGroup.of(None)))
-
-
-def test_ranks_may_be_members_of_different_numbers_of_groups(ranks4: Ranks) -> None:
-    ranks4.run(check_more_groups_on_some_ranks)
 
 
 def check_again() -> int:
@@ -275,7 +253,8 @@ def test_lanes_are_made_anew_after_all_groups_were_destroyed(ranks2: Ranks) -> N
         assert ranks2.run(check_again) == [2, 2]
 
 
-def check_all_gone() -> None:
+@on_ranks(2)
+def test_destroying_the_default_group_ends_the_lanes() -> None:
     lanes = lanes_beside(RankGroup.of(None))
     add_up(lanes)
     with_lanes = num_threads_and_descriptors()
@@ -285,10 +264,6 @@ def check_all_gone() -> None:
     wait_until(lambda: num_threads_and_descriptors()[0] <= fewer)
     without = num_threads_and_descriptors()
     assert without[0] <= fewer, (with_lanes, without)
-
-
-def test_destroying_the_default_group_ends_the_lanes(ranks2: Ranks) -> None:
-    ranks2.run(check_all_gone)
 
 
 # ---------------------------------------------------------------------- a rank that is gone

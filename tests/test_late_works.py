@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from device_names import GPU3, NCCL
 from fake_streams import FakeAccelerator, FakeEvent, fake_streams
-from pool import Ranks
+from pool import Ranks, on_ranks
 from waiting import LIMIT
 from zero_optim import StalledError
 from zero_optim.comm import collectives
@@ -108,7 +108,8 @@ class Driver:
         return 0
 
 
-def check_capture_mode() -> None:
+@on_ranks(1)
+def test_the_watchdog_asks_in_a_mode_that_leaves_captures_of_other_threads_alone() -> None:
     driver, modes = Driver(), []
     with pytest.MonkeyPatch.context() as patch, late_group(patch) as (group, watchdog, _):
         patch.setattr(streams, "_driver", lambda: driver)
@@ -119,16 +120,13 @@ def check_capture_mode() -> None:
     assert (modes, driver.mode) == ([1], 0)
 
 
-def test_the_watchdog_asks_in_a_mode_that_leaves_captures_of_other_threads_alone(ranks1: Ranks) -> None:
-    ranks1.run(check_capture_mode)
-
-
 def test_without_cuda_there_is_no_mode_to_set() -> None:
     with mock.patch.object(streams, "_driver", return_value=None), streams._harmless_to_captures():
         pass
 
 
-def check_captured() -> None:
+@on_ranks(1)
+def test_what_a_graph_captures_is_never_asked_about() -> None:
     with pytest.MonkeyPatch.context() as patch, late_group(patch) as (group, watchdog, module):
         before = late_work(group, Handle([]))
         module.captures = True
@@ -137,10 +135,6 @@ def check_captured() -> None:
         _kept = late_work(group, Handle([]))
         assert group.works.outstanding is None
         watchdog._look()
-
-
-def test_what_a_graph_captures_is_never_asked_about(ranks1: Ranks) -> None:
-    ranks1.run(check_captured)
 
 
 def check_handle_goes() -> None:
@@ -169,7 +163,8 @@ def test_the_handle_of_a_work_is_kept_by_nobody_once_a_stream_waits_for_it(ranks
     ranks1.run(check_handle_goes)
 
 
-def check_failed_event() -> None:
+@on_ranks(1)
+def test_a_device_that_failed_after_the_wait_does_not_end_the_watchdog() -> None:
     with pytest.MonkeyPatch.context() as patch, late_group(patch) as (group, watchdog, _):
         late_work(group, Handle([])).wait()
         awaited: Any = group.works.outstanding
@@ -178,10 +173,6 @@ def check_failed_event() -> None:
         watchdog._look()
         assert awaited.record.failure == "device-side assert"
         assert group.works.outstanding is None
-
-
-def test_a_device_that_failed_after_the_wait_does_not_end_the_watchdog(ranks1: Ranks) -> None:
-    ranks1.run(check_failed_event)
 
 
 # ---------------------------------------------------------------------- the CPU waits for the device
@@ -209,7 +200,8 @@ def test_a_cpu_that_waits_for_what_an_accelerator_agrees_on_is_seen_and_raises(r
     assert ranks2.run(check_seen_and_raised) == [["the exchange of optimizer state"]] * 2
 
 
-def check_abort() -> None:
+@on_ranks(1)
+def test_breaking_connections_aborts_the_communicators_of_other_backends() -> None:
     group = RankGroup.of(None)
     aborted = threading.Event()
     backend = SimpleNamespace(abort=aborted.set)
@@ -218,28 +210,18 @@ def check_abort() -> None:
     assert aborted.wait(LIMIT)
 
 
-def test_breaking_connections_aborts_the_communicators_of_other_backends(ranks1: Ranks) -> None:
-    ranks1.run(check_abort)
-
-
-def check_nothing_to_abort() -> None:
+@on_ranks(1)
+def test_gloo_has_nothing_to_abort() -> None:
     world: Any = dist.group.WORLD
     assert aborts_of(world) == []
 
 
-def test_gloo_has_nothing_to_abort(ranks1: Ranks) -> None:
-    ranks1.run(check_nothing_to_abort)
-
-
-def check_status_of_outstanding() -> None:
+@on_ranks(1)
+def test_a_rank_whose_device_waits_says_so_wherever_its_cpu_is() -> None:
     with pytest.MonkeyPatch.context() as patch, late_group(patch) as (group, watchdog, _):
         _kept = late_work(group.during("gather"), Handle([]))
         status = watchdog._verdicts._status(group.works.whole)
     assert status.waits == ("the gather",)
-
-
-def test_a_rank_whose_device_waits_says_so_wherever_its_cpu_is(ranks1: Ranks) -> None:
-    ranks1.run(check_status_of_outstanding)
 
 
 # ---------------------------------------------------------------------- communicators of two ranks

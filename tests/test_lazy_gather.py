@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDdp
 from torch.utils.checkpoint import checkpoint
 
 from overlap import WRAPPERS, Net, Setting, adamw, assert_same_params, inputs, loss_of, plain_step
-from pool import Ranks
+from pool import Ranks, on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.shard import gathers
@@ -124,7 +124,11 @@ def test_training_gives_the_same_bits(ranks2: Ranks, wrapper: str, overlap: bool
     ranks2.run(check_training, wrapper, overlap, as_view)
 
 
-def check_compiled() -> None:
+# PyTorch's compiler looks at every tensor's gradient where a hook breaks the graph.
+@on_ranks(2, timeout=400)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.slow
+def test_a_compiled_model_trains() -> None:
     torch._dynamo.reset()
     plain, model = Net(), Net()
     one, other = adamw(plain), adamw(model)
@@ -139,13 +143,6 @@ def check_compiled() -> None:
     other.wait_for_gathers()
     for param, want in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(param, want)
-
-
-# PyTorch's compiler looks at every tensor's gradient where a hook breaks the graph.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@pytest.mark.slow
-def test_a_compiled_model_trains(ranks2: Ranks) -> None:
-    ranks2.run(check_compiled, timeout=400)
 
 
 # ---------------------------------------------------------------------- really under way
@@ -163,12 +160,6 @@ class Chain(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
-
-
-def check_waits(as_view: bool, clips: bool) -> None:
-    """Every broadcast takes long: step() does not wait, and each layer waits for its own alone."""
-    with mock.patch.object(gathers, "LANES_FROM_NBYTES", 0):
-        _check_waits(as_view, clips)
 
 
 def _check_waits(as_view: bool, clips: bool) -> None:
@@ -208,10 +199,13 @@ def _check_waits(as_view: bool, clips: bool) -> None:
     assert not optimizer._sharding.under_way
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("clips", [False, True], ids=["unclipped", "clipped"])
 @pytest.mark.parametrize("as_view", [True, False], ids=["view", "packed"])
-def test_a_module_waits_for_its_own_buckets_alone(ranks2: Ranks, as_view: bool, clips: bool) -> None:
-    ranks2.run(check_waits, as_view, clips)
+def test_a_module_waits_for_its_own_buckets_alone(as_view: bool, clips: bool) -> None:
+    """Every broadcast takes long: step() does not wait, and each layer waits for its own alone."""
+    with mock.patch.object(gathers, "LANES_FROM_NBYTES", 0):
+        _check_waits(as_view, clips)
 
 
 # ---------------------------------------------------------------------- one argument
@@ -234,7 +228,11 @@ def clipped_step(
     return float(norm)
 
 
-def check_clipped(wrapper: str, is_scaled: bool, as_view: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("as_view", [True, False], ids=["view", "packed"])
+@pytest.mark.parametrize("is_scaled", [False, True], ids=["unscaled", "scaled"])
+@both_wrappers
+def test_clipped_training_gives_the_same_bits(wrapper: str, is_scaled: bool, as_view: bool) -> None:
     """The model is wrapped when the optimizer has been built."""
     nets = [Net(), Net()]
     plain, lazy = (
@@ -258,16 +256,8 @@ def check_clipped(wrapper: str, is_scaled: bool, as_view: bool) -> None:
         assert torch.equal(saved[name], value), name
 
 
-@pytest.mark.parametrize("as_view", [True, False], ids=["view", "packed"])
-@pytest.mark.parametrize("is_scaled", [False, True], ids=["unscaled", "scaled"])
-@both_wrappers
-def test_clipped_training_gives_the_same_bits(
-    ranks2: Ranks, wrapper: str, is_scaled: bool, as_view: bool
-) -> None:
-    ranks2.run(check_clipped, wrapper, is_scaled, as_view)
-
-
-def check_copy_of_argument() -> None:
+@on_ranks(2)
+def test_a_copy_does_not_have_the_model_of_the_argument() -> None:
     model = Net()
     optimizer = adamw(model, gather_lazily=model)
     memo: dict[int, Any] = {}
@@ -281,21 +271,14 @@ def check_copy_of_argument() -> None:
     assert optimizer._sharding.under_way
 
 
-def test_a_copy_does_not_have_the_model_of_the_argument(ranks2: Ranks) -> None:
-    ranks2.run(check_copy_of_argument)
-
-
-def check_messages() -> None:
+@on_ranks(2)
+def test_what_cannot_wait_is_refused_with_what_to_give() -> None:
     model = Net()
     with pytest.raises(TypeError, match=r"gather_lazily=model, or None, got True"):
         adamw(model, gather_lazily=True)
     with pytest.raises(ValueError, match="this Linear has none of them"):
         adamw(model, gather_lazily=nn.Linear(2, 2))
     assert not any(module._forward_pre_hooks for module in model.modules())
-
-
-def test_what_cannot_wait_is_refused_with_what_to_give(ranks2: Ranks) -> None:
-    ranks2.run(check_messages)
 
 
 # ---------------------------------------------------------------------- everything that reads
@@ -346,7 +329,9 @@ def step_once(optimizer: ZeroRedundancyOptimizer, model: nn.Module, number: int 
     optimizer.step()
 
 
-def check_readers(as_view: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("as_view", [True, False], ids=["view", "packed"])
+def test_whatever_reads_parameters_through_our_interface_waits_first(as_view: bool) -> None:
     """Under slow gathers each does what it does without them."""
     for name, read in READERS.items():
         results = []
@@ -370,12 +355,8 @@ def check_readers(as_view: bool) -> None:
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), name
 
 
-@pytest.mark.parametrize("as_view", [True, False], ids=["view", "packed"])
-def test_whatever_reads_parameters_through_our_interface_waits_first(ranks2: Ranks, as_view: bool) -> None:
-    ranks2.run(check_readers, as_view)
-
-
-def check_remove() -> None:
+@on_ranks(2)
+def test_remove_and_copies_wait_at_each_step_again() -> None:
     model = Net()
     optimizer = adamw(model)
     lazy = optimizer.gather_lazily(model)
@@ -396,11 +377,8 @@ def check_remove() -> None:
     assert not twin._sharding.under_way
 
 
-def test_remove_and_copies_wait_at_each_step_again(ranks2: Ranks) -> None:
-    ranks2.run(check_remove)
-
-
-def check_outside() -> None:
+@on_ranks(2)
+def test_parameters_outside_the_model_are_waited_for_by_step() -> None:
     """Parameters that no forward pass of the model waits for have come when step() returns."""
     model, extra = Net(), nn.Linear(8, 8)
     optimizer = adamw(nn.ModuleList([model, extra]))
@@ -420,11 +398,8 @@ def check_outside() -> None:
     optimizer.wait_for_gathers()
 
 
-def test_parameters_outside_the_model_are_waited_for_by_step(ranks2: Ranks) -> None:
-    ranks2.run(check_outside)
-
-
-def check_wrapped_outside() -> None:
+@on_ranks(2)
+def test_the_model_inside_ddp_may_be_given() -> None:
     """The hooks sit on the model that DDP wraps."""
     plain, model = (TorchDdp(Net()) for _ in range(2))
     one, other = adamw(plain), adamw(model)
@@ -436,7 +411,3 @@ def check_wrapped_outside() -> None:
     assert torch.equal(loss_of(model, 9), loss_of(plain, 9))
     other.wait_for_gathers()
     assert_same_params(model, plain)
-
-
-def test_the_model_inside_ddp_may_be_given(ranks2: Ranks) -> None:
-    ranks2.run(check_wrapped_outside)

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshes import mesh_of
-from pool import Ranks
+from pool import Ranks, on_ranks
 from stalling import TIMEOUT, outcomes, stay_away
 from streams_runs import CAP_MB, Found, Run, clip, on_model, pass_again
 from test_fully_sharded import Tower, batch
@@ -129,7 +129,9 @@ def test_gradients_are_summed_inside_a_replica_and_then_across(ranks4: Ranks, st
     ranks4.run(trains_as_by_hand, stage)
 
 
-def is_no_mesh(stage: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [pytest.param("gradients", marks=pytest.mark.exhaustive), "fully"])
+def test_one_replica_is_no_mesh_and_replicas_of_one_rank_are_ddp(stage: str) -> None:
     """One replica is the same as no mesh; replicas of one rank are DDP's ranks."""
     model = Tower()
     (wrapped, optimizer), other = built(copy.deepcopy(model), stage, mesh_of(1)), copy.deepcopy(model)
@@ -140,11 +142,6 @@ def is_no_mesh(stage: str) -> None:
     ddp = DistributedDataParallel(copy.deepcopy(model))
     assert train(alone, optimizer) == train(ddp, torch.optim.AdamW(ddp.parameters(), lr=1e-2))
     assert_alike(alone.module, ddp.module)
-
-
-@pytest.mark.parametrize("stage", [pytest.param("gradients", marks=pytest.mark.exhaustive), "fully"])
-def test_one_replica_is_no_mesh_and_replicas_of_one_rank_are_ddp(ranks2: Ranks, stage: str) -> None:
-    ranks2.run(is_no_mesh, stage)
 
 
 def accumulates(stage: str, how: str) -> None:
@@ -271,7 +268,8 @@ def test_ranks_of_all_replicas_agree_about_buffers_and_unused_parameters(ranks4:
     ranks4.run(agrees_about_use, stage)
 
 
-def names_who_failed() -> None:
+@on_ranks(4)
+def test_a_rank_that_lacks_gradients_is_named_in_every_replica() -> None:
     wrapped, optimizer = built(Uneven(), "gradients", mesh_of(2), {"optimizer_class": torch.optim.SGD})
     with pytest.raises(ReductionError, match=r"ranks 0, 1, 2: no gradient for by_one.*rank 3: no gradient"):
         wrapped(0).backward()
@@ -279,11 +277,8 @@ def names_who_failed() -> None:
     del optimizer
 
 
-def test_a_rank_that_lacks_gradients_is_named_in_every_replica(ranks4: Ranks) -> None:
-    ranks4.run(names_who_failed)
-
-
-def copies_train_alike() -> None:
+@on_ranks(4)
+def test_a_copy_of_wrapper_and_optimizer_trains_alike() -> None:
     wrapped, optimizer = built(Tower(), "gradients", mesh_of(2))
     train(wrapped, optimizer)
     other, one = copy.deepcopy((wrapped, optimizer))
@@ -292,11 +287,8 @@ def copies_train_alike() -> None:
     assert_equal_everywhere(other.module)
 
 
-def test_a_copy_of_wrapper_and_optimizer_trains_alike(ranks4: Ranks) -> None:
-    ranks4.run(copies_train_alike)
-
-
-def counts_both() -> None:
+@on_ranks(4)
+def test_metrics_count_what_is_sent_inside_and_across() -> None:
     """Of P bytes a rank sends half to the other rank of its replica, and its half across."""
     model = Tower()
     nbytes = sum(param.nbytes for param in model.parameters())
@@ -309,11 +301,12 @@ def counts_both() -> None:
     assert optimizer.metrics()["sent_bytes/gather"] > 0
 
 
-def test_metrics_count_what_is_sent_inside_and_across(ranks4: Ranks) -> None:
-    ranks4.run(counts_both)
+def built_over(model: nn.Module, group: Any, lr: float = 0.1, **options: Any) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, group, lr=lr, **options)
 
 
-def refuses() -> None:
+@on_ranks(4)
+def test_what_does_not_fit_together_is_refused_on_every_rank() -> None:
     mesh, world = mesh_of(2), dist.get_world_size()
     inner, across = mesh["shard"].get_group(), mesh["replicate"].get_group()
     turned = DeviceMesh("cpu", [[0, 2], [3, 1]])
@@ -358,24 +351,13 @@ def refuses() -> None:
         wrapped.rebind()
 
 
-def built_over(model: nn.Module, group: Any, lr: float = 0.1, **options: Any) -> ZeroRedundancyOptimizer:
-    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, group, lr=lr, **options)
-
-
-def test_what_does_not_fit_together_is_refused_on_every_rank(ranks4: Ranks) -> None:
-    ranks4.run(refuses)
-
-
-def makes_a_group() -> None:
+@on_ranks(4)
+def test_a_mesh_that_is_a_part_of_the_world_gets_a_group_of_its_own() -> None:
     mesh = mesh_of(2)
     inner, across = RankGroup.of(mesh.get_group(1), "cpu"), RankGroup.of(mesh.get_group(0), "cpu")
     made = made_over([0, 1, 2, 3], inner, across)
     assert made.works.ranks == (0, 1, 2, 3)
     assert made.all_gather_fixed(bytes([dist.get_rank()])) == [bytes([rank]) for rank in range(4)]
-
-
-def test_a_mesh_that_is_a_part_of_the_world_gets_a_group_of_its_own(ranks4: Ranks) -> None:
-    ranks4.run(makes_a_group)
 
 
 @dataclass
@@ -399,7 +381,9 @@ def test_streams_wait_for_the_sums_across_replicas(ranks4: Ranks, after: Any) ->
         assert not found, found[0].text
 
 
-def drifts(stage: str) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("stage", STAGES)
+def test_replicas_that_go_different_ways_are_told(stage: str) -> None:
     """What one replica does alone is found in the next backward pass of all."""
     is_second, others = dist.get_rank() > 1, "of replica 0, {} of replica 1"
     wrapped, optimizer = built(Tower(), stage, mesh_of(2))
@@ -415,11 +399,6 @@ def drifts(stage: str) -> None:
         loss_of(wrapped, 4).backward()
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_replicas_that_go_different_ways_are_told(ranks4: Ranks, stage: str) -> None:
-    ranks4.run(drifts, stage)
-
-
 class Failing(torch.optim.SGD):
     """Can raise in a step."""
 
@@ -431,7 +410,9 @@ class Failing(torch.optim.SGD):
         return super().step(closure)
 
 
-def fails_in_one_replica(stage: str, lazily: bool) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize(("stage", "lazily"), [("gradients", False), ("gradients", True), ("fully", False)])
+def test_a_step_that_fails_in_one_replica_is_named_in_the_others(stage: str, lazily: bool) -> None:
     """One rank raises in its step, and nobody goes on but the other replica."""
     rank, model = dist.get_rank(), Tower()
     given = {"optimizer_class": Failing, "gather_lazily": model if lazily else None}
@@ -463,14 +444,9 @@ def fails_in_one_replica(stage: str, lazily: bool) -> None:
     assert_equal_everywhere(wrapped.module)
 
 
-@pytest.mark.parametrize(("stage", "lazily"), [("gradients", False), ("gradients", True), ("fully", False)])
-def test_a_step_that_fails_in_one_replica_is_named_in_the_others(
-    ranks4: Ranks, stage: str, lazily: bool
-) -> None:
-    ranks4.run(fails_in_one_replica, stage, lazily)
-
-
-def differs_in_one_replica(stage: str) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("stage", ["gradients", "fully"])
+def test_a_rank_that_differs_from_its_replica_is_called_by_its_number_in_the_mesh(stage: str) -> None:
     """The last rank has another rate than the other one of its replica, and all hear of it."""
     wrapped, optimizer = built(Tower(), stage, mesh_of(2))
     train(wrapped, optimizer)
@@ -494,14 +470,8 @@ def differs_in_one_replica(stage: str) -> None:
     assert_equal_everywhere(wrapped.module)
 
 
-@pytest.mark.parametrize("stage", ["gradients", "fully"])
-def test_a_rank_that_differs_from_its_replica_is_called_by_its_number_in_the_mesh(
-    ranks4: Ranks, stage: str
-) -> None:
-    ranks4.run(differs_in_one_replica, stage)
-
-
-def fails_in_all() -> None:
+@on_ranks(4)
+def test_what_all_replicas_have_raised_is_not_told_again() -> None:
     """Each replica hears of its own, and no pass raises once more."""
     wrapped, optimizer = built(Tower(), "gradients", mesh_of(2), {"optimizer_class": Failing})
     train(wrapped, optimizer)
@@ -513,10 +483,6 @@ def fails_in_all() -> None:
         Failing.fails = False
     train(wrapped, optimizer, 3)
     assert_equal_everywhere(wrapped.module)
-
-
-def test_what_all_replicas_have_raised_is_not_told_again(ranks4: Ranks) -> None:
-    ranks4.run(fails_in_all)
 
 
 @dataclass(frozen=True)
@@ -576,7 +542,12 @@ def test_one_replica_saves_for_all_and_every_one_loads(ranks4: Ranks, ranks2: Ra
                 assert all(map(torch.equal, got.ended, want.ended))
 
 
-def fails_to_save_and_load(folder: Path) -> None:
+def full(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@on_ranks(4)
+def test_a_save_or_load_that_fails_does_so_on_all_ranks_and_names_one(tmp_path: Path) -> None:
     rank = dist.get_rank()
     wrapped, optimizer = built(Tower(), "fully", mesh_of(2))
     kept = {"model": wrapped, "optimizer": optimizer}
@@ -585,13 +556,13 @@ def fails_to_save_and_load(folder: Path) -> None:
         if rank == 1:
             patched.setattr(saving, "write_tensors", full)
         with pytest.raises(CheckpointError, match=f"^{whose}cannot write .* No space left"):
-            checkpoint.save(folder / "one", **kept)
+            checkpoint.save(tmp_path / "one", **kept)
         with pytest.raises(CheckpointError, match=f"^{whose}cannot write .* No space left"):
-            checkpoint.save_async(folder / "one", **kept).wait()
-    assert not (folder / "one").exists()
+            checkpoint.save_async(tmp_path / "one", **kept).wait()
+    assert not (tmp_path / "one").exists()
     with pytest.raises(RankMismatchError, match=r"what to save: ranks 0, 1 has .*; ranks 2, 3 has"):
-        checkpoint.save(folder / str(rank > 1), **kept)
-    checkpoint.save(folder / "one", **kept, process_group=dist.group.WORLD)
+        checkpoint.save(tmp_path / str(rank > 1), **kept)
+    checkpoint.save(tmp_path / "one", **kept, process_group=dist.group.WORLD)
     train(wrapped, optimizer)
     before = whole(wrapped.module)
     with pytest.MonkeyPatch.context() as patched:
@@ -599,16 +570,8 @@ def fails_to_save_and_load(folder: Path) -> None:
             patched.setattr(loading, "set_random_state", full)
         words = "^the random state of" if rank == 3 else "^rank 3: the random state of"
         with pytest.raises(StateMismatchError, match=words):
-            checkpoint.load(folder / "one", **kept)
+            checkpoint.load(tmp_path / "one", **kept)
     assert all(map(torch.equal, whole(wrapped.module), before))
-
-
-def full(*_: object) -> None:
-    raise OSError(28, "No space left on device")
-
-
-def test_a_save_or_load_that_fails_does_so_on_all_ranks_and_names_one(ranks4: Ranks, tmp_path: Path) -> None:
-    ranks4.run(fails_to_save_and_load, tmp_path)
 
 
 def stays_away(stage: str, where: str) -> str:

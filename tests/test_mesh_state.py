@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshes import mesh_of
-from pool import Ranks
+from pool import Ranks, on_ranks
 from test_fully_sharded import Tower
 from test_mesh import (
     OVER_ALL,
@@ -54,7 +54,9 @@ def over_all(model: nn.Module, given: dict[str, Any], replicas: int = 2) -> Any:
     return built(model, OVER_ALL, mesh_of(replicas), of_optimizer, **options)
 
 
-def trains_as_by_hand(kind: str) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_gives_the_bits_of_sums_inside_replicas_then_across(kind: str) -> None:
     """Train, evaluate, write and load: after each of it replicas hold what the owners have."""
     given = KINDS[kind]
     plain = Tower()
@@ -77,11 +79,6 @@ def trains_as_by_hand(kind: str) -> None:
     assert_alike(wrapped.module, plain)
     assert_equal_everywhere(wrapped.module)
     assert wrapped.units.nbytes_live() == 0
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_training_gives_the_bits_of_sums_inside_replicas_then_across(ranks4: Ranks, kind: str) -> None:
-    ranks4.run(trains_as_by_hand, kind)
 
 
 def shards_state(replicas: int) -> tuple[int, int, int]:
@@ -153,7 +150,8 @@ def test_what_it_saves_loads_with_state_over_all_ranks_or_in_each_replica(
             assert all(map(torch.equal, got, want))
 
 
-def tells() -> None:
+@on_ranks(4)
+def test_what_one_rank_does_alone_is_told_in_all_replicas() -> None:
     """Another learning rate, a step left out, one that raises: each is told on all ranks of all replicas."""
     rank = dist.get_rank()
     wrapped, optimizer = over_all(Tower(), {"units": "blocks"})
@@ -172,10 +170,6 @@ def tells() -> None:
         loss_of(wrapped, 7)
 
 
-def test_what_one_rank_does_alone_is_told_in_all_replicas(ranks4: Ranks) -> None:
-    ranks4.run(tells)
-
-
 class Broken(torch.optim.AdamW):
     """Raises in a step of rank 3."""
 
@@ -187,7 +181,8 @@ class Broken(torch.optim.AdamW):
         return super().step(closure)
 
 
-def hears() -> None:
+@on_ranks(4)
+def test_a_step_that_raises_in_one_replica_is_heard_in_all() -> None:
     wrapped, optimizer = over_all(Tower(), {"units": "blocks", "optimizer_class": Broken})
     train(wrapped, optimizer)
     optimizer.zero_grad()
@@ -204,10 +199,6 @@ def hears() -> None:
         loss_of(wrapped, 4)
 
 
-def test_a_step_that_raises_in_one_replica_is_heard_in_all(ranks4: Ranks) -> None:
-    ranks4.run(hears)
-
-
 def in_bfloat16(stage: str) -> list[Tensor]:
     policy = PrecisionPolicy(params=torch.bfloat16, gradients=torch.float32)
     model = Tower()
@@ -221,7 +212,8 @@ def test_mixed_precision_has_the_bits_of_state_in_each_replica(ranks4: Ranks) ->
         assert all(map(torch.equal, got, want))
 
 
-def freezes() -> None:
+@on_ranks(4)
+def test_frozen_units_are_gathered_inside_replicas() -> None:
     """Frozen parameters are held once and for all."""
     model = Tower()
     for block in model.blocks[:2]:
@@ -234,11 +226,8 @@ def freezes() -> None:
     assert_alike(wrapped.module, third.module)
 
 
-def test_frozen_units_are_gathered_inside_replicas(ranks4: Ranks) -> None:
-    ranks4.run(freezes)
-
-
-def alone() -> None:
+@on_ranks(2)
+def test_replicas_of_one_rank_hold_everything() -> None:
     """Replicas of one rank hold everything, and state is sharded over them."""
     plain = Tower()
     wrapped, optimizer = over_all(copy.deepcopy(plain), {"units": "blocks"})
@@ -249,11 +238,8 @@ def alone() -> None:
     assert_alike(wrapped.module, other)
 
 
-def test_replicas_of_one_rank_hold_everything(ranks2: Ranks) -> None:
-    ranks2.run(alone)
-
-
-def comes_later() -> None:
+@on_ranks(4)
+def test_the_optimizer_over_all_ranks_may_come_later() -> None:
     """Wrap over all ranks of the mesh, then build the optimizer, which takes the group of the model."""
     first, of_first = over_all(Tower(), {"units": "blocks"})
     model: Any = Tower()
@@ -265,7 +251,3 @@ def comes_later() -> None:
     assert train(first, of_first) == train(second, of_second)
     for one, other in zip(whole(first), whole(second), strict=True):
         assert torch.equal(one, other)
-
-
-def test_the_optimizer_over_all_ranks_may_come_later(ranks4: Ranks) -> None:
-    ranks4.run(comes_later)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
-from pool import Ranks
+from pool import on_ranks
 from training import set_grads
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.started import Work
@@ -78,7 +78,8 @@ def test_other_backends_are_taken_to_broadcast_round_a_ring() -> None:
     assert broadcast_nbytes(7, 0, 1, is_gloo=False) == 0
 
 
-def check_step() -> None:
+@on_ranks(2, 4)
+def test_a_step_is_counted_as_the_plan_says() -> None:
     optimizer = make()
     optimizer.metrics()
     for number in range(2):
@@ -92,11 +93,8 @@ def check_step() -> None:
     assert figures["exposed_seconds/gather"] == figures["exposed_seconds/total"] > 0
 
 
-def test_a_step_is_counted_as_the_plan_says(ranks_2_and_4: Ranks) -> None:
-    ranks_2_and_4.run(check_step)
-
-
-def check_keys() -> None:
+@on_ranks(2)
+def test_a_call_tells_what_came_since_the_last_one() -> None:
     optimizer = make()
     first, second = optimizer.metrics(), optimizer.metrics()
     for figures in (first, second):
@@ -113,11 +111,8 @@ def check_keys() -> None:
     assert optimizer.metrics(reset=False) == optimizer.metrics() != optimizer.metrics()
 
 
-def test_a_call_tells_what_came_since_the_last_one(ranks2: Ranks) -> None:
-    ranks2.run(check_keys)
-
-
-def check_clip() -> None:
+@on_ranks(2, 4)
+def test_clipping_is_counted() -> None:
     optimizer = make()
     set_grads(list(optimizer.owners()), 0)
     optimizer.metrics()
@@ -127,11 +122,9 @@ def check_clip() -> None:
     assert counted(optimizer, "clip") == counted(optimizer, "total") == ((size - 1) * (16 + 9 * slots), 1)
 
 
-def test_clipping_is_counted(ranks_2_and_4: Ranks) -> None:
-    ranks_2_and_4.run(check_clip)
-
-
-def check_owners(wrapper: type[nn.Module]) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, TorchDistributedDataParallel])
+def test_gradients_sent_to_owners_are_counted(wrapper: type[nn.Module]) -> None:
     model = wrapper(net())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, bucket_cap_mb=0.001)
     model.register_comm_hook(None, zero_step(optimizer, gradients="owners", ddp=model))
@@ -152,12 +145,8 @@ def check_owners(wrapper: type[nn.Module]) -> None:
             assert model.metrics()["exposed_seconds/reduce"] > 0
 
 
-@pytest.mark.parametrize("wrapper", [DistributedDataParallel, TorchDistributedDataParallel])
-def test_gradients_sent_to_owners_are_counted(ranks2: Ranks, wrapper: type[nn.Module]) -> None:
-    ranks2.run(check_owners, wrapper)
-
-
-def check_everywhere() -> None:
+@on_ranks(2)
+def test_the_average_that_zero_step_makes_is_counted() -> None:
     model = DistributedDataParallel(net())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     model.register_comm_hook(None, zero_step(optimizer))
@@ -170,11 +159,9 @@ def check_everywhere() -> None:
     assert abs(nbytes - 2 * (size - 1) / size * whole) <= 1, "but for rounding"
 
 
-def test_the_average_that_zero_step_makes_is_counted(ranks2: Ranks) -> None:
-    ranks2.run(check_everywhere)
-
-
-def check_reducer(find_unused: bool) -> None:
+@on_ranks(2, 4)
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_our_ddp_counts_its_own_reductions(find_unused: bool) -> None:
     model = DistributedDataParallel(net(), find_unused_parameters=find_unused, bucket_cap_mb=0.001)
     for number in range(3):
         model.metrics()
@@ -195,12 +182,8 @@ def check_reducer(find_unused: bool) -> None:
     assert not any(model.metrics().values())
 
 
-@pytest.mark.parametrize("find_unused", [False, True])
-def test_our_ddp_counts_its_own_reductions(ranks_2_and_4: Ranks, find_unused: bool) -> None:
-    ranks_2_and_4.run(check_reducer, find_unused)
-
-
-def check_clock() -> None:
+@on_ranks(2)
+def test_seconds_grow_while_a_step_gathers() -> None:
     optimizer = make()
     optimizer.ranks.phase.traffic.clock = Ticks()
     for number in range(3):
@@ -215,11 +198,8 @@ def check_clock() -> None:
     assert optimizer.metrics()["exposed_seconds/total"] == 1
 
 
-def test_seconds_grow_while_a_step_gathers(ranks2: Ranks) -> None:
-    ranks2.run(check_clock)
-
-
-def check_lazy() -> None:
+@on_ranks(2)
+def test_a_lazy_gather_is_waited_for_in_the_forward_pass() -> None:
     model = net()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, bucket_cap_mb=0.001)
     optimizer.ranks.phase.traffic.clock = Ticks()
@@ -233,10 +213,6 @@ def check_lazy() -> None:
     model(torch.ones(4, 8))
     waited = optimizer.metrics()
     assert (waited["exposed_seconds/gather"], waited["collectives/gather"]) == (gathered(optimizer)[1], 0)
-
-
-def test_a_lazy_gather_is_waited_for_in_the_forward_pass(ranks2: Ranks) -> None:
-    ranks2.run(check_lazy)
 
 
 def test_a_thread_of_ours_does_not_expose_what_it_waits_for() -> None:
@@ -264,7 +240,9 @@ def test_each_second_counts_once_in_the_innermost_span() -> None:
     assert (theirs["exposed_seconds/reduce"], theirs["exposed_seconds/agree"]) == (3 - 1, 1)
 
 
-def check_owner_of_gradients(kind: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["sharded", "plain"])
+def test_what_a_backward_pass_does_for_communication_is_exposed(kind: str) -> None:
     model = net()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, bucket_cap_mb=0.001)
     wrapped = {"sharded": ShardedDataParallel, "plain": DistributedDataParallel}[kind]
@@ -277,12 +255,8 @@ def check_owner_of_gradients(kind: str) -> None:
     assert ddp.metrics()["exposed_seconds/reduce"] > 0, kind
 
 
-@pytest.mark.parametrize("kind", ["sharded", "plain"])
-def test_what_a_backward_pass_does_for_communication_is_exposed(ranks2: Ranks, kind: str) -> None:
-    ranks2.run(check_owner_of_gradients, kind)
-
-
-def check_sharded() -> None:
+@on_ranks(2)
+def test_sharded_gradients_are_counted_where_they_are_reduced() -> None:
     model = net()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, bucket_cap_mb=0.001)
     ddp = ShardedDataParallel(model, optimizer)
@@ -297,11 +271,8 @@ def check_sharded() -> None:
     assert not any(optimizer.metrics().values()), "its lanes are used, but it has reduced nothing itself"
 
 
-def test_sharded_gradients_are_counted_where_they_are_reduced(ranks2: Ranks) -> None:
-    ranks2.run(check_sharded)
-
-
-def check_state() -> None:
+@on_ranks(2)
+def test_consolidation_is_counted_by_itself() -> None:
     optimizer = make(momentum=0.9)
     set_grads(list(optimizer.owners()), 0)
     optimizer.step()
@@ -314,11 +285,8 @@ def check_state() -> None:
     assert figures["sent_bytes/gather"] == 0
 
 
-def test_consolidation_is_counted_by_itself(ranks2: Ranks) -> None:
-    ranks2.run(check_state)
-
-
-def check_copies() -> None:
+@on_ranks(2)
+def test_a_copy_counts_from_zero_for_itself() -> None:
     optimizer = make()
     set_grads(list(optimizer.owners()), 0)
     optimizer.step()
@@ -333,11 +301,8 @@ def check_copies() -> None:
     assert counted(optimizer, "gather") == gathered(optimizer)
 
 
-def test_a_copy_counts_from_zero_for_itself(ranks2: Ranks) -> None:
-    ranks2.run(check_copies)
-
-
-def check_alone() -> None:
+@on_ranks(1)
+def test_one_rank_sends_nothing() -> None:
     optimizer = make()
     set_grads(list(optimizer.owners()), 0)
     optimizer.clip_grad_norm_(1.0)
@@ -347,7 +312,3 @@ def check_alone() -> None:
     assert not any(value for key, value in figures.items() if key.startswith(("sent", "collectives"))), (
         figures
     )
-
-
-def test_one_rank_sends_nothing(ranks1: Ranks) -> None:
-    ranks1.run(check_alone)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join
 
 from cuts import finely_cut
-from pool import Ranks
+from pool import on_ranks
 from training import assert_same_bits, assert_same_state, make_params, params_of, set_grads, train, whole
 from worlds import leave, world
 from zero_optim import LostStateError, RankMismatchError, RemoteRankError, ZeroRedundancyOptimizer
@@ -77,11 +77,15 @@ def compare(optimizer: ZeroRedundancyOptimizer, other: ZeroRedundancyOptimizer) 
 # ---------------------------------------------------------------------- going back
 
 
-def check_lost(folder: Path, make: Callable[..., ZeroRedundancyOptimizer]) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("make", MAKERS)
+def test_what_a_lost_rank_owned_is_rebuilt_from_its_buddy(
+    tmp_path: Path, make: Callable[..., ZeroRedundancyOptimizer]
+) -> None:
     """The last of three ranks stays behind; the first has changed its state since, as in a broken step."""
     rank = leave()
     with finely_cut():
-        with world(folder, "three", rank, range(3)):
+        with world(tmp_path, "three", rank, range(3)):
             optimizer = fresh(make)
             train(optimizer, 0, 3)
             optimizer.detach()
@@ -96,7 +100,7 @@ def check_lost(folder: Path, make: Callable[..., ZeroRedundancyOptimizer]) -> No
                         entry.zero_()
         if rank == 0:
             return
-        with world(folder, "two", rank, [1, 2]):
+        with world(tmp_path, "two", rank, [1, 2]):
             assert optimizer.rebind() == 3
             other = fresh(make)
             train(other, 0, 3)
@@ -107,7 +111,7 @@ def check_lost(folder: Path, make: Callable[..., ZeroRedundancyOptimizer]) -> No
             optimizer.detach()
         if rank == 1:
             return
-        with world(folder, "one", rank, [2]):
+        with world(tmp_path, "one", rank, [2]):
             assert optimizer.rebind() == 5
             other = fresh(make)
             train(other, 0, 5)
@@ -115,22 +119,16 @@ def check_lost(folder: Path, make: Callable[..., ZeroRedundancyOptimizer]) -> No
             train(optimizer, 5, 6)
 
 
-@pytest.mark.parametrize("make", MAKERS)
-def test_what_a_lost_rank_owned_is_rebuilt_from_its_buddy(
-    ranks3: Ranks, tmp_path: Path, make: Callable[..., ZeroRedundancyOptimizer]
-) -> None:
-    ranks3.run(check_lost, tmp_path, make)
-
-
-def check_neighbours(folder: Path) -> None:
+@on_ranks(3)
+def test_the_loss_of_a_rank_and_its_buddy_is_told_by_name(tmp_path: Path) -> None:
     rank = leave()
-    with world(folder, "three", rank, range(3)):
+    with world(tmp_path, "three", rank, range(3)):
         optimizer = fresh(adamw)
         train(optimizer, 0, 2)
         kept = copy.deepcopy(whole(optimizer))
         optimizer.detach()
     if rank == 2:
-        with world(folder, "one", rank, [2]):
+        with world(tmp_path, "one", rank, [2]):
             with pytest.raises(
                 LostStateError,
                 match=r"ranks 0, 1 of the former group are lost.*that of rank 0 was on rank 1.*"
@@ -142,45 +140,39 @@ def check_neighbours(folder: Path) -> None:
             train(optimizer, 2, 3)
 
 
-def test_the_loss_of_a_rank_and_its_buddy_is_told_by_name(ranks3: Ranks, tmp_path: Path) -> None:
-    ranks3.run(check_neighbours, tmp_path)
-
-
-def check_every_other(folder: Path) -> None:
+@on_ranks(4)
+@pytest.mark.slow
+def test_several_ranks_may_be_lost_if_their_buddies_are_left(tmp_path: Path) -> None:
     rank = leave()
     with finely_cut():
-        with world(folder, "four", rank, range(4)):
+        with world(tmp_path, "four", rank, range(4)):
             optimizer = fresh(several)
             train(optimizer, 0, 2)
             optimizer.detach()
         if rank % 2:
-            with world(folder, "two", rank, [3, 1]):
+            with world(tmp_path, "two", rank, [3, 1]):
                 assert optimizer.rebind() == 2
                 other = fresh(several)
                 train(other, 0, 2)
                 compare(optimizer, other)
 
 
-@pytest.mark.slow
-def test_several_ranks_may_be_lost_if_their_buddies_are_left(ranks4: Ranks, tmp_path: Path) -> None:
-    ranks4.run(check_every_other, tmp_path)
-
-
-def check_changes(folder: Path) -> None:
+@on_ranks(2)
+def test_loads_groups_and_values_from_outside_are_not_undone(tmp_path: Path) -> None:
     """What tells of another state is not gone back to."""
     rank = leave()
     with finely_cut():
-        with world(folder, "two", rank, range(2)):
+        with world(tmp_path, "two", rank, range(2)):
             optimizer = fresh(adamw)
             assert optimizer.age == optimizer.num_steps == 0
             train(optimizer, 0, 2)
             saved = copy.deepcopy(whole(optimizer))
             optimizer.load_state_dict(saved)
             optimizer.detach()
-        alone = world(folder, f"alone {rank}", rank, [rank])
+        alone = world(tmp_path, f"alone {rank}", rank, [rank])
         with alone, pytest.raises(LostStateError, match="nobody in the new group holds the state of"):
             optimizer.rebind()  # the load may have been of something else
-        with world(folder, "two again", rank, range(2)):
+        with world(tmp_path, "two again", rank, range(2)):
             with torch.no_grad():
                 params_of(optimizer)[1].fill_(2.0)  # from outside, in a group in which nobody is lost
             assert optimizer.rebind() == 2
@@ -191,41 +183,38 @@ def check_changes(folder: Path) -> None:
             expected, values = whole(optimizer), [param.detach().clone() for param in params_of(optimizer)]
             optimizer.detach()
         optimizer._snapshot.is_torn = rank == 1  # as if it was half way through a step
-        with world(folder, "torn", rank, range(2)):
+        with world(tmp_path, "torn", rank, range(2)):
             assert optimizer.rebind() == 4
             assert_same_bits(params_of(optimizer), values)
             assert_same_state(whole(optimizer), expected)
 
 
-def test_loads_groups_and_values_from_outside_are_not_undone(ranks2: Ranks, tmp_path: Path) -> None:
-    ranks2.run(check_changes, tmp_path)
-
-
-def check_newcomer(folder: Path) -> None:
+@on_ranks(2)
+def test_a_rank_that_comes_new_is_given_what_the_lost_one_owned(tmp_path: Path) -> None:
     """Rank 0 is lost before its first version is whole, then after it; a rank comes new in its place."""
     rank = leave()
-    with world(folder, "two", rank, range(2)):
+    with world(tmp_path, "two", rank, range(2)):
         optimizer = fresh(several)
         optimizer.mirror_if_due()  # as the first step begins
         optimizer.num_steps += 1
         optimizer._snapshot.changed()
         optimizer.detach()
     if rank == 0:
-        with world(folder, "new", rank, [0]):
+        with world(tmp_path, "new", rank, [0]):
             optimizer = fresh(several)
             with torch.no_grad():
                 for param in params_of(optimizer):
                     param.fill_(0.5)
             optimizer.detach()
-    with world(folder, "other", rank, [1, 0]):
+    with world(tmp_path, "other", rank, [1, 0]):
         assert optimizer.rebind() == 0
         train(optimizer, 0, 2)
         optimizer.detach()
     if rank == 0:
-        with world(folder, "new again", rank, [0]):
+        with world(tmp_path, "new again", rank, [0]):
             optimizer = fresh(several)
             optimizer.detach()
-    with world(folder, "last", rank, range(2)):
+    with world(tmp_path, "last", rank, range(2)):
         assert optimizer.rebind() == optimizer.num_steps == 2
         other = fresh(several)
         train(other, 0, 2)
@@ -235,23 +224,20 @@ def check_newcomer(folder: Path) -> None:
         compare(optimizer, other)
         optimizer.detach()
     if rank == 0:  # has only what it was given
-        with world(folder, "first", rank, [0]):
+        with world(tmp_path, "first", rank, [0]):
             assert optimizer.rebind() == 3
             other = fresh(several)
             train(other, 0, 3)
             compare(optimizer, other)
 
 
-def test_a_rank_that_comes_new_is_given_what_the_lost_one_owned(ranks2: Ranks, tmp_path: Path) -> None:
-    ranks2.run(check_newcomer, tmp_path)
-
-
 # ---------------------------------------------------------------------- ways of stepping
 
 
-def check_skipped(folder: Path) -> None:
+@on_ranks(2)
+def test_a_step_that_a_scaler_skips_changes_no_mirror(tmp_path: Path) -> None:
     rank = leave()
-    with world(folder, "two", rank, range(2)):
+    with world(tmp_path, "two", rank, range(2)):
         optimizer = fresh(adamw)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=1000)
         for step in range(3):
@@ -266,19 +252,16 @@ def check_skipped(folder: Path) -> None:
         values = [param.detach().clone() for param in params_of(optimizer)]
         optimizer.detach()
     if rank == 1:
-        with world(folder, "one", rank, [1]):
+        with world(tmp_path, "one", rank, [1]):
             assert optimizer.rebind() == 2
             assert_same_bits(params_of(optimizer), values)
             assert_same_state(whole(optimizer), expected)
 
 
-def test_a_step_that_a_scaler_skips_changes_no_mirror(ranks2: Ranks, tmp_path: Path) -> None:
-    ranks2.run(check_skipped, tmp_path)
-
-
-def check_joined(folder: Path) -> None:
+@on_ranks(2)
+def test_ranks_that_have_joined_mirror_too(tmp_path: Path) -> None:
     rank = leave()
-    with world(folder, "two", rank, range(2)):
+    with world(tmp_path, "two", rank, range(2)):
         optimizer = fresh(adamw)
         with Join([optimizer]):
             for step in range(1 + 2 * rank):
@@ -288,14 +271,10 @@ def check_joined(folder: Path) -> None:
         values = [param.detach().clone() for param in params_of(optimizer)]
         optimizer.detach()
     if rank == 0:  # which joined early
-        with world(folder, "one", rank, [0]):
+        with world(tmp_path, "one", rank, [0]):
             assert optimizer.rebind() == 3
             assert_same_bits(params_of(optimizer), values)
             assert_same_state(whole(optimizer), expected)
-
-
-def test_ranks_that_have_joined_mirror_too(ranks2: Ranks, tmp_path: Path) -> None:
-    ranks2.run(check_joined, tmp_path)
 
 
 class Picky(torch.optim.SGD):
@@ -316,7 +295,8 @@ class Wrapping(torch.optim.SGD):
         return {**super().state_dict(), "more": 1}
 
 
-def check_refused() -> None:
+@on_ranks(2)
+def test_what_cannot_be_mirrored_is_refused_on_every_rank() -> None:
     params = make_params(SHAPES)
     with pytest.raises(TypeError, match="mirror"):
         adamw(params, mirror="yes")
@@ -328,10 +308,6 @@ def check_refused() -> None:
     set_grads(params, 0)
     with pytest.raises(TypeError, match="holds a object, which cannot be sent"):
         optimizer.step()
-
-
-def test_what_cannot_be_mirrored_is_refused_on_every_rank(ranks2: Ranks) -> None:
-    ranks2.run(check_refused)
 
 
 class FailsOnce(torch.optim.SGD):
@@ -346,7 +322,8 @@ class FailsOnce(torch.optim.SGD):
         super().step()
 
 
-def check_failing_step() -> None:
+@on_ranks(2)
+def test_a_rank_whose_own_step_raises_takes_part_in_the_mirror() -> None:
     params = make_params(SHAPES)
     optimizer = ZeroRedundancyOptimizer(params, FailsOnce, lr=0.1, mirror=True)
     train(optimizer, 0, 1)
@@ -361,14 +338,11 @@ def check_failing_step() -> None:
     assert optimizer.rebind() == 4
 
 
-def test_a_rank_whose_own_step_raises_takes_part_in_the_mirror(ranks2: Ranks) -> None:
-    ranks2.run(check_failing_step)
-
-
 # ---------------------------------------------------------------------- beside
 
 
-def check_copies() -> None:
+@on_ranks(2)
+def test_copies_are_mirrored_anew() -> None:
     optimizer = fresh(several)
     train(optimizer, 0, 2)
     other = copy.deepcopy(optimizer)
@@ -383,11 +357,8 @@ def check_copies() -> None:
         assert_same_bits(params_of(each), params_of(plain))
 
 
-def test_copies_are_mirrored_anew(ranks2: Ranks) -> None:
-    ranks2.run(check_copies)
-
-
-def check_bytes() -> None:
+@on_ranks(3)
+def test_bytes_of_mirrors_are_planned_and_counted() -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
     optimizer = fresh(adamw)
     before = optimizer.explain(quiet=True)
@@ -410,11 +381,8 @@ def check_bytes() -> None:
     assert off.metrics()["collectives/mirror"] == 0
 
 
-def test_bytes_of_mirrors_are_planned_and_counted(ranks3: Ranks) -> None:
-    ranks3.run(check_bytes)
-
-
-def check_alone() -> None:
+@on_ranks(1)
+def test_one_rank_alone_is_told_that_nothing_is_mirrored() -> None:
     with pytest.MonkeyPatch.context() as patch:
         said: list[str] = []
         patch.setattr("zero_optim.state.sharded.logger.warning", said.append)
@@ -427,11 +395,8 @@ def check_alone() -> None:
     assert optimizer.rebind() == 2
 
 
-def test_one_rank_alone_is_told_that_nothing_is_mirrored(ranks1: Ranks) -> None:
-    ranks1.run(check_alone)
-
-
-def drops_and_trains() -> None:
+@on_ranks(2)
+def test_an_optimizer_that_goes_while_it_mirrors_harms_no_other() -> None:
     """The version of the last step is on its way when the optimizer goes."""
     for _ in range(3):
         for mirror in (True, False):
@@ -444,7 +409,3 @@ def drops_and_trains() -> None:
             assert all(torch.equal(param, params[0]) for param in params)
             del optimizer
             gc.collect()
-
-
-def test_an_optimizer_that_goes_while_it_mirrors_harms_no_other(ranks2: Ranks) -> None:
-    ranks2.run(drops_and_trains)

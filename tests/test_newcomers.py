@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from pool import Ranks
+from pool import on_ranks
 from training import (
     TORCH,
     assert_same_bits,
@@ -39,7 +39,8 @@ def is_pytorchs(optimizer: object) -> bool:
 # ---------------------------------------------------------------------- optim and isinstance
 
 
-def check_optim() -> None:
+@on_ranks(2)
+def test_optim_is_the_local_optimizer() -> None:
     sharded = ZeroRedundancyOptimizer(make_params(), AdamW, lr=0.1)
     set_grads(params_of(sharded), 0)
     sharded.step()
@@ -50,11 +51,8 @@ def check_optim() -> None:
         sharded.optim = None  # type: ignore[misc, assignment]
 
 
-def test_optim_is_the_local_optimizer(ranks2: Ranks) -> None:
-    ranks2.run(check_optim)
-
-
-def check_optim_of_several() -> None:
+@on_ranks(2)
+def test_optim_of_mixed_classes_is_a_view_of_all() -> None:
     first, second = make_params(((4, 4), (3, 2))), make_params(((5,), (2,)), seed=1)
     groups: list[dict[str, Any]] = [
         {"params": second},
@@ -67,11 +65,9 @@ def check_optim_of_several() -> None:
     assert set(sharded.optim.state) == set(sharded.owned_parameters())
 
 
-def test_optim_of_mixed_classes_is_a_view_of_all(ranks2: Ranks) -> None:
-    ranks2.run(check_optim_of_several)
-
-
-def check_state_by_parameter(case: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("case", ["cuts", "masters"])
+def test_state_of_optim_is_found_by_the_parameters_of_the_model(case: str) -> None:
     """The entries of a parameter of the model are found, and those of what ``param_groups`` has."""
     dtype = torch.bfloat16 if case == "masters" else torch.float32
     options: dict[str, Any] = {"master_dtype": torch.float32} if case == "masters" else {}
@@ -91,11 +87,6 @@ def check_state_by_parameter(case: str) -> None:
     assert sharded.optim.mark == 3  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("case", ["cuts", "masters"])
-def test_state_of_optim_is_found_by_the_parameters_of_the_model(ranks2: Ranks, case: str) -> None:
-    ranks2.run(check_state_by_parameter, case)
-
-
 def own_part(optimizer: Any) -> dict[str, Any]:
     """The state that a rank owns, by index, as trainers find it with private names of PyTorch's class."""
     optimizer._check_overlap_initialized()
@@ -109,7 +100,8 @@ def own_part(optimizer: Any) -> dict[str, Any]:
     return found
 
 
-def check_own_part() -> None:
+@on_ranks(2)
+def test_trainers_find_a_ranks_own_state_by_the_private_names_of_pytorchs_class() -> None:
     plain = AdamW(make_params(), lr=0.1)
     sharded = ZeroRedundancyOptimizer(make_params(), AdamW, lr=0.1)
     other = ZeroRedundancyOptimizer(make_params(), AdamW, lr=0.1)
@@ -124,10 +116,6 @@ def check_own_part() -> None:
             mine.copy_(value)
     other.load_state_dict(part)
     train_both(plain, other, 2, first=2)
-
-
-def test_trainers_find_a_ranks_own_state_by_the_private_names_of_pytorchs_class(ranks2: Ranks) -> None:
-    ranks2.run(check_own_part)
 
 
 class Framework(ZeroRedundancyOptimizer):
@@ -146,7 +134,8 @@ class Framework(ZeroRedundancyOptimizer):
         super().add_param_group({**param_group, "weight_decay": 0.5})
 
 
-def check_framework() -> None:
+@on_ranks(2)
+def test_a_framework_s_subclass_works() -> None:
     params = make_params()
     plain, sharded = AdamW(twin(params), lr=0.1), Framework(params, AdamW, lr=0.1)
     assert is_pytorchs(sharded)
@@ -162,11 +151,8 @@ def check_framework() -> None:
     assert_same_bits(params_of(again), params_of(sharded))
 
 
-def test_a_framework_s_subclass_works(ranks2: Ranks) -> None:
-    ranks2.run(check_framework)
-
-
-def check_added() -> None:
+@on_ranks(2)
+def test_a_subclass_is_asked_for_the_groups_that_are_added() -> None:
     extra = make_params(((3, 2),), seed=1)
     plain, sharded = AdamW(make_params(), lr=0.1), Framework(make_params(), AdamW, lr=0.1)
     plain.add_param_group({"params": twin(extra), "weight_decay": 0.5})
@@ -175,28 +161,18 @@ def check_added() -> None:
     train_both(plain, sharded, 2)
 
 
-def test_a_subclass_is_asked_for_the_groups_that_are_added(ranks2: Ranks) -> None:
-    ranks2.run(check_added)
-
-
-def check_torchs_step() -> None:
+@on_ranks(2)
+def test_building_one_leaves_torchs_own_class_alone() -> None:
     unhooked = Optimizer.step
     ZeroRedundancyOptimizer(make_params(), AdamW, lr=0.1)
     assert Optimizer.step is unhooked
 
 
-def test_building_one_leaves_torchs_own_class_alone(ranks2: Ranks) -> None:
-    ranks2.run(check_torchs_step)
-
-
-def check_pickled() -> None:
+@on_ranks(2)
+def test_an_unpickled_optimizer_is_one_of_pytorchs_name_too() -> None:
     copy = pickle.loads(pickle.dumps(ZeroRedundancyOptimizer(make_params(), AdamW, lr=0.1)))
     assert is_pytorchs(copy)
     assert not is_pytorchs(AdamW(make_params()))
-
-
-def test_an_unpickled_optimizer_is_one_of_pytorchs_name_too(ranks2: Ranks) -> None:
-    ranks2.run(check_pickled)
 
 
 def test_importing_ours_is_enough_and_warns_of_nothing_and_brings_no_compiler() -> None:
@@ -226,7 +202,8 @@ class NeedsLossBeforeClosure(SGD):
         super().step(closure)
 
 
-def check_keyword() -> None:
+@on_ranks(2)
+def test_a_class_whose_step_needs_a_keyword_is_told_the_option_first() -> None:
     with pytest.raises(ValueError, match=r"nothing was found against it: its step\(\) needs loss"):
         ZeroRedundancyOptimizer(make_params(), NeedsLossBeforeClosure, lr=0.1)
     params = make_params()
@@ -244,10 +221,6 @@ def check_keyword() -> None:
     assert_same_bits(params_of(sharded), params_of(plain))
 
 
-def test_a_class_whose_step_needs_a_keyword_is_told_the_option_first(ranks2: Ranks) -> None:
-    ranks2.run(check_keyword)
-
-
 # ---------------------------------------------------------------------- scalers
 
 
@@ -258,7 +231,10 @@ class HandsItselfIn(torch.amp.GradScaler):
         return optimizer.step(*args, **kwargs, grad_scaler=self)  # type: ignore[call-arg]
 
 
-def check_scaler(infinite_on: int | None, unscaled: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("unscaled", [False, True], ids=["scaled", "unscaled"])
+@pytest.mark.parametrize("infinite_on", [None, 1])
+def test_a_scaler_that_hands_itself_in_is_asked(infinite_on: int | None, unscaled: bool) -> None:
     params = make_params()
     plain, sharded = AdamW(twin(params), lr=0.1), ZeroRedundancyOptimizer(params, AdamW, lr=0.1)
     scaler = HandsItselfIn("cpu", init_scale=8.0)
@@ -283,25 +259,15 @@ def check_scaler(infinite_on: int | None, unscaled: bool) -> None:
     assert_same_bits(params, params_of(plain))
 
 
-@pytest.mark.parametrize("unscaled", [False, True], ids=["scaled", "unscaled"])
-@pytest.mark.parametrize("infinite_on", [None, 1])
-def test_a_scaler_that_hands_itself_in_is_asked(
-    ranks2: Ranks, infinite_on: int | None, unscaled: bool
-) -> None:
-    ranks2.run(check_scaler, infinite_on, unscaled)
-
-
-def check_wrong_scaler() -> None:
+@on_ranks(2)
+def test_what_is_no_scaler_is_named() -> None:
     sharded = ZeroRedundancyOptimizer(make_params(), AdamW, lr=0.1)
     with pytest.raises(TypeError, match=r"expected grad_scaler to be a torch\.amp\.GradScaler, got str"):
         sharded.step(grad_scaler="dynamic")
 
 
-def test_what_is_no_scaler_is_named(ranks2: Ranks) -> None:
-    ranks2.run(check_wrong_scaler)
-
-
-def check_wrong_on_one_rank() -> None:
+@on_ranks(2)
+def test_what_is_no_scaler_on_one_rank_raises_on_all() -> None:
     params = make_params()
     sharded = ZeroRedundancyOptimizer(params, AdamW, lr=0.1)
     scaler = torch.amp.GradScaler("cpu")
@@ -311,11 +277,8 @@ def check_wrong_on_one_rank() -> None:
         sharded.step(grad_scaler="dynamic" if dist.get_rank() == 1 else scaler)
 
 
-def test_what_is_no_scaler_on_one_rank_raises_on_all(ranks2: Ranks) -> None:
-    ranks2.run(check_wrong_on_one_rank)
-
-
-def check_nobody_to_tell() -> None:
+@on_ranks(2)
+def test_an_infinity_that_a_scaler_cannot_be_told_of_raises_on_every_rank() -> None:
     """What a scaler of one's own sets, an infinity on one rank alone."""
     params = make_params()
     sharded = ZeroRedundancyOptimizer(params, AdamW, lr=0.1)
@@ -327,14 +290,11 @@ def check_nobody_to_tell() -> None:
     assert_same_bits(params, before)
 
 
-def test_an_infinity_that_a_scaler_cannot_be_told_of_raises_on_every_rank(ranks2: Ranks) -> None:
-    ranks2.run(check_nobody_to_tell)
-
-
 # ---------------------------------------------------------------------- messages
 
 
-def check_torch_hook() -> None:
+@on_ranks(2)
+def test_pytorchs_own_hook_says_which_import_to_change() -> None:
     from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import (
         hook_with_zero_step,
         hook_with_zero_step_interleaved,
@@ -348,10 +308,6 @@ def check_torch_hook() -> None:
     assert not hasattr(sharded, "_overlap_with_ddp")
 
 
-def test_pytorchs_own_hook_says_which_import_to_change(ranks2: Ranks) -> None:
-    ranks2.run(check_torch_hook)
-
-
 class KnowsItsRank(SGD):
     def __init__(self, params: Any, *, rank: int, **options: Any) -> None:
         super().__init__(params, **options)
@@ -362,7 +318,8 @@ def build_with_rank(params: Any, **options: Any) -> Optimizer:
     return KnowsItsRank(params, rank=dist.get_rank(), **options)
 
 
-def check_meant() -> None:
+@on_ranks(2)
+def test_an_option_that_is_meant_to_differ_is_told_how_to_be_given() -> None:
     with pytest.raises(RankMismatchError, match="finds it out when called, such as `def build") as told:
         ZeroRedundancyOptimizer(make_params(), KnowsItsRank, lr=0.1, rank=dist.get_rank())
     assert "rank=dist.get_rank()" in str(told.value)
@@ -371,17 +328,10 @@ def check_meant() -> None:
     train_both(SGD(make_params(), lr=0.1), sharded, 2)
 
 
-def test_an_option_that_is_meant_to_differ_is_told_how_to_be_given(ranks2: Ranks) -> None:
-    ranks2.run(check_meant)
-
-
-def check_sparse(layout: torch.layout) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+def test_sparse_parameters_are_refused_with_pytorchs_type(layout: torch.layout) -> None:
     sparse = nn.Parameter(torch.eye(3).to_sparse(layout=layout))
     with pytest.raises(ValueError, match="only supports dense parameters, but got parameter 0"):
         ZeroRedundancyOptimizer([sparse], SGD, lr=0.1)
-
-
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
-def test_sparse_parameters_are_refused_with_pytorchs_type(ranks2: Ranks, layout: torch.layout) -> None:
-    ranks2.run(check_sparse, layout)

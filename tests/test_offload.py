@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import offloaded
-from pool import Ranks
+from pool import Ranks, on_ranks
 from test_fully_sharded import Tower, batch, train
 from zero_optim import RankMismatchError, RemoteRankError, ZeroRedundancyOptimizer, checkpoint
 from zero_optim.ddp import FullyShardedDataParallel, Offload
@@ -112,10 +112,11 @@ class Replacing(torch.optim.Optimizer):
                     param.sub_(sums, alpha=group["lr"])
 
 
-def keeps_nested_state(folder: Path) -> None:
+@on_ranks(2)
+def test_state_that_is_nested_and_made_anew_moves_to_the_files(tmp_path: Path) -> None:
     model = Tower(width=48)
     (plain, one), (kept, other) = (
-        made(model, own, Replacing, assume_separable=True) for own in (None, folder)
+        made(model, own, Replacing, assume_separable=True) for own in (None, tmp_path)
     )
     assert train(kept, other) == train(plain, one)
     assert_alike(plain, kept)
@@ -125,13 +126,10 @@ def keeps_nested_state(folder: Path) -> None:
     assert all(other.keeping._memory.holds(tensor) for tensor in found)
 
 
-def test_state_that_is_nested_and_made_anew_moves_to_the_files(ranks2: Ranks, tmp_path: Path) -> None:
-    ranks2.run(keeps_nested_state, tmp_path)
-
-
-def adds_passes_up(folder: Path) -> None:
+@on_ranks(2)
+def test_gradients_of_several_passes_add_up_in_files(tmp_path: Path) -> None:
     model = Tower(width=48)
-    (plain, one), (kept, other) = made(model, None), made(model, folder)
+    (plain, one), (kept, other) = made(model, None), made(model, tmp_path)
     held: list[tuple[Tensor, Tensor]] = []
     for step in range(2):
         for wrapped, optimizer in ((plain, one), (kept, other)):
@@ -149,10 +147,6 @@ def adds_passes_up(folder: Path) -> None:
     assert_alike(plain, kept)
     for grad, values in held:  # a user may hold a gradient, whose memory is not used again then
         assert torch.equal(grad, values)
-
-
-def test_gradients_of_several_passes_add_up_in_files(ranks2: Ranks, tmp_path: Path) -> None:
-    ranks2.run(adds_passes_up, tmp_path)
 
 
 def saves_and_loads(folder: Path, saved: Path) -> None:
@@ -194,7 +188,8 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
-def refuses(folder: Path) -> None:
+@on_ranks(2)
+def test_what_does_not_fit_is_refused_on_every_rank_before_anything_changes(tmp_path: Path) -> None:
     model = Tower(width=48)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
@@ -204,35 +199,29 @@ def refuses(folder: Path) -> None:
 
     is_first = dist.get_rank() == 0
     with pytest.raises(ValueError, match=r"budget of at least [0-9]+ bytes"):
-        wrap(Offload(folder, 1000))
+        wrap(Offload(tmp_path, 1000))
     with pytest.raises(RankMismatchError, match="where a rank keeps what it owns"):
-        wrap(Offload(folder, BUDGET) if is_first else None)
+        wrap(Offload(tmp_path, BUDGET) if is_first else None)
     with pytest.raises(ValueError, match="is for a model on an accelerator"):
         wrap("cpu")
     with pytest.raises(TypeError, match="expected offload to be an Offload"):
         wrap("disk")
     counting = ZeroRedundancyOptimizer(model.parameters(), Counting, lr=0.1)
     with pytest.raises(ValueError, match="some parameters at a time"):
-        wrap(Offload(folder, BUDGET), counting)
+        wrap(Offload(tmp_path, BUDGET), counting)
     with pytest.MonkeyPatch.context() as patch:  # where the disk is full on one rank
-        usage = mapped.shutil.disk_usage(folder)._replace(free=4096 if is_first else 2**40)
+        usage = mapped.shutil.disk_usage(tmp_path)._replace(free=4096 if is_first else 2**40)
         patch.setattr(mapped.shutil, "disk_usage", lambda _: usage)
         with pytest.raises((OSError, RemoteRankError), match="4096 bytes are free") as told:
-            wrap(Offload(folder, BUDGET))
+            wrap(Offload(tmp_path, BUDGET))
         assert not is_first or getattr(told.value, "errno", None) == errno.ENOSPC
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "platform", "darwin")
         with pytest.raises(ValueError, match="on Linux only"):
-            wrap(Offload(folder, BUDGET))
+            wrap(Offload(tmp_path, BUDGET))
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
-    train(wrap(Offload(folder, BUDGET)), optimizer, steps=1)
-
-
-def test_what_does_not_fit_is_refused_on_every_rank_before_anything_changes(
-    ranks2: Ranks, tmp_path: Path
-) -> None:
-    ranks2.run(refuses, tmp_path)
+    train(wrap(Offload(tmp_path, BUDGET)), optimizer, steps=1)
 
 
 def test_an_offload_names_a_folder_and_bytes(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from modelled import StreamsModel, modelled_streams
-from pool import Ranks
+from pool import Ranks, on_ranks
 from test_fully_sharded import Tower, batch
 from zero_optim import RankMismatchError, ZeroRedundancyOptimizer, checkpoint
 from zero_optim.compat.streams import HostCopy, LateCopies
@@ -145,34 +145,37 @@ def run(given: dict[str, Any], offload: Any) -> dict[str, Tensor]:
     return state
 
 
-def trains_alike(name: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("name", CASES)
+def test_training_has_the_bits_of_rows_on_the_device(name: str) -> None:
     want, got = run(CASES[name], None), run(CASES[name], "cpu")
     assert want.keys() == got.keys()
     for key, value in want.items():
         assert torch.equal(got[key], value), key
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_training_has_the_bits_of_rows_on_the_device(ranks2: Ranks, name: str) -> None:
-    ranks2.run(trains_alike, name)
+def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
 
 
-def saves_and_loads(folder: Path) -> None:
+@on_ranks(2)
+def test_checkpoints_and_state_dicts_are_those_of_rows_on_the_device(tmp_path: Path) -> None:
     model, inputs = Tower(), [batch(step) for step in range(6)]
     plain, one = built(copy.deepcopy(model), None, {})
     train(plain, one, inputs[:2], {})
-    checkpoint.save(folder / "plain", model=plain, optimizer=one)
+    checkpoint.save(tmp_path / "plain", model=plain, optimizer=one)
     state = plain.state_dict()
     train(plain, one, inputs[2:4], {})
     want = plain.state_dict()
     with modelled_streams(checks=False) as streams, loading_beside_leaves():
         kept, other = built(copy.deepcopy(model), "cpu", {})
         kept.load_state_dict(state)
-        checkpoint.load(folder / "plain", model=kept, optimizer=other)
+        checkpoint.load(tmp_path / "plain", model=kept, optimizer=other)
         train(kept, other, inputs[2:4], {})
         assert_on_host(streams, other)
         assert_equal(kept.state_dict(), want)
-        checkpoint.save(folder / "kept", model=kept, optimizer=other)
+        checkpoint.save(tmp_path / "kept", model=kept, optimizer=other)
         own = copy.deepcopy(sharded_state_dict(kept))
         train(kept, other, inputs[4:], {})
         last = kept.state_dict()
@@ -181,19 +184,10 @@ def saves_and_loads(folder: Path) -> None:
         streams.current_stream.synchronize()
         races = streams.settle()
         assert not races, str(races[0])
-    checkpoint.load(folder / "kept", model=plain, optimizer=one)
+    checkpoint.load(tmp_path / "kept", model=plain, optimizer=one)
     assert_equal(plain.state_dict(), want)
     train(plain, one, inputs[4:], {})
     assert_equal(plain.state_dict(), last)
-
-
-def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    for name, value in want.items():
-        assert torch.equal(got[name], value), name
-
-
-def test_checkpoints_and_state_dicts_are_those_of_rows_on_the_device(ranks2: Ranks, tmp_path: Path) -> None:
-    ranks2.run(saves_and_loads, tmp_path)
 
 
 def races_without(part: Callable[..., object]) -> int:
@@ -213,7 +207,8 @@ def test_a_missing_wait_for_what_is_copied_is_found(ranks2: Ranks) -> None:
     assert min(ranks2.run(races_without, nothing)) > 0
 
 
-def differs() -> None:
+@on_ranks(2)
+def test_ranks_that_keep_things_in_different_places_are_told() -> None:
     model = Tower()
     with modelled_streams(checks=False):
         offload = "cpu" if dist.get_rank() == 0 else None
@@ -221,7 +216,3 @@ def differs() -> None:
             built(model, offload, {})
         with pytest.raises(RankMismatchError, match="arguments of FullyShardedDataParallel"):
             built(model, offload, {"later": True})
-
-
-def test_ranks_that_keep_things_in_different_places_are_told(ranks2: Ranks) -> None:
-    ranks2.run(differs)

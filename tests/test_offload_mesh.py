@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from modelled import modelled_streams
-from pool import Ranks
+from pool import Ranks, on_ranks
 from test_fully_sharded import Tower, batch, train
 from test_mesh import assert_alike, assert_equal_everywhere, mesh_of
 from test_offload import BUDGET, assert_same_state
@@ -69,7 +69,9 @@ def step_on(wrapped: Any, optimizer: ZeroRedundancyOptimizer, inputs: list[Tenso
         optimizer.step()
 
 
-def trains_alike_on_host() -> None:
+@on_ranks(2)
+@pytest.mark.not_late("the model of streams has collectives of its own")
+def test_copies_are_on_the_host_where_rows_are() -> None:
     model, inputs = Tower(), [batch(step) for step in range(4)]
     plain, one = over_all(model, None)
     with modelled_streams(checks=False) as streams:
@@ -85,11 +87,6 @@ def trains_alike_on_host() -> None:
     step_on(plain, one, inputs)
     for name, value in plain.state_dict().items():
         assert torch.equal(state[name], value), name
-
-
-@pytest.mark.not_late("the model of streams has collectives of its own")
-def test_copies_are_on_the_host_where_rows_are(ranks2: Ranks) -> None:
-    ranks2.run(trains_alike_on_host)
 
 
 def saves_and_loads(folder: Path, saved: Path) -> None:
@@ -112,15 +109,12 @@ def test_an_optimizer_that_comes_later_and_checkpoints_keep_them_there(ranks2: R
     ranks2.run(saves_and_loads, tmp_path / "files", tmp_path / "saved")
 
 
-def is_full_on_one_rank(folder: Path) -> None:
+@on_ranks(2, forked=True)
+def test_a_disk_too_small_for_the_copies_is_told_on_every_rank(tmp_path: Path) -> None:
     model = Tower(width=48)
     is_first = dist.get_rank() == 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(unit_gathers._Column, "nbytes_to_keep", lambda _: [2**60 if is_first else 1])
         with pytest.raises((OSError, RemoteRankError), match="expected to reserve") as told:
-            over_all(model, folder)
+            over_all(model, tmp_path)
     assert not is_first or getattr(told.value, "errno", None) == errno.ENOSPC
-
-
-def test_a_disk_too_small_for_the_copies_is_told_on_every_rank(failing2: Any, tmp_path: Path) -> None:
-    failing2.run(is_full_on_one_rank, tmp_path)

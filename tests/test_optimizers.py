@@ -30,7 +30,7 @@ from optimizer_cases import (
     switches_of,
     write_options,
 )
-from pool import Ranks
+from pool import Ranks, on_ranks
 from training import assert_same_bits, make_params, needs_muon, params_of, set_grads, twin
 from zero_optim import ZeroRedundancyOptimizer
 
@@ -247,7 +247,15 @@ FORMS: dict[str, Callable[[list[Parameter]], Any]] = {
 }
 
 
-def check_forms(names: list[str]) -> None:
+def in_parts(names: list[str], parts: int = 4) -> list[Any]:
+    """Shares of the classes, one for each call of the ranks; all but the first are slow."""
+    shares = [names[first::parts] for first in range(parts)]
+    return [shares[0], *(pytest.param(share, marks=pytest.mark.slow) for share in shares[1:])]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("names", in_parts(BITWISE), ids=lambda names: f"{names[0]} ...")
+def test_every_class_takes_every_form_of_parameters(names: list[str]) -> None:
     for name in names:
         case = CASES[name]
         options = case.options[-1]
@@ -259,40 +267,6 @@ def check_forms(names: list[str]) -> None:
             assert same(sharded.defaults, plain.defaults), (name, what)
             assert_same_options(sharded, plain, (name, what))
             train_case(case, plain, sharded, range(2))
-
-
-def in_parts(names: list[str], parts: int = 4) -> list[Any]:
-    """Shares of the classes, one for each call of the ranks; all but the first are slow."""
-    shares = [names[first::parts] for first in range(parts)]
-    return [shares[0], *(pytest.param(share, marks=pytest.mark.slow) for share in shares[1:])]
-
-
-@pytest.mark.parametrize("names", in_parts(BITWISE), ids=lambda names: f"{names[0]} ...")
-def test_every_class_takes_every_form_of_parameters(ranks2: Ranks, names: list[str]) -> None:
-    ranks2.run(check_forms, names)
-
-
-def check_options_of_groups(names: list[str]) -> None:
-    """A group's own rate, and a rate lowered between steps."""
-    for name in names:
-        case = CASES[name]
-        if not case.rates:
-            continue
-        params = case.params()
-        mine = twin(params)
-        plain, sharded = (
-            build(
-                [{"params": own[::2], "lr": 0.05}, {"params": own[1::2]}], **{**case.options[-1], "lr": 0.02}
-            )
-            for own, build in (
-                (params, case.optimizer_class),
-                (mine, partial(ZeroRedundancyOptimizer, optimizer_class=case.optimizer_class)),
-            )
-        )
-        train_case(case, plain, sharded, range(3))
-        for optimizer in (plain, sharded):
-            optimizer.param_groups[1]["lr"] *= 0.5
-        train_case(case, plain, sharded, range(3, 8))
 
 
 def outcome(case: Case, build: Build, params: list[Parameter]) -> tuple[type[Exception] | None, Any]:
@@ -349,9 +323,29 @@ def test_arguments_act_as_on_the_plain_class(ranks2: Ranks, names: list[str]) ->
     assert any(rate is None for _, rate, _ in found.values())
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("names", in_parts(BITWISE), ids=lambda names: f"{names[0]} ...")
-def test_groups_step_under_their_own_rates(ranks2: Ranks, names: list[str]) -> None:
-    ranks2.run(check_options_of_groups, names)
+def test_groups_step_under_their_own_rates(names: list[str]) -> None:
+    """A group's own rate, and a rate lowered between steps."""
+    for name in names:
+        case = CASES[name]
+        if not case.rates:
+            continue
+        params = case.params()
+        mine = twin(params)
+        plain, sharded = (
+            build(
+                [{"params": own[::2], "lr": 0.05}, {"params": own[1::2]}], **{**case.options[-1], "lr": 0.02}
+            )
+            for own, build in (
+                (params, case.optimizer_class),
+                (mine, partial(ZeroRedundancyOptimizer, optimizer_class=case.optimizer_class)),
+            )
+        )
+        train_case(case, plain, sharded, range(3))
+        for optimizer in (plain, sharded):
+            optimizer.param_groups[1]["lr"] *= 0.5
+        train_case(case, plain, sharded, range(3, 8))
 
 
 def test_a_shared_cache_of_step_sizes_is_what_joins_groups_of_different_rates() -> None:
@@ -394,16 +388,13 @@ def test_switch_is_handled_as_the_class_handles_it(ranks2: Ranks, switch: str, a
     assert len(ranks2.run(check_switch, switch)[0]) >= at_least
 
 
-def check_differentiable() -> None:
+@on_ranks(2)
+def test_parameters_that_are_results_of_others_are_refused() -> None:
     """Steps to differentiate through need parameters that are results, which nobody can broadcast."""
     results = [p * 1 for p in make_params()]
     torch.optim.SGD(results, lr=0.1, differentiable=True)
     with pytest.raises(ValueError, match="non-leaf"):
         ZeroRedundancyOptimizer(results, torch.optim.SGD, lr=0.1, differentiable=True)
-
-
-def test_parameters_that_are_results_of_others_are_refused(ranks2: Ranks) -> None:
-    ranks2.run(check_differentiable)
 
 
 # ---------------------------------------------------------------------- schedules
@@ -440,16 +431,13 @@ def check_schedule(name: str, optimizer_class: type[Optimizer], options: Options
     assert states[0].keys() == states[1].keys()
 
 
-def check_schedules() -> None:
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # SequentialLR of PyTorch 2.8
+def test_every_schedule_gives_the_rates_and_bits_it_gives_without_sharding() -> None:
     """On a class with one momentum and on one with two betas: some schedules move these too."""
     for name in SCHEDULERS:
         check_schedule(name, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
         check_schedule(name, torch.optim.AdamW, {"lr": 0.1})
-
-
-@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # SequentialLR of PyTorch 2.8
-def test_every_schedule_gives_the_rates_and_bits_it_gives_without_sharding(ranks2: Ranks) -> None:
-    ranks2.run(check_schedules)
 
 
 def make_model() -> nn.Module:
@@ -483,13 +471,10 @@ def check_weight_averages(average: Any) -> None:
     assert same(dict(averaged[1].state_dict()), dict(averaged[0].state_dict()))
 
 
-def check_all_weight_averages() -> None:
+@on_ranks(2)
+def test_weight_averages_of_torch_give_the_bits_they_give_without_sharding() -> None:
     for average in (None, swa_utils.get_ema_multi_avg_fn(0.9), swa_utils.get_swa_multi_avg_fn()):
         check_weight_averages(average)
-
-
-def test_weight_averages_of_torch_give_the_bits_they_give_without_sharding(ranks2: Ranks) -> None:
-    ranks2.run(check_all_weight_averages)
 
 
 # ---------------------------------------------------------------------- the table in the documentation

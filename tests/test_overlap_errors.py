@@ -27,7 +27,7 @@ from overlap import (
     loss_of,
     plain_step,
 )
-from pool import Ranks
+from pool import Ranks, on_ranks
 from waiting import LIMIT
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.errors import RemoteRankError
@@ -101,7 +101,17 @@ TOO_LATE: dict[str, tuple[Callable[[nn.Module, ZeroRedundancyOptimizer], None], 
 }
 
 
-def check_too_late(wrapper: str, first: int) -> None:
+def assert_equal_on_all_ranks(model: nn.Module, where: object) -> None:
+    for name, param in model.named_parameters():
+        other = param.detach().clone()
+        dist.broadcast(other, 0)
+        assert torch.equal(other, param), (where, name)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("first", [0, 2])
+@both_wrappers
+def test_what_comes_too_late_raises_on_every_rank(wrapper: str, first: int) -> None:
     """Raises at the first step or at a later one, on every rank; training goes on after it."""
     for name, (act, message) in TOO_LATE.items():
         model, optimizer = Setting(wrapper).build(overlap=True)
@@ -116,19 +126,6 @@ def check_too_late(wrapper: str, first: int) -> None:
                 optimizer.step()
         plain_step(model, optimizer, 50)
         assert_equal_on_all_ranks(model, name)
-
-
-def assert_equal_on_all_ranks(model: nn.Module, where: object) -> None:
-    for name, param in model.named_parameters():
-        other = param.detach().clone()
-        dist.broadcast(other, 0)
-        assert torch.equal(other, param), (where, name)
-
-
-@pytest.mark.parametrize("first", [0, 2])
-@both_wrappers
-def test_what_comes_too_late_raises_on_every_rank(ranks2: Ranks, wrapper: str, first: int) -> None:
-    ranks2.run(check_too_late, wrapper, first)
 
 
 # ---------------------------------------------------------------------- failures
@@ -222,7 +219,16 @@ def test_a_reduction_that_fails_on_one_rank_raises_in_the_backward_pass_of_all(
     ranks.run(check_failing_hook, wrapper)
 
 
-def check_wrong_hook(wrapper: str, result: object, message: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ("no reduction today", "no reduction today"),
+        ({"a": "dict"}, "expected the hook's future to hold one tensor, got dict"),
+    ],
+)
+@both_wrappers
+def test_a_hook_that_fails_on_every_rank_raises_there(wrapper: str, result: object, message: str) -> None:
     """What the hook gives is no reduction, on every rank."""
 
     def hook(state: object, bucket: dist.GradBucket) -> Any:
@@ -235,20 +241,6 @@ def check_wrong_hook(wrapper: str, result: object, message: str) -> None:
     model, _ = Setting(wrapper, hook=lambda: (None, hook)).build(overlap=True)
     with pytest.raises(Exception, match=message):
         loss_of(model, 0).backward()
-
-
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        ("no reduction today", "no reduction today"),
-        ({"a": "dict"}, "expected the hook's future to hold one tensor, got dict"),
-    ],
-)
-@both_wrappers
-def test_a_hook_that_fails_on_every_rank_raises_there(
-    ranks2: Ranks, wrapper: str, result: object, message: str
-) -> None:
-    ranks2.run(check_wrong_hook, wrapper, result, message)
 
 
 class Broken(torch.autograd.Function):
@@ -322,7 +314,9 @@ def num_threads() -> int:
     return sum(thread.name == "zero_step" for thread in threading.enumerate())
 
 
-def check_no_leak(wrapper: str) -> None:
+@on_ranks(2)
+@both_wrappers
+def test_threads_end_when_hook_and_ddp_go(wrapper: str) -> None:
     gone = []
     for number in range(20):
         model, optimizer = Setting(wrapper).build(overlap=True)
@@ -339,12 +333,18 @@ def check_no_leak(wrapper: str) -> None:
     assert [reference() for reference in gone] == [None] * 20
 
 
+def check_copies(optimizer: ZeroRedundancyOptimizer) -> None:
+    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        for param, other in zip(twin.owners(), optimizer.owners(), strict=True):
+            assert torch.equal(param, other)
+            param.grad = torch.ones_like(param)
+        twin.step()
+        assert zero_step(twin) is not None
+
+
+@on_ranks(2)
 @both_wrappers
-def test_threads_end_when_hook_and_ddp_go(ranks2: Ranks, wrapper: str) -> None:
-    ranks2.run(check_no_leak, wrapper)
-
-
-def check_between(wrapper: str) -> None:
+def test_copying_consolidating_and_loading_between_steps_changes_nothing(wrapper: str) -> None:
     """Copies, consolidation, loading and added groups between steps."""
     setting = Setting(wrapper)
     runs = [setting.build(overlap) for overlap in (False, True)]
@@ -362,21 +362,9 @@ def check_between(wrapper: str) -> None:
         assert_same_params(runs[1][0], runs[0][0], number)
 
 
-def check_copies(optimizer: ZeroRedundancyOptimizer) -> None:
-    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        for param, other in zip(twin.owners(), optimizer.owners(), strict=True):
-            assert torch.equal(param, other)
-            param.grad = torch.ones_like(param)
-        twin.step()
-        assert zero_step(twin) is not None
-
-
+@on_ranks(2)
 @both_wrappers
-def test_copying_consolidating_and_loading_between_steps_changes_nothing(ranks2: Ranks, wrapper: str) -> None:
-    ranks2.run(check_between, wrapper)
-
-
-def check_added_group(wrapper: str) -> None:
+def test_a_group_added_after_registering_is_stepped(wrapper: str) -> None:
     """A group that DDP held from the start is stepped by the hook from then on, with step() or without."""
 
     def some(model: nn.Module) -> ZeroRedundancyOptimizer:
@@ -402,12 +390,8 @@ def check_added_group(wrapper: str) -> None:
     assert len(grads_of(model)) == len(list(model.parameters()))
 
 
-@both_wrappers
-def test_a_group_added_after_registering_is_stepped(ranks2: Ranks, wrapper: str) -> None:
-    ranks2.run(check_added_group, wrapper)
-
-
-def check_averages_in_place() -> None:
+@on_ranks(2)
+def test_a_backward_pass_through_averaged_weights_raises_and_changes_nothing() -> None:
     model, optimizer = Setting(optimizer=lambda m: adamw(m, ema_decay=0.5)).build(overlap=True)
     plain_step(model, optimizer, 0)
     loss = loss_of(model, 1)
@@ -417,7 +401,3 @@ def check_averages_in_place() -> None:
             loss_of(model, 1).backward()
         assert all(torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))
     del loss
-
-
-def test_a_backward_pass_through_averaged_weights_raises_and_changes_nothing(ranks2: Ranks) -> None:
-    ranks2.run(check_averages_in_place)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from overlap import WRAPPERS, Grads, Setting, assert_same_params, assert_same_run, plain_step
-from pool import Ranks
+from pool import Ranks, on_ranks
 from zero_optim import hooks
 from zero_optim.hooks import zero_step
 
@@ -55,7 +55,13 @@ def test_every_hook_gives_the_same_bits(ranks2: Ranks, wrapper: str) -> None:
     ranks2.run(check_hooks, wrapper)
 
 
-def check_wrapped(wrapper: str) -> None:
+def assert_same_grads_after(a: Grads, b: Grads) -> None:
+    assert all(x is not None and y is not None and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@on_ranks(2)
+@both_wrappers
+def test_a_wrapper_around_it_gives_the_same_bits(wrapper: str) -> None:
     """zero_step inside a wrapper: it finds 16-bit gradients, which the wrapper casts back for DDP alone."""
     setting = Setting(wrapper)
     plain, one = Setting(wrapper, hook=pytorchs(OURS["in bf16"])).build(overlap=False)
@@ -67,23 +73,11 @@ def check_wrapped(wrapper: str) -> None:
         assert_same_params(model, plain, number)
 
 
-def assert_same_grads_after(a: Grads, b: Grads) -> None:
-    assert all(x is not None and y is not None and torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-@both_wrappers
-def test_a_wrapper_around_it_gives_the_same_bits(ranks2: Ranks, wrapper: str) -> None:
-    ranks2.run(check_wrapped, wrapper)
-
-
-def check_names() -> None:
+@on_ranks(2)
+def test_the_hook_is_named_and_has_the_signature_that_ddp_asks_for() -> None:
     _, optimizer = Setting().build(overlap=False)
     hook = zero_step(optimizer, hooks.fp16_compress_hook)
     assert hook.__name__ == hook.__qualname__ == "zero_step(fp16_compress_hook)"
     signature = inspect.signature(hook)
     assert signature.return_annotation == torch.futures.Future[torch.Tensor]
     assert signature.parameters["bucket"].annotation is dist.GradBucket
-
-
-def test_the_hook_is_named_and_has_the_signature_that_ddp_asks_for(ranks2: Ranks) -> None:
-    ranks2.run(check_names)

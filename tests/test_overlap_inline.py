@@ -23,7 +23,7 @@ from overlap import (
     plain_step,
     step_tokens,
 )
-from pool import Ranks
+from pool import Ranks, on_ranks
 from test_overlap_errors import assert_trains_on, check_failing_hook, check_failing_step, run_broken_off
 from test_overlap_hooks import OURS, THEIRS, pytorchs
 from test_overlap_order import check_rebuilding
@@ -43,64 +43,49 @@ def check_run(setting: Setting, step: Callable[..., Grads], steps: int, moves: b
         assert not optimizer.overlap().takes_thread
 
 
-def check_kind(wrapper: str, name: str) -> None:
-    arguments, step = KINDS[name]
-    check_run(Setting(wrapper, **arguments), step, 5, moves=True)
-
-
+@on_ranks(2)
 @pytest.mark.parametrize(
     "name", ["packed", "grads as views", "all at the last bucket", "masters", "averages"]
 )
 @both_wrappers
-def test_every_kind_of_parameters_gives_the_same_bits(ranks2: Ranks, wrapper: str, name: str) -> None:
-    ranks2.run(check_kind, wrapper, name)
+def test_every_kind_of_parameters_gives_the_same_bits(wrapper: str, name: str) -> None:
+    arguments, step = KINDS[name]
+    check_run(Setting(wrapper, **arguments), step, 5, moves=True)
 
 
-def check_loop(wrapper: str, name: str) -> None:
-    arguments, step, moves = LOOPS[name]
-    check_run(Setting(wrapper, **arguments), step, 5, moves)
-
-
+@on_ranks(2)
 @pytest.mark.parametrize(
     "name", ["no_sync", "closure", "unfreezing", "checkpoint", "reentrant checkpoint", "not in DDP"]
 )
 @both_wrappers
-def test_every_kind_of_loop_gives_the_same_bits(ranks2: Ranks, wrapper: str, name: str) -> None:
-    ranks2.run(check_loop, wrapper, name)
+def test_every_kind_of_loop_gives_the_same_bits(wrapper: str, name: str) -> None:
+    arguments, step, moves = LOOPS[name]
+    check_run(Setting(wrapper, **arguments), step, 5, moves)
 
 
-def check_hooks(wrapper: str) -> None:
+@on_ranks(2)
+@both_wrappers
+def test_several_hooks_give_the_same_bits(wrapper: str) -> None:
     for hook in (pytorchs(OURS["bf16"]), pytorchs(OURS["in fp16"]), THEIRS["allreduce"], THEIRS["fp16"]):
         check_run(Setting(wrapper, hook=hook), plain_step, 4, moves=True)
 
 
-@both_wrappers
-def test_several_hooks_give_the_same_bits(ranks2: Ranks, wrapper: str) -> None:
-    ranks2.run(check_hooks, wrapper)
-
-
-def check_unused(wrapper: str, name: str, mode: str) -> None:
-    for interleave in (True, False):
-        setting = Setting(wrapper, options={mode: True}, zero={"interleave": interleave})
-        check_run(setting, UNUSED[name], 5, moves=False)
-
-
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("name", "mode"),
     [("by turns", "find_unused_parameters"), ("never", "find_unused_parameters"), ("never", "static_graph")],
 )
 @both_wrappers
-def test_unused_parameters_are_left_alone(ranks2: Ranks, wrapper: str, name: str, mode: str) -> None:
-    ranks2.run(check_unused, wrapper, name, mode)
+def test_unused_parameters_are_left_alone(wrapper: str, name: str, mode: str) -> None:
+    for interleave in (True, False):
+        setting = Setting(wrapper, options={mode: True}, zero={"interleave": interleave})
+        check_run(setting, UNUSED[name], 5, moves=False)
 
 
-def check_sparse(wrapper: str) -> None:
-    check_run(Setting(wrapper, Embedder, sgd), step_tokens, 5, moves=False)
-
-
+@on_ranks(2)
 @both_wrappers
-def test_sparse_gradients_give_the_same_bits(ranks2: Ranks, wrapper: str) -> None:
-    ranks2.run(check_sparse, wrapper)
+def test_sparse_gradients_give_the_same_bits(wrapper: str) -> None:
+    check_run(Setting(wrapper, Embedder, sgd), step_tokens, 5, moves=False)
 
 
 def check_join(wrapper: str) -> None:
@@ -129,7 +114,9 @@ def lazily(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
     return optimizer
 
 
-def check_lazy(wrapper: str) -> None:
+@on_ranks(2)
+@both_wrappers
+def test_lazy_gathers_give_the_same_bits(wrapper: str) -> None:
     for as_view in (True, False):
         setting = Setting(
             wrapper,
@@ -142,11 +129,6 @@ def check_lazy(wrapper: str) -> None:
                     plain_step(model, optimizer, number)
                 optimizer.wait_for_gathers()
             assert_same_params(runs[1][0], runs[0][0], as_view)
-
-
-@both_wrappers
-def test_lazy_gathers_give_the_same_bits(ranks2: Ranks, wrapper: str) -> None:
-    ranks2.run(check_lazy, wrapper)
 
 
 @both_wrappers
@@ -220,7 +202,9 @@ def traced(trace: list[str], group: list[dist.ProcessGroup]) -> Callable[..., An
     return hook
 
 
-def check_order(wrapper: str) -> None:
+@on_ranks(2)
+@both_wrappers
+def test_each_hook_gathers_the_bucket_before_on_the_group_of_the_reductions(wrapper: str) -> None:
     trace: list[str] = []
     groups: list[dist.ProcessGroup] = []
     before = RankGroup.broadcast_rows
@@ -245,14 +229,8 @@ def check_order(wrapper: str) -> None:
         RankGroup.broadcast_rows = before  # type: ignore[method-assign]
 
 
-@both_wrappers
-def test_each_hook_gathers_the_bucket_before_on_the_group_of_the_reductions(
-    ranks2: Ranks, wrapper: str
-) -> None:
-    ranks2.run(check_order, wrapper)
-
-
-def check_caller_waits() -> None:
+@on_ranks(2)
+def test_the_stream_that_steps_waits_for_that_of_backward_and_the_callers_for_it() -> None:
     with fake_streams() as accelerator:
         main = accelerator.stack[0]
         model, optimizer = Setting("ours").build(overlap=True)
@@ -266,10 +244,6 @@ def check_caller_waits() -> None:
             stepping = beside[-1].stream
             assert {event.stream for event in stepping.awaited} == {main}
             optimizer.step()
-
-
-def test_the_stream_that_steps_waits_for_that_of_backward_and_the_callers_for_it(ranks2: Ranks) -> None:
-    ranks2.run(check_caller_waits)
 
 
 class Gated(Net):

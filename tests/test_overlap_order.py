@@ -21,7 +21,7 @@ from overlap import (
     loss_of,
     plain_step,
 )
-from pool import Ranks
+from pool import Ranks, on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.hooks import allreduce_hook
 
@@ -65,18 +65,15 @@ class Deep(nn.Module):
         return hidden
 
 
-def check_delays(wrapper: str) -> None:
+@on_ranks(4)
+@both_wrappers
+def test_any_timing_gives_the_same_bits_on_four_ranks(wrapper: str) -> None:
     def hook() -> tuple[object, Any]:
         return random.Random(dist.get_rank()), delayed_hook
 
     for interleave in (True, False):
         setting = Setting(wrapper, Deep, hook=hook, zero={"interleave": interleave})
         assert_same_run(setting, step_slowly, 6, where=interleave)
-
-
-@both_wrappers
-def test_any_timing_gives_the_same_bits_on_four_ranks(ranks4: Ranks, wrapper: str) -> None:
-    ranks4.run(check_delays, wrapper)
 
 
 # ---------------------------------------------------------------------- a trace
@@ -121,7 +118,9 @@ class TracedSGD(torch.optim.SGD):
         return result
 
 
-def check_trace(wrapper: str) -> None:
+@on_ranks(2)
+@both_wrappers
+def test_early_buckets_are_stepped_before_backward_ends(wrapper: str) -> None:
     TracedSGD.stepped, TracedSGD.trace = threading.Event(), []
     trace = TracedSGD.trace
 
@@ -152,11 +151,6 @@ def check_trace(wrapper: str) -> None:
         assert trace[-1][0] == "end"  # step() had nothing left to do
 
 
-@both_wrappers
-def test_early_buckets_are_stepped_before_backward_ends(ranks2: Ranks, wrapper: str) -> None:
-    ranks2.run(check_trace, wrapper)
-
-
 # ---------------------------------------------------------------------- reads that come too late
 
 
@@ -178,7 +172,12 @@ class StaleRead(nn.Module):
         return hidden
 
 
-def check_stale_reads(wrapper: str, interleave: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("interleave", [True, False])
+@both_wrappers
+def test_a_backward_pass_that_reads_what_was_stepped_raises_on_every_rank(
+    wrapper: str, interleave: bool
+) -> None:
     options = {"bucket_cap_mb": 0.0001}  # one layer each
     setting = Setting(wrapper, StaleRead, options=options, zero={"interleave": interleave})
     for read in (0, 1, 2, 3):  # weights of this rank and of the other
@@ -194,25 +193,14 @@ def check_stale_reads(wrapper: str, interleave: bool) -> None:
         optimizer.wait_for_gathers()
 
 
-@pytest.mark.parametrize("interleave", [True, False])
-@both_wrappers
-def test_a_backward_pass_that_reads_what_was_stepped_raises_on_every_rank(
-    ranks2: Ranks, wrapper: str, interleave: bool
-) -> None:
-    ranks2.run(check_stale_reads, wrapper, interleave)
-
-
-def check_second_backward() -> None:
+@on_ranks(2)
+def test_a_graph_from_before_the_step_is_not_walked_again() -> None:
     model, optimizer = Setting().build(overlap=True)
     loss = loss_of(model, 0)
     loss.backward(retain_graph=True)
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_a_graph_from_before_the_step_is_not_walked_again(ranks2: Ranks) -> None:
-    ranks2.run(check_second_backward)
 
 
 # ---------------------------------------------------------------------- rebuilt buckets

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDdp
 
-from pool import Ranks
+from pool import Ranks, on_ranks
 from training import assert_same_bits
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
@@ -91,7 +91,8 @@ def test_four_ranks_give_the_bits_of_sharded_gradients(ranks4: Ranks) -> None:
     ranks4.run(check_order)
 
 
-def check_refusals() -> None:
+@on_ranks(2)
+def test_what_cannot_be_reduced_to_owners_is_refused() -> None:
     model = Net()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     with pytest.raises(ValueError, match="has a reduction of its own: leave out allreduce_hook"):
@@ -103,10 +104,6 @@ def check_refusals() -> None:
     ddp.register_comm_hook(None, zero_step(partly, gradients="owners"))
     with pytest.raises(ValueError, match="not in the optimizer, so they have no owner"):
         ddp(torch.ones(1, 6), True).sum().backward()
-
-
-def test_what_cannot_be_reduced_to_owners_is_refused(ranks2: Ranks) -> None:
-    ranks2.run(check_refusals)
 
 
 def test_neighbours_of_one_owner_travel_as_one_span() -> None:

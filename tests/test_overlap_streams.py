@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fake_streams import FakeAccelerator, FakeStream, fake_streams
 from overlap import WRAPPERS, Grads, Setting, adamw, assert_same_run, grads_of, loss_of, plain_step
-from pool import Ranks
+from pool import on_ranks
 from zero_optim import RemoteRankError, ZeroRedundancyOptimizer
 from zero_optim.comm.pending import Pending
 from zero_optim.hooks import zero_step
@@ -135,7 +135,8 @@ def test_what_a_gather_used_stays_until_the_stream_that_waited_has_got_there(
     assert accelerator.were_used_on("forward", flat)
 
 
-def check_owner_reduction() -> None:
+@on_ranks(2)
+def test_what_a_reduction_to_owners_used_stays_until_the_stream_that_steps_has_got_there() -> None:
     with fake_streams() as accelerator:
         made: list[Tensor] = []
         exchange = owners.RankGroup.exchange
@@ -153,12 +154,6 @@ def check_owner_reduction() -> None:
             owners.RankGroup.exchange = exchange  # type: ignore[method-assign]
         assert made
         assert accelerator.were_used_on("beside", *[tensor for tensor in made if tensor.numel()])
-
-
-def test_what_a_reduction_to_owners_used_stays_until_the_stream_that_steps_has_got_there(
-    ranks2: Ranks,
-) -> None:
-    ranks2.run(check_owner_reduction)
 
 
 # ---------------------------------------------------------------------- parameters that the user replaced
@@ -179,7 +174,12 @@ def replacing(model: nn.Module, optimizer: ZeroRedundancyOptimizer, step: int) -
     return grads
 
 
-def check_replaced(wrapper: str, interleave: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("interleave", [True, False])
+@both_wrappers
+def test_what_the_user_replaced_is_moved_on_the_thread_of_the_backward_pass(
+    wrapper: str, interleave: bool
+) -> None:
     threads: set[str] = set()
     take_in = storage.ViewBucket._take_in
 
@@ -195,20 +195,14 @@ def check_replaced(wrapper: str, interleave: bool) -> None:
     assert threads == {threading.current_thread().name}
 
 
-@pytest.mark.parametrize("interleave", [True, False])
-@both_wrappers
-def test_what_the_user_replaced_is_moved_on_the_thread_of_the_backward_pass(
-    ranks2: Ranks, wrapper: str, interleave: bool
-) -> None:
-    ranks2.run(check_replaced, wrapper, interleave)
-
-
 def with_two_more(model: nn.Module) -> ZeroRedundancyOptimizer:
     more = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4, dtype=torch.float64))]
     return ZeroRedundancyOptimizer([*more, *model.parameters()], torch.optim.SGD, lr=0.1)
 
 
-def check_misfit(wrapper: str) -> None:
+@on_ranks(2)
+@both_wrappers
+def test_a_parameter_that_does_not_fit_any_more_raises_when_backward_ends(wrapper: str) -> None:
     """One that does not fit any more, of parameters that DDP does not hold, on one rank."""
     model, optimizer = Setting(wrapper, optimizer=with_two_more).build(overlap=True)
     plain_step(model, optimizer, 0)
@@ -233,13 +227,6 @@ def check_misfit(wrapper: str) -> None:
         param.data_ptr() != data.data_ptr() for param, data in zip(model.parameters(), kept, strict=True)
     )
     plain_step(model, optimizer, 2)
-
-
-@both_wrappers
-def test_a_parameter_that_does_not_fit_any_more_raises_when_backward_ends(
-    ranks2: Ranks, wrapper: str
-) -> None:
-    ranks2.run(check_misfit, wrapper)
 
 
 # ---------------------------------------------------------------------- errors anywhere
@@ -267,7 +254,11 @@ POINTS: dict[str, tuple[Any, str]] = {
 }
 
 
-def check_failure(wrapper: str, point: str, inline: bool) -> None:
+@on_ranks(1)
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("inline", [False, True], ids=["thread", "inline"])
+def test_an_error_at_any_point_is_raised_when_backward_has_ended(point: str, inline: bool) -> None:
+    wrapper = "ours"
     with fake_streams() if inline else torch.enable_grad():
         model, optimizer = Setting(wrapper).build(overlap=True)
         for number in range(2):
@@ -285,14 +276,6 @@ def check_failure(wrapper: str, point: str, inline: bool) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize("inline", [False, True], ids=["thread", "inline"])
-def test_an_error_at_any_point_is_raised_when_backward_has_ended(
-    ranks1: Ranks, point: str, inline: bool
-) -> None:
-    ranks1.run(check_failure, "ours", point, inline)
-
-
 class FailingFuture:
     """A future that does not take its first value."""
 
@@ -307,7 +290,8 @@ class FailingFuture:
         self.taken.append(value)
 
 
-def check_thread_lives_on() -> None:
+@on_ranks(1)
+def test_the_thread_goes_on_after_any_error() -> None:
     """Even if what minds errors fails: both the first error and what it calls."""
     model, optimizer = Setting("ours").build(overlap=True)
     receive, fail = steps.BucketSteps.receive, task.SteppedPass.fail
@@ -325,10 +309,6 @@ def check_thread_lives_on() -> None:
     assert not any(torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))
 
 
-def test_the_thread_goes_on_after_any_error(ranks1: Ranks) -> None:
-    ranks1.run(check_thread_lives_on)
-
-
 def test_a_future_that_refuses_the_result_gets_the_gradients_as_they_were() -> None:
     of = task.SteppedPass(False, lambda: None)
     buffer, future = torch.zeros(2), FailingFuture()
@@ -341,7 +321,20 @@ def test_a_future_that_refuses_the_result_gets_the_gradients_as_they_were() -> N
 # ---------------------------------------------------------------------- known to be used
 
 
-def check_no_search(wrapper: str, how: str, searches: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("wrapper", "how", "searches"),
+    [
+        ("ours", "", False),
+        ("ours", "may be unused", True),
+        ("torch", "", True),
+        ("torch", "wrapper given", False),
+        ("torch", "may be unused", True),
+    ],
+)
+def test_nobody_looks_for_unused_parameters_where_all_are_known_to_be_used(
+    wrapper: str, how: str, searches: bool
+) -> None:
     calls: list[object] = []
     all_zero, flags = steps._all_zero, owners.OwnerReduction._flags
 
@@ -369,19 +362,3 @@ def check_no_search(wrapper: str, how: str, searches: bool) -> None:
     finally:
         steps._all_zero = all_zero
         owners.OwnerReduction._flags = flags  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize(
-    ("wrapper", "how", "searches"),
-    [
-        ("ours", "", False),
-        ("ours", "may be unused", True),
-        ("torch", "", True),
-        ("torch", "wrapper given", False),
-        ("torch", "may be unused", True),
-    ],
-)
-def test_nobody_looks_for_unused_parameters_where_all_are_known_to_be_used(
-    ranks2: Ranks, wrapper: str, how: str, searches: bool
-) -> None:
-    ranks2.run(check_no_search, wrapper, how, searches)

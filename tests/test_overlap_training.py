@@ -27,7 +27,7 @@ from overlap import (
     plain_step,
     step_bag,
 )
-from pool import Ranks
+from pool import Ranks, on_ranks
 from training import HAS_MUON, make_params
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.hooks import (
@@ -93,13 +93,6 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[..., Grads]]] = {
 }
 
 
-def check_kinds(wrapper: str) -> None:
-    for name, (arguments, step) in KINDS.items():
-        _, optimizer = assert_same_run(Setting(wrapper, **arguments), step, 12, where=name)
-        if name == "averages":
-            check_averages(wrapper, optimizer)
-
-
 def check_averages(wrapper: str, overlapped: ZeroRedundancyOptimizer) -> None:
     model, optimizer = Setting(wrapper, optimizer=KINDS["averages"][0]["optimizer"]).build(overlap=False)
     for number in range(12):
@@ -109,20 +102,21 @@ def check_averages(wrapper: str, overlapped: ZeroRedundancyOptimizer) -> None:
             assert torch.equal(param, want)
 
 
+@on_ranks(2)
 @both_wrappers
-def test_every_kind_of_parameters_and_groups_gives_the_same_bits(ranks2: Ranks, wrapper: str) -> None:
-    ranks2.run(check_kinds, wrapper)
+def test_every_kind_of_parameters_and_groups_gives_the_same_bits(wrapper: str) -> None:
+    for name, (arguments, step) in KINDS.items():
+        _, optimizer = assert_same_run(Setting(wrapper, **arguments), step, 12, where=name)
+        if name == "averages":
+            check_averages(wrapper, optimizer)
 
 
-def check_some_kinds(wrapper: str) -> None:
+@on_ranks(4)
+@both_wrappers
+def test_some_kinds_give_the_same_bits_on_four_ranks(wrapper: str) -> None:
     for name in ("packed", "two classes", "masters"):
         arguments, step = KINDS[name]
         assert_same_run(Setting(wrapper, **arguments), step, 8, where=name)
-
-
-@both_wrappers
-def test_some_kinds_give_the_same_bits_on_four_ranks(ranks4: Ranks, wrapper: str) -> None:
-    ranks4.run(check_some_kinds, wrapper)
 
 
 # ---------------------------------------------------------------------- loops
@@ -257,14 +251,11 @@ LOOPS: dict[str, tuple[dict[str, Any], Callable[..., Grads], bool]] = {
 }
 
 
-def check_loops(wrapper: str) -> None:
+@on_ranks(2)
+@both_wrappers
+def test_every_kind_of_loop_gives_the_same_bits(wrapper: str) -> None:
     for name, (arguments, step, moves) in LOOPS.items():
         assert_same_run(Setting(wrapper, **arguments), step, 8, moves=moves, where=name)
-
-
-@both_wrappers
-def test_every_kind_of_loop_gives_the_same_bits(ranks2: Ranks, wrapper: str) -> None:
-    ranks2.run(check_loops, wrapper)
 
 
 def check_no_step(wrapper: str, interleave: bool) -> None:
@@ -309,7 +300,8 @@ def test_the_names_that_pytorch_uses_give_the_same_bits(ranks2: Ranks, wrapper: 
     ranks2.run(check_spellings, wrapper)
 
 
-def check_wrong_use() -> None:
+@on_ranks(2)
+def test_wrong_use_is_refused_saying_why() -> None:
     model = WRAPPERS["torch"](Net(), bucket_cap_mb=BUCKET_CAP_MB)
     with pytest.raises(ValueError, match="MADGRAD cannot be stepped during"):
         ZeroRedundancyOptimizer(model.parameters(), torch_optimizer.MADGRAD, overlap_with_ddp=True)
@@ -323,11 +315,9 @@ def check_wrong_use() -> None:
         zero_step(torch.optim.AdamW(model.parameters()))  # type: ignore[arg-type]
 
 
-def test_wrong_use_is_refused_saying_why(ranks2: Ranks) -> None:
-    ranks2.run(check_wrong_use)
-
-
-def check_sub_groups(wrapper: str) -> None:
+@on_ranks(4)
+@both_wrappers
+def test_sub_groups_give_the_same_bits(wrapper: str) -> None:
     """Two pairs train models of their own; then DDP over all four, sharded within pairs."""
     rank = dist.get_rank()
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -340,8 +330,3 @@ def check_sub_groups(wrapper: str) -> None:
             hook=lambda group=group: (group, allreduce_hook),  # type: ignore[misc]
         )
         assert_same_run(setting, steps=6, where=group)
-
-
-@both_wrappers
-def test_sub_groups_give_the_same_bits(ranks4: Ranks, wrapper: str) -> None:
-    ranks4.run(check_sub_groups, wrapper)

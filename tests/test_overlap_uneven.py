@@ -25,7 +25,7 @@ from overlap import (
     loss_of,
     step_tokens,
 )
-from pool import Ranks
+from pool import Ranks, on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.hooks import (
     allreduce_hook,
@@ -86,7 +86,9 @@ def test_unused_parameters_are_left_alone_bit_for_bit(
     ranks2.run(check_unused, wrapper, mode, as_view)
 
 
-def check_unused_without_step(wrapper: str) -> None:
+@on_ranks(2)
+@both_wrappers
+def test_unused_parameters_are_left_alone_without_step(wrapper: str) -> None:
     """A loop without step(): what nobody used stays, what has a gradient of zeros decays."""
     for factor in (0.0, 1.0):
         setting = Setting(wrapper, options={"find_unused_parameters": True})
@@ -97,11 +99,6 @@ def check_unused_without_step(wrapper: str) -> None:
                 (net(inputs(number), number == 1).square().mean() * factor).backward()
             one.step()
             assert_same_params(model, plain, (factor, number))
-
-
-@both_wrappers
-def test_unused_parameters_are_left_alone_without_step(ranks2: Ranks, wrapper: str) -> None:
-    ranks2.run(check_unused_without_step, wrapper)
 
 
 def sgd(model: nn.Module) -> ZeroRedundancyOptimizer:
@@ -165,7 +162,14 @@ def step_with_changed_gradients(optimizer: ZeroRedundancyOptimizer) -> None:
     optimizer.step()
 
 
-def check_too_late(does_wrong: Callable[[ZeroRedundancyOptimizer], None], message: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("does_wrong", "message"),
+    [(clip, "too early to clip"), (step_with_changed_gradients, "gradients were changed")],
+)
+def test_what_comes_too_late_inside_join_raises_on_joined_ranks_too(
+    does_wrong: Callable[[ZeroRedundancyOptimizer], None], message: str
+) -> None:
     """What comes too late is done when another rank has joined, which waits for a step."""
     model, optimizer = Setting("ours").build(overlap=True)
 
@@ -182,17 +186,9 @@ def check_too_late(does_wrong: Callable[[ZeroRedundancyOptimizer], None], messag
         train()
 
 
-@pytest.mark.parametrize(
-    ("does_wrong", "message"),
-    [(clip, "too early to clip"), (step_with_changed_gradients, "gradients were changed")],
-)
-def test_what_comes_too_late_inside_join_raises_on_joined_ranks_too(
-    ranks2: Ranks, does_wrong: Callable[[ZeroRedundancyOptimizer], None], message: str
-) -> None:
-    ranks2.run(check_too_late, does_wrong, message)
-
-
-def check_all_uneven(wrapper: str) -> None:
+@on_ranks(2, slow=4)
+@both_wrappers
+def test_uneven_inputs_give_the_same_bits(wrapper: str) -> None:
     for order in ("last longest", "first longest"):
         check_uneven(wrapper, order, {}, 1.0)
         check_uneven(wrapper, order, {"gradient_as_bucket_view": True}, 1.0)
@@ -202,12 +198,9 @@ def check_all_uneven(wrapper: str) -> None:
             check_uneven(wrapper, order, {}, 1.0, gradients="owners")
 
 
+@on_ranks(2)
 @both_wrappers
-def test_uneven_inputs_give_the_same_bits(ranks: Ranks, wrapper: str) -> None:
-    ranks.run(check_all_uneven, wrapper)
-
-
-def check_after_join(wrapper: str) -> None:
+def test_training_goes_on_after_uneven_inputs(wrapper: str) -> None:
     """The loop after the context goes on as ever, from equal parameters and equal options."""
     setting = Setting(wrapper)
     runs = [setting.build(overlap) for overlap in (False, True)]
@@ -224,11 +217,6 @@ def check_after_join(wrapper: str) -> None:
     assert_same_params(runs[1][0], runs[0][0])
 
 
-@both_wrappers
-def test_training_goes_on_after_uneven_inputs(ranks2: Ranks, wrapper: str) -> None:
-    ranks2.run(check_after_join, wrapper)
-
-
 class Gated(Net):
     """The convolution, whose bucket is the last, is never used."""
 
@@ -237,7 +225,9 @@ class Gated(Net):
         return out
 
 
-def check_joined_without_last(inline: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("inline", [False, True], ids=["thread", "inline"])
+def test_a_joined_rank_steps_all_where_the_last_bucket_is_left_out(inline: bool) -> None:
     options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
     with fake_streams() if inline else nullcontext():
         runs = [Setting("ours", Gated, options=options).build(overlap) for overlap in (False, True)]
@@ -262,12 +252,8 @@ def check_joined_without_last(inline: bool) -> None:
         assert_same_params(runs[1][0], runs[0][0], "joined")
 
 
-@pytest.mark.parametrize("inline", [False, True], ids=["thread", "inline"])
-def test_a_joined_rank_steps_all_where_the_last_bucket_is_left_out(ranks2: Ranks, inline: bool) -> None:
-    ranks2.run(check_joined_without_last, inline)
-
-
-def check_needs_the_last() -> None:
+@on_ranks(2)
+def test_a_step_that_begins_with_the_last_bucket_needs_a_wrapper_that_reduces_it() -> None:
     skips = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
     model = WRAPPERS["ours"](Net(), **skips)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
@@ -276,7 +262,3 @@ def check_needs_the_last() -> None:
     with pytest.raises(ValueError, match="may leave out the last bucket"):
         zero_step(optimizer, ddp=model, interleave=False)
     hook_with_zero_step_interleaved(allreduce_hook, model, optimizer)
-
-
-def test_a_step_that_begins_with_the_last_bucket_needs_a_wrapper_that_reduces_it(ranks2: Ranks) -> None:
-    ranks2.run(check_needs_the_last)

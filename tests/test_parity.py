@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import lr_scheduler
 
-from pool import Ranks
+from pool import Ranks, on_ranks
 from training import (
     MATRICES,
     MIXED,
@@ -81,7 +81,8 @@ def test_some_classes_equal_the_unsharded_run_on_four_ranks(ranks4: Ranks, case:
     ranks4.run(check_parity, case, True)
 
 
-def check_groups() -> None:
+@on_ranks(2, 4)
+def test_several_groups_under_one_cycle_equal_the_unsharded_run() -> None:
     """Three groups with options of their own; a scheduler acts on all."""
     params = make_params()
     mine = twin(params)
@@ -103,10 +104,6 @@ def check_groups() -> None:
         }
 
 
-def test_several_groups_under_one_cycle_equal_the_unsharded_run(ranks_2_and_4: Ranks) -> None:
-    ranks_2_and_4.run(check_groups)
-
-
 SCHEDULERS = {
     "one-cycle": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=12),
     "cyclic": lambda o: lr_scheduler.CyclicLR(
@@ -120,7 +117,10 @@ SCHEDULERS = {
 }
 
 
-def check_scheduler(name: str) -> None:
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # SequentialLR of PyTorch 2.8
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_learning_rate_schedules_act_as_on_the_plain_optimizer(name: str) -> None:
     params = make_params()
     plain = torch.optim.Adam(params, lr=0.05)
     sharded = ZeroRedundancyOptimizer(twin(params), torch.optim.Adam, lr=0.05)
@@ -129,13 +129,8 @@ def check_scheduler(name: str) -> None:
     assert schedules[0].get_last_lr() == schedules[1].get_last_lr()
 
 
-@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # SequentialLR of PyTorch 2.8
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_learning_rate_schedules_act_as_on_the_plain_optimizer(ranks2: Ranks, name: str) -> None:
-    ranks2.run(check_scheduler, name)
-
-
-def check_forms() -> None:
+@on_ranks(2)
+def test_every_form_in_which_torch_takes_parameters_trains() -> None:
     params = make_params()
     names = [f"layer{i}.weight" for i in range(len(params))]
     forms = {
@@ -156,11 +151,8 @@ def check_forms() -> None:
         assert sharded.state_dict.__self__ is sharded
 
 
-def test_every_form_in_which_torch_takes_parameters_trains(ranks2: Ranks) -> None:
-    ranks2.run(check_forms)
-
-
-def check_dtypes() -> None:
+@on_ranks(2, slow=4)
+def test_parameters_of_several_dtypes_train_together() -> None:
     dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.bfloat16, torch.complex64]
     params = [p for i, dtype in enumerate(dtypes) for p in make_params(((4, 3), (5,)), dtype, seed=i)]
     mine = twin(params)
@@ -172,11 +164,9 @@ def check_dtypes() -> None:
         assert_same_state(sharded.state_dict(), plain.state_dict())
 
 
-def test_parameters_of_several_dtypes_train_together(ranks: Ranks) -> None:
-    ranks.run(check_dtypes)
-
-
-def check_memory_format(view: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
+def test_channels_last_and_transposed_parameters_keep_their_strides(view: bool) -> None:
     params = make_params(((8, 4, 3, 3), (6, 5), (4, 2, 2, 2)))
     for p in (params[0], params[2]):
         p.data = p.data.to(memory_format=torch.channels_last)
@@ -192,12 +182,8 @@ def check_memory_format(view: bool) -> None:
         assert_same_state(sharded.state_dict(), plain.state_dict())
 
 
-@pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
-def test_channels_last_and_transposed_parameters_keep_their_strides(ranks2: Ranks, view: bool) -> None:
-    ranks2.run(check_memory_format, view)
-
-
-def check_closure() -> None:
+@on_ranks(2, slow=4)
+def test_a_closure_is_called_once_with_gradients_enabled() -> None:
     params = make_params()
     calls = []
 
@@ -223,11 +209,8 @@ def check_closure() -> None:
     assert sharded.step() is None
 
 
-def test_a_closure_is_called_once_with_gradients_enabled(ranks: Ranks) -> None:
-    ranks.run(check_closure)
-
-
-def check_freezing() -> None:
+@on_ranks(2, 4)
+def test_freezing_unfreezing_and_added_groups_are_seen() -> None:
     params = make_params()
     params[0].requires_grad_(False)
     mine = twin(params)
@@ -259,11 +242,8 @@ def check_freezing() -> None:
         )
 
 
-def test_freezing_unfreezing_and_added_groups_are_seen(ranks_2_and_4: Ranks) -> None:
-    ranks_2_and_4.run(check_freezing)
-
-
-def check_frozen_with_gradients() -> None:
+@on_ranks(2)
+def test_a_frozen_parameter_that_kept_its_gradient_moves_as_in_torch() -> None:
     """torch.optim goes on moving a parameter that was frozen with its gradient still there."""
     params = make_params(((4, 4), (3,)))
     mine = twin(params)
@@ -279,11 +259,8 @@ def check_frozen_with_gradients() -> None:
         assert_same_bits(mine, params)
 
 
-def test_a_frozen_parameter_that_kept_its_gradient_moves_as_in_torch(ranks2: Ranks) -> None:
-    ranks2.run(check_frozen_with_gradients)
-
-
-def check_gradients_missing() -> None:
+@on_ranks(2)
+def test_parameters_without_gradient_on_some_steps_are_left_alone_on_those() -> None:
     params = make_params()
     mine = twin(params)
     plain = torch.optim.Adam(params, lr=0.01)
@@ -304,11 +281,8 @@ def check_gradients_missing() -> None:
         assert_same_state(got, {**expected, "state": dict(sorted(expected["state"].items()))})
 
 
-def test_parameters_without_gradient_on_some_steps_are_left_alone_on_those(ranks2: Ranks) -> None:
-    ranks2.run(check_gradients_missing)
-
-
-def check_few_params() -> None:
+@on_ranks(4)
+def test_more_ranks_than_parameters_train() -> None:
     params = make_params(((3, 3),))
     sharded = ZeroRedundancyOptimizer(twin(params), torch.optim.AdamW, lr=0.1)
     train_both(torch.optim.AdamW(params, lr=0.1), sharded, 3)
@@ -317,16 +291,13 @@ def check_few_params() -> None:
     sharded.consolidate_state_dict(to=dist.get_world_size() - 1)
 
 
-def test_more_ranks_than_parameters_train(ranks4: Ranks) -> None:
-    ranks4.run(check_few_params)
-
-
 @pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
 def test_one_rank_runs_the_same_code(ranks1: Ranks, view: bool) -> None:
     ranks1.run(check_parity, "adamw", view)
 
 
-def check_sub_groups() -> None:
+@on_ranks(4)
+def test_sub_groups_count_ranks_within_the_group() -> None:
     rank = dist.get_rank()
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     params = make_params(seed=rank % 2)
@@ -342,11 +313,8 @@ def check_sub_groups() -> None:
             sharded.state_dict()
 
 
-def test_sub_groups_count_ranks_within_the_group(ranks4: Ranks) -> None:
-    ranks4.run(check_sub_groups)
-
-
-def check_tied_model() -> None:
+@on_ranks(2)
+def test_tied_weights_stay_tied() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
     model[2].weight = model[0].weight
@@ -357,11 +325,8 @@ def check_tied_model() -> None:
     assert model[2].weight is model[0].weight
 
 
-def test_tied_weights_stay_tied(ranks2: Ranks) -> None:
-    ranks2.run(check_tied_model)
-
-
-def check_sparse() -> None:
+@on_ranks(2)
+def test_sparse_gradients_step() -> None:
     for optimizer_class, options in ((torch.optim.SGD, {"lr": 0.1}), (torch.optim.SparseAdam, {"lr": 0.1})):
         params = make_params(((10, 4), (6, 3)))
         mine = twin(params)
@@ -379,11 +344,9 @@ def check_sparse() -> None:
             assert_same_bits(mine, params)
 
 
-def test_sparse_gradients_step(ranks2: Ranks) -> None:
-    ranks2.run(check_sparse)
-
-
-def check_replaced_data(view: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
+def test_data_replaced_by_the_user_is_taken_over_or_refused(view: bool) -> None:
     params = make_params()
     mine = twin(params)
     plain = torch.optim.AdamW(params, lr=0.01)
@@ -400,12 +363,8 @@ def check_replaced_data(view: bool) -> None:
         sharded.step()
 
 
-@pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
-def test_data_replaced_by_the_user_is_taken_over_or_refused(ranks2: Ranks, view: bool) -> None:
-    ranks2.run(check_replaced_data, view)
-
-
-def check_stale_graph() -> None:
+@on_ranks(2)
+def test_autograd_notices_that_a_step_changed_parameters_on_every_rank() -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
     sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     loss = model(torch.ones(2, 4)).sum()
@@ -413,7 +372,3 @@ def check_stale_graph() -> None:
     sharded.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_autograd_notices_that_a_step_changed_parameters_on_every_rank(ranks2: Ranks) -> None:
-    ranks2.run(check_stale_graph)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pool import Ranks
+from pool import on_ranks
 from sync_calls import cpu_as_accelerator
 from training import (
     MIXED,
@@ -33,7 +33,10 @@ def low_precision(dtype: torch.dtype) -> list[nn.Parameter]:
     return [*make_params(MIXED, dtype), *make_params(((4, 4),), seed=9)]
 
 
-def check_masters(dtype: torch.dtype, view: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_narrow_parameters_are_stepped_through_masters_of_their_owner(dtype: torch.dtype, view: bool) -> None:
     """Against a plain fp32 optimizer over copies, rounded after each step, gradients widened."""
     params = low_precision(dtype)
     wide = [nn.Parameter(p.detach().float()) for p in params]
@@ -76,15 +79,8 @@ def check_masters(dtype: torch.dtype, view: bool) -> None:
     train(again, range(5, 8))
 
 
-@pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_narrow_parameters_are_stepped_through_masters_of_their_owner(
-    ranks2: Ranks, dtype: torch.dtype, view: bool
-) -> None:
-    ranks2.run(check_masters, dtype, view)
-
-
-def check_tiny_rate() -> None:
+@on_ranks(2)
+def test_with_masters_bf16_follows_fp32_where_plain_bf16_stalls() -> None:
     """200 steps too small for bf16: with masters they add up, without them nothing moves."""
     start = make_params(((16, 16), (64,)), torch.bfloat16)
     wide = [nn.Parameter(p.detach().float()) for p in start]
@@ -109,11 +105,8 @@ def check_tiny_rate() -> None:
         assert not torch.equal(p[large], original[large])
 
 
-def test_with_masters_bf16_follows_fp32_where_plain_bf16_stalls(ranks2: Ranks) -> None:
-    ranks2.run(check_tiny_rate)
-
-
-def check_model_loaded() -> None:
+@on_ranks(2)
+def test_a_stale_master_does_not_undo_what_was_loaded_into_the_model() -> None:
     params = low_precision(torch.bfloat16)
     sharded = ZeroRedundancyOptimizer(params, torch.optim.SGD, master_dtype=torch.float32, lr=0.0)
     set_grads(params, 0)
@@ -125,11 +118,9 @@ def check_model_loaded() -> None:
     assert all(bool((p == 3.0).all()) for p in params)
 
 
-def test_a_stale_master_does_not_undo_what_was_loaded_into_the_model(ranks2: Ranks) -> None:
-    ranks2.run(check_model_loaded)
-
-
-def check_row_zeroed(pretend_asynchronous: bool) -> None:
+@on_ranks(1)
+@pytest.mark.parametrize("pretend_asynchronous", [False, True], ids=["cpu", "asynchronous"])
+def test_a_row_written_after_each_step_leaves_the_other_masters_alone(pretend_asynchronous: bool) -> None:
     """A padding row that the script zeroes after each step, and a NaN; the rest follows an fp32 run."""
     param = nn.Parameter(torch.randn(4, 8).to(torch.bfloat16))
     wide = nn.Parameter(param.detach().float())
@@ -150,14 +141,9 @@ def check_row_zeroed(pretend_asynchronous: bool) -> None:
         assert torch.equal(master[1:3], wide[1:3])
 
 
-@pytest.mark.parametrize("pretend_asynchronous", [False, True], ids=["cpu", "asynchronous"])
-def test_a_row_written_after_each_step_leaves_the_other_masters_alone(
-    ranks1: Ranks, pretend_asynchronous: bool
-) -> None:
-    ranks1.run(check_row_zeroed, pretend_asynchronous)
-
-
-def check_averages_that_do_not_load(kind: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["one element", "meta", "complex"])
+def test_an_average_that_does_not_fit_on_one_rank_is_refused_on_all(kind: str) -> None:
     """What does not fit is the entry of one rank's parameter alone, in a dict that all ranks give."""
     params = make_params()
     sharded = ZeroRedundancyOptimizer(params, torch.optim.SGD, ema_decay=0.5, lr=0.1, momentum=0.9)
@@ -178,12 +164,8 @@ def check_averages_that_do_not_load(kind: str) -> None:
     assert_same_state(sharded.state_dict(), whole)
 
 
-@pytest.mark.parametrize("kind", ["one element", "meta", "complex"])
-def test_an_average_that_does_not_fit_on_one_rank_is_refused_on_all(ranks2: Ranks, kind: str) -> None:
-    ranks2.run(check_averages_that_do_not_load, kind)
-
-
-def check_hook_after_loading() -> None:
+@on_ranks(2)
+def test_a_hook_after_loading_that_raises_on_one_rank_raises_on_all() -> None:
     params = make_params()
     sharded = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -196,11 +178,8 @@ def check_hook_after_loading() -> None:
         sharded.load_state_dict(sharded.state_dict())
 
 
-def test_a_hook_after_loading_that_raises_on_one_rank_raises_on_all(ranks2: Ranks) -> None:
-    ranks2.run(check_hook_after_loading)
-
-
-def check_closure_with_masters() -> None:
+@on_ranks(2)
+def test_masters_get_the_gradients_a_closure_makes() -> None:
     params = low_precision(torch.bfloat16)
     sharded = ZeroRedundancyOptimizer(params, torch.optim.SGD, master_dtype=torch.float32, lr=0.5)
     before = [p.detach().clone() for p in params]
@@ -215,11 +194,11 @@ def check_closure_with_masters() -> None:
         assert torch.equal(p, (old.float() - 0.5).to(p.dtype))
 
 
-def test_masters_get_the_gradients_a_closure_makes(ranks2: Ranks) -> None:
-    ranks2.run(check_closure_with_masters)
-
-
-def check_average(master_dtype: torch.dtype | None) -> None:
+@on_ranks(2, slow=4)
+@pytest.mark.parametrize("master_dtype", [None, torch.float32], ids=["fp32", "bf16 with masters"])
+def test_averaged_weights_are_those_of_every_step_and_travel_with_the_state(
+    master_dtype: torch.dtype | None,
+) -> None:
     dtype = torch.float32 if master_dtype is None else torch.bfloat16
     params = make_params(dtype=dtype)
     options: dict[str, Any] = {"ema_decay": 0.9, "master_dtype": master_dtype, "lr": 0.1}
@@ -265,14 +244,8 @@ def check_average(master_dtype: torch.dtype | None) -> None:
     train(again, range(4, 7))
 
 
-@pytest.mark.parametrize("master_dtype", [None, torch.float32], ids=["fp32", "bf16 with masters"])
-def test_averaged_weights_are_those_of_every_step_and_travel_with_the_state(
-    ranks: Ranks, master_dtype: torch.dtype | None
-) -> None:
-    ranks.run(check_average, master_dtype)
-
-
-def check_kept_options() -> None:
+@on_ranks(2)
+def test_options_that_make_no_sense_are_refused() -> None:
     params = make_params()
     plain = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
     with pytest.raises(RuntimeError, match="ema_decay"), plain.averaged_weights():
@@ -282,17 +255,16 @@ def check_kept_options() -> None:
             ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1, **options)
 
 
-def test_options_that_make_no_sense_are_refused(ranks2: Ranks) -> None:
-    ranks2.run(check_kept_options)
-
-
 def make_scaler(agrees: bool = False) -> torch.amp.GradScaler:
     """Make a scaler; PyTorch's one for shards, if ranks see different gradients."""
     made = agreeing_scaler if agrees else torch.amp.GradScaler
     return made("cpu", init_scale=2.0**10, growth_interval=2)
 
 
-def check_scaler(fused: bool, unscale_first: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("unscale_first", [False, True], ids=["step", "unscale_"])
+@pytest.mark.parametrize("fused", [False, True], ids=["loop", "fused"])
+def test_a_gradient_scaler_skips_on_all_ranks_or_none(fused: bool, unscale_first: bool) -> None:
     """Steps 2 and 5 have an infinity: on all ranks in the first run, on one rank in the second."""
     for where in ("everywhere", "one rank"):
         params = make_params()
@@ -322,15 +294,8 @@ def check_scaler(fused: bool, unscale_first: bool) -> None:
             assert_same_state(sharded.state_dict(), plain.state_dict())
 
 
-@pytest.mark.parametrize("unscale_first", [False, True], ids=["step", "unscale_"])
-@pytest.mark.parametrize("fused", [False, True], ids=["loop", "fused"])
-def test_a_gradient_scaler_skips_on_all_ranks_or_none(
-    ranks2: Ranks, fused: bool, unscale_first: bool
-) -> None:
-    ranks2.run(check_scaler, fused, unscale_first)
-
-
-def check_scaler_sparse() -> None:
+@on_ranks(2)
+def test_a_gradient_scaler_takes_its_factor_out_of_sparse_gradients() -> None:
     """Indices repeat, so the gradient is not coalesced; step 1 has an infinity on one rank."""
     moved = []
     for sharded in (False, True):
@@ -355,11 +320,8 @@ def check_scaler_sparse() -> None:
     assert_same_bits(moved[1:], moved[:1])
 
 
-def test_a_gradient_scaler_takes_its_factor_out_of_sparse_gradients(ranks2: Ranks) -> None:
-    ranks2.run(check_scaler_sparse)
-
-
-def check_scaler_few() -> None:
+@on_ranks(4)
+def test_a_gradient_scaler_works_on_ranks_that_own_nothing() -> None:
     params = make_params(((3, 3),))
     sharded = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
     scaler = make_scaler(agrees=True)
@@ -374,11 +336,8 @@ def check_scaler_few() -> None:
     assert bool(params[0].isfinite().all())
 
 
-def test_a_gradient_scaler_works_on_ranks_that_own_nothing(ranks4: Ranks) -> None:
-    ranks4.run(check_scaler_few)
-
-
-def check_hybrid() -> None:
+@on_ranks(4)
+def test_hybrid_sharding_in_pairs_equals_the_unsharded_run() -> None:
     """Shard in a pair, replicate across pairs: DDP over all four, state over two."""
     rank = dist.get_rank()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -404,22 +363,16 @@ def check_hybrid() -> None:
     )
 
 
-def test_hybrid_sharding_in_pairs_equals_the_unsharded_run(ranks4: Ranks) -> None:
-    ranks4.run(check_hybrid)
-
-
-def check_unscaled_use() -> None:
+@on_ranks(2)
+def test_without_a_scaler_nothing_is_scaled() -> None:
     params = make_params()
     train_both(
         torch.optim.SGD(params, lr=0.1), ZeroRedundancyOptimizer(twin(params), torch.optim.SGD, lr=0.1), 2
     )
 
 
-def test_without_a_scaler_nothing_is_scaled(ranks2: Ranks) -> None:
-    ranks2.run(check_unscaled_use)
-
-
-def check_unused_scaler() -> None:
+@on_ranks(2)
+def test_a_scaler_that_was_not_used_on_one_rank_raises_on_every_rank() -> None:
     """A scaler handed in that scaled nothing on rank 1, of which PyTorch asserts that it did."""
     params = make_params()
     sharded = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
@@ -431,11 +384,8 @@ def check_unused_scaler() -> None:
         sharded.step(grad_scaler=scaler)
 
 
-def test_a_scaler_that_was_not_used_on_one_rank_raises_on_every_rank(ranks2: Ranks) -> None:
-    ranks2.run(check_unused_scaler)
-
-
-def check_complex_average() -> None:
+@on_ranks(2)
+def test_the_average_of_a_complex_parameter_is_loaded_whole() -> None:
     for master_dtype in (None, torch.float32):
         params = make_params(((4, 3), (5,)), torch.complex64)
         options: dict[str, Any] = {"ema_decay": 0.9, "master_dtype": master_dtype, "lr": 0.1}
@@ -452,7 +402,3 @@ def check_complex_average() -> None:
         held, again = ([e[EMA] for e in one.state.values()] for one in (saved, loaded))
         assert all(average.is_complex() for average in held)
         assert_same_bits(again, held, "loaded")
-
-
-def test_the_average_of_a_complex_parameter_is_loaded_whole(ranks2: Ranks) -> None:
-    ranks2.run(check_complex_average)

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Join
 
 from cuts import finely_cut
 from ddp_pairs import SMALL_MB, mlp, mlp_loss
-from pool import Pool, Ranks
+from pool import Pool, on_ranks
 from training import assert_same_bits, assert_same_state, make_params, params_of, set_grads, train, whole
 from worlds import leave, world
 from zero_optim import (
@@ -62,8 +62,13 @@ def joining(folder: Path, rank: int, number: int, make: Callable[..., Any]) -> Z
     return optimizer
 
 
-def check_sizes(folder: Path, make: Callable[..., ZeroRedundancyOptimizer], sizes: Sequence[int]) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("make", [adamw, several])
+def test_state_moves_to_new_owners_when_the_number_of_ranks_changes(
+    tmp_path: Path, make: Callable[..., ZeroRedundancyOptimizer]
+) -> None:
     """Train in worlds of several sizes in turns; ranks leave the run, and new ones come."""
+    sizes = (2, 3, 2)
     rank = leave()
     optimizer: ZeroRedundancyOptimizer | None = None
     with finely_cut():
@@ -72,8 +77,8 @@ def check_sizes(folder: Path, make: Callable[..., ZeroRedundancyOptimizer], size
                 optimizer = None
                 continue
             if number and optimizer is None:
-                optimizer = joining(folder, rank, number, make)
-            with world(folder, f"round {number}", rank, range(size)):
+                optimizer = joining(tmp_path, rank, number, make)
+            with world(tmp_path, f"round {number}", rank, range(size)):
                 if optimizer is None:
                     optimizer = fresh(make)[1]
                 else:
@@ -88,13 +93,6 @@ def check_sizes(folder: Path, make: Callable[..., ZeroRedundancyOptimizer], size
                 assert_same_bits(params_of(optimizer), params_of(other))
                 assert_same_state(got, whole(other))
                 assert list(optimizer.pieces().values()) == list(other.pieces().values())
-
-
-@pytest.mark.parametrize("make", [adamw, several])
-def test_state_moves_to_new_owners_when_the_number_of_ranks_changes(
-    ranks3: Ranks, tmp_path: Path, make: Callable[..., ZeroRedundancyOptimizer]
-) -> None:
-    ranks3.run(check_sizes, tmp_path, make, (2, 3, 2))
 
 
 # ---------------------------------------------------------------------- detached
@@ -157,7 +155,12 @@ def test_a_detached_optimizer_shows_what_it_owns_and_refuses_what_needs_the_grou
     pool.run(size, check_detached)
 
 
-def check_refused() -> None:
+def adamw_of(group: dist.ProcessGroup) -> ZeroRedundancyOptimizer:
+    return adamw(make_params(SHAPES), process_group=group)
+
+
+@on_ranks(2)
+def test_state_that_is_lost_or_of_different_moments_is_refused_on_every_rank() -> None:
     """Each refusal leaves the optimizer as it was."""
     rank = dist.get_rank()
     _, optimizer = fresh(adamw)
@@ -192,15 +195,8 @@ def check_refused() -> None:
     assert_same_bits(params_of(optimizer), params_of(other))
 
 
-def adamw_of(group: dist.ProcessGroup) -> ZeroRedundancyOptimizer:
-    return adamw(make_params(SHAPES), process_group=group)
-
-
-def test_state_that_is_lost_or_of_different_moments_is_refused_on_every_rank(ranks2: Ranks) -> None:
-    ranks2.run(check_refused)
-
-
-def check_new() -> None:
+@on_ranks(2)
+def test_without_its_state_an_optimizer_is_as_new_and_loads() -> None:
     """Before a step there is nothing to move."""
     _, optimizer = fresh(several)
     optimizer.detach()
@@ -221,11 +217,8 @@ def check_new() -> None:
     assert_same_state(whole(optimizer), whole(other))
 
 
-def test_without_its_state_an_optimizer_is_as_new_and_loads(ranks2: Ranks) -> None:
-    ranks2.run(check_new)
-
-
-def check_lazy() -> None:
+@on_ranks(2)
+def test_lazy_gathers_and_changes_from_outside_outlive_the_group() -> None:
     """A model that is gathered lazily stays so, and changes from outside are kept."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(torch.bfloat16)
     optimizer = ZeroRedundancyOptimizer(
@@ -245,11 +238,8 @@ def check_lazy() -> None:
     assert not optimizer._sharding.under_way
 
 
-def test_lazy_gathers_and_changes_from_outside_outlive_the_group(ranks2: Ranks) -> None:
-    ranks2.run(check_lazy)
-
-
-def check_silent_rank() -> None:
+@on_ranks(2)
+def test_detaching_without_a_wait_gives_up_gathers_to_which_a_rank_does_not_come() -> None:
     """Rank 1 does not come to a gather; rank 0 need not wait for it."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     params, group = list(model.parameters()), dist.new_group()
@@ -270,11 +260,12 @@ def check_silent_rank() -> None:
     optimizer.wait_for_gathers()
 
 
-def test_detaching_without_a_wait_gives_up_gathers_to_which_a_rank_does_not_come(ranks2: Ranks) -> None:
-    ranks2.run(check_silent_rank)
+def interrupt(_: Tensor) -> None:
+    raise KeyError
 
 
-def check_broken_step() -> None:
+@on_ranks(2)
+def test_a_step_that_broke_off_in_the_backward_pass_is_not_taken_for_state() -> None:
     model = DistributedDataParallel(mlp(), bucket_cap_mb=SMALL_MB)
     optimizer = adamw(list(model.parameters()))
     model.register_comm_hook(None, zero_step(optimizer))
@@ -295,15 +286,8 @@ def check_broken_step() -> None:
     optimizer.step()
 
 
-def interrupt(_: Tensor) -> None:
-    raise KeyError
-
-
-def test_a_step_that_broke_off_in_the_backward_pass_is_not_taken_for_state(ranks2: Ranks) -> None:
-    ranks2.run(check_broken_step)
-
-
-def check_cuts_of_groups() -> None:
+@on_ranks(2)
+def test_groups_without_cuts_are_kept_whole_in_the_next_group_too() -> None:
     params = make_params(SHAPES)
     groups = [{"params": params[:1]}, {"params": params[1:], "cuts": False}]
     with finely_cut():
@@ -330,25 +314,6 @@ def check_cuts_of_groups() -> None:
     assert_same_bits(params[:1], params_of(plain)[:1])
 
 
-def test_groups_without_cuts_are_kept_whole_in_the_next_group_too(ranks2: Ranks) -> None:
-    ranks2.run(check_cuts_of_groups)
-
-
-def check_options_that_forbid_cuts() -> None:
-    """Options that changed while one rank owned all must bear the cuts of the next group."""
-    params = make_params(SHAPES)
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    with finely_cut():
-        optimizer = ZeroRedundancyOptimizer(params, NormOfWhole, process_group=alone, lr=0.01, whole=False)
-        optimizer.param_groups[0]["whole"] = True
-        optimizer.detach()
-        with pytest.raises(ValueError, match="whole=True"):
-            optimizer.rebind()
-        optimizer.param_groups[0]["whole"] = False
-        optimizer.rebind()
-        assert any(len(pieces) > 1 for pieces in optimizer.pieces().values())
-
-
 class NormOfWhole(torch.optim.Optimizer):
     """SGD that divides by the norm of each gradient, if asked to."""
 
@@ -364,11 +329,24 @@ class NormOfWhole(torch.optim.Optimizer):
                     param.sub_(group["lr"] * param.grad / scale)
 
 
-def test_options_that_forbid_the_cuts_of_the_next_group_are_refused(ranks2: Ranks) -> None:
-    ranks2.run(check_options_that_forbid_cuts)
+@on_ranks(2)
+def test_options_that_forbid_the_cuts_of_the_next_group_are_refused() -> None:
+    """Options that changed while one rank owned all must bear the cuts of the next group."""
+    params = make_params(SHAPES)
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    with finely_cut():
+        optimizer = ZeroRedundancyOptimizer(params, NormOfWhole, process_group=alone, lr=0.01, whole=False)
+        optimizer.param_groups[0]["whole"] = True
+        optimizer.detach()
+        with pytest.raises(ValueError, match="whole=True"):
+            optimizer.rebind()
+        optimizer.param_groups[0]["whole"] = False
+        optimizer.rebind()
+        assert any(len(pieces) > 1 for pieces in optimizer.pieces().values())
 
 
-def check_sharded_by_hook() -> None:
+@on_ranks(2)
+def test_gradients_that_a_hook_has_sharded_are_dropped_and_the_hook_has_to_be_made_again() -> None:
     model = DistributedDataParallel(mlp(), bucket_cap_mb=SMALL_MB)
     params = list(model.parameters())
     optimizer = adamw(params)
@@ -387,13 +365,8 @@ def check_sharded_by_hook() -> None:
     dist.barrier()  # a rank that has gone would be taken for the reason
 
 
-def test_gradients_that_a_hook_has_sharded_are_dropped_and_the_hook_has_to_be_made_again(
-    ranks2: Ranks,
-) -> None:
-    ranks2.run(check_sharded_by_hook)
-
-
-def check_after_join() -> None:
+@on_ranks(2)
+def test_ranks_that_were_in_join_step_beside_ranks_that_were_not() -> None:
     model = DistributedDataParallel(mlp(), bucket_cap_mb=SMALL_MB)
     optimizer = adamw(list(model.parameters()))
     with Join([model, optimizer]):
@@ -419,25 +392,22 @@ def check_after_join() -> None:
         optimizer.zero_grad()
 
 
-def test_ranks_that_were_in_join_step_beside_ranks_that_were_not(ranks2: Ranks) -> None:
-    ranks2.run(check_after_join)
-
-
-def check_return_refused(folder: Path) -> None:
+@on_ranks(2)
+def test_going_back_to_a_checkpoint_that_fails_can_be_tried_again(tmp_path: Path) -> None:
     """Going back to a checkpoint fails on all ranks, and can be tried again."""
     model = mlp()
     optimizer = adamw(list(model.parameters()))
     train(optimizer, 0, 2)
-    checkpoint.save(folder / "saved", model=model, optimizer=optimizer, extra="two")
+    checkpoint.save(tmp_path / "saved", model=model, optimizer=optimizer, extra="two")
     with pytest.raises(RuntimeError, match="expected a detached optimizer"):
-        checkpoint.rebind(folder / "saved", model=model, optimizer=optimizer)
+        checkpoint.rebind(tmp_path / "saved", model=model, optimizer=optimizer)
     expected = [param.detach().clone() for param in model.parameters()]
     train(optimizer, 2, 3)
     optimizer.detach()
     with pytest.raises(TypeError, match="expected the model"):
-        checkpoint.rebind(folder / "saved", model=None, optimizer=optimizer)  # type: ignore[arg-type]
+        checkpoint.rebind(tmp_path / "saved", model=None, optimizer=optimizer)  # type: ignore[arg-type]
     with pytest.raises(CheckpointError):
-        checkpoint.rebind(folder / "none", model=model, optimizer=optimizer)
+        checkpoint.rebind(tmp_path / "none", model=model, optimizer=optimizer)
 
     def failing(*_: object, **__: object) -> NoReturn:
         raise ValueError("no load")
@@ -445,12 +415,8 @@ def check_return_refused(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ZeroRedundancyOptimizer, "load_owned_state", failing)
         with pytest.raises(ValueError, match="no load"):
-            checkpoint.rebind(folder / "saved", model=model, optimizer=optimizer)
+            checkpoint.rebind(tmp_path / "saved", model=model, optimizer=optimizer)
     with pytest.raises(LostStateError):
         optimizer.rebind()
-    assert checkpoint.rebind(folder / "saved", model=model, optimizer=optimizer) == "two"
+    assert checkpoint.rebind(tmp_path / "saved", model=model, optimizer=optimizer) == "two"
     assert_same_bits(list(model.parameters()), expected)
-
-
-def test_going_back_to_a_checkpoint_that_fails_can_be_tried_again(ranks2: Ranks, tmp_path: Path) -> None:
-    ranks2.run(check_return_refused, tmp_path)

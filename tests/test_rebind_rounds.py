@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ddp_pairs import SMALL_MB, mlp_loss
 from forked import fork_context
-from pool import Ranks
+from pool import on_ranks
 from process_memory import anonymous_nbytes
 from training import assert_same_bits, assert_same_state, make_params, params_of, set_grads
 from waiting import wait_until
@@ -100,12 +100,6 @@ def left() -> dict[str, int]:
     }
 
 
-def check_rounds(folder: Path, kind: str, width: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gathers, "LANES_FROM_NBYTES", 1)
-        run_rounds(folder, kind, width)
-
-
 def run_rounds(folder: Path, kind: str, width: int) -> None:
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)  # what is freed goes back to the system
     rank = leave()
@@ -135,14 +129,22 @@ def run_rounds(folder: Path, kind: str, width: int) -> None:
         assert_same_state(trainer.optimizer.state_dict(), other.optimizer.state_dict())
 
 
+@on_ranks(2)
 @pytest.mark.parametrize(
     "kind", ["plain", pytest.param("sharded", marks=(pytest.mark.slow, pytest.mark.exhaustive)), "overlap"]
 )
-def test_twenty_groups_in_one_process_leave_nothing_behind(ranks2: Ranks, tmp_path: Path, kind: str) -> None:
-    ranks2.run(check_rounds, tmp_path, kind, 2048)
+def test_twenty_groups_in_one_process_leave_nothing_behind(tmp_path: Path, kind: str) -> None:
+    width = 2048
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gathers, "LANES_FROM_NBYTES", 1)
+        run_rounds(tmp_path, kind, width)
 
 
-def check_wrappers(folder: Path, kind: str) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("kind", ["plain", "sharded", "overlap", "owners", "lazy"])
+def test_training_in_worlds_of_several_sizes_equals_runs_resharded_by_checkpoints(
+    tmp_path: Path, kind: str
+) -> None:
     """Beside each world there is a run that was saved in the world before, and loaded by this one."""
     rank = leave()
     trainer: Trainer | None = None
@@ -150,7 +152,7 @@ def check_wrappers(folder: Path, kind: str) -> None:
         if rank >= size:
             trainer = None
             continue
-        with world(folder, f"round {number}", rank, range(size)):
+        with world(tmp_path, f"round {number}", rank, range(size)):
             if trainer is not None:
                 trainer.rebind()
             elif number > 0:
@@ -160,21 +162,16 @@ def check_wrappers(folder: Path, kind: str) -> None:
                 trainer.rebind()
             other = Trainer(kind)
             if number > 0:
-                checkpoint.load(folder / f"saved-{number - 1}", model=other.model, optimizer=other.optimizer)
+                checkpoint.load(
+                    tmp_path / f"saved-{number - 1}", model=other.model, optimizer=other.optimizer
+                )
             trainer = Trainer(kind) if trainer is None else trainer
             for each in (trainer, other):
                 each.train(2 * number, 2 * number + 2)
             compare(trainer, other)
-            checkpoint.save(folder / f"saved-{number}", model=other.model, optimizer=other.optimizer)
+            checkpoint.save(tmp_path / f"saved-{number}", model=other.model, optimizer=other.optimizer)
             trainer.model.detach()
             trainer.optimizer.detach(staying=range(2))
-
-
-@pytest.mark.parametrize("kind", ["plain", "sharded", "overlap", "owners", "lazy"])
-def test_training_in_worlds_of_several_sizes_equals_runs_resharded_by_checkpoints(
-    ranks3: Ranks, tmp_path: Path, kind: str
-) -> None:
-    ranks3.run(check_wrappers, tmp_path, kind)
 
 
 def compare(me: Trainer, other: Trainer) -> None:

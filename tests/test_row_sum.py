@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pool import Ranks
+from pool import Ranks, on_ranks
 from test_overlap_owners import WRAPPERS, train
 from test_sharded_memory import LivingStorages
 from test_streams_runs import races_of
@@ -73,16 +73,13 @@ def test_gradients_that_go_to_their_owner_are_rounded_once(ranks3: Ranks) -> Non
     assert ranks3.run(sharded_gradient) == [258.0] * 3
 
 
-def sum_of_two(dtype: torch.dtype) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_two_ranks_have_the_bits_of_an_addition(dtype: torch.dtype) -> None:
     group = RankGroup.of(None)
     rows = [[torch.randn(99, generator=torch.Generator().manual_seed(n)).to(dtype)] * 2 for n in range(2)]
     total = RowSum(group, [group], [row.clone() for row in rows[group.rank]], in_place=True).wait()
     assert torch.equal(total, rows[0][0] + rows[1][0])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_two_ranks_have_the_bits_of_an_addition(ranks2: Ranks, dtype: torch.dtype) -> None:
-    ranks2.run(sum_of_two, dtype)
 
 
 # ---------------------------------------------------------------------- rows of uneven lengths
@@ -101,7 +98,9 @@ def test_what_a_rank_receives_at_a_time_is_no_more_than_all_rows() -> None:
 LENGTHS = ((7, 0, 41, 3), (0, 0, 0, 500), (300, 1, 290, 4), (5, 5, 5, 5))
 
 
-def sums_in_parts(at_once: bool, by_thread: bool) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize(("at_once", "by_thread"), [(False, False), (False, True), (True, False)])
+def test_rows_of_uneven_lengths_have_the_sums_of_even_ones(at_once: bool, by_thread: bool) -> None:
     """Several sums under way; a thread waits for them while others are started."""
     group = RankGroup.of(None)
     lanes = lanes_beside(group)
@@ -129,17 +128,13 @@ def sums_in_parts(at_once: bool, by_thread: bool) -> None:
         assert torch.equal(total, expected), number
 
 
-@pytest.mark.parametrize(("at_once", "by_thread"), [(False, False), (False, True), (True, False)])
-def test_rows_of_uneven_lengths_have_the_sums_of_even_ones(
-    ranks4: Ranks, at_once: bool, by_thread: bool
-) -> None:
-    ranks4.run(sums_in_parts, at_once, by_thread)
-
-
 NBYTES = 2**20  # of a matrix
 
 
-def peak_of_sum(at_once: bool) -> None:
+@on_ranks(4)
+@pytest.mark.not_late("it measures memory, and the late backend keeps copies of inputs")
+@pytest.mark.parametrize("at_once", [False, True])
+def test_the_owner_of_a_whole_bucket_receives_no_more_than_the_bucket_at_a_time(at_once: bool) -> None:
     """One rank owns the whole bucket."""
     group = RankGroup.of(None)
     lanes = lanes_beside(group)
@@ -152,14 +147,6 @@ def peak_of_sum(at_once: bool) -> None:
     assert living.peak <= NBYTES + 4096, living.peak / NBYTES
     assert total is rows[group.rank]
     assert bool((total == group.size).all())
-
-
-@pytest.mark.not_late("it measures memory, and the late backend keeps copies of inputs")
-@pytest.mark.parametrize("at_once", [False, True])
-def test_the_owner_of_a_whole_bucket_receives_no_more_than_the_bucket_at_a_time(
-    ranks4: Ranks, at_once: bool
-) -> None:
-    ranks4.run(peak_of_sum, at_once)
 
 
 def peak_of_pass(kind: str) -> float:
@@ -195,19 +182,16 @@ def test_a_pass_with_whole_matrices_holds_no_copy_for_each_rank(
     assert max(ranks4.run(peak_of_pass, kind)) < most
 
 
-def trained(wrapper: str, at_once: bool) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_step_in_the_backward_pass_has_the_same_bits_with_rows_in_parts(
+    wrapper: str, at_once: bool
+) -> None:
     whole = list(train(wrapper, "owners", 4).parameters())
     with parts_of_any_length(at_once=at_once):
         in_parts = list(train(wrapper, "owners", 4).parameters())
     assert_same_bits(in_parts, whole)
-
-
-@pytest.mark.parametrize("at_once", [False, True])
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_step_in_the_backward_pass_has_the_same_bits_with_rows_in_parts(
-    ranks4: Ranks, wrapper: str, at_once: bool
-) -> None:
-    ranks4.run(trained, wrapper, at_once)
 
 
 def races_in_parts(name: str) -> int:

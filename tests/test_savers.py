@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from pool import Ranks
+from pool import Ranks, on_ranks
 from process_memory import resident_nbytes, trim
 from training import assert_same_bits, make_params, set_grads, train_both, twin
 from zero_optim import ZeroRedundancyOptimizer
@@ -128,7 +128,9 @@ def save_with_accelerate(model: nn.Module, folder: Path) -> dict[str, Tensor]:
     return from_model
 
 
-def check_accelerate(view: bool) -> None:
+@on_ranks(2)
+@ANY_WAY
+def test_accelerate_saves_every_parameter(view: bool) -> None:
     from accelerate.state import AcceleratorState  # slow, hence here
 
     model = make_model()
@@ -143,15 +145,17 @@ def check_accelerate(view: bool) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@ANY_WAY
-def test_accelerate_saves_every_parameter(ranks2: Ranks, view: bool) -> None:
-    ranks2.run(check_accelerate, view)
-
-
 # ---------------------------------------------------------------------- storages of views
 
 
-def check_storages(dtype: torch.dtype) -> None:
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.float64, torch.complex64],
+    ids=str,
+)
+def test_a_view_has_a_storage_of_its_own_and_no_longer_than_itself(dtype: torch.dtype) -> None:
     params = make_params(((6, 5), (), (7,), (4, 2, 3, 3), (0, 3), (2, 3)), dtype)
     params[3].data = params[3].data.contiguous(memory_format=torch.channels_last)
     params[5].data = params[5].data.t()
@@ -171,17 +175,9 @@ def check_storages(dtype: torch.dtype) -> None:
     assert filled[-1] - filled[0] < apart + 64 * dist.get_world_size()  # one block of memory
 
 
+@on_ranks(2)
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, torch.bfloat16, torch.float64, torch.complex64],
-    ids=str,
-)
-def test_a_view_has_a_storage_of_its_own_and_no_longer_than_itself(ranks2: Ranks, dtype: torch.dtype) -> None:
-    ranks2.run(check_storages, dtype)
-
-
-def check_odd_dtypes() -> None:
+def test_dtypes_that_dlpack_does_not_know_have_storages_too() -> None:
     odd = (torch.float8_e4m3fn, torch.bool, torch.complex32, torch.int8, torch.uint8, torch.float8_e8m0fnu)
     params = []
     for dtype in odd:
@@ -196,18 +192,14 @@ def check_odd_dtypes() -> None:
         assert torch.equal(param.detach().view(torch.uint8), octets)
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-def test_dtypes_that_dlpack_does_not_know_have_storages_too(ranks2: Ranks) -> None:
-    ranks2.run(check_odd_dtypes)
-
-
 def held_nbytes() -> int:
     """What this process holds, without what the C library keeps of earlier tests to use again."""
     trim()
     return resident_nbytes()
 
 
-def check_lifetime() -> None:
+@on_ranks(1)
+def test_the_memory_of_a_bucket_lives_as_long_as_any_of_its_parameters() -> None:
     gc.collect()
     start, size = held_nbytes(), 72 * 2**20  # the C library gives freed blocks above 32 MiB back at once
     params = [Parameter(torch.ones(size // 8)) for _ in range(2)]
@@ -224,11 +216,8 @@ def check_lifetime() -> None:
     assert held_nbytes() - start < 0.5 * size
 
 
-def test_the_memory_of_a_bucket_lives_as_long_as_any_of_its_parameters(ranks1: Ranks) -> None:
-    ranks1.run(check_lifetime)
-
-
-def check_resize() -> None:
+@on_ranks(2)
+def test_resizing_a_view_raises_where_it_would_reach_into_its_neighbour() -> None:
     params = make_params()
     optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
     for param in params:
@@ -238,11 +227,8 @@ def check_resize() -> None:
     optimizer.step()
 
 
-def test_resizing_a_view_raises_where_it_would_reach_into_its_neighbour(ranks2: Ranks) -> None:
-    ranks2.run(check_resize)
-
-
-def check_copies() -> None:
+@on_ranks(2)
+def test_copied_and_pickled_models_have_storages_of_their_own() -> None:
     model = make_model()
     optimizer = shard(model, view=True)
     set_grads(list(model.parameters()), 0)
@@ -261,11 +247,9 @@ def check_copies() -> None:
     assert_same_bits(copied, list(model.parameters()))
 
 
-def test_copied_and_pickled_models_have_storages_of_their_own(ranks2: Ranks) -> None:
-    ranks2.run(check_copies)
-
-
-def check_shared(early: bool, late: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize(("early", "late"), [(True, False), (False, True)], ids=["before", "after"])
+def test_parameters_in_shared_memory_stay_there_and_train(early: bool, late: bool) -> None:
     params = make_params()
     mine = twin(params)
     if early:
@@ -286,12 +270,8 @@ def check_shared(early: bool, late: bool) -> None:
         assert param.untyped_storage().nbytes() == param.nbytes
 
 
-@pytest.mark.parametrize(("early", "late"), [(True, False), (False, True)], ids=["before", "after"])
-def test_parameters_in_shared_memory_stay_there_and_train(ranks2: Ranks, early: bool, late: bool) -> None:
-    ranks2.run(check_shared, early, late)
-
-
-def check_without_dlpack() -> None:
+@on_ranks(2)
+def test_parameters_are_copied_where_they_could_not_have_storages_of_their_own() -> None:
     with mock.patch("zero_optim.shard.places.to_dlpack", side_effect=BufferError("no such device")):
         params = make_params()
         mine = twin(params)
@@ -301,11 +281,8 @@ def check_without_dlpack() -> None:
     train_both(torch.optim.AdamW(params, lr=0.01), sharded, 2)
 
 
-def test_parameters_are_copied_where_they_could_not_have_storages_of_their_own(ranks2: Ranks) -> None:
-    ranks2.run(check_without_dlpack)
-
-
-def check_regrouped() -> None:
+@on_ranks(2)
+def test_parameters_that_were_set_from_one_vector_have_storages_of_their_own_again() -> None:
     params = make_params()
     mine = twin(params)
     plain = torch.optim.AdamW(params, lr=0.01)
@@ -315,7 +292,3 @@ def check_regrouped() -> None:
         nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(own) * 2, own)
     train_both(plain, sharded, 2, first=1)
     assert all(param.untyped_storage().nbytes() == param.nbytes for param in mine)
-
-
-def test_parameters_that_were_set_from_one_vector_have_storages_of_their_own_again(ranks2: Ranks) -> None:
-    ranks2.run(check_regrouped)

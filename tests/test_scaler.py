@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
-from pool import Ranks
+from pool import Ranks, on_ranks
 from training import agreeing_scaler, assert_same_bits, make_params, params_of, set_grads
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel
@@ -156,7 +156,9 @@ class Odd(nn.Module):
         return loss if self.large is None else loss + self.large(torch.ones(1, 3)).square().mean()
 
 
-def skips_where_one_rank_owns_all(kind: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["dense", "dtypes", "sparse"])
+def test_an_infinity_is_heard_of_where_one_rank_owns_every_gradient_of_a_kind(kind: str) -> None:
     model = Odd(kind)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     wrapped, scaler = ShardedDataParallel(model, optimizer), new_scaler()
@@ -173,14 +175,8 @@ def skips_where_one_rank_owns_all(kind: str) -> None:
         assert (step == 1) == all(map(torch.equal, model.parameters(), before))
 
 
-@pytest.mark.parametrize("kind", ["dense", "dtypes", "sparse"])
-def test_an_infinity_is_heard_of_where_one_rank_owns_every_gradient_of_a_kind(
-    ranks2: Ranks, kind: str
-) -> None:
-    ranks2.run(skips_where_one_rank_owns_all, kind)
-
-
-def skips_with_gradients_dropped() -> None:
+@on_ranks(2)
+def test_an_infinity_is_heard_of_when_gradients_have_been_dropped() -> None:
     """Some recipes drop the gradients of a layer after the backward pass: here all but those of one rank."""
     model = Net()
     optimizer = sharded_adamw(model)
@@ -196,11 +192,8 @@ def skips_with_gradients_dropped() -> None:
     assert (calls, scaler.get_scale()) == ([0], 2.0**7)
 
 
-def test_an_infinity_is_heard_of_when_gradients_have_been_dropped(ranks2: Ranks) -> None:
-    ranks2.run(skips_with_gradients_dropped)
-
-
-def whole_gradients_are_tensors() -> None:
+@on_ranks(2)
+def test_a_gradient_that_its_owner_alone_has_is_an_ordinary_tensor_to_all_others() -> None:
     model = Net()
     optimizer = sharded_adamw(model)
     wrapped = ShardedDataParallel(model, optimizer)
@@ -217,14 +210,11 @@ def whole_gradients_are_tensors() -> None:
     assert all(type(grad) is Tensor for grad in grads)
 
 
-def test_a_gradient_that_its_owner_alone_has_is_an_ordinary_tensor_to_all_others(ranks2: Ranks) -> None:
-    ranks2.run(whole_gradients_are_tensors)
-
-
 # ---------------------------------------------------------------------- gradients that nobody reduces
 
 
-def skips_alone() -> None:
+@on_ranks(2)
+def test_a_step_that_one_rank_alone_skips_raises_on_every_rank_in_the_next_one() -> None:
     params = make_params()
     optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
     scaler = new_scaler()
@@ -242,10 +232,6 @@ def skips_alone() -> None:
         step(1)
     with pytest.raises(RankMismatchError, match=r"infinity on some ranks alone\. .*ShardedGradScaler"):
         step(1 + dist.get_rank())
-
-
-def test_a_step_that_one_rank_alone_skips_raises_on_every_rank_in_the_next_one(ranks2: Ranks) -> None:
-    ranks2.run(skips_alone)
 
 
 # ---------------------------------------------------------------------- Join
@@ -280,7 +266,8 @@ def test_inside_join_the_scalers_of_active_ranks_hear_of_each_other(ranks3: Rank
     assert ranks3.run(joins, unscales) == [2.0**9, 2.0**8, 2.0**8]
 
 
-def join_in_different_calls() -> None:
+@on_ranks(2)
+def test_inside_join_ranks_that_clip_and_ranks_that_unscale_raise() -> None:
     model = Net()
     optimizer = sharded_adamw(model)
     wrapped, scaler = ShardedDataParallel(model, optimizer), new_scaler()
@@ -294,7 +281,3 @@ def join_in_different_calls() -> None:
 
     with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\), and ranks \[1\] unscaled"):
         iterate()
-
-
-def test_inside_join_ranks_that_clip_and_ranks_that_unscale_raise(ranks2: Ranks) -> None:
-    ranks2.run(join_in_different_calls)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
 
 from device_names import CPU, GPU0, GPU3, MIXED
-from pool import Ranks
+from pool import on_ranks
 from zero_optim.comm import collectives, lanes
 from zero_optim.comm.backends import parse_config
 from zero_optim.comm.collectives import RankGroup
@@ -30,7 +30,8 @@ def pieces_of(rank: int, dtype: torch.dtype) -> list[Tensor]:
     return [torch.full((to * 3,), 10.0 * rank + to, dtype=dtype) for to in range(2)]
 
 
-def check_packed_exchange() -> None:
+@on_ranks(2)
+def test_gloo_exchanges_what_is_not_on_the_cpu_as_one_tensor_of_bytes() -> None:
     group = RankGroup.of(None)
     for dtype in (torch.float32, torch.bfloat16, torch.uint8):
         sent = pieces_of(group.rank, dtype)
@@ -43,11 +44,8 @@ def check_packed_exchange() -> None:
             assert torch.equal(came[rank], pieces_of(rank, dtype)[group.rank]), (dtype, rank)
 
 
-def test_gloo_exchanges_what_is_not_on_the_cpu_as_one_tensor_of_bytes(ranks2: Ranks) -> None:
-    ranks2.run(check_packed_exchange)
-
-
-def check_exchange_by_backend() -> None:
+@on_ranks(2)
+def test_another_backend_exchanges_at_once_whatever_the_device() -> None:
     group = RankGroup.of(None)
     sent = pieces_of(group.rank, torch.float32)
     started = mock.Mock(spec=dist.Work)
@@ -60,11 +58,8 @@ def check_exchange_by_backend() -> None:
     assert came[group.rank] is sent[group.rank]
 
 
-def test_another_backend_exchanges_at_once_whatever_the_device(ranks2: Ranks) -> None:
-    ranks2.run(check_exchange_by_backend)
-
-
-def check_lanes_by_backend() -> None:
+@on_ranks(2)
+def test_lanes_have_the_backend_that_sends_the_data_and_are_many_on_gloo_alone() -> None:
     group, asked = RankGroup.of(None, nn.Linear(2, 2)), []
 
     def lease(group: RankGroup, number: int, backend: str) -> None:
@@ -80,17 +75,10 @@ def check_lanes_by_backend() -> None:
     assert asked == [(2, "gloo"), (2, "gloo"), (1, "nccl"), (1, "mine"), (2, "gloo")]
 
 
-def test_lanes_have_the_backend_that_sends_the_data_and_are_many_on_gloo_alone(ranks2: Ranks) -> None:
-    ranks2.run(check_lanes_by_backend)
-
-
-def check_lanes_know_the_data() -> None:
+@on_ranks(1)
+def test_lanes_know_where_the_data_lie() -> None:
     group = RankGroup.of(None, GPU3)
     assert [lane.data_devices for lane in lanes_beside(group).groups] == [(GPU3,)]
-
-
-def test_lanes_know_where_the_data_lie(ranks1: Ranks) -> None:
-    ranks1.run(check_lanes_know_the_data)
 
 
 # ---------------------------------------------------------------------- rows at once
@@ -127,7 +115,8 @@ def test_collectives_started_as_one_have_one_handle_and_are_ended_after_an_error
     assert works == []
 
 
-def check_rows_at_once() -> None:
+@on_ranks(2)
+def test_the_rows_of_a_bucket_are_one_launch_where_the_backend_can() -> None:
     group, log = RankGroup.of(None), []
     real = dist.broadcast
 
@@ -161,10 +150,6 @@ def check_rows_at_once() -> None:
         assert group.broadcast_rows([]) == []
     for work in group.broadcast_rows(rows):  # so that no rank ends while the other still waits
         work.wait()
-
-
-def test_the_rows_of_a_bucket_are_one_launch_where_the_backend_can(ranks2: Ranks) -> None:
-    ranks2.run(check_rows_at_once)
 
 
 # ---------------------------------------------------------------------- groups beside a bound one
@@ -208,7 +193,8 @@ class CopyingGroup(BoundGroup):
         return Copying()
 
 
-def check_other_meaning() -> None:
+@on_ranks(1)
+def test_a_group_that_pytorch_makes_otherwise_than_asked_is_refused() -> None:
     for made, told in ((OtherGroup(), "a group named lane of 2 ranks"), (CopyingGroup(), "in a copy")):
         with (
             mock.patch.object(c10d, "_new_process_group_helper", return_value=(made, None)),
@@ -217,11 +203,8 @@ def check_other_meaning() -> None:
             make_group([0], "nccl", "lane", None)
 
 
-def test_a_group_that_pytorch_makes_otherwise_than_asked_is_refused(ranks1: Ranks) -> None:
-    ranks1.run(check_other_meaning)
-
-
-def check_not_split() -> None:
+@on_ranks(1)
+def test_a_lane_beside_a_bound_group_is_not_split_from_it() -> None:
     world: Any = dist.group.WORLD
     made = BoundGroup()
     with mock.patch.object(c10d, "_new_process_group_helper", return_value=(made, None)) as helper:
@@ -233,7 +216,3 @@ def check_not_split() -> None:
             c10d._world.pg_group_ranks.pop(made, None)  # type: ignore[call-overload]
     assert helper.call_args.kwargs.get("device_id") is None  # else it is split at once
     assert made.options.split_from is None  # else with its first collective
-
-
-def test_a_lane_beside_a_bound_group_is_not_split_from_it(ranks1: Ranks) -> None:
-    ranks1.run(check_not_split)

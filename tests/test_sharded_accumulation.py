@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from overlap import Net, adamw, inputs, loss_of
-from pool import Ranks
+from pool import Ranks, on_ranks
 from sharded import Setting, assert_same_gradients, assert_same_run
 from test_sharded_cuts import cut_adamw
 from zero_optim import ZeroRedundancyOptimizer
@@ -93,7 +93,8 @@ def test_no_sync_gives_the_bits_of_whole_gradients(ranks2: Ranks) -> None:
     ranks2.run(trains_alike_with_no_sync)
 
 
-def keeps_memory_constant() -> None:
+@on_ranks(2)
+def test_owners_add_up_in_the_gradients_they_have() -> None:
     model = Net()
     optimizer = adamw(model)
     wrapped = ShardedDataParallel(model, optimizer)
@@ -101,10 +102,6 @@ def keeps_memory_constant() -> None:
     before = [param.grad for param in model.parameters()]
     loss_of(wrapped, 1).backward()
     assert all(param.grad is grad for param, grad in zip(model.parameters(), before, strict=True))
-
-
-def test_owners_add_up_in_the_gradients_they_have(ranks2: Ranks) -> None:
-    ranks2.run(keeps_memory_constant)
 
 
 class TwoHeads(nn.Module):
@@ -122,7 +119,9 @@ class TwoHeads(nn.Module):
         return self.left(hidden), self.right(hidden)
 
 
-def two_losses(accumulate: Any) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("accumulate", ["owner", "local"])
+def test_two_losses_of_one_forward_pass_add_up(accumulate: str) -> None:
     """Of one forward pass: one backward pass each, where a part may be unused."""
     options = {"find_unused_parameters": True}
     setting = Setting(TwoHeads, options=options, accumulate=accumulate)
@@ -150,12 +149,8 @@ def two_losses(accumulate: Any) -> None:
     other.step()
 
 
-@pytest.mark.parametrize("accumulate", ["owner", "local"])
-def test_two_losses_of_one_forward_pass_add_up(ranks2: Ranks, accumulate: str) -> None:
-    ranks2.run(two_losses, accumulate)
-
-
-def refuses_no_sync() -> None:
+@on_ranks(2)
+def test_owners_that_add_up_refuse_no_sync() -> None:
     wrapped, optimizer = Setting().sharded()
     with pytest.raises(RuntimeError, match=r'accumulate="owner" adds several .* build .* accumulate="local"'):
         wrapped.no_sync()
@@ -163,11 +158,8 @@ def refuses_no_sync() -> None:
     optimizer.step()
 
 
-def test_owners_that_add_up_refuse_no_sync(ranks2: Ranks) -> None:
-    ranks2.run(refuses_no_sync)
-
-
-def refuses_mixing() -> None:
+@on_ranks(2)
+def test_a_local_pass_behind_a_reduced_one_is_refused() -> None:
     (whole, one), (sharded, other) = Setting().whole(), Setting(accumulate="local").sharded()
     loss_of(sharded, 0).backward()
     with sharded.no_sync(), pytest.raises(RuntimeError, match=r"reduced to its owners.*Call zero_grad\(\)"):
@@ -179,11 +171,8 @@ def refuses_mixing() -> None:
     assert_same_gradients(sharded, whole)
 
 
-def test_a_local_pass_behind_a_reduced_one_is_refused(ranks2: Ranks) -> None:
-    ranks2.run(refuses_mixing)
-
-
-def adds_after_freezing() -> None:
+@on_ranks(2)
+def test_what_no_rank_uses_keeps_its_sum() -> None:
     """A frozen parameter keeps what was added up for it."""
     model = Net()
     optimizer = adamw(model)
@@ -198,11 +187,8 @@ def adds_after_freezing() -> None:
     assert copy is None or (before is not None and torch.equal(before, copy))
 
 
-def test_what_no_rank_uses_keeps_its_sum(ranks2: Ranks) -> None:
-    ranks2.run(adds_after_freezing)
-
-
-def zeroes_between() -> None:
+@on_ranks(2)
+def test_zero_grad_may_come_between_forward_and_a_local_pass() -> None:
     """PyTorch's order: zero_grad() comes between forward and backward."""
 
     def step(model: Any, optimizer: ZeroRedundancyOptimizer, number: int) -> None:
@@ -216,11 +202,9 @@ def zeroes_between() -> None:
     assert_same_run(Setting(accumulate="local"), step)
 
 
-def test_zero_grad_may_come_between_forward_and_a_local_pass(ranks2: Ranks) -> None:
-    ranks2.run(zeroes_between)
-
-
-def starts_with_whole_gradients(setting: Setting) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("setting", [Setting(), Setting(optimizer=cut_adamw)], ids=["whole", "cut"])
+def test_owners_add_to_whole_gradients_that_the_user_set(setting: Setting) -> None:
     """The user puts whole gradients there: zeros, then some value."""
 
     def step(model: nn.Module, optimizer: ZeroRedundancyOptimizer, number: int) -> None:
@@ -243,8 +227,3 @@ def starts_with_whole_gradients(setting: Setting) -> None:
             rows = owned_gradient(param, piece)
             assert rows is not None
             assert torch.allclose(rows, rows_of(want.grad, piece), atol=1e-6)
-
-
-@pytest.mark.parametrize("setting", [Setting(), Setting(optimizer=cut_adamw)], ids=["whole", "cut"])
-def test_owners_add_to_whole_gradients_that_the_user_set(ranks2: Ranks, setting: Setting) -> None:
-    ranks2.run(starts_with_whole_gradients, setting)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from cuts import cutting
 from overlap import Net, adamw, loss_of
-from pool import Ranks
+from pool import Ranks, on_ranks
 from sharded import Setting, assert_same_run
 from test_sharded_training import Scaled, Words, sgd
 from zero_optim import ZeroRedundancyOptimizer
@@ -28,7 +28,8 @@ def cut_sgd(model: nn.Module) -> ZeroRedundancyOptimizer:
         return sgd(model)
 
 
-def has_its_rows() -> None:
+@on_ranks(2)
+def test_an_owner_of_rows_has_the_gradient_of_its_rows() -> None:
     (whole, _), (sharded, optimizer) = Setting().whole(), Setting(optimizer=cut_adamw).sharded()
     for model in (whole, sharded):
         loss_of(model, 0).backward()
@@ -47,10 +48,6 @@ def has_its_rows() -> None:
     assert num_cut
 
 
-def test_an_owner_of_rows_has_the_gradient_of_its_rows(ranks2: Ranks) -> None:
-    ranks2.run(has_its_rows)
-
-
 def trains_alike(setting: Setting) -> None:
     assert_same_run(setting)
 
@@ -67,7 +64,8 @@ def test_training_gives_the_bits_of_whole_gradients(ranks2: Ranks, setting: Sett
     ranks2.run(trains_alike, setting)
 
 
-def adds_up_and_unscales() -> None:
+@on_ranks(2)
+def test_scaling_and_adding_up_give_the_bits_of_whole_gradients() -> None:
     scaled = Scaled(unscales=False)
 
     def step(model: nn.Module, optimizer: ZeroRedundancyOptimizer, number: int) -> float:
@@ -83,10 +81,6 @@ def adds_up_and_unscales() -> None:
         optimizer.step()
 
     assert_same_run(Setting(optimizer=cut_adamw, accumulate="local"), twice)
-
-
-def test_scaling_and_adding_up_give_the_bits_of_whole_gradients(ranks2: Ranks) -> None:
-    ranks2.run(adds_up_and_unscales)
 
 
 def norms(setting: Setting, norm_type: float) -> list[Tensor]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from overlap import Net, adamw, inputs, loss_of
-from pool import Ranks
+from pool import Ranks, on_ranks
 from sharded import Setting, assert_same_gradients
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import ShardedDataParallel
@@ -29,18 +29,16 @@ def refuses(**options: Any) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def refuses_options() -> None:
+@on_ranks(2)
+def test_options_without_a_meaning_are_refused() -> None:
     assert "TypeError: ShardedDataParallel takes no bucket_cap_mb: buckets are" in refuses(bucket_cap_mb=1)
     assert "takes no gradient_as_bucket_view" in refuses(gradient_as_bucket_view=True)
     assert "expected options among" in refuses(colour="red")
     assert 'ValueError: expected accumulate to be "owner" or "local", got 3' in refuses(accumulate=3)
 
 
-def test_options_without_a_meaning_are_refused(ranks2: Ranks) -> None:
-    ranks2.run(refuses_options)
-
-
-def refuses_optimizers() -> None:
+@on_ranks(2)
+def test_an_optimizer_that_cannot_own_the_gradients_is_refused() -> None:
     model = Net()
     told = refuses(optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     assert "expected a zero_optim.ZeroRedundancyOptimizer, got SGD" in told
@@ -54,11 +52,8 @@ def refuses_optimizers() -> None:
         ShardedDataParallel(model, steps_early)
 
 
-def test_an_optimizer_that_cannot_own_the_gradients_is_refused(ranks2: Ranks) -> None:
-    ranks2.run(refuses_optimizers)
-
-
-def refuses_on_one() -> None:
+@on_ranks(2)
+def test_what_is_wrong_on_one_rank_raises_on_every_rank() -> None:
     if dist.get_rank() == 0:
         assert "bucket_cap_mb" in refuses(bucket_cap_mb=1)
     else:
@@ -73,11 +68,8 @@ def refuses_on_one() -> None:
         ShardedDataParallel(model, optimizer, accumulate=accumulate)
 
 
-def test_what_is_wrong_on_one_rank_raises_on_every_rank(ranks2: Ranks) -> None:
-    ranks2.run(refuses_on_one)
-
-
-def refuses_hooks() -> None:
+@on_ranks(2)
+def test_comm_hooks_are_refused() -> None:
     wrapped, _ = Setting().sharded()
     for register in (
         lambda: wrapped.register_comm_hook(None, allreduce_hook),
@@ -87,11 +79,8 @@ def refuses_hooks() -> None:
             register()
 
 
-def test_comm_hooks_are_refused(ranks2: Ranks) -> None:
-    ranks2.run(refuses_hooks)
-
-
-def refuses_to_read() -> None:
+@on_ranks(2)
+def test_the_norm_of_pytorch_is_refused_on_partial_gradients() -> None:
     wrapped, optimizer = Setting().sharded()
     loss_of(wrapped, 0).backward()
     with pytest.raises(RuntimeError, match=r"optimizer\.clip_grad_norm_\(\), in the place of torch"):
@@ -99,10 +88,6 @@ def refuses_to_read() -> None:
     before = [param.detach().clone() for param in wrapped.parameters()]
     optimizer.step()
     assert all(not torch.equal(a, b) for a, b in zip(wrapped.parameters(), before, strict=True))
-
-
-def test_the_norm_of_pytorch_is_refused_on_partial_gradients(ranks2: Ranks) -> None:
-    ranks2.run(refuses_to_read)
 
 
 def goes_on_after_a_failure() -> None:
@@ -141,7 +126,8 @@ def test_a_rank_that_raises_in_backward_leaves_no_other_waiting(ranks2: Ranks) -
     ranks2.run(goes_on_after_a_failure)
 
 
-def lacks_gradients() -> None:
+@on_ranks(2)
+def test_a_missing_gradient_raises_on_every_rank() -> None:
     wrapped, optimizer = Setting().sharded()
     loss = wrapped(inputs(0), dist.get_rank() == 0).square().mean()
     with pytest.raises(ReductionError, match=r"rank 1: no gradient for spare\.weight, spare\.bias"):
@@ -149,10 +135,6 @@ def lacks_gradients() -> None:
     optimizer.zero_grad()
     loss_of(wrapped, 1).backward()
     optimizer.step()
-
-
-def test_a_missing_gradient_raises_on_every_rank(ranks2: Ranks) -> None:
-    ranks2.run(lacks_gradients)
 
 
 @dataclass
@@ -170,7 +152,8 @@ class Hiding(Net):
         return Hidden(lambda: out)
 
 
-def hides_its_output() -> None:
+@on_ranks(2)
+def test_a_pass_that_no_output_shows_gives_the_bits_of_whole_gradients() -> None:
     (whole, one), (wrapped, optimizer) = Setting(Hiding).whole(), Setting(Hiding).sharded()
     for number in range(2):
         for model, stepped in ((whole, one), (wrapped, optimizer)):
@@ -182,11 +165,8 @@ def hides_its_output() -> None:
         assert torch.equal(a, b)
 
 
-def test_a_pass_that_no_output_shows_gives_the_bits_of_whole_gradients(ranks2: Ranks) -> None:
-    ranks2.run(hides_its_output)
-
-
-def syncs_late() -> None:
+@on_ranks(2)
+def test_a_local_pass_that_comes_unannounced_is_refused() -> None:
     wrapped, optimizer = Setting(accumulate="local").sharded()
     loss_of(wrapped, 0).backward()
     loss = loss_of(wrapped, 1)
@@ -195,10 +175,6 @@ def syncs_late() -> None:
     optimizer.zero_grad()
     loss_of(wrapped, 3).backward()
     optimizer.step()
-
-
-def test_a_local_pass_that_comes_unannounced_is_refused(ranks2: Ranks) -> None:
-    ranks2.run(syncs_late)
 
 
 class LossWeight(Net):
@@ -221,7 +197,11 @@ def run_passes(wrapped: Any, module: Any, *, through: str, create_graph: bool = 
         module.loss(called(inputs(1))).backward(create_graph=create_graph)
 
 
-def adds_up_unannounced(through: str, create_graph: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("through", "create_graph"), [("wrapper", False), ("module", False), ("module", True)]
+)
+def test_passes_that_begin_at_a_parameter_add_up(through: str, create_graph: bool) -> None:
     (once, _), (again, _) = Setting(LossWeight).sharded(), Setting(LossWeight).sharded()
     (wrapped, optimizer) = Setting(LossWeight).sharded()
     run_passes(wrapped, wrapped.module, through=through, create_graph=create_graph)
@@ -243,13 +223,6 @@ def adds_up_unannounced(through: str, create_graph: bool) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize(
-    ("through", "create_graph"), [("wrapper", False), ("module", False), ("module", True)]
-)
-def test_passes_that_begin_at_a_parameter_add_up(ranks2: Ranks, through: str, create_graph: bool) -> None:
-    ranks2.run(adds_up_unannounced, through, create_graph)
-
-
 class PassesOn(Net):
     """Has a second output, which depends on no parameter."""
 
@@ -257,7 +230,8 @@ class PassesOn(Net):
         return super().forward(x, with_spare), x * 2
 
 
-def asks_for_no_parameter() -> None:
+@on_ranks(2)
+def test_a_pass_that_computes_no_gradient_leaves_all_as_they_are() -> None:
     wrapped, _ = Setting(PassesOn).sharded()
     wrapped(inputs(0))[0].square().mean().backward()
     before = [param.grad for param in wrapped.parameters()]
@@ -266,10 +240,6 @@ def asks_for_no_parameter() -> None:
     assert torch.equal(found, torch.full_like(asked, 2.0))
     assert None not in before
     assert all(param.grad is grad for param, grad in zip(wrapped.parameters(), before, strict=True))
-
-
-def test_a_pass_that_computes_no_gradient_leaves_all_as_they_are(ranks2: Ranks) -> None:
-    ranks2.run(asks_for_no_parameter)
 
 
 def own_copies(model: nn.Module) -> dict[str, Tensor]:
@@ -311,7 +281,9 @@ class Breaking(torch.autograd.Function):
         raise ZeroDivisionError
 
 
-def breaks_off(zeroes: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("zeroes", [False, True])
+def test_a_pass_that_breaks_off_leaves_what_was_added_up_to_the_user(zeroes: bool) -> None:
     wrapped, optimizer = Setting().sharded()
     loss_of(wrapped, 0).backward()
     before = own_copies(wrapped)
@@ -328,8 +300,3 @@ def breaks_off(zeroes: bool) -> None:
     assert all((param.grad is None) == zeroes for param in wrapped.parameters())
     loss_of(wrapped, 2).backward()
     optimizer.step()
-
-
-@pytest.mark.parametrize("zeroes", [False, True])
-def test_a_pass_that_breaks_off_leaves_what_was_added_up_to_the_user(ranks2: Ranks, zeroes: bool) -> None:
-    ranks2.run(breaks_off, zeroes)

@@ -8,7 +8,7 @@ from torch.distributed.algorithms.join import Join
 from torch.optim import lr_scheduler
 
 from overlap import loss_of
-from pool import Ranks
+from pool import Ranks, on_ranks
 from sharded import Setting
 from test_sharded_training import Same, Words, sgd
 from zero_optim import ZeroRedundancyOptimizer
@@ -27,14 +27,7 @@ def train(model: nn.Module, optimizer: ZeroRedundancyOptimizer, longest: int) ->
             schedule.step()
 
 
-def joins_alike(setting: Setting, longest: int) -> None:
-    (whole, one), (sharded, other) = setting.whole(), setting.sharded()
-    train(whole, one, longest)
-    train(sharded, other, longest)
-    for (name, want), param in zip(whole.named_parameters(), sharded.parameters(), strict=True):
-        assert torch.equal(param, want), name
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("longest", [0, 1])
 @pytest.mark.parametrize(
     "setting",
@@ -45,10 +38,12 @@ def joins_alike(setting: Setting, longest: int) -> None:
     ],
     ids=["plain", "unused", "sparse"],
 )
-def test_uneven_inputs_give_the_bits_of_whole_gradients(
-    ranks2: Ranks, setting: Setting, longest: int
-) -> None:
-    ranks2.run(joins_alike, setting, longest)
+def test_uneven_inputs_give_the_bits_of_whole_gradients(setting: Setting, longest: int) -> None:
+    (whole, one), (sharded, other) = setting.whole(), setting.sharded()
+    train(whole, one, longest)
+    train(sharded, other, longest)
+    for (name, want), param in zip(whole.named_parameters(), sharded.parameters(), strict=True):
+        assert torch.equal(param, want), name
 
 
 def train_epochs(model: nn.Module, optimizer: ZeroRedundancyOptimizer, set_to_none: bool) -> list[float]:
@@ -87,11 +82,8 @@ def train_without_steps(model: nn.Module, optimizer: ZeroRedundancyOptimizer) ->
             loss_of(model, number).backward()
 
 
-def adds_up_in_join() -> None:
+@on_ranks(2)
+def test_several_reduced_passes_for_a_step_are_refused_on_every_rank() -> None:
     wrapped, optimizer = Setting().sharded()
     with pytest.raises(RuntimeError, match=r"pass that is reduced must be followed by optimizer\.step"):
         train_without_steps(wrapped, optimizer)
-
-
-def test_several_reduced_passes_for_a_step_are_refused_on_every_rank(ranks2: Ranks) -> None:
-    ranks2.run(adds_up_in_join)

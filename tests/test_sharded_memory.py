@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cuts import cutting
-from pool import Pool, Ranks
+from pool import Pool, Ranks, on_ranks
 from waiting import wait_until
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import ShardedDataParallel
@@ -135,7 +135,10 @@ def cut_params(num: int = NUM_CUT) -> list[Parameter]:
     return [Parameter(torch.ones(CUT_NBYTES // 64, 16)) for _ in range(num)]
 
 
-def check_construction(view: bool, added: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
+def test_cut_parameters_move_with_memory_for_one_bucket_more(view: bool, added: bool) -> None:
     """Each parameter has a bucket of its own."""
     options: dict[str, Any] = {"lr": 0.1, "bucket_cap_mb": 1e-5, "parameters_as_bucket_view": view}
     ZeroRedundancyOptimizer(cut_params(1), torch.optim.SGD, **options)  # what trials take is no concern here
@@ -154,12 +157,6 @@ def check_construction(view: bool, added: bool) -> None:
     assert living.peak <= NUM_CUT * bucket + (1 + added) * bucket + 4096, living.peak / CUT_NBYTES
 
 
-@pytest.mark.parametrize("added", [False, True])
-@pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
-def test_cut_parameters_move_with_memory_for_one_bucket_more(ranks2: Ranks, view: bool, added: bool) -> None:
-    ranks2.run(check_construction, view, added)
-
-
 class Raising(torch.optim.SGD):
     """Steps, then raises."""
 
@@ -168,7 +165,13 @@ class Raising(torch.optim.SGD):
         raise ArithmeticError("after the step")
 
 
-def check_let_go(view: bool, fails: bool, overlapped: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
+def test_after_a_step_the_optimizer_holds_no_memory_of_cut_parameters(
+    view: bool, fails: bool, overlapped: bool
+) -> None:
     """After a step, nothing holds what the user lets go: neither values nor gradients."""
     with LivingStorages(()) as living:
         params = cut_params()
@@ -206,16 +209,8 @@ def check_let_go(view: bool, fails: bool, overlapped: bool) -> None:
         assert living.count() < (most if view else 4096), living.count()
 
 
-@pytest.mark.parametrize("overlapped", [False, True])
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
-def test_after_a_step_the_optimizer_holds_no_memory_of_cut_parameters(
-    ranks2: Ranks, view: bool, fails: bool, overlapped: bool
-) -> None:
-    ranks2.run(check_let_go, view, fails, overlapped)
-
-
-def check_local_optimizer() -> None:
+@on_ranks(2)
+def test_the_local_optimizer_shows_the_rows_of_cut_parameters() -> None:
     """Who looks at the local optimizer sees the rows of the parameters; later, shapes."""
     params = cut_params(2)
     with cutting():
@@ -234,7 +229,3 @@ def check_local_optimizer() -> None:
             assert bool(leaf.isnan().all())
             with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
                 leaf.data.add_(1.0)
-
-
-def test_the_local_optimizer_shows_the_rows_of_cut_parameters(ranks2: Ranks) -> None:
-    ranks2.run(check_local_optimizer)

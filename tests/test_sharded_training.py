@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 
 from overlap import Net, adamw, inputs, loss_of
-from pool import Ranks
+from pool import Ranks, on_ranks
 from sharded import Setting, assert_same_run, plain_step
 from training import HAS_MUON, assert_same_state
 from zero_optim import ZeroRedundancyOptimizer
@@ -28,7 +28,8 @@ def test_training_gives_the_bits_of_whole_gradients(ranks2: Ranks) -> None:
     ranks2.run(trains_alike, Setting())
 
 
-def has_only_its_own_gradients() -> None:
+@on_ranks(2)
+def test_a_rank_has_the_gradients_of_what_it_owns_alone() -> None:
     model = Net()
     optimizer = adamw(model)
     wrapped = ShardedDataParallel(model, optimizer)
@@ -42,10 +43,6 @@ def has_only_its_own_gradients() -> None:
     optimizer.step()
     optimizer.zero_grad()
     assert all(param.grad is None for param in model.parameters())
-
-
-def test_a_rank_has_the_gradients_of_what_it_owns_alone(ranks2: Ranks) -> None:
-    ranks2.run(has_only_its_own_gradients)
 
 
 def summed_in_rank_order() -> None:
@@ -112,7 +109,9 @@ class Scaled:
         return scaler.get_scale()
 
 
-def scales_alike(unscales: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_scaler_skips_and_scales_as_with_whole_gradients(unscales: bool) -> None:
     (whole, one), (sharded, other) = Setting().whole(), Setting().sharded()
     step, scales = Scaled(unscales), []
     for number in range(5):
@@ -123,12 +122,8 @@ def scales_alike(unscales: bool) -> None:
     assert scales == [64.0, 128.0, 64.0, 64.0, 128.0]
 
 
-@pytest.mark.parametrize("unscales", [False, True])
-def test_a_scaler_skips_and_scales_as_with_whole_gradients(ranks2: Ranks, unscales: bool) -> None:
-    ranks2.run(scales_alike, unscales)
-
-
-def schedules_alike() -> None:
+@on_ranks(2)
+def test_schedulers_act_as_with_whole_gradients() -> None:
     schedulers: dict[ZeroRedundancyOptimizer, Any] = {}
 
     def step(model: nn.Module, optimizer: ZeroRedundancyOptimizer, number: int) -> list[float]:
@@ -143,11 +138,8 @@ def schedules_alike() -> None:
     assert_same_run(Setting(), step)
 
 
-def test_schedulers_act_as_with_whole_gradients(ranks2: Ranks) -> None:
-    ranks2.run(schedules_alike)
-
-
-def closes_alike() -> None:
+@on_ranks(2)
+def test_closures_give_the_bits_of_whole_gradients() -> None:
     def step(model: nn.Module, optimizer: ZeroRedundancyOptimizer, number: int) -> float | None:
         def closure() -> float:
             optimizer.zero_grad()
@@ -159,10 +151,6 @@ def closes_alike() -> None:
 
     assert_same_run(Setting(), step)
     assert_same_run(Setting(optimizer=partial(adamw, master_dtype=torch.float64)), step)
-
-
-def test_closures_give_the_bits_of_whole_gradients(ranks2: Ranks) -> None:
-    ranks2.run(closes_alike)
 
 
 class Unused(Net):
@@ -304,7 +292,8 @@ def test_freezing_and_thawing_gives_the_bits_of_whole_gradients(ranks2: Ranks) -
     ranks2.run(freezes_alike)
 
 
-def adds_groups_alike() -> None:
+@on_ranks(2)
+def test_groups_can_be_added() -> None:
     extra: dict[ZeroRedundancyOptimizer, nn.Parameter] = {}
 
     def step(model: Any, optimizer: ZeroRedundancyOptimizer, number: int) -> Tensor | None:
@@ -322,11 +311,8 @@ def adds_groups_alike() -> None:
     assert_same_run(Setting(), step)
 
 
-def test_groups_can_be_added(ranks2: Ranks) -> None:
-    ranks2.run(adds_groups_alike)
-
-
-def zeroes_alike() -> None:
+@on_ranks(2)
+def test_gradients_can_be_set_to_zero_and_clipped_by_value() -> None:
     def step(model: nn.Module, optimizer: ZeroRedundancyOptimizer, number: int) -> None:
         optimizer.zero_grad(set_to_none=False)
         loss_of(model, number).backward()
@@ -336,11 +322,8 @@ def zeroes_alike() -> None:
     assert_same_run(Setting(), step)
 
 
-def test_gradients_can_be_set_to_zero_and_clipped_by_value(ranks2: Ranks) -> None:
-    ranks2.run(zeroes_alike)
-
-
-def waits_lazily() -> None:
+@on_ranks(2)
+def test_lazy_gathers_give_the_bits_of_whole_gradients() -> None:
     seen: set[int] = set()
 
     def step(model: Any, optimizer: ZeroRedundancyOptimizer, number: int) -> Tensor:
@@ -357,10 +340,6 @@ def waits_lazily() -> None:
     assert_same_run(Setting(), step)
 
 
-def test_lazy_gathers_give_the_bits_of_whole_gradients(ranks2: Ranks) -> None:
-    ranks2.run(waits_lazily)
-
-
 def narrow_precision() -> dict[str, Any]:
     precision = nn.parallel.distributed._MixedPrecision
     return {"mixed_precision": precision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)}
@@ -370,7 +349,8 @@ def test_mixed_precision_gives_the_bits_of_whole_gradients(ranks2: Ranks) -> Non
     ranks2.run(trains_alike, Setting(options=narrow_precision()))
 
 
-def saves_alike() -> None:
+@on_ranks(2)
+def test_state_dicts_are_those_of_a_run_with_whole_gradients() -> None:
     (whole, one), (sharded, other) = Setting().whole(), Setting().sharded()
     for number in range(2):
         for model, optimizer in ((whole, one), (sharded, other)):
@@ -391,11 +371,8 @@ def saves_alike() -> None:
         assert torch.equal(sharded.state_dict()[name], value), name
 
 
-def test_state_dicts_are_those_of_a_run_with_whole_gradients(ranks2: Ranks) -> None:
-    ranks2.run(saves_alike)
-
-
-def uses_a_graph_again() -> None:
+@on_ranks(2)
+def test_a_graph_can_be_gone_through_twice() -> None:
     def step(model: nn.Module, optimizer: ZeroRedundancyOptimizer, number: int) -> None:
         optimizer.zero_grad()
         loss = loss_of(model, number)
@@ -407,21 +384,15 @@ def uses_a_graph_again() -> None:
     assert_same_run(Setting(), step)
 
 
-def test_a_graph_can_be_gone_through_twice(ranks2: Ranks) -> None:
-    ranks2.run(uses_a_graph_again)
-
-
-def works_alone() -> None:
+@on_ranks(1)
+def test_one_rank_has_all_gradients() -> None:
     sharded = assert_same_run(Setting(options={}))
     assert all(not isinstance(param.grad, PartialGradient) for param in sharded.parameters())
     assert all(param.grad is not None for param in sharded.parameters())
 
 
-def test_one_rank_has_all_gradients(ranks1: Ranks) -> None:
-    ranks1.run(works_alone)
-
-
-def copies_alike() -> None:
+@on_ranks(2)
+def test_a_copy_has_an_optimizer_of_its_own_and_trains() -> None:
     wrapped, optimizer = Setting().sharded()
     loss_of(wrapped, 0).backward()
     optimizer.step()
@@ -435,11 +406,9 @@ def copies_alike() -> None:
         assert torch.equal(a, b)
 
 
-def test_a_copy_has_an_optimizer_of_its_own_and_trains(ranks2: Ranks) -> None:
-    ranks2.run(copies_alike)
-
-
-def begins_averages_where_training_begins(master_dtype: torch.dtype | None) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("master_dtype", [None, torch.float32])
+def test_averages_begin_at_the_weights_that_ranks_agree_on(master_dtype: torch.dtype | None) -> None:
     """Ranks begin with other weights, and take those of the first by wrapping."""
     found = []
     for is_sharded in (False, True):
@@ -465,18 +434,8 @@ def begins_averages_where_training_begins(master_dtype: torch.dtype | None) -> N
     assert not all(torch.equal(a, b) for a, b in zip(averages, model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("master_dtype", [None, torch.float32])
-def test_averages_begin_at_the_weights_that_ranks_agree_on(
-    ranks2: Ranks, master_dtype: torch.dtype | None
-) -> None:
-    ranks2.run(begins_averages_where_training_begins, master_dtype)
-
-
-def tells_the_cap() -> None:
+@on_ranks(2)
+def test_the_cap_of_buckets_that_is_told_is_that_of_the_optimizer() -> None:
     wrapped, optimizer = Setting(optimizer=sgd).sharded()
     assert wrapped.get_ddp_logging_data()["bucket_cap_bytes"] == int(0.0005 * 2**20)
     assert optimizer.bucket_cap_nbytes == int(0.0005 * 2**20)
-
-
-def test_the_cap_of_buckets_that_is_told_is_that_of_the_optimizer(ranks2: Ranks) -> None:
-    ranks2.run(tells_the_cap)

@@ -10,7 +10,7 @@ from torch.distributed.algorithms.join import Join
 
 from breaking import Breaks, BreaksAnywhere
 from fake_streams import without_thread
-from pool import Ranks
+from pool import Ranks, on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.errors import RankMismatchError, RemoteRankError
@@ -45,7 +45,10 @@ def check_equal(optimizer: ZeroRedundancyOptimizer) -> None:
         assert all(torch.equal(every[0], other) for other in every)
 
 
-def check_failure(options: dict[str, Any]) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("as_view", [True, False])
+def test_a_step_that_raises_on_one_rank_raises_on_all(as_view: bool) -> None:
+    options = {"parameters_as_bucket_view": as_view}
     optimizer = make(Breaks, **options)
     step(optimizer)
     before = optimizer.metrics()["collectives/total"]
@@ -66,12 +69,10 @@ def check_failure(options: dict[str, Any]) -> None:
     check_equal(optimizer)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("as_view", [True, False])
-def test_a_step_that_raises_on_one_rank_raises_on_all(ranks2: Ranks, as_view: bool) -> None:
-    ranks2.run(check_failure, {"parameters_as_bucket_view": as_view})
-
-
-def check_rate(options: dict[str, Any]) -> None:
+def test_a_rate_that_differs_on_one_rank_raises_on_all(as_view: bool) -> None:
+    options = {"parameters_as_bucket_view": as_view}
     optimizer = make(**options)
     for _ in range(2):
         step(optimizer)
@@ -85,12 +86,8 @@ def check_rate(options: dict[str, Any]) -> None:
     step(optimizer)
 
 
-@pytest.mark.parametrize("as_view", [True, False])
-def test_a_rate_that_differs_on_one_rank_raises_on_all(ranks2: Ranks, as_view: bool) -> None:
-    ranks2.run(check_rate, {"parameters_as_bucket_view": as_view})
-
-
-def check_own_rate() -> None:
+@on_ranks(2)
+def test_options_that_are_a_rank_s_own_may_differ() -> None:
     optimizer = make(own_options=["lr"])
     optimizer.param_groups[0]["lr"] = 0.5 + dist.get_rank()
     step(optimizer)
@@ -99,15 +96,8 @@ def check_own_rate() -> None:
         step(optimizer)
 
 
-def test_options_that_are_a_rank_s_own_may_differ(ranks2: Ranks) -> None:
-    ranks2.run(check_own_rate)
-
-
-def test_names_of_own_options_are_checked(ranks1: Ranks) -> None:
-    ranks1.run(check_wrong_names)
-
-
-def check_wrong_names() -> None:
+@on_ranks(1)
+def test_names_of_own_options_are_checked() -> None:
     with pytest.raises(TypeError, match=r"own_options to be names of options, such as \('lr',\), got 'lr'"):
         make(own_options="lr")
 
@@ -164,7 +154,8 @@ class CountsInPlace(torch.optim.SGD):
         return super().step(closure)
 
 
-def check_counts_in_place() -> None:
+@on_ranks(2)
+def test_what_a_class_changes_in_place_in_its_groups_may_differ() -> None:
     optimizer = make(CountsInPlace, assume_separable=True, cuts=False)
     for _ in range(2):
         step(optimizer)
@@ -176,10 +167,6 @@ def check_counts_in_place() -> None:
         step(optimizer)
 
 
-def test_what_a_class_changes_in_place_in_its_groups_may_differ(ranks2: Ranks) -> None:
-    ranks2.run(check_counts_in_place)
-
-
 class NoNumber(float):
     """Cannot be turned into a plain number."""
 
@@ -187,7 +174,8 @@ class NoNumber(float):
         raise RuntimeError("no number")
 
 
-def check_strange_options() -> None:
+@on_ranks(2)
+def test_no_option_leaves_a_rank_waiting() -> None:
     optimizer = make()
     optimizer.param_groups[0].update({7: 1.0, "odd": NoNumber(1)})
     step(optimizer)
@@ -197,10 +185,6 @@ def check_strange_options() -> None:
         optimizer.param_groups[0]["lr"] = 2.0
     with pytest.raises(RankMismatchError, match=r"lr of group 0: rank 0 has 0.125; rank 1 has 2"):
         step(optimizer)
-
-
-def test_no_option_leaves_a_rank_waiting(ranks2: Ranks) -> None:
-    ranks2.run(check_strange_options)
 
 
 def check_equal_values() -> float:
@@ -224,7 +208,8 @@ def test_options_are_compared_by_value(ranks2: Ranks) -> None:
     assert ranks2.run(check_equal_values) == [0, 0]
 
 
-def check_straddling() -> None:
+@on_ranks(2)
+def test_numbers_that_are_close_count_as_equal() -> None:
     """The two numbers round to different ones of six digits."""
     optimizer = make()
     optimizer.metrics()
@@ -234,21 +219,14 @@ def check_straddling() -> None:
     step(optimizer)
 
 
-def test_numbers_that_are_close_count_as_equal(ranks2: Ranks) -> None:
-    ranks2.run(check_straddling)
-
-
-def check_in_place() -> None:
+@on_ranks(2)
+def test_a_tensor_that_is_changed_in_place_on_one_rank_is_noticed() -> None:
     optimizer = make(lr=torch.tensor(0.25))
     step(optimizer)
     if dist.get_rank() == 0:
         optimizer.param_groups[0]["lr"].mul_(2)
     with pytest.raises(RankMismatchError, match=r"rank 0 has 0.5; rank 1 has 0.25"):
         step(optimizer)
-
-
-def test_a_tensor_that_is_changed_in_place_on_one_rank_is_noticed(ranks2: Ranks) -> None:
-    ranks2.run(check_in_place)
 
 
 class Moves(torch.optim.SGD):
@@ -258,7 +236,8 @@ class Moves(torch.optim.SGD):
         pass
 
 
-def check_other_call() -> None:
+@on_ranks(2)
+def test_another_call_in_the_place_of_a_step_is_named() -> None:
     optimizer = make(Moves)
     step(optimizer)
     match = (
@@ -269,11 +248,8 @@ def check_other_call() -> None:
     step(optimizer)
 
 
-def test_another_call_in_the_place_of_a_step_is_named(ranks2: Ranks) -> None:
-    ranks2.run(check_other_call)
-
-
-def check_missing_group() -> None:
+@on_ranks(2)
+def test_a_group_that_is_missing_on_one_rank_is_named() -> None:
     optimizer = make()
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "lr": 0.5})
     step(optimizer)
@@ -283,17 +259,14 @@ def check_missing_group() -> None:
         step(optimizer)
 
 
-def test_a_group_that_is_missing_on_one_rank_is_named(ranks2: Ranks) -> None:
-    ranks2.run(check_missing_group)
-
-
 def lazy() -> tuple[nn.Module, ZeroRedundancyOptimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     return model, ZeroRedundancyOptimizer(model.parameters(), Breaks, lr=0.125, gather_lazily=model)
 
 
-def check_lazy_failure() -> None:
+@on_ranks(2)
+def test_a_failure_in_a_step_that_gathers_lazily_is_told_in_the_next_forward_pass() -> None:
     model, optimizer = lazy()
     for _ in range(2):
         model(torch.ones(1, 4))
@@ -315,11 +288,8 @@ def check_lazy_failure() -> None:
     check_equal(optimizer)
 
 
-def test_a_failure_in_a_step_that_gathers_lazily_is_told_in_the_next_forward_pass(ranks2: Ranks) -> None:
-    ranks2.run(check_lazy_failure)
-
-
-def check_lazy_rate() -> None:
+@on_ranks(2)
+def test_a_rate_that_differed_in_a_step_that_gathers_lazily_raises_in_the_next() -> None:
     model, optimizer = lazy()
     step(optimizer)
     optimizer.param_groups[0]["lr"] = 0.5 + dist.get_rank()
@@ -330,10 +300,6 @@ def check_lazy_rate() -> None:
     step(optimizer)
     model(torch.ones(1, 4))
     check_equal(optimizer)
-
-
-def test_a_rate_that_differed_in_a_step_that_gathers_lazily_raises_in_the_next(ranks2: Ranks) -> None:
-    ranks2.run(check_lazy_rate)
 
 
 def check_no_collective() -> list[float]:
@@ -351,18 +317,16 @@ def test_a_step_has_no_collective_but_its_gathers(ranks2: Ranks) -> None:
     assert ranks2.run(check_no_collective) == [[2.0, 2.0]] * 2
 
 
-def check_alone() -> None:
+@on_ranks(1)
+def test_one_rank_alone_has_no_stamps() -> None:
     optimizer = make()
     assert optimizer._sharding.gathers.stamps is None
     assert not any(bucket.layout.rooms for bucket in optimizer._sharding.buckets)
     step(optimizer)
 
 
-def test_one_rank_alone_has_no_stamps(ranks1: Ranks) -> None:
-    ranks1.run(check_alone)
-
-
-def check_cut() -> None:
+@on_ranks(2)
+def test_owners_of_one_cut_parameter_are_heard() -> None:
     """Both rows of the one bucket lie in one parameter."""
     optimizer = ZeroRedundancyOptimizer([nn.Parameter(torch.ones(64, 1024))], Breaks, lr=0.125)
     assert [len(pieces) for pieces in optimizer.pieces().values()] == [2]
@@ -377,21 +341,14 @@ def check_cut() -> None:
     check_equal(optimizer)
 
 
-def test_owners_of_one_cut_parameter_are_heard(ranks2: Ranks) -> None:
-    ranks2.run(check_cut)
-
-
-def check_masters() -> None:
+@on_ranks(2)
+def test_narrow_parameters_carry_stamps_too() -> None:
     params = [nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)) for shape in [(8, 4), (8, 4)]]
     optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.5, master_dtype=torch.float32)
     step(optimizer)
     optimizer.param_groups[0]["lr"] = 0.5 + dist.get_rank()
     with pytest.raises(RankMismatchError, match=r"rank 0 has 0.5; rank 1 has 1.5"):
         step(optimizer)
-
-
-def test_narrow_parameters_carry_stamps_too(ranks2: Ranks) -> None:
-    ranks2.run(check_masters)
 
 
 def overlapped() -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
@@ -407,7 +364,8 @@ def iterate(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
     optimizer.step()
 
 
-def check_overlapped_failure() -> None:
+@on_ranks(2)
+def test_a_failure_in_an_overlapped_step_raises_out_of_backward_on_all() -> None:
     model, optimizer = overlapped()
     iterate(model, optimizer)
     optimizer.optim.breaks = True
@@ -420,11 +378,8 @@ def check_overlapped_failure() -> None:
     check_equal(optimizer)
 
 
-def test_a_failure_in_an_overlapped_step_raises_out_of_backward_on_all(ranks2: Ranks) -> None:
-    ranks2.run(check_overlapped_failure)
-
-
-def check_overlapped_rate() -> None:
+@on_ranks(2)
+def test_a_rate_that_differs_in_an_overlapped_step_is_named_by_step() -> None:
     model, optimizer = overlapped()
     iterate(model, optimizer)
     optimizer.param_groups[0]["lr"] = 0.5 + dist.get_rank()
@@ -436,10 +391,6 @@ def check_overlapped_rate() -> None:
     check_equal(optimizer)
     optimizer.param_groups[0]["lr"] = 0.5
     iterate(model, optimizer)
-
-
-def test_a_rate_that_differs_in_an_overlapped_step_is_named_by_step(ranks2: Ranks) -> None:
-    ranks2.run(check_overlapped_rate)
 
 
 def check_late() -> None:
@@ -470,7 +421,8 @@ def test_on_an_accelerator_stamps_are_looked_at_one_step_later(ranks2: Ranks) ->
     ranks2.run(without_thread, check_late)
 
 
-def check_join() -> None:
+@on_ranks(2)
+def test_ranks_that_ran_out_of_inputs_are_lent_the_options() -> None:
     """Rank 1 runs out of inputs first; a scheduler runs where there are inputs."""
     optimizer = make()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -487,10 +439,6 @@ def check_join() -> None:
             step(optimizer)
     step(optimizer)
     check_equal(optimizer)
-
-
-def test_ranks_that_ran_out_of_inputs_are_lent_the_options(ranks2: Ranks) -> None:
-    ranks2.run(check_join)
 
 
 def followed(*steps: dict[str, Any]) -> OptionValues:
@@ -531,7 +479,10 @@ def make_small(cls: Any = torch.optim.SGD, **options: Any) -> tuple[ZeroRedundan
     return optimizer, 1 - owned.owner
 
 
-def check_silent(options: dict[str, Any]) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("as_view", [True, False])
+def test_a_rank_that_owns_nothing_is_heard_in_the_same_step(as_view: bool) -> None:
+    options = {"parameters_as_bucket_view": as_view}
     optimizer, silent = make_small(BreaksAnywhere, **options)
     here = dist.get_rank() == silent
     step(optimizer)
@@ -551,12 +502,8 @@ def check_silent(options: dict[str, Any]) -> None:
     check_equal(optimizer)
 
 
-@pytest.mark.parametrize("as_view", [True, False])
-def test_a_rank_that_owns_nothing_is_heard_in_the_same_step(ranks2: Ranks, as_view: bool) -> None:
-    ranks2.run(check_silent, {"parameters_as_bucket_view": as_view})
-
-
-def check_silent_in_overlap() -> None:
+@on_ranks(2)
+def test_a_rank_that_owns_nothing_is_heard_in_an_overlapped_step() -> None:
     model = DistributedDataParallel(nn.Linear(4, 1, bias=False))
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.125)
     model.register_comm_hook(None, zero_step(optimizer, ddp=model))
@@ -568,11 +515,8 @@ def check_silent_in_overlap() -> None:
     check_equal(optimizer)
 
 
-def test_a_rank_that_owns_nothing_is_heard_in_an_overlapped_step(ranks2: Ranks) -> None:
-    ranks2.run(check_silent_in_overlap)
-
-
-def check_middle() -> None:
+@on_ranks(4)
+def test_a_rank_whose_rows_lie_in_the_middle_of_a_parameter_is_heard() -> None:
     """The rows of two ranks lie within the one parameter; and one has frozen parameters alone."""
     optimizer = ZeroRedundancyOptimizer([nn.Parameter(torch.ones(64, 1024))], torch.optim.SGD, lr=0.125)
     assert [len(pieces) for pieces in optimizer.pieces().values()] == [4]
@@ -584,11 +528,8 @@ def check_middle() -> None:
     check_equal(optimizer)
 
 
-def test_a_rank_whose_rows_lie_in_the_middle_of_a_parameter_is_heard(ranks4: Ranks) -> None:
-    ranks4.run(check_middle)
-
-
-def check_frozen() -> None:
+@on_ranks(2)
+def test_a_rank_that_owns_only_what_is_frozen_is_heard() -> None:
     params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3), requires_grad=False)]
     optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.125)
     assert len({piece.owner for pieces in optimizer.pieces().values() for piece in pieces}) == 2
@@ -597,7 +538,3 @@ def check_frozen() -> None:
     optimizer.param_groups[0]["lr"] = 0.5 + dist.get_rank()
     with pytest.raises(RankMismatchError, match=r"rank 0 has 0.5; rank 1 has 1.5"):
         optimizer.step()
-
-
-def test_a_rank_that_owns_only_what_is_frozen_is_heard(ranks2: Ranks) -> None:
-    ranks2.run(check_frozen)

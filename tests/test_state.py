@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pool import Ranks
+from pool import Ranks, on_ranks
 from process_memory import forget_peak, peak_nbytes, resident_nbytes
 from training import (
     MIXED,
@@ -31,7 +31,8 @@ from zero_optim import (
 from zero_optim.run import progress
 
 
-def check_before_any_step() -> None:
+@on_ranks(2, slow=4)
+def test_before_any_step_every_rank_knows_the_whole_state() -> None:
     plain, sharded = adamw_pair()
     assert_same_state(sharded.state_dict(), plain.state_dict())
     sharded.add_param_group({"params": make_params(((2, 2),), seed=3)})
@@ -42,11 +43,8 @@ def check_before_any_step() -> None:
     assert_same_state(sharded.state_dict(), adagrad.state_dict())
 
 
-def test_before_any_step_every_rank_knows_the_whole_state(ranks: Ranks) -> None:
-    ranks.run(check_before_any_step)
-
-
-def check_staleness() -> None:
+@on_ranks(2, slow=4)
+def test_a_consolidated_dict_is_a_snapshot_and_stale_ones_raise() -> None:
     plain, sharded = adamw_pair()
     rank = dist.get_rank()
     train_both(plain, sharded, 1)
@@ -73,11 +71,8 @@ def check_staleness() -> None:
         assert_same_state(sharded.state_dict(), plain.state_dict())
 
 
-def test_a_consolidated_dict_is_a_snapshot_and_stale_ones_raise(ranks: Ranks) -> None:
-    ranks.run(check_staleness)
-
-
-def check_targets() -> None:
+@on_ranks(2)
+def test_a_wrong_target_raises_on_every_rank() -> None:
     plain, sharded = adamw_pair()
     train_both(plain, sharded, 1)
     with pytest.raises(
@@ -87,10 +82,6 @@ def check_targets() -> None:
     with pytest.raises(RankMismatchError, match=r"rank 0 has to=0; rank 1 has to=1"):
         sharded.consolidate_state_dict(to=dist.get_rank())
     train_both(plain, sharded, 1, first=1)
-
-
-def test_a_wrong_target_raises_on_every_rank(ranks2: Ranks) -> None:
-    ranks2.run(check_targets)
 
 
 def snapshot_of(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[int, tuple[int, int]]]:
@@ -104,7 +95,8 @@ def snapshot_of(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[int, t
     return copy.deepcopy(state_dict), places
 
 
-def check_load_leaves_the_dict() -> None:
+@on_ranks(2, slow=4)
+def test_loading_leaves_the_dict_given_as_it_was() -> None:
     plain, sharded = adamw_pair()
     set_grads(plain.param_groups[0]["params"], 0)
     plain.step()
@@ -121,11 +113,8 @@ def check_load_leaves_the_dict() -> None:
     assert all(entry is not None for entry in given["state"].values())
 
 
-def test_loading_leaves_the_dict_given_as_it_was(ranks: Ranks) -> None:
-    ranks.run(check_load_leaves_the_dict)
-
-
-def check_wrong_shapes() -> None:
+@on_ranks(2)
+def test_state_of_a_wrong_shape_names_every_parameter_and_changes_nothing() -> None:
     plain, sharded = adamw_pair()
     names = [f"block.{i}" for i in range(len(MIXED))]
     named = ZeroRedundancyOptimizer(
@@ -148,11 +137,8 @@ def check_wrong_shapes() -> None:
     train_both(plain, sharded, 1, first=1)
 
 
-def test_state_of_a_wrong_shape_names_every_parameter_and_changes_nothing(ranks2: Ranks) -> None:
-    ranks2.run(check_wrong_shapes)
-
-
-def check_wrong_dicts() -> None:
+@on_ranks(2)
+def test_a_dict_that_does_not_fit_on_one_rank_raises_on_all_and_changes_nothing() -> None:
     plain, sharded = adamw_pair()
     train_both(plain, sharded, 1)
     other = torch.optim.AdamW(make_params(((2, 2), (3,))), lr=0.1).state_dict()
@@ -166,11 +152,8 @@ def check_wrong_dicts() -> None:
     train_both(plain, sharded, 2, first=1)
 
 
-def test_a_dict_that_does_not_fit_on_one_rank_raises_on_all_and_changes_nothing(ranks2: Ranks) -> None:
-    ranks2.run(check_wrong_dicts)
-
-
-def check_options_loaded() -> None:
+@on_ranks(2)
+def test_options_of_a_loaded_dict_count_and_gaps_are_filled_as_the_class_does() -> None:
     plain, sharded = adamw_pair()
     given = plain.state_dict()
     given["param_groups"][0]["lr"] = 0.5
@@ -184,11 +167,8 @@ def check_options_loaded() -> None:
     train_both(plain, sharded, 2)
 
 
-def test_options_of_a_loaded_dict_count_and_gaps_are_filled_as_the_class_does(ranks2: Ranks) -> None:
-    ranks2.run(check_options_loaded)
-
-
-def check_hooks() -> None:
+@on_ranks(2)
+def test_step_state_and_load_hooks_fire_once_and_see_the_whole() -> None:
     plain, sharded = adamw_pair()
     called: list[str] = []
     sharded.register_step_pre_hook(lambda *_: called.append("step pre"))
@@ -206,11 +186,8 @@ def check_hooks() -> None:
     assert called == expected
 
 
-def test_step_state_and_load_hooks_fire_once_and_see_the_whole(ranks2: Ranks) -> None:
-    ranks2.run(check_hooks)
-
-
-def check_from_torch_zero() -> None:
+@on_ranks(2)
+def test_a_dict_of_torchs_zero_optimizer_loads() -> None:
     with warnings.catch_warnings():  # importing it scripts functions, which PyTorch itself deprecates
         warnings.simplefilter("ignore", DeprecationWarning)
         from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
@@ -232,11 +209,8 @@ def check_from_torch_zero() -> None:
     train_both(theirs, sharded, 2, first=2)
 
 
-def test_a_dict_of_torchs_zero_optimizer_loads(ranks2: Ranks) -> None:
-    ranks2.run(check_from_torch_zero)
-
-
-def check_several_targets() -> None:
+@on_ranks(2, slow=4)
+def test_the_state_is_brought_to_several_ranks_or_all() -> None:
     plain, sharded = adamw_pair()
     train_both(plain, sharded, 1)
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -253,11 +227,8 @@ def check_several_targets() -> None:
             sharded.consolidate_state_dict(to=wrong)  # type: ignore[arg-type]
 
 
-def test_the_state_is_brought_to_several_ranks_or_all(ranks: Ranks) -> None:
-    ranks.run(check_several_targets)
-
-
-def check_dealt_out() -> None:
+@on_ranks(2, slow=4)
+def test_a_dict_that_one_rank_has_is_dealt_out() -> None:
     plain, sharded = adamw_pair()
     train_both(plain, sharded, 1)
     other = ZeroRedundancyOptimizer(twin(make_params()), torch.optim.AdamW, lr=0.5)
@@ -284,10 +255,6 @@ def check_dealt_out() -> None:
     wrong = {"state": {}, "param_groups": []} if rank == 0 else None
     with pytest.raises(StateMismatchError, match="groups of"):
         other.load_state_dict(wrong, src=0)
-
-
-def test_a_dict_that_one_rank_has_is_dealt_out(ranks: Ranks) -> None:
-    ranks.run(check_dealt_out)
 
 
 def grown(numel: int) -> int:

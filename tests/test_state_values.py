@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pool import Ranks
+from pool import on_ranks
 from training import MIXED, assert_same_bits, make_params, train_both, twin
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
@@ -58,7 +58,8 @@ def assert_same_value(got: Any, expected: Any) -> None:
         assert got == expected
 
 
-def check_odd_state() -> None:
+@on_ranks(2)
+def test_state_of_any_kind_is_consolidated_and_what_cannot_be_raises_everywhere() -> None:
     params = make_params(MIXED[:5])
     mine = twin(params)
     plain = OddState(params, lr=0.1, momentum=0.9)
@@ -82,11 +83,8 @@ def check_odd_state() -> None:
         sharded.consolidate_state_dict(to=1)
 
 
-def test_state_of_any_kind_is_consolidated_and_what_cannot_be_raises_everywhere(ranks2: Ranks) -> None:
-    ranks2.run(check_odd_state)
-
-
-def check_pieces() -> None:
+@on_ranks(2)
+def test_tensors_larger_than_a_piece_arrive_whole() -> None:
     group = RankGroup.of(None)
     sizes = [3, PIECE_NBYTES // 4 + 5, 0, 1, PIECE_NBYTES // 2, 7]
     tensors = [torch.arange(size, dtype=torch.float32) for size in sizes]
@@ -97,10 +95,6 @@ def check_pieces() -> None:
         got = recv_value(group, 0)
         assert_same_bits(got["all"], tensors)
         assert torch.equal(got["sparse"].to_dense(), torch.eye(4))
-
-
-def test_tensors_larger_than_a_piece_arrive_whole(ranks2: Ranks) -> None:
-    ranks2.run(check_pieces)
 
 
 class Marked(Tensor):
@@ -137,7 +131,8 @@ class Quantized(Tensor):
         return cls(function(args[0].code), function(args[0].scale))
 
 
-def check_subclasses() -> None:
+@on_ranks(2)
+def test_tensor_subclasses_arrive_as_what_they_were() -> None:
     marked = torch.arange(3.0).as_subclass(Marked)
     marked.note = "kept"  # type: ignore[attr-defined]
     quantized = Quantized(torch.tensor([1, -2], dtype=torch.int8), torch.tensor(0.5))
@@ -157,11 +152,9 @@ def check_subclasses() -> None:
         assert entries["quantized"].scale.item() == 0.5
 
 
-def test_tensor_subclasses_arrive_as_what_they_were(ranks2: Ranks) -> None:
-    ranks2.run(check_subclasses)
-
-
-def check_known_on_rank_0_only(to: int | None) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("to", [1, None], ids=["to one", "to all"])
+def test_a_subclass_that_one_rank_has_not_imported_raises_on_every_rank(to: int | None) -> None:
     rank, known = dist.get_rank(), Marked
     sharded = ZeroRedundancyOptimizer(make_params(), torch.optim.SGD, lr=0.1)
     whole = copy.deepcopy(sharded.state_dict()) if rank == 0 else None
@@ -183,13 +176,6 @@ def check_known_on_rank_0_only(to: int | None) -> None:
         assert group.all_gather_fixed(bytes([rank])) == [b"\0", b"\1"]  # nothing is left to be received
     finally:
         vars(sys.modules[__name__])["Marked"] = known
-
-
-@pytest.mark.parametrize("to", [1, None], ids=["to one", "to all"])
-def test_a_subclass_that_one_rank_has_not_imported_raises_on_every_rank(
-    ranks2: Ranks, to: int | None
-) -> None:
-    ranks2.run(check_known_on_rank_0_only, to)
 
 
 def test_a_subclass_that_nobody_has_imported_is_not_looked_for() -> None:

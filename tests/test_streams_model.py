@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from modelled import Race, StreamsModel, modelled_streams
-from pool import Ranks
+from pool import Ranks, on_ranks
 from zero_optim.compat import streams
 from zero_optim.compat.streams import HostCopy
 
@@ -296,7 +296,8 @@ def test_a_collective_ends_when_its_handle_was_waited_for(ranks2: Ranks) -> None
             assert len(found) == (not waits), found
 
 
-def exchange_everywhere() -> None:
+@on_ranks(2)
+def test_collectives_move_their_data_and_are_ordered() -> None:
     """Every collective that the library uses, its data right and its order known."""
     rank, group = dist.get_rank(), dist.group.WORLD
     with modelled_streams() as model:
@@ -316,11 +317,8 @@ def exchange_everywhere() -> None:
         assert torch.stack([*parts, mine]).tolist() == [[1.0] * 3, [2.0] * 3, [1.0] * 3]
 
 
-def test_collectives_move_their_data_and_are_ordered(ranks2: Ranks) -> None:
-    ranks2.run(exchange_everywhere)
-
-
-def told_otherwise() -> None:
+@on_ranks(2)
+def test_collectives_that_ranks_start_in_other_orders_are_found() -> None:
     """A rank starts something else than the other one, which has come before it."""
     rank, value = dist.get_rank(), torch.ones(4)
     with modelled_streams() as model:
@@ -331,10 +329,6 @@ def told_otherwise() -> None:
         if rank == 1:
             with pytest.raises(AssertionError, match=r"(?s)rank 1 broadcast of 4 .*on rank 0 all_reduce"):
                 model.communicators._tell("broadcast of 4 elements", dist.group.WORLD)
-
-
-def test_collectives_that_ranks_start_in_other_orders_are_found(ranks2: Ranks) -> None:
-    ranks2.run(told_otherwise)
 
 
 def two_communicators(in_order: bool) -> list[str]:

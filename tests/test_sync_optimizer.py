@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pool import Ranks
+from pool import Ranks, on_ranks
 from sync_calls import SyncCall, cpu_as_accelerator, recorded, texts
 from training import make_params, set_grads
 from zero_optim import ZeroRedundancyOptimizer
@@ -66,7 +66,8 @@ def calls_of_steps(ways: dict[str, Any], max_norm: float | None, lazily: bool) -
             assert len(own(calls)) == (max_norm is not None), texts(own(calls))
 
 
-def calls_of_clipping_alone() -> None:
+@on_ranks(1)
+def test_the_cpu_does_not_wait_to_clip_on_one_rank() -> None:
     params = [*make_params(), *make_params(dtype=torch.float64)]
     with cpu_as_accelerator():
         sharded = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
@@ -80,11 +81,8 @@ def calls_of_clipping_alone() -> None:
             assert torch.allclose(norm.double(), expected.double())
 
 
-def test_the_cpu_does_not_wait_to_clip_on_one_rank(ranks1: Ranks) -> None:
-    ranks1.run(calls_of_clipping_alone)
-
-
-def calls_of_scaled_steps() -> None:
+@on_ranks(2)
+def test_the_cpu_waits_no_more_in_a_scaled_step_than_the_scaler_does() -> None:
     """With an infinity in the second step. The scaler's own wait is not counted."""
     params = [*make_params(), *make_params(dtype=torch.float64)]
     with cpu_as_accelerator():
@@ -100,10 +98,6 @@ def calls_of_scaled_steps() -> None:
                 scaler.step(sharded)
             assert not own(calls), texts(own(calls))
             scaler.update()
-
-
-def test_the_cpu_waits_no_more_in_a_scaled_step_than_the_scaler_does(ranks2: Ranks) -> None:
-    ranks2.run(calls_of_scaled_steps)
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.5], ids=["unclipped", "clipped"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pool import Ranks
+from pool import Ranks, on_ranks
 from process_memory import forget_peak, peak_nbytes, resident_nbytes
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import FullyShardedDataParallel, unsharded
@@ -111,7 +111,8 @@ def test_a_bucket_shrinks_as_its_parameters_leave_it_for_the_row_of_a_unit(ranks
         assert grown < 3 * LAYER_NBYTES
 
 
-def keeps_views() -> None:
+@on_ranks(2)
+def test_a_view_that_somebody_keeps_of_a_parameter_keeps_its_values_when_the_model_is_sharded() -> None:
     model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(4)))
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     kept = [model[0].weight.data[3:], model[1].weight.detach().numpy()]
@@ -119,12 +120,6 @@ def keeps_views() -> None:
     FullyShardedDataParallel(model, optimizer, units=[])
     for have, want in zip(kept, wanted, strict=True):
         assert (have == want).all()
-
-
-def test_a_view_that_somebody_keeps_of_a_parameter_keeps_its_values_when_the_model_is_sharded(
-    ranks2: Ranks,
-) -> None:
-    ranks2.run(keeps_views)
 
 
 def padded(start: int, stop: int) -> list[float]:

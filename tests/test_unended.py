@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pool import Ranks
+from pool import on_ranks
 from stalling import TIMEOUT, Others, about_to_stall, linear, outcomes, sharded
 from waiting import wait_until
 from zero_optim.comm import unended
@@ -99,7 +99,8 @@ def stop_soon() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def sum_that_takes_many_looks() -> None:
+@on_ranks(2)
+def test_a_wait_that_looks_up_many_times_brings_the_sum() -> None:
     group = RankGroup.of(None, [torch.device("cpu")])
     with patch.object(unended, "LOOK", timedelta(milliseconds=1)):
         for late in range(2):
@@ -111,10 +112,6 @@ def sum_that_takes_many_looks() -> None:
                 default_store().set(f"waits {late}", "")
             group.start_sum(total)[1].wait()
             assert torch.equal(total, torch.full((64,), 3.0))
-
-
-def test_a_wait_that_looks_up_many_times_brings_the_sum(ranks2: Ranks) -> None:
-    ranks2.run(sum_that_takes_many_looks)
 
 
 def let_go_on(folder: Path, others: Others) -> None:
@@ -173,7 +170,8 @@ def test_a_rank_that_was_stopped_in_a_send_is_told_when_it_goes_on(tmp_path: Pat
         assert outcome.exitcode == 0  # its end waits for no thread either
 
 
-def fail_to_send() -> None:
+@on_ranks(2, forked=True)
+def test_a_send_that_fails_raises_what_gloo_says() -> None:
     """The other rank is known to have ended when a send is waited for."""
     group = RankGroup.of(dist.new_group())
     if dist.get_rank() == 0:
@@ -185,10 +183,6 @@ def fail_to_send() -> None:
     else:
         wait_until(lambda: default_store().check(["sent"]))
         group.works.cut()
-
-
-def test_a_send_that_fails_raises_what_gloo_says(failing2: Ranks) -> None:
-    failing2.run(fail_to_send)
 
 
 def test_a_rank_that_was_stopped_in_an_agreement_does_not_hang_when_it_goes_on(tmp_path: Path) -> None:

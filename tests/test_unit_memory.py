@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pool import Ranks
+from pool import on_ranks
 from process_memory import anonymous_nbytes
 from test_fully_sharded import Block, Tower, adamw, batch, train
 from zero_optim.ddp import FullyShardedDataParallel, unsharded
@@ -260,7 +260,8 @@ class Keeping(Block):
         return super().forward(x)
 
 
-def reads_kept_views() -> None:
+@on_ranks(2)
+def test_views_that_somebody_keeps_show_nan_while_the_unit_is_freed() -> None:
     model = Tower()
     model.blocks[0] = Keeping(24)
     optimizer = adamw(model)
@@ -285,17 +286,10 @@ def reads_kept_views() -> None:
     KEPT.clear()
 
 
-def test_views_that_somebody_keeps_show_nan_while_the_unit_is_freed(ranks2: Ranks) -> None:
-    ranks2.run(reads_kept_views)
-
-
-def is_shared() -> None:
+@on_ranks(2)
+def test_sharing_whole_parameters_is_refused() -> None:
     model = Tower()
     wrapped = FullyShardedDataParallel(model, adamw(model), units=model.blocks)
     message = "memory of a fully sharded model's parameters was replaced"
     with pytest.raises(RuntimeError, match=message), unsharded(wrapped):
         model.blocks[0].up.weight.data.share_memory_()  # type: ignore[no-untyped-call]
-
-
-def test_sharing_whole_parameters_is_refused(ranks2: Ranks) -> None:
-    ranks2.run(is_shared)

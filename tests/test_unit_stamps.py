@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from breaking import Breaks
 from fake_streams import without_thread
-from pool import Ranks
+from pool import Ranks, on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import FullyShardedDataParallel, unsharded
 from zero_optim.errors import RankMismatchError, RemoteRankError
@@ -41,7 +41,9 @@ def check_equal(model: nn.Module) -> None:
         assert all(torch.equal(every[0], other) for other in every)
 
 
-def check_failure(reshards: Any) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("reshards", [True, False])
+def test_a_step_that_raises_on_one_rank_raises_on_all_in_the_next_forward_pass(reshards: bool) -> None:
     model, optimizer = make(reshard_after_forward=reshards)
     iterate(model, optimizer)
     optimizer.optim.breaks = True
@@ -60,14 +62,8 @@ def check_failure(reshards: Any) -> None:
     check_equal(model)
 
 
-@pytest.mark.parametrize("reshards", [True, False])
-def test_a_step_that_raises_on_one_rank_raises_on_all_in_the_next_forward_pass(
-    ranks2: Ranks, reshards: bool
-) -> None:
-    ranks2.run(check_failure, reshards)
-
-
-def check_rate() -> None:
+@on_ranks(2)
+def test_a_rate_that_differs_is_named_on_all_in_the_next_forward_pass() -> None:
     model, optimizer = make()
     iterate(model, optimizer)
     optimizer.param_groups[0]["lr"] = 0.25 * (1 + dist.get_rank())
@@ -85,11 +81,8 @@ def check_rate() -> None:
     check_equal(model)
 
 
-def test_a_rate_that_differs_is_named_on_all_in_the_next_forward_pass(ranks2: Ranks) -> None:
-    ranks2.run(check_rate)
-
-
-def check_read() -> None:
+@on_ranks(2)
+def test_parameters_made_whole_to_be_read_tell_it_too() -> None:
     model, optimizer = make()
     optimizer.param_groups[0]["lr"] = 0.25 * (1 + dist.get_rank())
     iterate(model, optimizer)
@@ -101,11 +94,17 @@ def check_read() -> None:
     iterate(model, optimizer)
 
 
-def test_parameters_made_whole_to_be_read_tell_it_too(ranks2: Ranks) -> None:
-    ranks2.run(check_read)
-
-
-def check_count(steps: int, told: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        (0, r"rank 0 made 3, the last one step\(\); rank 1 made 2, the last one step\(\)"),
+        (2, r"rank 0 made 3, the last one step\(\); rank 1 made 4, the last one step\(\)"),
+    ],
+)
+def test_a_step_left_out_or_taken_twice_is_named_on_all_in_the_next_forward_pass(
+    steps: int, told: str
+) -> None:
     model, optimizer = make()
     for _ in range(2):
         iterate(model, optimizer)
@@ -118,30 +117,14 @@ def check_count(steps: int, told: str) -> None:
     check_equal(model)
 
 
-@pytest.mark.parametrize(
-    ("steps", "told"),
-    [
-        (0, r"rank 0 made 3, the last one step\(\); rank 1 made 2, the last one step\(\)"),
-        (2, r"rank 0 made 3, the last one step\(\); rank 1 made 4, the last one step\(\)"),
-    ],
-)
-def test_a_step_left_out_or_taken_twice_is_named_on_all_in_the_next_forward_pass(
-    ranks2: Ranks, steps: int, told: str
-) -> None:
-    ranks2.run(check_count, steps, told)
-
-
-def check_first() -> None:
+@on_ranks(2)
+def test_the_first_step_left_out_is_named() -> None:
     model, optimizer = make()
     forward(model).backward()
     if dist.get_rank() == 0:
         optimizer.step()
     with pytest.raises(RankMismatchError, match=r"rank 0 made 1, the last one step\(\); rank 1 made 0\. All"):
         forward(model)
-
-
-def test_the_first_step_left_out_is_named(ranks2: Ranks) -> None:
-    ranks2.run(check_first)
 
 
 def check_no_collective() -> dict[str, float]:
@@ -160,7 +143,8 @@ def test_an_iteration_has_no_collective_for_it(ranks2: Ranks) -> None:
         )
 
 
-def check_silent() -> None:
+@on_ranks(2)
+def test_a_rank_that_owns_nothing_is_heard() -> None:
     """The one parameter has one owner."""
     module = nn.Linear(4, 1, bias=False)
     optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.125)
@@ -171,10 +155,6 @@ def check_silent() -> None:
     iterate(model, optimizer)
     with pytest.raises(RankMismatchError, match=r"rank 0 has 0.25; rank 1 has 0.5"):
         forward(model)
-
-
-def test_a_rank_that_owns_nothing_is_heard(ranks2: Ranks) -> None:
-    ranks2.run(check_silent)
 
 
 def check_late() -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
-from pool import Ranks
+from pool import on_ranks
 from zero_optim import RankMismatchError, ZeroRedundancyOptimizer
 from zero_optim.ddp import (
     DistributedDataParallel,
@@ -44,7 +44,9 @@ def batch(rank: int) -> Tensor:
     return torch.full((2, 8), 1.0 + rank)
 
 
-def unfreezes(kind: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_what_was_frozen_while_it_was_wrapped_cannot_be_trained_later(kind: str) -> None:
     model, optimizer = made()
     model[0].requires_grad_(False)
     wrapped = WRAPPERS[kind](model, optimizer)
@@ -61,12 +63,9 @@ def unfreezes(kind: str) -> None:
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("kind", WRAPPERS)
-def test_what_was_frozen_while_it_was_wrapped_cannot_be_trained_later(ranks2: Ranks, kind: str) -> None:
-    ranks2.run(unfreezes, kind)
-
-
-def calls_modules_first(kind: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["gradients", "parameters", "in place"])
+def test_a_pass_of_modules_called_by_themselves_is_reduced_from_the_first_on(kind: str) -> None:
     """The first backward pass of all, of modules that are called one by one."""
     model, optimizer = made()
     kept = WRAPPERS[kind](model, optimizer)
@@ -90,13 +89,6 @@ def calls_modules_first(kind: str) -> None:
     del kept
 
 
-@pytest.mark.parametrize("kind", ["gradients", "parameters", "in place"])
-def test_a_pass_of_modules_called_by_themselves_is_reduced_from_the_first_on(
-    ranks2: Ranks, kind: str
-) -> None:
-    ranks2.run(calls_modules_first, kind)
-
-
 # ---------------------------------------------------------------------- DDP: gradients whole on every rank
 
 
@@ -115,7 +107,9 @@ def frozen_and_wrapped(kind: str) -> tuple[nn.Sequential, ZeroRedundancyOptimize
     return model, optimizer, wrapped
 
 
-def step_unreduced(kind: str) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("kind", ["wrapped", "rebound", "zero_step"])
+def test_a_step_with_gradients_that_ddp_did_not_reduce_raises_on_every_rank(kind: str) -> None:
     model, optimizer, wrapped = frozen_and_wrapped(kind)
     for unfrozen in (False, True, False):
         model[0].requires_grad_(unfrozen)
@@ -130,12 +124,9 @@ def step_unreduced(kind: str) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("kind", ["wrapped", "rebound", "zero_step"])
-def test_a_step_with_gradients_that_ddp_did_not_reduce_raises_on_every_rank(ranks3: Ranks, kind: str) -> None:
-    ranks3.run(step_unreduced, kind)
-
-
-def step_with_closure(averages: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("averages", [True, False])
+def test_gradients_that_the_user_averages_are_stepped_with_and_others_are_not(averages: bool) -> None:
     model, optimizer, wrapped = frozen_and_wrapped("wrapped")
     model[0].requires_grad_(True)
 
@@ -155,14 +146,9 @@ def step_with_closure(averages: bool) -> None:
             optimizer.step(closure)
 
 
-@pytest.mark.parametrize("averages", [True, False])
-def test_gradients_that_the_user_averages_are_stepped_with_and_others_are_not(
-    ranks2: Ranks, averages: bool
-) -> None:
-    ranks2.run(step_with_closure, averages)
-
-
-def step_in_join(kind: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["wrapped", "zero_step"])
+def test_inside_join_unreduced_gradients_raise_on_joined_ranks_too(kind: str) -> None:
     """Rank 1 has run out of inputs."""
     model, optimizer, wrapped = frozen_and_wrapped(kind)
     model[0].requires_grad_(True)
@@ -177,12 +163,8 @@ def step_in_join(kind: str) -> None:
         train()
 
 
-@pytest.mark.parametrize("kind", ["wrapped", "zero_step"])
-def test_inside_join_unreduced_gradients_raise_on_joined_ranks_too(ranks2: Ranks, kind: str) -> None:
-    ranks2.run(step_in_join, kind)
-
-
-def wrap_anew() -> None:
+@on_ranks(2)
+def test_a_model_wrapped_anew_trains_what_was_frozen_before() -> None:
     model, optimizer, wrapped = frozen_and_wrapped("wrapped")
     model[0].requires_grad_(True)
     anew = DistributedDataParallel(model)
@@ -193,7 +175,3 @@ def wrap_anew() -> None:
         optimizer.zero_grad()
     assert not torch.equal(model[0][0].weight, before)
     del wrapped
-
-
-def test_a_model_wrapped_anew_trains_what_was_frozen_before(ranks2: Ranks) -> None:
-    ranks2.run(wrap_anew)

@@ -7,14 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from pool import Ranks
+from pool import on_ranks
 from test_fully_sharded import Block, Tower, adamw, batch
 from training import make_params
 from zero_optim import ZeroRedundancyOptimizer, checkpoint
 from zero_optim.ddp import FullyShardedDataParallel, ShardedDataParallel
 
 
-def what_is_no_class() -> None:
+@on_ranks(2)
+def test_what_is_no_optimizer_class_is_answered_with_what_to_give() -> None:
     params = make_params()
     built = torch.optim.AdamW(make_params())
     for given, words in (
@@ -31,23 +32,17 @@ def what_is_no_class() -> None:
     ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.1)
 
 
-def test_what_is_no_optimizer_class_is_answered_with_what_to_give(ranks2: Ranks) -> None:
-    ranks2.run(what_is_no_class)
-
-
-def loads_what_is_not_there(folder: Path) -> None:
+@on_ranks(2)
+def test_a_load_before_the_first_save_is_told_that_there_is_none(tmp_path: Path) -> None:
     optimizer = ZeroRedundancyOptimizer(make_params(), torch.optim.SGD, lr=0.1)
-    newest: Any = checkpoint.latest(folder)
+    newest: Any = checkpoint.latest(tmp_path)
     assert newest is None
     with pytest.raises(TypeError, match="no complete checkpoint, as before the first save"):
         checkpoint.load(newest, optimizer=optimizer)
 
 
-def test_a_load_before_the_first_save_is_told_that_there_is_none(ranks2: Ranks, tmp_path: Path) -> None:
-    ranks2.run(loads_what_is_not_there, tmp_path)
-
-
-def units_by_class() -> None:
+@on_ranks(1)
+def test_units_are_given_by_class_or_by_a_function() -> None:
     for units in (Block, [Block], {Block}, (Block, nn.LayerNorm)):
         model = Tower()
         wrapped = FullyShardedDataParallel(model, adamw(model), units=units)
@@ -62,10 +57,6 @@ def units_by_class() -> None:
         FullyShardedDataParallel(other, adamw(other), units=[nn.Conv2d])
 
 
-def test_units_are_given_by_class_or_by_a_function(ranks1: Ranks) -> None:
-    ranks1.run(units_by_class)
-
-
 FSDPS: dict[str, str] = {
     "auto_wrap_policy": "takes no auto_wrap_policy: give the modules .* as units=",
     "sharding_strategy": "mesh= makes replicas",
@@ -76,7 +67,8 @@ FSDPS: dict[str, str] = {
 }
 
 
-def options_of_fsdp() -> None:
+@on_ranks(1)
+def test_options_of_pytorchs_fsdp_are_answered_with_ours() -> None:
     model = Tower()
     optimizer = adamw(model)
     for name, words in FSDPS.items():
@@ -87,11 +79,9 @@ def options_of_fsdp() -> None:
         ShardedDataParallel(model, optimizer, auto_wrap_policy=None)
 
 
-def test_options_of_pytorchs_fsdp_are_answered_with_ours(ranks1: Ranks) -> None:
-    ranks1.run(options_of_fsdp)
-
-
-def clips_at_the_wrapper(kind: Any) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [ShardedDataParallel, FullyShardedDataParallel])
+def test_gradients_are_clipped_at_the_wrapper_too(kind: Any) -> None:
     params = []
     for at_wrapper in (True, False):
         model = Tower()
@@ -105,12 +95,8 @@ def clips_at_the_wrapper(kind: Any) -> None:
     assert all(map(torch.equal, *params))
 
 
-@pytest.mark.parametrize("kind", [ShardedDataParallel, FullyShardedDataParallel])
-def test_gradients_are_clipped_at_the_wrapper_too(ranks2: Ranks, kind: Any) -> None:
-    ranks2.run(clips_at_the_wrapper, kind)
-
-
-def wraps_a_wrapper() -> None:
+@on_ranks(1)
+def test_a_module_that_is_wrapped_already_is_refused() -> None:
     for inner in (nn.parallel.DistributedDataParallel, ShardedDataParallel):
         for outer in (ShardedDataParallel, FullyShardedDataParallel):
             model = Tower()
@@ -118,7 +104,3 @@ def wraps_a_wrapper() -> None:
             wrapped = inner(model, optimizer) if inner is ShardedDataParallel else inner(model)
             with pytest.raises(ValueError, match=r"wrap what is inside of it, its \.module"):
                 outer(nn.Sequential(wrapped), optimizer)
-
-
-def test_a_module_that_is_wrapped_already_is_refused(ranks1: Ranks) -> None:
-    ranks1.run(wraps_a_wrapper)

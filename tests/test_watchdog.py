@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pool import Ranks
+from pool import Ranks, on_ranks
 from sockets import listening
 from stalling import Others, linear, outcomes, sharded, with_gradients
 from waiting import LIMIT, wait_until
@@ -55,7 +55,8 @@ def held() -> tuple[int, int, int]:
     return watchdogs(), len(list(Path("/proc/self/fd").iterdir())), len(listening("self"))
 
 
-def check_nothing_is_left() -> None:
+@on_ranks(2)
+def test_thread_port_and_descriptors_go_with_the_last_optimizer_and_ddp() -> None:
     dist.barrier()
     before = held()
     for _ in range(3):
@@ -71,20 +72,14 @@ def check_nothing_is_left() -> None:
         assert held() == before
 
 
-def test_thread_port_and_descriptors_go_with_the_last_optimizer_and_ddp(ranks2: Ranks) -> None:
-    ranks2.run(check_nothing_is_left)
-
-
-def check_alone() -> None:
+@on_ranks(1)
+def test_a_group_of_one_has_no_watchdog() -> None:
     _optimizer = ZeroRedundancyOptimizer(linear().parameters(), torch.optim.SGD, lr=0.1)
     assert watchdogs() == 0
 
 
-def test_a_group_of_one_has_no_watchdog(ranks1: Ranks) -> None:
-    ranks1.run(check_alone)
-
-
-def check_ends_with_the_group() -> None:
+@on_ranks(2)
+def test_the_watchdog_ends_with_the_default_group_though_the_optimizer_lives() -> None:
     _optimizer = ZeroRedundancyOptimizer(linear().parameters(), torch.optim.SGD, lr=0.1)
     assert watchdogs() == 1
     dist.destroy_process_group()
@@ -92,11 +87,8 @@ def check_ends_with_the_group() -> None:
     assert watchdogs() == 0
 
 
-def test_the_watchdog_ends_with_the_default_group_though_the_optimizer_lives(ranks2: Ranks) -> None:
-    ranks2.run(check_ends_with_the_group)
-
-
-def check_rebound() -> None:
+@on_ranks(2)
+def test_a_detached_optimizer_needs_no_watchdog_and_gets_one_when_it_is_bound() -> None:
     model = with_gradients(linear())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, timeout=50)
     wrapped = DistributedDataParallel(model)
@@ -118,11 +110,8 @@ def check_rebound() -> None:
     assert watchdogs() == 0
 
 
-def test_a_detached_optimizer_needs_no_watchdog_and_gets_one_when_it_is_bound(ranks2: Ranks) -> None:
-    ranks2.run(check_rebound)
-
-
-def check_stuck_store() -> None:
+@on_ranks(2)
+def test_detaching_does_not_wait_for_a_store_that_does_not_answer() -> None:
     leaves, answers = threading.Event(), threading.Event()
 
     def leave(_: Directory) -> None:
@@ -144,11 +133,8 @@ def check_stuck_store() -> None:
     assert not is_stuck
 
 
-def test_detaching_does_not_wait_for_a_store_that_does_not_answer(ranks2: Ranks) -> None:
-    ranks2.run(check_stuck_store)
-
-
-def check_copies() -> None:
+@on_ranks(2)
+def test_copies_and_pickles_keep_the_timeout() -> None:
     model = with_gradients(linear())
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.SGD, lr=0.1, timeout=50, on_stall="exit"
@@ -174,11 +160,8 @@ def check_copies() -> None:
         assert {record.timeout for record in log.ring} == {60}
 
 
-def test_copies_and_pickles_keep_the_timeout(ranks2: Ranks) -> None:
-    ranks2.run(check_copies)
-
-
-def check_groups_that_are_gone() -> None:
+@on_ranks(2)
+def test_works_of_groups_that_are_gone_are_not_kept() -> None:
     log = RankGroup.of(None).works.log
     for _ in range(3):
         group = dist.new_group()
@@ -189,10 +172,6 @@ def check_groups_that_are_gone() -> None:
         gc.collect()
     RankGroup.of(dist.new_group())
     assert len(log.groups) == 2
-
-
-def test_works_of_groups_that_are_gone_are_not_kept(ranks2: Ranks) -> None:
-    ranks2.run(check_groups_that_are_gone)
 
 
 def train_with_pauses(timeout: float, pauses: int, share: float) -> tuple[int, list[str]]:
@@ -431,7 +410,8 @@ def work_of(group: RankGroup, handle: Never) -> Work:
     return Work(handle, group.phase, group.begin_work(), late_on=torch.device("cpu"))
 
 
-def check_broken_handle() -> None:
+@on_ranks(1)
+def test_a_device_that_has_failed_does_not_end_the_watchdog() -> None:
     group = RankGroup.of(None)
     watchdog = Watchdog(group.works.log, dist.group.WORLD)  # type: ignore[arg-type]
     group.works.outstanding = work_of(group, Broken())
@@ -440,11 +420,8 @@ def check_broken_handle() -> None:
     watchdog._listener.close()
 
 
-def test_a_device_that_has_failed_does_not_end_the_watchdog(ranks1: Ranks) -> None:
-    ranks1.run(check_broken_handle)
-
-
-def check_warning() -> None:
+@on_ranks(1)
+def test_a_wait_of_a_minute_is_warned_of_whatever_the_timeout_is() -> None:
     group = RankGroup.of(None).within(1800.0)
     alone: Any = SimpleNamespace(rank=0)
     judging = Verdicts(group.works.log, alone)
@@ -457,10 +434,6 @@ def check_warning() -> None:
         for seconds in (1.0, 59.0, 60.0, 61.0):
             judging.judge_wait(record, seconds)
     assert warned == [60.0]
-
-
-def test_a_wait_of_a_minute_is_warned_of_whatever_the_timeout_is(ranks1: Ranks) -> None:
-    ranks1.run(check_warning)
 
 
 def check_lost() -> str:
@@ -489,7 +462,9 @@ def test_a_work_that_fails_while_nobody_waits_for_it_tells_which_rank_has_ended(
     assert "rank 1 has ended" in said
 
 
-def check_asleep(kind: str) -> None:
+@on_ranks(1)
+@pytest.mark.parametrize("kind", ["waits", "outstanding"])
+def test_time_in_which_the_process_did_not_run_counts_for_no_wait(kind: str) -> None:
     group = RankGroup.of(None).within(10.0)
     watchdog = Watchdog(group.works.log, dist.group.WORLD)  # type: ignore[arg-type]
     watchdog._listener.close()
@@ -511,11 +486,6 @@ def check_asleep(kind: str) -> None:
             now[0] += pause
             watchdog._look()
     assert done == [("warned", 5.5), ("gave up", 10.5)]
-
-
-@pytest.mark.parametrize("kind", ["waits", "outstanding"])
-def test_time_in_which_the_process_did_not_run_counts_for_no_wait(ranks1: Ranks, kind: str) -> None:
-    ranks1.run(check_asleep, kind)
 
 
 def test_a_wait_that_begins_behind_a_pause_counts_in_full() -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
-from pool import Ranks
+from pool import Ranks, on_ranks
 from stalling import linear
 from waiting import wait_until
 from worlds import enter, leave
@@ -46,7 +46,8 @@ def trained() -> tuple[nn.Module, ZeroRedundancyOptimizer]:
     return model, optimizer
 
 
-def check_labels() -> None:
+@on_ranks(2)
+def test_each_collective_is_kept_with_its_phase_and_names_and_when_it_ended() -> None:
     began = time.monotonic()
     _kept = trained()
     works = ring()
@@ -59,10 +60,6 @@ def check_labels() -> None:
         assert began <= record.started <= record.ended <= time.monotonic()
         assert record.waiting_since is None
         assert record.failure is None
-
-
-def test_each_collective_is_kept_with_its_phase_and_names_and_when_it_ended(ranks2: Ranks) -> None:
-    ranks2.run(check_labels)
 
 
 def number_works() -> list[tuple[str, int]]:
@@ -79,7 +76,8 @@ def test_the_works_of_a_group_are_numbered_alike_on_every_rank(ranks2: Ranks) ->
     assert [number for _, number in first[:3]] == [1, 2, 3]
 
 
-def check_ring_length() -> None:
+@on_ranks(2)
+def test_the_ring_keeps_the_last_works_alone() -> None:
     group = RankGroup.of(None)
     for _ in range(KEPT):
         group.begin_work()
@@ -89,11 +87,8 @@ def check_ring_length() -> None:
     assert ring()[:-1] == before[1:]
 
 
-def test_the_ring_keeps_the_last_works_alone(ranks2: Ranks) -> None:
-    ranks2.run(check_ring_length)
-
-
-def check_no_tensor_is_kept() -> None:
+@on_ranks(2)
+def test_the_ring_keeps_no_tensor() -> None:
     group = RankGroup.of(None)
     tensor = torch.zeros(4)
     seen = weakref.ref(tensor)
@@ -105,11 +100,8 @@ def check_no_tensor_is_kept() -> None:
     assert ring()[-1].text == "an agreement of a tensor"
 
 
-def test_the_ring_keeps_no_tensor(ranks2: Ranks) -> None:
-    ranks2.run(check_no_tensor_is_kept)
-
-
-def check_work() -> None:
+@on_ranks(2)
+def test_the_record_of_a_work_tells_whether_it_is_over_and_how_long_a_wait_may_take() -> None:
     group, tensor = RankGroup.of(None), torch.full((4,), float(dist.get_rank()))
     (work,) = group.broadcast_rows([(1, tensor)])
     assert isinstance(work.wait(timeout=100.0), bool)  # type: ignore[call-arg]
@@ -119,11 +111,8 @@ def check_work() -> None:
     assert torch.equal(tensor, torch.ones(4))
 
 
-def test_the_record_of_a_work_tells_whether_it_is_over_and_how_long_a_wait_may_take(ranks2: Ranks) -> None:
-    ranks2.run(check_work)
-
-
-def check_states() -> None:
+@on_ranks(2)
+def test_a_work_tells_whether_it_is_over_to_whoever_does_not_wait() -> None:
     """A work is asked for its state, and never waited for."""
     group, store = RankGroup.of(None), default_store()
     (work,) = group.broadcast_rows([(1, torch.ones(4))]) if dist.get_rank() == 0 else [None]
@@ -139,11 +128,8 @@ def check_states() -> None:
     assert work.exception() is None
 
 
-def test_a_work_tells_whether_it_is_over_to_whoever_does_not_wait(ranks2: Ranks) -> None:
-    ranks2.run(check_states)
-
-
-def check_failure() -> None:
+@on_ranks(2, forked=True)
+def test_a_work_gives_what_it_failed_with_and_the_reason_if_that_is_known() -> None:
     group = RankGroup.of(dist.new_group())
     (work,) = group.broadcast_rows([(1, torch.ones(4))]) if dist.get_rank() == 0 else [None]
     if work is None:
@@ -158,11 +144,8 @@ def check_failure() -> None:
     assert str(work.exception()) == "rank 1 is away"
 
 
-def test_a_work_gives_what_it_failed_with_and_the_reason_if_that_is_known(failing2: Ranks) -> None:
-    failing2.run(check_failure)
-
-
-def check_future() -> None:
+@on_ranks(1)
+def test_a_work_that_is_a_future_tells_its_state_likewise() -> None:
     group = RankGroup.of(None)
     future: Future[Any] = Future()
     work = Work(future, group.phase, group.begin_work())
@@ -172,11 +155,8 @@ def check_future() -> None:
     assert "not a sum" in str(work.exception())
 
 
-def test_a_work_that_is_a_future_tells_its_state_likewise(ranks1: Ranks) -> None:
-    ranks1.run(check_future)
-
-
-def check_given_up() -> None:
+@on_ranks(2)
+def test_no_work_begins_on_ranks_that_were_given_up() -> None:
     group = RankGroup.of(None)
     other = RankGroup.of(dist.new_group())
     group.works.log.give_up(group.works.ranks, Verdict("rank 1 is away", (1,)))
@@ -187,14 +167,11 @@ def check_given_up() -> None:
         assert caught.value.missing == (1,)
 
 
-def test_no_work_begins_on_ranks_that_were_given_up(ranks2: Ranks) -> None:
-    ranks2.run(check_given_up)
-
-
-def check_left_behind(folder: Path) -> None:
+@on_ranks(2)
+def test_who_lets_go_after_a_failure_is_waited_for_by_nobody_and_keeps_no_group(tmp_path: Path) -> None:
     """Rank 0 leaves after a failure of which nobody has died; rank 1 waits for it on another lane."""
     rank = leave()
-    enter(folder, "the group", rank, 2)
+    enter(tmp_path, "the group", rank, 2)
     optimizer = ZeroRedundancyOptimizer(linear().parameters(), torch.optim.Adam)
     lanes = gloo_lanes_beside(RankGroup.of(None)).groups
     seen = [works.group for works in lanes[0].works.log.groups.values()]
@@ -208,9 +185,9 @@ def check_left_behind(folder: Path) -> None:
             raise AssertionError("something was sent")
         optimizer.detach()
         if rank == 0:
-            wait_until((folder / "raised").exists)  # while the lanes are kept
+            wait_until((tmp_path / "raised").exists)  # while the lanes are kept
         else:
-            (folder / "raised").touch()
+            (tmp_path / "raised").touch()
         lanes = ()
         del work
         dist.destroy_process_group()
@@ -219,34 +196,23 @@ def check_left_behind(folder: Path) -> None:
         gc.enable()
 
 
-def test_who_lets_go_after_a_failure_is_waited_for_by_nobody_and_keeps_no_group(
-    ranks2: Ranks, tmp_path: Path
-) -> None:
-    ranks2.run(check_left_behind, tmp_path)  # whose limit is less than the timeout of the group
-
-
-def check_wrapper_left_behind(folder: Path) -> None:
+@on_ranks(2)
+def test_who_detaches_a_wrapper_alone_after_a_failure_is_waited_for_by_nobody(tmp_path: Path) -> None:
     """Rank 0 leaves after a failure; it keeps what was raised, and so the groups. Rank 1 waits for it."""
     rank = leave()
-    enter(folder, "the group", rank, 2)
+    enter(tmp_path, "the group", rank, 2)
     model = DistributedDataParallel(linear())
     beside = RankGroup.of(dist.new_group())  # of the same ranks
     if rank == 0:
         RankGroup.of(None).works.has_failed = True
         model.detach()
-        wait_until((folder / "raised").exists)
+        wait_until((tmp_path / "raised").exists)
     else:
         with pytest.raises(RuntimeError):
             beside.broadcast_rows([(0, torch.ones(4))])[0].wait()
-        (folder / "raised").touch()
+        (tmp_path / "raised").touch()
         model.detach()
     dist.destroy_process_group()
-
-
-def test_who_detaches_a_wrapper_alone_after_a_failure_is_waited_for_by_nobody(
-    ranks2: Ranks, tmp_path: Path
-) -> None:
-    ranks2.run(check_wrapper_left_behind, tmp_path)  # whose limit is less than the timeout of the group
 
 
 def fail_in_a_future(future: Future[Any]) -> Tensor:
@@ -254,7 +220,8 @@ def fail_in_a_future(future: Future[Any]) -> Tensor:
     raise RuntimeError("the reset of my connection timed out")
 
 
-def check_hooks_errors() -> None:
+@on_ranks(2)
+def test_what_a_comm_hook_raises_by_itself_is_not_taken_for_a_stall() -> None:
     """Whatever a hook raises by itself is left alone, though the group was given up meanwhile."""
 
     def hook(when: str, bucket: GradBucket) -> Future[Tensor]:
@@ -276,10 +243,6 @@ def check_hooks_errors() -> None:
         with pytest.raises(RuntimeError, match="the reset of my connection timed out") as caught:
             loss.backward()
         assert not isinstance(caught.value, StalledError), when
-
-
-def test_what_a_comm_hook_raises_by_itself_is_not_taken_for_a_stall(ranks2: Ranks) -> None:
-    ranks2.run(check_hooks_errors)
 
 
 def check_profiler() -> list[str]:
