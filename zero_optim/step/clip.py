@@ -234,7 +234,7 @@ def global_grad_norm(
     indices = sorted(of_param)
     places = torch.tensor([place for index in indices for place in of_param[index]])
     found = values.flatten()[brought_to(places, values.device)]
-    parts = found.split([len(of_param[index]) for index in indices])
+    parts = torch.split(found, [len(of_param[index]) for index in indices])
     if len(parts) < found.numel():  # some are cut
         found = torch.cat([_combined(part, order, params[i]) for i, part in zip(indices, parts, strict=True)])
     total: Tensor = torch.linalg.vector_norm(brought_to(found.to(dtype), params[0].device), order)
@@ -245,7 +245,8 @@ def _combined(norms: Tensor, order: float, param: Tensor) -> Tensor:
     """Combine the norms of a gradient's rows, in the dtype that a norm of it has; 1-D, as they are."""
     if norms.numel() == 1:
         return norms
-    return torch.linalg.vector_norm(norms.to(_norm_dtype(param)), order).to(norms.dtype).view(1)
+    combined: Tensor = torch.linalg.vector_norm(norms.to(_norm_dtype(param)), order)
+    return combined.to(norms.dtype).view(1)
 
 
 def _measured(pieces: Sequence[Pieces], num_ranks: int) -> list[list[int]]:
