@@ -233,11 +233,15 @@ def global_grad_norm(
     dtype = reduce(torch.promote_types, (_norm_dtype(params[index]) for index in of_param))
     indices = sorted(of_param)
     places = torch.tensor([place for index in indices for place in of_param[index]])
-    found = values.flatten()[brought_to(places, values.device)]
+    is_there = _sends_beside(group, params[0].device)
+    found = values.flatten()[to_device(places, values.device) if is_there else places]
     parts = torch.split(found, [len(of_param[index]) for index in indices])
     if len(parts) < found.numel():  # some are cut
         found = torch.cat([_combined(part, order, params[i]) for i, part in zip(indices, parts, strict=True)])
-    total: Tensor = torch.linalg.vector_norm(brought_to(found.to(dtype), params[0].device), order)
+    stacked = found.to(dtype)
+    total: Tensor = torch.linalg.vector_norm(
+        stacked if is_there else to_device(stacked, params[0].device), order
+    )
     return total
 
 
