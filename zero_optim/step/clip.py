@@ -233,11 +233,15 @@ def global_grad_norm(
     dtype = reduce(torch.promote_types, (_norm_dtype(params[index]) for index in of_param))
     indices = sorted(of_param)
     places = torch.tensor([place for index in indices for place in of_param[index]])
-    found = values.flatten()[brought_to(places, values.device)]
+    is_there = _sends_beside(group, params[0].device)
+    found = values.flatten()[to_device(places, values.device) if is_there else places]
     parts = torch.split(found, [len(of_param[index]) for index in indices])
     if len(parts) < found.numel():  # some are cut
         found = torch.cat([_combined(part, order, params[i]) for i, part in zip(indices, parts, strict=True)])
-    total: Tensor = torch.linalg.vector_norm(brought_to(found.to(dtype), params[0].device), order)
+    stacked = found.to(dtype)
+    total: Tensor = torch.linalg.vector_norm(
+        stacked if is_there else to_device(stacked, params[0].device), order
+    )
     return total
 
 
@@ -245,8 +249,8 @@ def _combined(norms: Tensor, order: float, param: Tensor) -> Tensor:
     """Combine the norms of a gradient's rows, in the dtype that a norm of it has; 1-D, as they are."""
     if norms.numel() == 1:
         return norms
-    total: Tensor = torch.linalg.vector_norm(norms.to(_norm_dtype(param)), order)
-    return total.to(norms.dtype).view(1)
+    combined: Tensor = torch.linalg.vector_norm(norms.to(_norm_dtype(param)), order)
+    return combined.to(norms.dtype).view(1)
 
 
 def _measured(pieces: Sequence[Pieces], num_ranks: int) -> list[list[int]]:
