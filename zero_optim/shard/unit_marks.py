@@ -13,8 +13,9 @@ Note [Marks of units]
     Where gloo sends tensors of the CPU, each rank sends its mark to all others, in a message of four bytes
     beside the rows, and looks at those of all ranks before it waits for rows. Units may differ in size, and
     gloo ends the process where rows that meet differ in length. So the rows have the mark as their tag: rows
-    of different marks never meet. Both are started at once, so that nothing waits for a mark to come back. It
-    takes some 0.1 ms a gather on two ranks.
+    of different marks never meet. Both are started at once, so that nothing waits for a mark to come back. On
+    two ranks marks took 60 to 90 us a gather beside small rows. On a machine with far more busy processes
+    than cores, iterations took 1.2 times as long as with broadcasts and marks in the rows.
 
     Elsewhere the mark travels in the rows: in two bytes of the room for a stamp, which stamps leave free. Of
     ranks that own nothing of the bucket nobody hears there, and what comes of rows that differ in length is
