@@ -38,7 +38,7 @@ def test_a_path_that_names_no_folder_of_its_own_is_refused_and_nothing_is_remove
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(run)
         for path in ("", ".", "..", "../.", "0/..", Path(), "/"):
-            with pytest.raises(ValueError, match=r"expected path to end in the name of a tmp_path"):
+            with pytest.raises(ValueError, match=r"expected path to end in the name of a folder"):
                 save(path, keep=1)
     for path in (None, 3, b"bytes"):
         with pytest.raises(TypeError, match="expected path to be a str or a path"):
@@ -105,9 +105,9 @@ def test_the_second_of_two_jobs_that_save_into_one_folder_raises_on_all_ranks(tm
     dist.barrier()
     lock = FolderLock(path) if dist.get_rank() == 0 else None  # as another job would
     dist.barrier()
-    with pytest.raises(CheckpointError, match="another save into this tmp_path is under way"):
+    with pytest.raises(CheckpointError, match="another save into this folder is under way"):
         save(path, extra="late")
-    with pytest.raises(CheckpointError, match="another save into this tmp_path is under way"):
+    with pytest.raises(CheckpointError, match="another save into this folder is under way"):
         checkpoint.save_async(path, extra="late").wait()
     assert checkpoint.load(path) == "before"
     dist.barrier()

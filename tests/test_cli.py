@@ -161,7 +161,7 @@ def test_every_field_has_an_option_and_every_option_reaches_its_field() -> None:
     assert started("--overlap", "owners", "--out", "else").overlap == "owners"
     assert config.text == (str(Path(__file__).resolve()),)
     sharded = started("--shard", "gradients", "--out", "sharded")
-    assert (sharded.shard, sharded.clip) == ("gradients", RunConfig(out="").clip)
+    assert (sharded.shard, sharded.clip) == ("gradients", RunConfig(out="any").clip)
     assert started("--shard", "parameters", "--out", "whole").shard == "parameters"
     others = {"options", "bf16", "trace", "overlap", "shard", "text", "resume"}
     assert {*given, *others} == config.to_dict().keys()

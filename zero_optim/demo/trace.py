@@ -23,6 +23,7 @@ _NAMES: Mapping[Row, tuple[str, ...]] = {
     "step": ("Optimizer.step#",),
     "gather": ("gloo:broadcast", "nccl:broadcast"),
 }
+_GATHER = "zero_optim.gather"  # what the library marks where it starts or awaits a gather
 _OUTER_STEP = "Optimizer.step#ZeroRedundancyOptimizer"  # contains the local step and the gather
 _NODE = "autograd::engine::evaluate_function"
 _COLOURS: Mapping[Row, str] = {
@@ -74,6 +75,10 @@ def spans_of(path: Path) -> list[Span]:
     """Read the spans of the four rows from a Chrome trace, sorted by start."""
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
     found = [(row, event) for event in events for row in _rows(event["name"])]
+    gathers = [(event["ts"], _stop(event)) for event in events if event["name"].startswith(_GATHER)]
+    for number, (_, event) in enumerate(found):  # rows of units are received as gradients are
+        if event["name"] == "gloo:recv" and any(start <= event["ts"] <= stop for start, stop in gathers):
+            found[number] = "gather", event
     if not found:
         return []
     ends = [_stop(event) for event in events if event["name"].startswith(_NODE)]
