@@ -43,14 +43,19 @@ class ShapedKeys:
         if num_dims not in self._found:
             found: dict[str, bool] = {}
             if 0 < num_dims <= len(_TRIAL_SIZES):
-                large = _LARGE_VECTOR if num_dims == 1 else _LARGE_SIZES[:num_dims]
-                tried = [
-                    entries for shape in (_TRIAL_SIZES[:num_dims], large) if (entries := self._try(shape))
-                ]
+                tried = [entries for shape in self._shapes(num_dims) if (entries := self._try(shape))]
                 # What has the shape of a small parameter only need not have it.
                 found = {k: all(entries.get(k) for entries in tried) for entries in tried for k in entries}
             self._found[num_dims] = found
         return self._found[num_dims]
+
+    def _shapes(self, num_dims: int) -> list[tuple[int, ...]]:
+        small, large = _TRIAL_SIZES[:num_dims], _LARGE_SIZES[:num_dims]
+        if num_dims > 1:
+            return [small, large]
+        # Shampoo squares the length, which takes a minute: a long vector only where size makes a difference.
+        differs = self._try(_TRIAL_SIZES[:2]) != self._try(_LARGE_SIZES[:2])
+        return [small, _LARGE_VECTOR] if differs else [small]
 
     def _try(self, shape: tuple[int, ...]) -> dict[str, bool]:
         subject = OptimizerUnderTest.of(self.optimizer_class, self.defaults, ())
