@@ -343,7 +343,7 @@ def test_a_rank_whose_parent_is_gone_already_ends_at_once(monkeypatch: pytest.Mo
 
 def num_buckets(shard: Any) -> int:
     corpus = Corpus("text", *(torch.arange(400, dtype=torch.uint8) for _ in range(2)), digest="")
-    config = RunConfig(out="", shard=shard, context=8, optimizer="SGD", device="cpu")
+    config = RunConfig(out="any", shard=shard, context=8, optimizer="SGD", device="cpu")
     ranks = DemoRanks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     trainer = Trainer(config, ranks, corpus)
     expected = sum(param.numel() for param in trainer.gpt.parameters())
