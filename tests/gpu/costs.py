@@ -143,8 +143,8 @@ def only_own_stamps() -> Iterator[None]:
     """Read the stamps of all ranks, but believe this rank's alone: ranks that are pretended send none."""
     real = _Step.stamps
 
-    def own(step: _Step) -> dict[int, Stamp]:
-        return {rank: stamp for rank, stamp in real(step).items() if rank == dist.get_rank()}
+    def own(step: _Step, *reading: Any) -> dict[int, Stamp]:
+        return {rank: stamp for rank, stamp in real(step, *reading).items() if rank == dist.get_rank()}
 
     with mock.patch.object(_Step, "stamps", own):
         yield
