@@ -153,10 +153,6 @@ class PrecisionPolicy:
         """Whether a parameter is computed with in another dtype than its own."""
         return param.is_floating_point() and self.params not in (None, param.dtype)
 
-    def compute_dtype(self, kept: torch.dtype) -> torch.dtype:
-        """Tell the dtype to compute with, of what owners keep in another one."""
-        return kept if self.params is None or not kept.is_floating_point else self.params
-
     def compute_dtypes(self, params: Iterable[Tensor]) -> dict[Tensor, torch.dtype]:
         """List the parameters that get another dtype, with that."""
         return {param: self.params for param in params if self.params and self.narrows(param)}

@@ -1,4 +1,4 @@
-"""Checks of arguments that several rooms take. Only `raise_together` communicates."""
+"""Checks of arguments that several rooms take. `raise_together` and methods `called_by_all` communicate."""
 
 import inspect
 from collections.abc import Callable
