@@ -13,19 +13,19 @@ The folder lies at the top of the repository, but the package is ``zero_optim.dd
 if __name__ != "zero_optim.ddp":
     raise ImportError(f"import this package as 'zero_optim.ddp', not as {__name__!r}", name=__name__)
 
-from zero_optim.ddp.assignment import ReducerOptions
-from zero_optim.ddp.bucket import GradBucket
 from zero_optim.ddp.bucketer import ReduceScatterBucketer
 from zero_optim.ddp.data_parallel import DistributedDataParallel
+from zero_optim.ddp.full.in_place import fully_shard, fully_sharded
+from zero_optim.ddp.full.offload import Offload
+from zero_optim.ddp.full.sharded_state import load_sharded_state_dict, sharded_state_dict
+from zero_optim.ddp.full.unit_hooks import unsharded
+from zero_optim.ddp.full.unit_state import full_state_dict
 from zero_optim.ddp.fully_sharded import FullyShardedDataParallel
-from zero_optim.ddp.in_place import fully_shard, fully_sharded
-from zero_optim.ddp.offload import Offload
-from zero_optim.ddp.precision import PrecisionPolicy
-from zero_optim.ddp.reducer import Reducer
+from zero_optim.ddp.precision.precision import PrecisionPolicy
+from zero_optim.ddp.reducer.assignment import ReducerOptions
+from zero_optim.ddp.reducer.bucket import GradBucket
+from zero_optim.ddp.reducer.reducer import Reducer
 from zero_optim.ddp.sharded import ShardedDataParallel
-from zero_optim.ddp.sharded_state import load_sharded_state_dict, sharded_state_dict
-from zero_optim.ddp.unit_hooks import unsharded
-from zero_optim.ddp.unit_state import full_state_dict
 
 __all__ = [
     "DistributedDataParallel",

@@ -24,13 +24,13 @@ from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.traffic import Waitable
 from zero_optim.compat.engine import after_backward, eager, eager_itself, require
-from zero_optim.ddp.assignment import ReducerOptions
-from zero_optim.ddp.logging_data import LoggingSource, about_wrapper
-from zero_optim.ddp.mixed_precision import Casting, Precision, cast_buffers
-from zero_optim.ddp.model_agreement import agree_on_model
+from zero_optim.ddp.precision.mixed_precision import Casting, Precision, cast_buffers
 from zero_optim.ddp.rebindable import RebindableWrapper
-from zero_optim.ddp.reducer import Reducer
-from zero_optim.ddp.reduction import Hook, hook_name
+from zero_optim.ddp.reducer.assignment import ReducerOptions
+from zero_optim.ddp.reducer.logging_data import LoggingSource, about_wrapper
+from zero_optim.ddp.reducer.model_agreement import agree_on_model
+from zero_optim.ddp.reducer.reducer import Reducer
+from zero_optim.ddp.reducer.reduction import Hook, hook_name
 from zero_optim.ddp.torch_adapters import TorchLoggerAdapter, TorchReducerAdapter
 from zero_optim.plan.description import describe_hook
 from zero_optim.step.unreduced import FrozenParams

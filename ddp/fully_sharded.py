@@ -30,24 +30,24 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.lanes import lanes_for_rows
-from zero_optim.ddp.assignment import ReducerOptions
-from zero_optim.ddp.backward_pass import BackwardPass
-from zero_optim.ddp.conversions import refuse_conversions
-from zero_optim.ddp.fsdp_options import OF_FSDP
-from zero_optim.ddp.inbox import weakly
-from zero_optim.ddp.launch_places import LaunchPlaces
-from zero_optim.ddp.offload import Offload, keeping_for
-from zero_optim.ddp.owner_reducer import Accumulate, OwnerReducer
-from zero_optim.ddp.precision import PrecisionPolicy, sparse_names
-from zero_optim.ddp.reducer import Reducer
+from zero_optim.ddp.full.conversions import refuse_conversions
+from zero_optim.ddp.full.fsdp_options import OF_FSDP
+from zero_optim.ddp.full.offload import Offload, keeping_for
+from zero_optim.ddp.full.unit import OUTERMOST, Unit
+from zero_optim.ddp.full.unit_choice import UnitChoice, Units, choose_units
+from zero_optim.ddp.full.unit_filling import Init, check_init, has_meta, leave_meta, take_values_of_first
+from zero_optim.ddp.full.unit_hooks import begin_anew, hook_params, hook_up, units_of
+from zero_optim.ddp.full.unit_making import Made
+from zero_optim.ddp.full.unit_ranks import RanksToBe
+from zero_optim.ddp.full.units import UnitsInUse
+from zero_optim.ddp.owners.launch_places import LaunchPlaces
+from zero_optim.ddp.owners.owner_reducer import Accumulate, OwnerReducer
+from zero_optim.ddp.precision.precision import PrecisionPolicy, sparse_names
+from zero_optim.ddp.reducer.assignment import ReducerOptions
+from zero_optim.ddp.reducer.backward_pass import BackwardPass
+from zero_optim.ddp.reducer.inbox import weakly
+from zero_optim.ddp.reducer.reducer import Reducer
 from zero_optim.ddp.sharded import ShardedDataParallel
-from zero_optim.ddp.unit import OUTERMOST, Unit
-from zero_optim.ddp.unit_choice import UnitChoice, Units, choose_units
-from zero_optim.ddp.unit_filling import Init, check_init, has_meta, leave_meta, take_values_of_first
-from zero_optim.ddp.unit_hooks import begin_anew, hook_params, hook_up, units_of
-from zero_optim.ddp.unit_making import Made
-from zero_optim.ddp.unit_ranks import RanksToBe
-from zero_optim.ddp.units import UnitsInUse
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.shard.claims import first_claim
 from zero_optim.shard.unit_forms import UnitForms

@@ -14,11 +14,11 @@ from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.mesh import RankMesh, agree_between_replicas
 from zero_optim.compat.engine import eager
-from zero_optim.ddp.assignment import ReducerOptions
 from zero_optim.ddp.data_parallel import DistributedDataParallel
-from zero_optim.ddp.model_agreement import refuse_freed
-from zero_optim.ddp.owner_reducer import Accumulate, OwnerReducer
-from zero_optim.ddp.report import names_text
+from zero_optim.ddp.owners.owner_reducer import Accumulate, OwnerReducer
+from zero_optim.ddp.reducer.assignment import ReducerOptions
+from zero_optim.ddp.reducer.model_agreement import refuse_freed
+from zero_optim.ddp.reducer.report import names_text
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 from zero_optim.step.unreduced import NOT_REDUCED
 
@@ -70,7 +70,7 @@ class ShardedDataParallel(DistributedDataParallel):
     rank holds its own gradients, two buckets (with two ranks 1.5) and one gradient. On an accelerator it
     holds less than three buckets, with two ranks 1.5. Where the rows of a bucket are uneven, such as a
     matrix that one rank owns whole, it is at most three buckets anywhere. Note [Memory of sharded gradients]
-    in `zero_optim.ddp.owner_bucket` says exactly. The first pass with ``static_graph=True`` holds all
+    in `zero_optim.ddp.owners.owner_bucket` says exactly. The first pass with ``static_graph=True`` holds all
     gradients, as it is there to learn.
 
     All ranks of the optimizer's group must construct it, with the same arguments, and run forward and
@@ -80,7 +80,7 @@ class ShardedDataParallel(DistributedDataParallel):
     the next forward pass raises on every rank if there was none.
 
     On the CPU a pass that raises leaves what earlier passes have added up as it was. On an accelerator call
-    ``zero_grad()`` behind it: see Note [Sums apart] in `zero_optim.ddp.owner_bucket`.
+    ``zero_grad()`` behind it: see Note [Sums apart] in `zero_optim.ddp.owners.owner_bucket`.
 
     A hook by ``param.register_post_accumulate_grad_hook`` that was registered after wrapping runs when the
     gradient of this rank may have been taken: it finds None in ``param.grad`` where the gradient is large.

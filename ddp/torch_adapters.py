@@ -8,8 +8,8 @@ from torch.futures import Future
 
 from zero_optim.compat.engine import eager
 from zero_optim.compat.streams import HostCopy, is_asynchronous
-from zero_optim.ddp.logging_data import LoggingData, LoggingSource
-from zero_optim.ddp.reducer import Reducer
+from zero_optim.ddp.reducer.logging_data import LoggingData, LoggingSource
+from zero_optim.ddp.reducer.reducer import Reducer
 
 
 @dataclass(slots=True, eq=False)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from overlap import Net, adamw, loss_of
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
-from zero_optim.ddp.owner_layout import OwnerLayout
+from zero_optim.ddp.owners.owner_layout import OwnerLayout
 from zero_optim.plan.pieces import Piece, piece_of
 from zero_optim.step.gradients import rows_of
 from zero_optim.step.partial import PartialGradient

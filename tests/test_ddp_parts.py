@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from fake_streams import fake_streams
-from zero_optim.ddp import report
-from zero_optim.ddp.assignment import BucketAssignment, ReducedParams, ReducerOptions, assign
-from zero_optim.ddp.backward_pass import BackwardPass, PassTerms, Phase
-from zero_optim.ddp.bucket import BATCH_NBYTES, LARGE_NBYTES, GradBucket, ReducerBucket, tensor_of
-from zero_optim.ddp.graph import UnusedSearch, nearest, reach, tensors_in
-from zero_optim.ddp.history import History
+from zero_optim.ddp.reducer import report
+from zero_optim.ddp.reducer.assignment import BucketAssignment, ReducedParams, ReducerOptions, assign
+from zero_optim.ddp.reducer.backward_pass import BackwardPass, PassTerms, Phase
+from zero_optim.ddp.reducer.bucket import BATCH_NBYTES, LARGE_NBYTES, GradBucket, ReducerBucket, tensor_of
+from zero_optim.ddp.reducer.graph import UnusedSearch, nearest, reach, tensors_in
+from zero_optim.ddp.reducer.history import History
 from zero_optim.plan.buckets import assign_buckets
 
 # ---------------------------------------------------------------------- graph

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from modelled.clocks import Clocks, Event, Stream
 from zero_optim.compat import streams
-from zero_optim.ddp.assignment import ReducedParams, ReducerOptions, assign
-from zero_optim.ddp.backward_pass import BackwardPass
-from zero_optim.ddp.bucket import ReducerBucket
-from zero_optim.ddp.history import History
-from zero_optim.ddp.reduction import Reduction
+from zero_optim.ddp.reducer.assignment import ReducedParams, ReducerOptions, assign
+from zero_optim.ddp.reducer.backward_pass import BackwardPass
+from zero_optim.ddp.reducer.bucket import ReducerBucket
+from zero_optim.ddp.reducer.history import History
+from zero_optim.ddp.reducer.reduction import Reduction
 
 
 @dataclass(frozen=True)

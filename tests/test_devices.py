@@ -43,7 +43,7 @@ from zero_optim.comm.backends import (
 )
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.ddp import DistributedDataParallel
-from zero_optim.ddp.reducer import Reducer
+from zero_optim.ddp.reducer.reducer import Reducer
 
 
 @pytest.mark.parametrize(

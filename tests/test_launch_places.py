@@ -17,7 +17,7 @@ from modelled import modelled_streams
 from pool import Ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import FullyShardedDataParallel, unsharded
-from zero_optim.ddp.backward_pass import BackwardPass, Phase
+from zero_optim.ddp.reducer.backward_pass import BackwardPass, Phase
 
 NUM_UNITS = 5
 STEPS = 3

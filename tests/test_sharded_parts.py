@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sharded import new_rows
-from zero_optim.ddp.owner_layout import OwnerLayout
+from zero_optim.ddp.owners.owner_layout import OwnerLayout
 from zero_optim.plan.pieces import Piece
 from zero_optim.step.partial import PartialGradient
 

@@ -18,11 +18,11 @@ from sharded import Setting, new_rows
 from test_sharded_errors import goes_on_after_a_failure, keeps_sums
 from test_sharded_join import epochs_alike
 from test_sharded_training import summed_in_rank_order, trains_alike
-from zero_optim.ddp import owner_line, owner_reducer, owner_route, owner_rows
-from zero_optim.ddp.bucket_owners import BucketOwners
-from zero_optim.ddp.owner_bucket import OwnerBucket
-from zero_optim.ddp.owner_layout import OwnerLayout
-from zero_optim.ddp.owner_rows import OwnerRows, Portions, most_portions, num_portions
+from zero_optim.ddp.owners import owner_line, owner_reducer, owner_route, owner_rows
+from zero_optim.ddp.owners.bucket_owners import BucketOwners
+from zero_optim.ddp.owners.owner_bucket import OwnerBucket
+from zero_optim.ddp.owners.owner_layout import OwnerLayout
+from zero_optim.ddp.owners.owner_rows import OwnerRows, Portions, most_portions, num_portions
 from zero_optim.plan.pieces import Piece
 
 

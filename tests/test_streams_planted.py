@@ -23,7 +23,7 @@ from streams_runs import (
 from zero_optim.comm import pending, row_sum
 from zero_optim.compat.streams import StreamBeside
 from zero_optim.ddp import bucketer
-from zero_optim.ddp.stream_order import StreamOrder
+from zero_optim.ddp.reducer.stream_order import StreamOrder
 from zero_optim.hooks.overlap.stepper import Stepper
 from zero_optim.step import overlap
 

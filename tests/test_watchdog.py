@@ -40,7 +40,7 @@ from zero_optim.comm.watchdog import Watchdog, unwatch
 from zero_optim.comm.works import Verdict, WorkLog, explain_nothing
 from zero_optim.compat.engine import default_store
 from zero_optim.ddp import DistributedDataParallel
-from zero_optim.ddp.reducer import Reducer
+from zero_optim.ddp.reducer.reducer import Reducer
 from zero_optim.errors import StalledError
 from zero_optim.hooks.exchange import start_average
 

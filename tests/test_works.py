@@ -27,7 +27,7 @@ from zero_optim.comm.started import Work
 from zero_optim.comm.works import KEPT, Record, Verdict
 from zero_optim.compat.engine import default_store
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
-from zero_optim.ddp.bucket import GradBucket
+from zero_optim.ddp.reducer.bucket import GradBucket
 
 
 def ring() -> list[Record]:

@@ -38,7 +38,7 @@ Note [Views that somebody keeps]
       graphs that are kept, or that a collective on another thread still holds. So nobody can be warned when
       a view is kept.
 
-    What autograd reads is guarded (`zero_optim.ddp.saved_reads`), and what a module returns is copied.
+    What autograd reads is guarded (`zero_optim.ddp.full.saved_reads`), and what a module returns is copied.
 
 Note [Kept in one dtype, computed with in another]
     A bucket may have a compute dtype. Then the row that a rank keeps has the dtype that the parameters had,

@@ -1,0 +1,1 @@
+"""Gradients reduced to their owners (ZeRO-2)."""

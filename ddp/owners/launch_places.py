@@ -1,0 +1,107 @@
+"""Where in a backward pass buckets of gradients are launched, between the gathers of units.
+
+Note [Places of launches]
+    On one communicator all ranks must start the same collectives in one order. Gathers are in one order, as
+    all ranks call the same units. A bucket that is launched when its last gradient has come is not, where
+    ranks may use different parameters: a rank that uses none of a bucket has it full when the pass begins,
+    another one some gathers later. One starts an exchange, the other one a gather, and both wait for ever.
+    On gloo, where the two go apart, they did as well: a rank waits for the exchange of a bucket before it
+    launches the next one, and the others come to that exchange behind a gather that waits for this rank.
+
+    So with ``find_unused_parameters`` or a static graph full buckets are held. They are launched where the
+    backward pass reaches the output of a call whose unit it had to gather: behind that gather, and before the
+    next one. By then all gradients of units that were called only later have come, as the engine takes
+    operations in the reverse order of the forward pass. All ranks make the same calls. When each unit that
+    was called has been gathered, no gather follows, and buckets are launched as soon as they are full.
+
+    Parameters in no unit may be used anywhere. Their buckets come last, and wait for the last gather. Each
+    bucket is sent as one portion, as ranks that wait for a part of it would wait in places of their own.
+
+    A graph may reach back to an earlier forward pass. So a bucket also waits for gradients that the engine
+    still has to accumulate.
+"""
+
+from collections.abc import Callable, Sequence
+from math import inf
+
+import torch
+
+from zero_optim.ddp.full.unit import Unit
+from zero_optim.ddp.reducer.backward_pass import BackwardPass
+
+
+class LaunchPlaces:
+    """Holds buckets back, and has them launched; see Note [Places of launches]. Does not communicate itself.
+
+    Args:
+        units: by number.
+        unit_of: by bucket, the number of its unit.
+        running: gives the backward pass that is running; None for none.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], unit_of: Sequence[int], running: Callable[[], BackwardPass | None]
+    ) -> None:
+        self._units = units
+        self._unit_of = unit_of
+        self._running = running
+        self._clock = 0  # counts where calls begin and end
+        self._since = 0  # when the first forward pass behind the last backward pass began
+        self._first: dict[int, int] = {}  # by unit, when it was first called since then
+        self._trains = False
+        self._freed: frozenset[int] = frozenset()  # units that were not whole when the backward pass began
+        self._left: set[int] | None = None  # those of them to be gathered; None outside of backward passes
+        self._has_ended = False  # a backward pass, since the last forward pass
+
+    def called(self, number: int, *, is_outermost: bool) -> None:
+        """Take note that a unit's call begins in a forward pass."""
+        if is_outermost:
+            self._trains = torch.is_grad_enabled()
+            self._left = None  # no backward pass runs
+        if not self._trains:
+            return
+        if self._has_ended:
+            self._first.clear()
+            self._since, self._has_ended = self._clock, False
+        self._clock += 1
+        self._first.setdefault(number, self._clock)
+
+    def returned(self) -> int:
+        """Give the place of a call that has returned."""
+        self._clock += 1
+        return self._clock
+
+    def begin(self) -> bool:
+        """Take note that a backward pass begins, or has begun; tell whether to hold its buckets."""
+        if self._left is None:
+            self._freed = frozenset(number for number in self._first if not self._units[number].is_whole)
+            self._left = set(self._freed)
+        return bool(self._left)
+
+    def reached(self, number: int, place: int | None) -> None:
+        """Take note that a unit is whole in the backward pass, before the next one is fetched.
+
+        Args:
+            number: of the unit.
+            place: of its call, whose output was reached; None if something else needs it.
+        """
+        self.gathered(number)
+        current = self._running()
+        if current is not None and place is not None and place > self._since and number in self._freed:
+            current.launch_due(lambda bucket: self._called_first(bucket) > place)
+
+    def _called_first(self, bucket: int) -> float:
+        number = self._unit_of[bucket]
+        return self._first.get(number, inf) if number else 0
+
+    def gathered(self, number: int | None) -> None:
+        """Take note that the gather of a unit was started, or is not needed; None for no unit."""
+        if self._left is not None and number in self._left:
+            self._left.remove(number)
+            current = self._running()
+            if not self._left and current is not None:
+                current.release()
+
+    def end(self) -> None:
+        """Take note that the backward pass is over."""
+        self._left, self._has_ended = None, True

@@ -1,0 +1,335 @@
+"""`OwnerReducer`: our reducer, with buckets that go to the owners of their parameters."""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.lanes import Lease, lanes_for_rows
+from zero_optim.comm.mesh import RankMesh
+from zero_optim.compat.engine import backward_number
+from zero_optim.ddp.owners.bucket_owners import BucketOwners
+from zero_optim.ddp.owners.owner_bucket import OwnerBucket
+from zero_optim.ddp.owners.owner_line import OwnerLine
+from zero_optim.ddp.owners.owner_route import DirectRoute, SumRoute
+from zero_optim.ddp.owners.owner_rows import most_portions, num_portions
+from zero_optim.ddp.owners.replica_check import ReplicaCheck
+from zero_optim.ddp.owners.sparse_owner_bucket import SparseOwnerBucket
+from zero_optim.ddp.owners.split_sum import SplitRoute
+from zero_optim.ddp.reducer.assignment import (
+    BucketAssignment,
+    ReducedParams,
+    ReducerOptions,
+    indices_of_members,
+)
+from zero_optim.ddp.reducer.backward_pass import BackwardPass
+from zero_optim.ddp.reducer.bucket import ReducerBucket
+from zero_optim.ddp.reducer.graph import accumulates
+from zero_optim.ddp.reducer.inbox import weakly
+from zero_optim.ddp.reducer.reducer import Reducer
+from zero_optim.ddp.reducer.reduction import Launch
+from zero_optim.optimizer import ZeroRedundancyOptimizer
+from zero_optim.step.partial import PartialGradient
+
+if TYPE_CHECKING:
+    from zero_optim.ddp.owners.launch_places import LaunchPlaces
+
+Accumulate = Literal["owner", "local"]
+
+
+class OwnerReducer(Reducer):
+    """Reduces gradients to the owners of their parameters; all ranks construct it. Communicates.
+
+    Reduced gradients stay at the parameters from pass to pass, and autograd must not add to them what has
+    yet to be reduced. So a pass has to begin before autograd adds its first gradient. Not every pass goes
+    through an output of the forward pass, nor through that first: a parameter may be used by the loss alone.
+
+    Args:
+        params: see `Reducer`.
+        optimizer: has every parameter.
+        options: see `Reducer`.
+        sparse: see `Reducer`.
+        wanted: see `Reducer`.
+        mesh: of all ranks that train the model; None if those of the optimizer are all.
+        outermost: parameters in no unit; None where there are no units.
+
+    Attributes:
+        places: where buckets are launched if ranks may use different parameters of units; see Note [Places of
+            launches] in `launch_places`.
+    """
+
+    checks_first = True
+
+    def __init__(
+        self,
+        params: Iterable[tuple[str, Tensor]],
+        optimizer: ZeroRedundancyOptimizer,
+        options: ReducerOptions,
+        *,
+        sparse: Sequence[str],
+        wanted: Callable[[bool], bool],
+        mesh: RankMesh | None = None,
+        outermost: Collection[Tensor] | None = None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._outermost = outermost
+        self.places: LaunchPlaces | None = None
+        self._mesh = mesh
+        self._check: ReplicaCheck | None = None
+        self._num_steps_before: int | None = None  # those of the optimizer before the last pass in Join
+        self._local_number = -1  # of the last backward pass that was not reduced
+        self._exchanging = optimizer.ranks  # which of them exchange rows
+        self._lanes_across: Lease | None = None  # for rows that go on to owners in other replicas
+        if mesh is not None and mesh.splits_state:
+            self._exchanging = mesh.inner
+            self._lanes_across = lanes_for_rows(mesh.across, optimizer.owners())
+        self._lanes = lanes_for_rows(self._exchanging, optimizer.owners())
+        super().__init__(
+            params,
+            (optimizer.ranks if mesh is None else mesh.everyone).process_group,
+            options,
+            sparse=sparse,
+            wanted=wanted,
+            checks=False,
+        )
+        if mesh is not None and not mesh.splits_state:
+            self._check = ReplicaCheck(replace(mesh.across, phase=self._group.phase), optimizer)
+        self._inbox.announce(weakly(self._coming))
+
+    def rebuild(self) -> bool:
+        """Do nothing: buckets are those of the optimizer."""
+        return False
+
+    def _assigned(self, order: Sequence[int] | None) -> BucketAssignment:
+        listed = indices_of_members(self._reduced, self._optimizer.bucket_members())
+        if self._outermost is not None and self._may_differ:
+            last = self._outermost
+            listed.sort(key=lambda indices: self.params[indices[0]] in last)
+        most = most_portions(self._optimizer.ranks.size) if self._is_apart else 1
+        return assign_to_owners(self._reduced, self.options, listed, self._optimizer, most)
+
+    @property
+    def _may_differ(self) -> bool:
+        """Whether ranks may use different parameters."""
+        return self.options.find_unused_parameters or self.options.static_graph
+
+    @property
+    def running(self) -> BackwardPass | None:
+        """The backward pass that is running."""
+        return self._inbox.current if self._inbox.is_running else None
+
+    def _holds(self) -> bool:
+        return self.places is not None and self._may_differ and self.places.begin()
+
+    def set_static_graph(self) -> None:
+        """See `Reducer.set_static_graph`."""
+        super().set_static_graph()
+        self._assign(None)
+
+    @property
+    def _is_apart(self) -> bool:
+        """Whether rows travel on process groups of their own, and wait for nothing that waits for them."""
+        waits_for_places = self._outermost is not None and self._may_differ
+        return self._lanes.groups[0] is not self._exchanging and not waits_for_places
+
+    def _launcher(self) -> Launch:
+        everyone = self._summing
+        line = OwnerLine(self._routes(everyone), self._assignment.labels, everyone, is_apart=self._is_apart)
+        for bucket in self._assignment.buckets:
+            if isinstance(bucket, OwnerBucket):
+                bucket.pace_by(line.keep_pace)
+        return line.launch
+
+    def _routes(self, everyone: RankGroup) -> Callable[[], SumRoute]:
+        """Give what makes the route of a bucket: owners are ranks of this replica, or of all."""
+        mesh, lanes = self._mesh, self._lanes
+        inner = replace(self._exchanging, phase=everyone.phase)
+        if mesh is None:
+            return partial(DirectRoute, inner, lanes)
+        across = replace(mesh.across, phase=everyone.phase)
+        if self._lanes_across is None:
+            return partial(DirectRoute, inner, lanes, across)
+        return partial(SplitRoute, inner, across, (lanes, self._lanes_across), mesh)
+
+    def check_finished(self, *, waits: bool = True) -> None:
+        """Raise, on every rank, what went wrong; see `Reducer.check_finished`.
+
+        Raises:
+            ReductionError: see there.
+            RankMismatchError: the replicas of a mesh differ, see `ReplicaCheck`.
+            RuntimeError: inside ``Join`` the pass before had no step, for which ranks that joined wait.
+        """
+        num_steps, self._num_steps_before = self._num_steps_before, None
+        if num_steps == self._optimizer.num_steps and not waits:  # else a new Join begins, or none is meant
+            self._optimizer.refuse_in_join(RuntimeError(_NO_STEP))
+        super().check_finished(waits=waits)
+        if waits and self._check is not None:
+            self._check.read()
+
+    # ------------------------------------------------------------------ a backward pass
+
+    def _coming(self, index: int) -> None:
+        """Begin a pass that no output has announced, before autograd adds its first gradient to anything."""
+        if not accumulates(self.params[index]):  # torch.autograd.grad asks for it
+            return
+        if self._upcoming.is_reduced(was_prepared=False):
+            self._begin()
+        else:
+            self._check_local()
+
+    def _begin(self) -> BackwardPass:
+        self.check_finished(waits=False)
+        if self._check is not None:
+            self._check.start()
+        self._put_aside()
+        try:
+            return super()._begin()
+        except BaseException:
+            self._give_back(drops=False)
+            raise
+
+    def _finish(self, current: BackwardPass) -> None:
+        in_join, before = self._upcoming.in_join, self.history.num_passes
+        try:
+            super()._finish(current)
+            if in_join and self.history.num_passes > before:
+                self._num_steps_before = self._optimizer.num_steps
+        except BaseException:
+            current.give_back(drops=True)
+            raise
+        current.give_back(drops=False)  # torch.autograd.grad went through an output: no pass at all
+        if self._check is not None and not self.defers_reports:
+            self._check.read()
+
+    def _put_aside(self) -> None:
+        """Keep the gradients of passes that were reduced: autograd would add to them what is yet to be."""
+        adds_at_once = self.defers_reports and not self._upcoming.in_join
+        for bucket in self.assignment.buckets:
+            assert isinstance(bucket, OwnerBucket | SparseOwnerBucket)  # see `assign_to_owners`
+            kept = {}
+            for slot, (index, param) in enumerate(zip(bucket.indices, bucket.params, strict=True)):
+                if param.grad is not None and not self.history.carried[index]:
+                    kept[slot], param.grad = param.grad, None
+            bucket.begin(kept, adds_at_once=adds_at_once)
+
+    def _give_back(self, *, drops: bool) -> None:
+        for bucket in self.assignment.buckets:
+            bucket.give_back(drops=drops)
+
+    def _check_local(self) -> None:
+        """Look at the gradients, once in a pass whose gradients are added up on this rank alone.
+
+        Raises:
+            RuntimeError: there are gradients of a pass that was reduced. Nothing has been added to any.
+        """
+        number = backward_number()
+        if number == self._local_number:
+            return
+        self._local_number = number
+        for name, param in zip(self.names, self.params, strict=True):
+            if isinstance(param.grad, PartialGradient):
+                raise RuntimeError(  # noqa: TRY004 - the call is wrong, not an argument
+                    f"the gradient of {name} has been reduced to its owners: a pass under no_sync() cannot "
+                    "add to it. Call zero_grad() first, or put the passes under no_sync() before the one "
+                    "that is reduced"
+                )
+
+    @torch.no_grad()
+    def shadow(self) -> None:
+        """Take part in one backward pass of the others, with zeros, and keep what this rank owns.
+
+        An owner has its reduced gradients from here; nobody else could lend them to it. Those before have
+        been stepped with: inside ``Join`` each reduced pass has a step. This rank's loop has ended, which
+        would have dropped them. So does the optimizer when it has stepped with the new ones.
+        """
+        for param in self.params:
+            param.grad = None
+        self._put_aside()
+        self._optimizer.drop_after_shadow(self.params)
+        super().shadow()
+
+
+_NO_STEP = (
+    "inside Join each backward pass that is reduced must be followed by optimizer.step(), as ranks that ran "
+    "out of inputs take part in both: step after each batch, or give every rank as many batches and leave "
+    "Join out"
+)
+
+
+def assign_to_owners(
+    reduced: ReducedParams,
+    options: ReducerOptions,
+    members: Sequence[Sequence[int]],
+    optimizer: ZeroRedundancyOptimizer,
+    most: int,
+) -> BucketAssignment:
+    """Make buckets; in each the last parameter is the first. Does not communicate.
+
+    Args:
+        reduced: the parameters whose gradients are reduced.
+        options: of the reducer.
+        members: the places of each bucket's parameters.
+        optimizer: owns the parameters.
+        most: portions in which the largest bucket is sent.
+    """
+    group, pieces = optimizer.ranks, optimizer.pieces()
+    names, params = reduced.names, reduced.params
+    listed = [sorted(indices, reverse=True) for indices in members]
+    is_sparse = [names[indices[0]] in reduced.sparse for indices in listed]
+    if False in is_sparse:  # the last one carries the word of a failure, see `OwnerBucket`
+        last = len(listed) - 1 - is_sparse[::-1].index(False)
+        listed.append(listed.pop(last))
+    buckets = list[ReducerBucket]()
+    counts = _portions(reduced, options, listed, most)
+    for indices, count in zip(listed, counts, strict=True):
+        of_bucket = [params[index] for index in indices]
+        owners = BucketOwners(
+            tuple(names[index] for index in indices),
+            tuple(pieces[param] for param in of_bucket),
+            group.rank,
+            group.size,
+            _gradient_dtype(of_bucket[0], optimizer.kept_dtype(of_bucket[0]), options),
+            optimizer.row_keeping,
+            optimizer.agree_on_infinity,
+        )
+        dtype = options.reduce_dtype if of_bucket[0].is_floating_point() else None
+        if names[indices[0]] in reduced.sparse:
+            buckets.append(SparseOwnerBucket(indices[0], of_bucket[0], owners, dtype=dtype))
+        else:
+            is_last = indices is listed[-1]
+            buckets.append(
+                OwnerBucket(indices, of_bucket, owners, dtype=dtype, carries_word=is_last, num_portions=count)
+            )
+    return BucketAssignment.of(names, buckets)
+
+
+def _gradient_dtype(param: Tensor, kept: torch.dtype, options: ReducerOptions) -> torch.dtype | None:
+    """Tell in which dtype owners keep the reduced gradient of a parameter; None for the parameter's own.
+
+    Args:
+        param: the parameter.
+        kept: the dtype in which owners keep the parameter.
+        options: of the reducer.
+    """
+    if kept == param.dtype:
+        return None
+    return torch.promote_types(kept, options.reduce_dtype or param.dtype)
+
+
+def _portions(
+    reduced: ReducedParams, options: ReducerOptions, listed: Sequence[Sequence[int]], most: int
+) -> list[int]:
+    """Tell in how many portions each bucket is sent; a sparse one is not."""
+    sizes = []
+    for indices in listed:
+        params = [reduced.params[index] for index in indices]
+        dtype = options.reduce_dtype if params[0].is_floating_point() else None
+        is_sparse = reduced.names[indices[0]] in reduced.sparse
+        sizes.append(
+            0 if is_sparse else sum(param.numel() * (dtype or param.dtype).itemsize for param in params)
+        )
+    return [num_portions(nbytes, max(sizes), most) for nbytes in sizes]

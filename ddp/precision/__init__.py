@@ -1,0 +1,1 @@
+"""Mixed precision of the wrappers."""

@@ -1,0 +1,1 @@
+"""The reducer: buckets of gradients, all-reduced during the backward pass."""

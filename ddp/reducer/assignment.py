@@ -1,0 +1,256 @@
+"""What is settled before a backward pass: the options, and which gradient travels in which bucket.
+
+Note [PyTorch's buckets]
+    Sums over more than two ranks round as the place of an element in its bucket has it. So buckets hold what
+    those of PyTorch's DDP hold, in the same order, in every pass. The first ones are filled in the order of
+    registration, and reduced from the last to the first. Where parameters may be unused they stay.
+    Otherwise there is one for each dtype, without a limit, until the order in which gradients come is known:
+    after the first pass, with a static graph after the second. Then buckets are filled in that order.
+
+Note [Buckets in rows]
+    A comm hook that reduces gradients to the owners of their parameters adds them up in the order of ranks,
+    so that no bits depend on the buckets. It sends a row to each rank. So it may name buckets, see
+    `Members`: those of the optimizer, which are even over the ranks, with the parameters in the order of
+    rows. Then a row is one contiguous part of the bucket: it is sent from there, and its sum is there.
+    PyTorch's DDP does not ask, and the hook copies what it sends. Rows are not padded, as hooks are given
+    buckets in which gradients follow each other without gaps.
+"""
+
+import sys
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from zero_optim.comm.watchdog import check_patience
+from zero_optim.ddp.reducer.bucket import ReducerBucket
+from zero_optim.plan.buckets import assign_buckets
+from zero_optim.plan.groups import bucket_text
+from zero_optim.plan.memory import dense_strides
+
+# The parameters of each bucket, in its order. A parameter is in one bucket at most.
+Members: TypeAlias = Sequence[Sequence[Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReducerOptions:
+    """How gradients are reduced; the names are those of PyTorch's DDP.
+
+    Attributes:
+        bucket_caps_nbytes: capacity of the first, second, … bucket in bytes, the last for all that follow.
+        limits_first_buckets: these capacities hold for the first pass's buckets too; otherwise there is one
+            for each dtype, unless parameters may be unused. See Note [PyTorch's buckets].
+        find_unused_parameters: parameters without a gradient are nothing wrong.
+        static_graph: every pass is like the first, which is watched: parameters may be unused, or get several
+            gradients.
+        gradient_as_bucket_view: ``param.grad`` becomes a view of its bucket, which saves a copy.
+        skip_all_reduce_unused_params: with unused parameters, do not reduce buckets without any used one;
+            these have to be the same on all ranks.
+        batched_grad_copy: copy gradients into a bucket all at once, however large they are.
+        reduce_dtype: in which gradients of floating-point parameters are reduced, None for the parameters'
+            own. Where it is another one, gradients are not views of their bucket.
+        timeout: seconds after which a wait is given up, None for the process group's own timeout.
+        on_stall: what happens then: "raise", or "exit" to end the process.
+
+    Raises:
+        ValueError: a capacity below 1 byte, or none.
+    """
+
+    bucket_caps_nbytes: Sequence[int] = (2**20, 25 * 2**20)
+    limits_first_buckets: bool = False
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    gradient_as_bucket_view: bool = False
+    skip_all_reduce_unused_params: bool = False
+    batched_grad_copy: bool = False
+    reduce_dtype: torch.dtype | None = None
+    timeout: float | None = None
+    on_stall: str = "raise"
+
+    def __post_init__(self) -> None:
+        if not self.bucket_caps_nbytes or min(self.bucket_caps_nbytes) < 1:
+            raise ValueError(f"expected a bucket capacity of at least 1 byte, got {self.bucket_caps_nbytes}")
+        check_patience(self.timeout, self.on_stall)
+
+    @property
+    def wants_all_used(self) -> bool:
+        """Whether each parameter must get a gradient in every backward pass."""
+        return not (self.find_unused_parameters or self.static_graph)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReducedParams:
+    """The parameters whose gradients are reduced; the same on every rank, in the same order.
+
+    Attributes:
+        names: of the parameters.
+        params: the parameters.
+        sparse: names of those with sparse gradients.
+        index_of: for the id of each parameter, its place.
+    """
+
+    names: Sequence[str]
+    params: Sequence[Tensor]
+    sparse: frozenset[str]
+    index_of: Mapping[int, int]
+
+    @classmethod
+    def of(
+        cls, params: Iterable[tuple[str, Tensor]] | Iterable[Tensor], sparse: Collection[str] = ()
+    ) -> "ReducedParams":
+        """Give parameters that come without names some, and check that all can be reduced.
+
+        Args:
+            params: (name, parameter) pairs, or parameters alone.
+            sparse: names of those with sparse gradients.
+
+        Raises:
+            ValueError: there are none, or some are on several devices, or do not require a gradient.
+            TypeError: something is not a tensor.
+        """
+        pairs = _name_params(params)
+        index_of = {id(param): index for index, (_, param) in enumerate(pairs)}
+        return cls([name for name, _ in pairs], [param for _, param in pairs], frozenset(sparse), index_of)
+
+    def describe(self) -> list[str]:
+        """Describe them as they have to be the same on every rank."""
+        described = describe_params(zip(self.names, self.params, strict=True))
+        return [f"sparse: {sorted(self.sparse)}", *described]
+
+
+@dataclass(frozen=True, slots=True)
+class BucketAssignment:
+    """Where the gradient of each parameter travels; the same on every rank.
+
+    Attributes:
+        names: of the parameters.
+        buckets: in the order of reduction.
+        places: of each parameter, its bucket, that bucket's number, and its slot there.
+        labels: name the buckets in messages.
+    """
+
+    names: Sequence[str] = ()
+    buckets: Sequence[ReducerBucket] = ()
+    places: Sequence[tuple[ReducerBucket, int, int]] = ()
+    labels: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, names: Sequence[str], buckets: Sequence[ReducerBucket]) -> "BucketAssignment":
+        """Find the places of the parameters; each is in one bucket."""
+        places = {
+            index: (bucket, number, slot)
+            for number, bucket in enumerate(buckets)
+            for slot, index in enumerate(bucket.indices)
+        }
+        labels = [
+            bucket_text(number, [names[index] for index in bucket.indices])
+            for number, bucket in enumerate(buckets)
+        ]
+        return cls(names, buckets, [places[index] for index in range(len(names))], labels)
+
+
+def assign(
+    reduced: ReducedParams,
+    options: ReducerOptions,
+    order: Sequence[int] | None = None,
+    members: Members | None = None,
+) -> BucketAssignment:
+    """Make the buckets. A sparse gradient travels alone.
+
+    Args:
+        reduced: the parameters.
+        options: capacities and kinds.
+        order: in which gradients come; None as long as that is not known.
+        members: of buckets that a comm hook names, see Note [Buckets in rows]; not used unless each parameter
+            is in one of them. None for PyTorch's buckets.
+    """
+    names, params, sparse = reduced.names, reduced.params, reduced.sparse
+    keys = [
+        (param.dtype, name if name in sparse else None) for name, param in zip(names, params, strict=True)
+    ]
+    nbytes = [param.numel() * param.element_size() for param in params]
+    named = [] if members is None else indices_of_members(reduced, members, order)
+    if sum(map(len, named)) == len(params):
+        listed = named
+    elif order is None:
+        listed = _first_buckets(keys, nbytes, options)
+    else:
+        listed = assign_buckets(keys, nbytes, options.bucket_caps_nbytes, order, overflow=True)
+    buckets = [
+        ReducerBucket(
+            indices,
+            [params[index] for index in indices],
+            is_sparse=names[indices[0]] in sparse,
+            as_views=options.gradient_as_bucket_view,
+            batched=options.batched_grad_copy,
+            dtype=options.reduce_dtype if params[indices[0]].is_floating_point() else None,
+        )
+        for indices in listed
+    ]
+    return BucketAssignment.of(names, buckets)
+
+
+def indices_of_members(
+    reduced: ReducedParams, members: Members, order: Sequence[int] | None = None
+) -> list[list[int]]:
+    """Find the parameters of given buckets, in the order in which the buckets become full.
+
+    Parameters that are not reduced are left out. A sparse gradient has a bucket of its own.
+
+    Args:
+        reduced: the parameters.
+        members: of the buckets.
+        order: in which gradients come; None for the last parameter first, which is about right.
+    """
+    index_of, names = reduced.index_of, reduced.names
+    listed: list[list[int]] = []
+    for of_bucket in members:
+        here = [index_of[id(param)] for param in of_bucket if id(param) in index_of]
+        listed += [[index] for index in here if names[index] in reduced.sparse]
+        dense = [index for index in here if names[index] not in reduced.sparse]
+        listed += [dense] if dense else []
+    if order is None:
+        return sorted(listed, key=min, reverse=True)
+    places = {index: place for place, index in enumerate(order)}
+    return sorted(listed, key=lambda indices: max(map(places.__getitem__, indices)))
+
+
+def _first_buckets(
+    keys: Sequence[Hashable], nbytes: Sequence[int], options: ReducerOptions
+) -> list[list[int]]:
+    """Fill buckets as long as the order of gradients is not known; see Note [PyTorch's buckets]."""
+    may_be_unused = options.find_unused_parameters and not options.static_graph
+    is_limited = options.limits_first_buckets or may_be_unused
+    caps = options.bucket_caps_nbytes if is_limited else (sys.maxsize,)
+    listed = assign_buckets(keys, nbytes, caps, range(len(keys)), overflow=True)
+    return sorted(listed, key=min, reverse=True)
+
+
+def _name_params(params: Iterable[tuple[str, Tensor]] | Iterable[Tensor]) -> list[tuple[str, Tensor]]:
+    pairs = []
+    for number, item in enumerate(params):
+        name, param = item if isinstance(item, tuple) else (f"parameter {number}", item)
+        if not isinstance(param, Tensor):
+            raise TypeError(f"expected parameters or (name, parameter) pairs, got {type(param).__name__}")
+        if not param.requires_grad or not param.is_leaf:
+            raise ValueError(f"{name} gets no gradient: expected leaf tensors with requires_grad=True")
+        pairs.append((name, param))
+    if not pairs:
+        raise ValueError("expected at least one parameter that requires a gradient, got none")
+    devices = sorted({str(param.device) for _, param in pairs})
+    if len(devices) > 1:
+        raise ValueError(
+            f"expected all parameters on one device, got {', '.join(devices)}: one device a rank"
+        )
+    return pairs
+
+
+def describe_params(pairs: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Describe parameters as they have to be the same on every rank."""
+    return [
+        f"{name} {tuple(param.shape)} {param.dtype}, strides {dense_strides(param)}, "
+        f"{'trainable' if param.requires_grad else 'frozen'}"
+        for name, param in pairs
+    ]

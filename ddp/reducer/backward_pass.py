@@ -1,0 +1,384 @@
+"""One backward pass: which gradients have come, which buckets are on their way, what went wrong.
+
+Note [Phases of a backward pass]
+    A `BackwardPass` is made when the first sign of a pass is seen, and dropped at its end. Nothing about a
+    pass is remembered anywhere else. It is in ``Phase.RUNNING`` while gradients come. The engine's call at
+    the end brings it to ``Phase.ENDING``. If an exception ends the pass, it is in ``Phase.BROKEN_OFF`` until
+    the next forward or backward pass brings it to ``Phase.ENDING``, together with the other ranks.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.compat.streams import record_use
+from zero_optim.ddp.reducer import report
+from zero_optim.ddp.reducer.assignment import BucketAssignment
+from zero_optim.ddp.reducer.bucket import ReducerBucket
+from zero_optim.ddp.reducer.graph import accumulates
+from zero_optim.ddp.reducer.reduction import BucketReductions, Launch
+from zero_optim.ddp.reducer.report import FailureReport, PassTroubles
+from zero_optim.ddp.reducer.stream_order import StreamOrder
+from zero_optim.errors import ReductionError
+
+
+class Phase(Enum):
+    """Where a backward pass stands. See Note [Phases of a backward pass]."""
+
+    RUNNING = "gradients come, and full buckets are launched"
+    BROKEN_OFF = "an exception has ended it, and the other ranks have not been told"
+    ENDING = "the rest is launched, and the results are handed out"
+
+
+_MAY_FOLLOW = {
+    Phase.RUNNING: (Phase.BROKEN_OFF, Phase.ENDING),
+    Phase.BROKEN_OFF: (Phase.ENDING,),
+    Phase.ENDING: (),
+}
+
+_UNCOUNTED = nullcontext()
+
+# every: each parameter must get one gradient. some: it may get none. learning: nothing is known yet, so
+# nothing is reduced before the end. learnt: each must get as many as in the pass that was there to learn.
+Kind = Literal["every", "some", "learning", "learnt"]
+
+
+@dataclass(frozen=True, slots=True)
+class PassTerms:
+    """How a backward pass is to go.
+
+    Attributes:
+        kind: which gradients are waited for.
+        expected: how many gradients each parameter gets; none while that is being learnt, so that whatever
+            comes is unusual.
+        skips_unused: buckets that this rank did not use are not reduced.
+        failure_word_in_last_bucket: the last bucket waits for the end of the pass, and carries word of
+            whether something went wrong; see Note [Word of a failure] in `report`.
+        divisor: of the gradients; 1 where a comm hook divides.
+        carried: by parameter, whether it has a gradient from passes that were not reduced (``no_sync``).
+        undefined: parameters of a static graph that took part in the pass that was there to learn, without
+            anybody having a gradient for them, as where an ``autograd.Function`` gives None.
+    """
+
+    kind: Kind
+    expected: Sequence[int]
+    skips_unused: bool
+    failure_word_in_last_bucket: bool
+    divisor: float
+    carried: Sequence[bool]
+    undefined: Sequence[int] = ()
+
+    @property
+    def asks_for_use(self) -> bool:
+        """Whether ranks tell each other which parameters were used."""
+        return self.kind in ("some", "learning")
+
+
+class BackwardPass:
+    """Counts gradients down and launches buckets in order, each as soon as it and all before it are full.
+
+    Args:
+        assignment: parameters and buckets.
+        terms: how the pass is to go.
+        launch: starts a bucket's reduction.
+        held_up: a context in which gradients are taken, whose time is counted; entered any number of times.
+
+    Attributes:
+        phase: where it stands.
+        calls: how many gradients each parameter got.
+        order: parameters in the order in which their gradients came.
+        reductions: what was launched.
+        keeps_graph: gradients are computed by a graph that autograd can go through again.
+        is_held: full buckets wait for `launch_due` or `release`; see Note [Places of launches] in
+            `launch_places`.
+    """
+
+    keeps_graph = False
+    is_held = False
+
+    def __init__(
+        self,
+        assignment: BucketAssignment,
+        terms: PassTerms,
+        launch: Launch,
+        held_up: AbstractContextManager[None] = _UNCOUNTED,
+    ) -> None:
+        self.phase = Phase.RUNNING
+        self._held_up = held_up
+        self.calls = [0] * len(assignment.names)
+        self.order: list[int] = []
+        self.reductions = BucketReductions(assignment.buckets, launch)
+        self._assignment = assignment
+        self._places = assignment.places
+        self._terms = terms
+        self._expected = list(terms.expected)
+        self._waiting = [len(bucket.indices) for bucket in assignment.buckets]  # gradients to come, by bucket
+        self._kept: dict[int, Tensor] = {}  # gradients of parameters that perhaps no rank used
+        self._troubles = PassTroubles()
+        self._streams = StreamOrder.of(assignment.buckets[0].flat.device, len(assignment.buckets))
+
+    # ------------------------------------------------------------------ phases
+
+    def break_off(self) -> None:
+        """Take note that an exception has ended the pass; does nothing if that is known."""
+        if self.phase is not Phase.RUNNING:
+            return
+        self._go_on_to(Phase.BROKEN_OFF)
+        self._troubles.fail("a backward pass ended with an exception before its gradients were reduced")
+        self.give_back(drops=True)  # before the user looks, or calls zero_grad()
+
+    def end(self) -> None:
+        """Take note that no more gradients come; `launch_rest`, `close` and `give` follow, in this order."""
+        self._go_on_to(Phase.ENDING)
+
+    def _go_on_to(self, phase: Phase) -> None:
+        assert phase in _MAY_FOLLOW[self.phase], f"{phase} cannot follow {self.phase}"
+        self.phase = phase
+
+    @property
+    def asks_for_use(self) -> bool:
+        """Whether ranks tell each other which parameters were used."""
+        return self._terms.asks_for_use
+
+    @property
+    def learns(self) -> bool:
+        """Whether later passes are to be like this one."""
+        return self._terms.kind == "learning"
+
+    def give_back(self, *, drops: bool) -> None:
+        """Have buckets give back what they put aside for this pass; see `ReducerBucket.give_back`."""
+        for bucket in self._assignment.buckets:
+            bucket.give_back(drops=drops)
+
+    # ------------------------------------------------------------------ gradients come
+
+    def note(self, explain: Callable[[Sequence[str]], str], index: int) -> None:
+        """Note something wrong with a parameter's gradient."""
+        self._troubles.note(explain, self._assignment.names[index])
+
+    def arrived(self, index: int) -> None:
+        """Take note of a parameter's gradient; called by its hook, hence quick."""
+        calls = self.calls
+        calls[index] += 1
+        if calls[index] != self._expected[index]:
+            self._unusual(index)
+            return
+        self.order.append(index)
+        bucket, number, slot = self._places[index]
+        streams = self._streams
+        if streams is not None:
+            streams.came(number)
+        if slot in bucket.large_slots:
+            with self._held_up:
+                bucket.take_one(slot, self._terms.divisor)
+        else:
+            pending = bucket.pending
+            pending.append(slot)
+            if len(pending) >= bucket.batch_length:
+                if streams is not None and streams.join(number):
+                    bucket.record_use(pending)
+                with self._held_up:
+                    bucket.take_pending(self._terms.divisor)
+        waiting = self._waiting
+        waiting[number] -= 1
+        if not waiting[number]:
+            with self._held_up:
+                self._launch_full()
+
+    def _unusual(self, index: int) -> None:
+        """Sort out a gradient that is not the one that was waited for."""
+        bucket, number, slot = self._assignment.places[index]
+        if self._streams is not None:
+            self._streams.came(number)
+        if self._terms.kind == "learning":
+            if self.calls[index] == 1:
+                self.order.append(index)
+        elif self._terms.kind == "learnt":
+            if self.calls[index] > self._expected[index]:
+                self.note(report.more, index)
+        elif self._expected[index] or self.calls[index] > 1:
+            self.note(report.twice, index)
+        elif number < self.reductions.num_passed:
+            self.note(report.late_gradient, index)
+        else:
+            bucket.pending.append(slot)
+
+    def presume_unused(self, indices: Iterable[int]) -> None:
+        """Do not wait for some parameters' gradients; to be called before any has come."""
+        for index in indices:
+            self._expected[index] = 0  # whatever comes is unusual
+            _, number, _ = self._assignment.places[index]
+            self._waiting[number] -= 1
+        self._launch_full()
+
+    @property
+    def _num_early(self) -> int:
+        """How many buckets are launched as soon as they are full; the others when the pass ends."""
+        return len(self._waiting) - self._terms.failure_word_in_last_bucket
+
+    def _launch_full(self) -> None:
+        """Launch, in order, what is full and has nothing before it that is not."""
+        if self.is_held:
+            return
+        num_early, reductions = self._num_early, self.reductions
+        while reductions.num_passed < num_early and not self._waiting[reductions.num_passed]:
+            self._launch_next()
+
+    def launch_due(self, is_due: Callable[[int], bool]) -> None:
+        """Launch, in order, the buckets that are due, as far as none of their gradients is still to come.
+
+        Args:
+            is_due: tells of a bucket's number.
+        """
+        reductions = self.reductions
+        while reductions.num_passed < self._num_early and is_due(reductions.num_passed):
+            if self.learns or self._is_to_come(self._assignment.buckets[reductions.num_passed]):
+                return
+            with self._held_up:
+                self._launch_next()
+
+    def _is_to_come(self, bucket: ReducerBucket) -> bool:
+        """Whether a gradient of a bucket is still to come; called from a hook of the pass."""
+        return any(
+            self.calls[index] < self._expected[index] and accumulates(param)
+            for index, param in zip(bucket.indices, bucket.params, strict=True)
+        )
+
+    def release(self) -> None:
+        """Launch buckets as soon as they are full, from now on."""
+        self.is_held = False
+        with self._held_up:
+            self._launch_full()
+
+    def _launch_next(self) -> None:
+        number = self.reductions.num_passed
+        bucket = self._assignment.buckets[number]
+        used = list(map(self.calls.__getitem__, bucket.indices))
+        if self._terms.skips_unused and not any(used):
+            self.reductions.leave_out_next()
+            return
+        if self._streams is not None and self._streams.join(number):
+            bucket.record_use(range(len(bucket.params)))
+        if bucket.is_sparse:
+            bucket.take_sparse(self._terms.divisor)
+        else:
+            self._take_rest(bucket, used)
+        for slot in bucket.pop_misfits():
+            self.note(report.dense if bucket.is_sparse else report.sparse, bucket.indices[slot])
+        if number == self._num_early and self._troubles:
+            bucket.write_failure_word()  # the last, at the end: nothing more can go wrong
+        self.reductions.launch_next()
+
+    def _take_rest(self, bucket: ReducerBucket, used: Sequence[int]) -> None:
+        """Copy what has not been copied yet: all of it, or the gradients that did not come.
+
+        Args:
+            bucket: to be launched.
+            used: by slot, how many gradients have come.
+        """
+        learns = self._terms.kind == "learning"
+        rest = range(len(used)) if learns else _zeros_in(used)
+        for slot in rest:
+            if not used[slot] and bucket.is_inside(slot):
+                self._kept[bucket.indices[slot]] = bucket.views[slot].clone()  # in case nobody used it
+        bucket.take_pending(self._terms.divisor)
+        if rest:
+            bucket.take(rest, self._terms.divisor)
+
+    # ------------------------------------------------------------------ the end
+
+    def launch_rest(self) -> None:
+        """Launch every bucket that has not been, with what gradients there are."""
+        self._check_complete()
+        while self.reductions.num_passed < len(self._waiting):
+            self._launch_next()
+
+    def _check_complete(self) -> None:
+        if self._terms.kind not in ("every", "learnt"):
+            return
+        if self.calls != self._expected:
+            for index, (calls, expected) in enumerate(zip(self.calls, self._expected, strict=True)):
+                if calls < expected and not self._terms.carried[index]:
+                    self.note(report.fewer if self._terms.kind == "learnt" else report.no_gradient, index)
+        for index in self._terms.undefined:  # would be handed out as it came, not reduced
+            if self._has_gradient(index):
+                self.note(report.more, index)
+
+    def _has_gradient(self, index: int) -> bool:
+        bucket, _, slot = self._assignment.places[index]
+        return bucket.has_gradient(slot)
+
+    def close(self, group: RankGroup) -> FailureReport:
+        """Have ranks tell each other what was used and what went wrong, after the last bucket; all call."""
+        used: list[bool] = []
+        if self.asks_for_use:
+            used = [
+                self._terms.carried[index] or (calls > 0 and self._has_gradient(index))
+                for index, calls in enumerate(self.calls)
+            ]
+        in_last_bucket = self._terms.failure_word_in_last_bucket
+        return FailureReport(group, self._troubles.message(), used, in_last_bucket=in_last_bucket)
+
+    def check(self, report_to_come: FailureReport) -> None:
+        """Raise, on every rank, what went wrong, before anything is handed out; all ranks call."""
+        try:
+            if report_to_come.in_last_bucket:
+                for _ in self._results(report_to_come):
+                    pass  # the last one has the word
+            report_to_come.check()
+        except ReductionError:
+            self.reductions.drain()
+            raise
+
+    def give(self, unused: Sequence[bool], report_to_come: FailureReport | None = None) -> None:
+        """Wait for every bucket in order, and make the reduced gradients the parameters' own.
+
+        Args:
+            unused: by parameter, whether no rank used it; its gradient is left as it was.
+            report_to_come: of this pass; it is shown the last bucket, if that carries its word.
+        """
+        for bucket, reduced in self._results(report_to_come):
+            bucket.give(reduced, unused)
+            for slot, index in enumerate(bucket.indices if self._kept else ()):
+                if unused[index] and index in self._kept:
+                    bucket.views[slot].copy_(self._kept[index])
+                    record_use(self._kept[index])
+
+    def drop(self, report_to_come: FailureReport) -> None:
+        """Wait for every bucket as `give` does, but leave the parameters' gradients alone, or zero.
+
+        Args:
+            report_to_come: of this pass.
+        """
+        for bucket, _ in self._results(report_to_come):
+            bucket.clear()
+
+    def _results(self, report_to_come: FailureReport | None) -> Iterator[tuple[ReducerBucket, Tensor]]:
+        for bucket, reduced in self.reductions.results():
+            is_last = bucket is self._assignment.buckets[-1]
+            if is_last and report_to_come is not None and report_to_come.in_last_bucket:
+                report_to_come.read_word(reduced)
+            yield bucket, reduced
+
+
+def _zeros_in(counts: Sequence[int]) -> list[int]:
+    if 0 not in counts:  # told faster
+        return []
+    return [place for place, count in enumerate(counts) if not count]
+
+
+class PassWithGraph(BackwardPass):
+    """A backward pass with ``create_graph=True``. What is done with its gradients stays out of the graph."""
+
+    keeps_graph = True
+
+    @torch.no_grad()
+    def arrived(self, index: int) -> None:
+        """Take note of a parameter's gradient."""
+        super().arrived(index)

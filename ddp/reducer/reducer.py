@@ -1,0 +1,425 @@
+"""`Reducer`: averages gradients over ranks, bucket by bucket, while the backward pass still runs.
+
+Note [One backward pass]
+    A hook on the output of the forward pass, or the first gradient, makes a `BackwardPass` and asks the
+    autograd engine to be called when the pass has ended. Each gradient is counted; a full bucket
+    is launched if all before it were, so that every rank launches in the same order. At the end what is
+    left is launched, and the results become the parameters' gradients. Ranks tell each other that something
+    went wrong by an element of the last bucket, which waits for the end for that; or by a small sum of its
+    own where there is a comm hook, or where parameters may be unused.
+
+The behaviour is that of PyTorch's reducer (Li et al., "PyTorch Distributed: Experiences on Accelerating
+Data Parallel Training", VLDB 2020), but for this: a pass that lacks gradients raises when it
+ends, on every rank, and not in the forward pass after it. On a GPU the second forward pass after it raises.
+"""
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.futures import Future
+
+from zero_optim.comm.activity import Activity
+from zero_optim.comm.agreement import agree, failing_together
+from zero_optim.comm.backends import held
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.watchdog import learn_addresses, watch
+from zero_optim.comm.works import Record
+from zero_optim.compat.engine import in_backward
+from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
+from zero_optim.ddp.reducer.assignment import BucketAssignment, ReducedParams, ReducerOptions, assign
+from zero_optim.ddp.reducer.backward_pass import BackwardPass, PassTerms, PassWithGraph, Phase
+from zero_optim.ddp.reducer.graph import (
+    nearest,
+    reaches,
+    refuse_distributed_autograd,
+    refuse_distributed_backward,
+    tensors_in,
+    warn_of_graph,
+)
+from zero_optim.ddp.reducer.history import History
+from zero_optim.ddp.reducer.inbox import Inbox, output_hook, remove, weakly, when_backward_ends
+from zero_optim.ddp.reducer.reduction import Hook, HookSlot, Launch, launching
+from zero_optim.ddp.reducer.report import swapped
+from zero_optim.ddp.reducer.shadow import ShadowPass
+from zero_optim.ddp.reducer.upcoming import UpcomingPass
+from zero_optim.errors import ReductionError
+
+
+class Reducer:
+    """Average gradients over the ranks of a group in every backward pass.
+
+    Usable without any wrapper: after ``reducer = Reducer(model.named_parameters())`` each
+    ``loss.backward()`` leaves averaged gradients. All ranks must construct it, and must run backward passes
+    together, each giving a gradient to every parameter unless the options say otherwise. Its hooks go
+    when it goes, or with `close`.
+
+    Args:
+        params: (name, parameter) pairs of those that require a gradient, or parameters alone; on one device.
+        process_group: ranks to average over; None for the default group.
+        options: see `ReducerOptions`.
+        sparse: names of the parameters whose gradients are sparse.
+        wanted: asked when a backward pass begins whether it is to be reduced, and told whether the pass goes
+            through an output given to `prepare`, or was expected, see `expect`; None for always.
+        checks: make sure, by a small collective, that all ranks were given the same parameters and options.
+
+    Attributes:
+        options: as given.
+        history: what the passes so far have taught.
+        defers_reports: read one pass later what other ranks found wrong in a pass: where the CPU would have
+            to wait for the device. See Note [Late reports] in `report`.
+
+    Raises:
+        ValueError: on every rank: no parameters, some that do not require a gradient, several devices.
+        RankMismatchError: on every rank: ranks were given different things; names the first.
+    """
+
+    checks_first = False  # a pass that is found to be bad when it ends hands out no gradients
+
+    def __init__(
+        self,
+        params: Iterable[tuple[str, Tensor]] | Iterable[Tensor],
+        process_group: dist.ProcessGroup | None = None,
+        options: ReducerOptions | None = None,
+        *,
+        sparse: Collection[str] = (),
+        wanted: Callable[[bool], bool] | None = None,
+        checks: bool = True,
+    ) -> None:
+        self.options = ReducerOptions() if options is None else options
+        params = held(params)
+        self._group = RankGroup.of(process_group, params).within(self.options.timeout)
+        self._summing = self._group.during("reduce")
+        watch(self, self._group, self.options.on_stall)
+        if checks:
+            with failing_together(self._group):
+                self._reduced = ReducedParams.of(params, sparse)
+                self._group.check_serves(self._reduced.params)
+            agree(self._group, [repr(self.options), *self._reduced.describe()], "what the reducer was given")
+        else:
+            self._reduced = ReducedParams.of(params, sparse)
+        self.defers_reports = is_asynchronous(self.params[0].device)
+        self.history = History(len(self.params))
+        self._upcoming = UpcomingPass(wanted)
+        self._slot = HookSlot()
+        self._assignment = self._assigned(None)
+        self._inbox = Inbox(self.params, weakly(self._first_arrived))
+        weakref.finalize(self, remove, self._inbox.handles)
+        if checks:  # then all ranks have got here
+            learn_addresses(self._group)
+
+    def reset(self) -> None:
+        """Begin anew: first buckets, nothing learnt. Must be called by all ranks, between iterations."""
+        self._inbox.current = None
+        self.history = History(len(self.params))
+        self._upcoming = UpcomingPass(self._upcoming.wanted, self._upcoming.is_expected)
+        self._slot.failure = None
+        self._assign(None)
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of the parameters."""
+        return self._reduced.names
+
+    @property
+    def params(self) -> Sequence[Tensor]:
+        """The parameters."""
+        return self._reduced.params
+
+    # ------------------------------------------------------------------ buckets
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks averaged over."""
+        return self._group.process_group
+
+    def use_group(self, process_group: dist.ProcessGroup | None) -> None:
+        """Average over other ranks from now on. All of these must call, between iterations, and `reset`."""
+        self._group = replace(RankGroup.of(process_group, self.params), phase=self._group.phase)
+        self._summing = self._group.during("reduce")
+        watch(self, self._group, self.options.on_stall)
+
+    def metrics(self, *, reset: bool = True) -> dict[str, float]:
+        """Tell what this rank communicated since the last call; see `DistributedDataParallel.metrics`."""
+        return self._group.phase.traffic.figures(("reduce", "agree", "order"), "passes", reset=reset)
+
+    @property
+    def activity(self) -> Activity:
+        """What this process does, which other ranks hear of if they miss it."""
+        return self._group.works.log.activity
+
+    def begin_work(self, about: str) -> Record:
+        """Begin the record of a collective that PyTorch's class started, see `RankGroup.begin_work`."""
+        return self._group.begin_work(about)
+
+    def cut_if_failed(self) -> None:
+        """Let no other rank wait for this one any more, if a wait has failed; see `WorkLog.cut_if_failed`."""
+        works = self._group.works
+        works.log.cut_if_failed(works.ranks)
+
+    @property
+    def assignment(self) -> BucketAssignment:
+        """The parameters and buckets as they are now."""
+        return self._assignment
+
+    def _assign(self, order: Sequence[int] | None) -> None:
+        """Make buckets. The old ones go first, but for what gradients that are views of them still use."""
+        self._assignment = BucketAssignment()
+        self._assignment = self._assigned(order)
+
+    def _assigned(self, order: Sequence[int] | None) -> BucketAssignment:
+        return assign(self._reduced, self.options, order, self._slot.members())
+
+    def rebuild(self) -> bool:
+        """Make buckets anew in the order in which gradients came on rank 0, once that is known.
+
+        So it does where the comm hook names buckets, and others than before.
+
+        All ranks call, at the same point; communicates when it is due.
+
+        Returns:
+            Whether buckets were rebuilt.
+        """
+        history = self.history
+        if self._inbox.is_running:
+            return False
+        if self._slot.members_changed:
+            self._name_buckets()
+        if not history.rebuild_is_due:
+            return False
+        history.rebuild_is_due = False
+        agreed = to_device(torch.tensor(history.order(), dtype=torch.int64), self._group.device)
+        # Not "agree": where it meets an agreement, ranks have made different calls, which is to be seen.
+        for work in self._group.during("order").broadcast_rows([(0, agreed)], "gradients"):
+            work.wait()
+        self._assign(self._group.read(HostCopy(agreed)).tolist())  # the CPU waits, this once
+        history.has_rebuilt = True
+        return True
+
+    def _name_buckets(self) -> None:
+        """Make the buckets that the hook names: at once, or at the next pass if gradients have an order."""
+        if self.history.has_rebuilt:
+            self.history.rebuild_is_due = True
+        else:
+            self._assign(None)
+
+    # ------------------------------------------------------------------ what users set
+
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
+        """Let a hook reduce the buckets, and divide by the number of ranks, in the place of all-reduce.
+
+        If it names buckets, they are made; see Note [Buckets in rows] in `assignment`.
+
+        Args:
+            state: handed to the hook.
+            hook: ``hook(state, bucket) -> Future[Tensor]``, see `GradBucket`.
+
+        Raises:
+            RuntimeError: there is one already, or a backward pass is under way.
+            TypeError: it cannot be called as a hook.
+            ValueError: it is annotated to take or return something else.
+        """
+        if self._inbox.is_running:
+            raise RuntimeError("a comm hook must be registered before backward() begins")
+        self._slot.register(state, hook)
+        if self._slot.members_changed:
+            self._name_buckets()
+
+    def divide_by(self, divisor: Callable[[], float]) -> None:
+        """Divide the gradients of the next pass by another number than that of the ranks."""
+        self._upcoming.divisor = divisor
+
+    def expect(self, is_expected: bool) -> None:
+        """Say whether backward passes are expected, to be told to ``wanted``.
+
+        Args:
+            is_expected: from now on, until said otherwise.
+        """
+        self._upcoming.is_expected = is_expected
+
+    def set_static_graph(self) -> None:
+        """Take every pass to be like the next one. All ranks call, before their first backward pass."""
+        self.options = replace(self.options, static_graph=True)
+
+    def wait_also(self, future: Future[object]) -> None:
+        """Wait for something else of the caller's when the next backward pass ends."""
+        self._upcoming.futures.append(future)
+
+    def close(self) -> None:
+        """Take the hooks off the parameters; a second call does nothing."""
+        remove(self._inbox.handles)
+
+    # ------------------------------------------------------------------ a backward pass
+
+    def prepare(self, outputs: object = ()) -> None:
+        """Look at a forward pass's output before it goes to the user. Optional in ordinary loops.
+
+        It makes a difference where parameters may be unused, so that buckets need not wait for the end, and
+        where checkpointing is reentrant. Every rank calls it after the same forward passes. Does not
+        communicate.
+
+        Args:
+            outputs: whatever the forward pass gave; tensors in containers and dataclasses are found.
+
+        Raises:
+            RuntimeError: inside a context of ``torch.distributed.autograd``.
+        """
+        refuse_distributed_autograd()
+        tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+        if self.options.find_unused_parameters and not self.options.static_graph:
+            self._upcoming.search.look(tensors)
+        reached = weakly(self._output_reached)
+        for tensor in tensors:
+            if tensor.grad_fn is not None:
+                untyped: Any = tensor
+                untyped.register_hook(output_hook(reached, nearest(tensor, self._reduced.index_of)))
+
+    def _output_reached(self, witness: Node | None) -> None:
+        """Begin a backward pass, if need be, as it goes through an output; called by that output's hook.
+
+        Args:
+            witness: accumulates into a parameter that the output depends on, None if none was found.
+        """
+        # torch.autograd.grad goes through outputs too, but gives no parameter its gradient.
+        is_known_backward = witness is not None and reaches(witness)
+        if not is_known_backward:
+            refuse_distributed_backward()
+            if witness is not None:
+                return
+        if not self._inbox.is_running and self._upcoming.is_reduced(was_prepared=True):
+            self._begin()
+
+    def check_finished(self, *, waits: bool = True) -> None:
+        """Raise, on every rank, if the last backward pass broke off; all ranks call.
+
+        On a CPU it is free if all is well. On a GPU what went wrong is known one pass later, see Note [Late
+        reports] in `report`: call it after the last pass, or before a checkpoint is written.
+
+        Args:
+            waits: for the last pass too, on a device that may still be at it.
+
+        Raises:
+            ReductionError: a backward pass ended by an exception, or a comm hook failed, here or on another
+                rank; or a report that was still to be read had something to say.
+        """
+        if self._slot.failure is not None:
+            raise ReductionError(self._slot.failure)
+        if self._inbox.current is not None and not in_backward():
+            self._inbox.current.break_off()  # a thread of the engine may not have let go of it yet
+        broken_off = self._inbox.pop_broken_off()
+        if broken_off is not None:
+            self._finish(broken_off)
+        self._upcoming.read_reports(but=0 if waits else 1)
+
+    def _first_arrived(self, index: int) -> None:
+        """Take a gradient that came while no backward pass was under way; called by its parameter's hook."""
+        if self._upcoming.is_reduced(was_prepared=False):
+            self._begin().arrived(index)
+        else:
+            self.history.carried[index] = True
+
+    def _begin(self) -> BackwardPass:
+        """Begin a backward pass, from one of its hooks."""
+        self.check_finished(waits=False)
+        self.rebuild()
+        terms = self._terms(self._upcoming.divisor_among(self._group.size) if self._slot.is_empty else 1)
+        kind = PassWithGraph if torch.is_grad_enabled() else BackwardPass
+        self.activity.begin("backward pass")
+        current = kind(self._assignment, terms, self._launcher(), self._held_up())
+        current.is_held = self._holds()
+        self._inbox.current = current
+        when_backward_ends(lambda: self._finish(current), current.break_off)
+        unused = self._upcoming.pop_unused(self.history.learnt, self.params)
+        if unused:
+            with torch.no_grad():
+                current.presume_unused(unused)
+        return current
+
+    def _holds(self) -> bool:
+        """Tell whether full buckets are not launched at once, but when somebody says so."""
+        return False
+
+    def _terms(self, divisor: float) -> PassTerms:
+        return self.history.terms(
+            self.options,
+            divisor,
+            can_carry_word=self._slot.is_empty and self._assignment.buckets[-1].can_carry_failure_word,
+        )
+
+    def _launcher(self) -> Launch:
+        labels = self._assignment.labels
+        return launching(self._summing, self._slot, labels, all_used=self.options.wants_all_used)
+
+    @torch.no_grad()
+    def _finish(self, current: BackwardPass) -> None:
+        """End a backward pass: launch the rest, wait, hand the results out."""
+        self._inbox.current = None
+        try:
+            with self._held_up():
+                self._conclude(current)
+        finally:
+            self.activity.end("backward pass")
+
+    def _held_up(self) -> AbstractContextManager[None]:
+        """Give what counts the time that gradients take, see Note [Exposed seconds] in `comm.traffic`."""
+        return nullcontext() if self.defers_reports else self._summing.phase.held_up()
+
+    def _conclude(self, current: BackwardPass) -> None:
+        broke_off = current.phase is Phase.BROKEN_OFF
+        current.end()
+        lost = self._inbox.swapped(current.calls)
+        for index in lost:
+            current.note(swapped, index)
+        if not (any(current.calls) or current.asks_for_use or broke_off or lost):
+            return  # torch.autograd.grad went through the output, and computed no parameter's gradient
+        self.history.carried = [False] * len(self.params)
+        self._group.phase.traffic.count_step()
+        defers = self.defers_reports and not self._upcoming.in_join and not current.learns
+        self._upcoming.divisor = None
+        current.launch_rest()
+        self._slot.await_all(current.reductions)
+        report = current.close(self._group)
+        checks_first = not defers and (self.checks_first or current.asks_for_use)
+        if checks_first:
+            current.check(report)
+        unused = [not used for used in report.used()] if current.asks_for_use else self.history.unused
+        with self._slot.minding():
+            if broke_off and defers:
+                current.drop(report)  # the next iteration has begun, and nobody is told yet
+            else:
+                current.give(unused, report)
+        self._upcoming.wait_for_futures()
+        self.history.num_buckets_reduced = current.reductions.num_launched
+        self.history.conclude(current.calls, current.order, unused, self.options)
+        if defers:
+            self._upcoming.put_off(report)
+        elif not checks_first:
+            report.check()
+        if current.keeps_graph and any(current.calls):
+            warn_of_graph()
+
+    @torch.no_grad()
+    def shadow(self) -> None:
+        """Take part in the reductions of one backward pass of the others, with zeros; for ``Join``.
+
+        This rank's gradients are left alone.
+        """
+        self.check_finished()
+        self.rebuild()
+        self._upcoming.divisor = None
+        shadow = ShadowPass(self._assignment, self._terms(1), self._launcher())
+        shadow.launch(self.history.last_order)
+        self._slot.await_all(shadow.reductions)
+        used = shadow.close(self._group)
+        self.history.num_buckets_reduced = shadow.reductions.num_launched
+        # A rank that has no pass to learn from takes it that the others' is what its own would have been.
+        unused = [not flag for flag in used]
+        for bucket in shadow.reductions.buckets:
+            bucket.give_joined(unused or self.history.unused)
+        self.history.conclude([int(flag) for flag in used], self.history.last_order, unused, self.options)

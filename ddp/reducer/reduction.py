@@ -1,0 +1,329 @@
+"""One bucket's reduction under way: PyTorch's all-reduce, or what a comm hook makes of it."""
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.started import Work
+from zero_optim.ddp.reducer.assignment import Members
+from zero_optim.ddp.reducer.bucket import GradBucket, ReducerBucket, tensor_of
+from zero_optim.errors import message_of
+
+Hook = Callable[[Any, Any], Future[Tensor]]  # (state, bucket), PyTorch's contract
+
+
+@runtime_checkable
+class NamesBuckets(Protocol):
+    """What stands in ``hook.buckets`` where a comm hook names its buckets; the same on every rank.
+
+    See Note [Buckets in rows] in `assignment`. The methods do not communicate.
+    """
+
+    def version(self) -> object:
+        """Tell what `members` depends on: where it is equal, `members` is."""
+
+    def members(self) -> Members | None:
+        """Give the parameters of each bucket, in its order; None for PyTorch's buckets."""
+
+
+class Reduction(Protocol):
+    """A reduction that was launched."""
+
+    def wait(self) -> Tensor:
+        """Wait for it, and give the reduced gradients: one tensor of the bucket's length, or a sparse one."""
+        ...
+
+
+# Starts the reduction of a bucket, given its place in the order of reduction, and whether none follows.
+Launch = Callable[[ReducerBucket, int, bool], Reduction]
+
+
+class BucketReductions:
+    """The reductions of one backward pass, launched in the order of the buckets.
+
+    Args:
+        buckets: all of them.
+        launch: starts one's reduction.
+    """
+
+    def __init__(self, buckets: Sequence[ReducerBucket], launch: Launch) -> None:
+        self.buckets = buckets
+        self._launch = launch
+        self._launched: list[Reduction | None] = []
+
+    @property
+    def num_passed(self) -> int:
+        """How many buckets were launched, or left out: the number of the next one."""
+        return len(self._launched)
+
+    @property
+    def num_launched(self) -> int:
+        """How many buckets were launched."""
+        return sum(reduction is not None for reduction in self._launched)
+
+    def launch_next(self) -> None:
+        """Launch the next bucket."""
+        number = self.num_passed
+        self._launched.append(self._launch(self.buckets[number], number, number == len(self.buckets) - 1))
+
+    def leave_out_next(self) -> None:
+        """Do not reduce the next bucket."""
+        self._launched.append(None)
+
+    def results(self) -> Iterator[tuple[ReducerBucket, Tensor]]:
+        """Wait for each bucket that was launched, in order, and give it with its reduced gradients."""
+        for bucket, reduction in zip(self.buckets, self._launched, strict=True):
+            if reduction is not None:
+                yield bucket, reduction.wait()
+
+    def drain(self) -> None:
+        """Wait for every bucket that was launched, and drop what came."""
+        for reduction in self._launched:
+            if reduction is not None:
+                reduction.wait()
+
+
+class SumReduction:
+    """The sum over all ranks, in place; gradients were divided before.
+
+    Args:
+        group: the ranks.
+        bucket: whose gradients are summed.
+        label: names the bucket in messages.
+    """
+
+    def __init__(self, group: RankGroup, bucket: ReducerBucket, label: str = "") -> None:
+        self._bucket = bucket
+        self._handle, self._work = group.start_sum(bucket.flat, label)
+
+    def wait(self) -> Tensor:
+        """Wait for the sum."""
+        self._work.wait()
+        if self._bucket.is_sparse:
+            return _result(self._handle)
+        return self._bucket.flat
+
+
+class HookReduction:
+    """Whatever a comm hook does; it divides too.
+
+    Args:
+        hook: the hook.
+        state: what it was registered with.
+        bucket: the gradients.
+        index: the bucket's place in the order of reduction.
+        is_last: whether none follows.
+        all_used: see `GradBucket`.
+        group: the ranks; the wait is counted in its phase. What the hook sends is not known here.
+        label: names the bucket in messages.
+
+    Raises:
+        RuntimeError: it did not return a future.
+    """
+
+    def __init__(
+        self,
+        hook: Hook,
+        state: object,
+        bucket: ReducerBucket,
+        index: int,
+        is_last: bool,
+        all_used: bool,
+        group: RankGroup,
+        label: str,
+    ) -> None:
+        self._bucket = bucket
+        self._name = hook_name(hook)
+        record = group.begin_work(label)
+        record.runs_hook = True
+        with record.starting():
+            future = hook(state, GradBucket(bucket, index, is_last, all_used))
+        if not isinstance(future, torch._C.Future):
+            raise RuntimeError(  # noqa: TRY004 - PyTorch's type
+                "DDP communication hook's callback must return a torch.futures.Future object, but got "
+                f"{type(future).__name__} from {self._name}. Expected a future of one tensor, as "
+                "all_reduce(..., async_op=True).get_future() gives"
+            )
+        self._work = Work(future, group.phase, record)
+
+    def wait(self) -> Tensor:
+        """Wait for the future.
+
+        Raises:
+            TypeError: it holds something else than one tensor.
+            ValueError: the tensor is not as long as the bucket.
+        """
+        value = self._work.wait()
+        result = tensor_of(value)
+        if result is None:
+            raise TypeError(
+                f"the future returned by the comm hook {self._name} holds {type(value).__name__}: "
+                "expected one tensor, shaped like bucket.buffer()"
+            )
+        if not self._bucket.is_sparse and result.numel() != self._bucket.flat.numel():
+            raise ValueError(
+                f"the comm hook {self._name} returned {result.numel()} elements for a bucket of "
+                f"{self._bucket.flat.numel()}: expected a tensor shaped like bucket.buffer()"
+            )
+        return result
+
+
+def launching(group: RankGroup, slot: "HookSlot", labels: Sequence[str], *, all_used: bool) -> Launch:
+    """Make what starts a bucket's reduction: the comm hook, or a sum where there is none.
+
+    It does not keep the slot: a hook's state may hold the model, whose parameters hold a pass that broke off.
+
+    Args:
+        group: the ranks, in the phase that counts.
+        slot: of the hook. Whoever launches holds it.
+        labels: name the buckets in messages, by number.
+        all_used: see `GradBucket`.
+    """
+    reference = weakref.ref(slot)
+
+    def launch(bucket: ReducerBucket, number: int, is_last: bool) -> Reduction:
+        found = reference()
+        assert found is not None  # see above
+        if found.is_empty:
+            return SumReduction(group, bucket, labels[number])
+        return found.launch(bucket, number, is_last, all_used, group, labels[number])
+
+    return launch
+
+
+class HookSlot:
+    """The comm hook, at most one, and whether it has failed.
+
+    Attributes:
+        failure: what the hook failed with; it is not called again, as nobody knows which collectives it
+            has issued.
+    """
+
+    def __init__(self) -> None:
+        self._hook: tuple[Hook, object] | None = None
+        self._named: NamesBuckets | None = None
+        self._version: object = None
+        self.failure: str | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no hook."""
+        return self._hook is None
+
+    def register(self, state: object, hook: Hook) -> None:
+        """Take a hook.
+
+        Raises:
+            RuntimeError: there is one already.
+            TypeError: it cannot be called as a hook.
+            ValueError: it is annotated to take or return something else.
+        """
+        _check_hook(hook)
+        if self._hook is not None:
+            raise RuntimeError(
+                "register_comm_hook or register_builtin_comm_hook can only be called once. "
+                f"{hook_name(self._hook[0])} is registered already: to do both, wrap one in the other and "
+                f"register that instead of {hook_name(hook)}"
+            )
+        self._hook = (hook, state)
+        named = getattr(hook, "buckets", None)
+        self._named = named if isinstance(named, NamesBuckets) else None
+
+    @property
+    def members_changed(self) -> bool:
+        """Whether `members` has something else to give than the last time, or gives buckets at last."""
+        return self._named is not None and self._named.version() != self._version
+
+    def members(self) -> Members | None:
+        """Give the parameters of the buckets that the hook names; None if it names none."""
+        if self._named is None:
+            return None
+        self._version = self._named.version()
+        return self._named.members()
+
+    def launch(
+        self,
+        bucket: ReducerBucket,
+        index: int,
+        is_last: bool,
+        all_used: bool,
+        group: RankGroup,
+        label: str,
+    ) -> HookReduction:
+        """Call the hook."""
+        assert self._hook is not None  # asked for by is_empty
+        hook, state = self._hook
+        with self.minding():
+            return HookReduction(hook, state, bucket, index, is_last, all_used, group, label)
+
+    def await_all(self, reductions: BucketReductions) -> None:
+        """Let nothing come before what hooks issue; on gloo PowerSGD's does so from other threads, later."""
+        if not self.is_empty:
+            with self.minding():
+                reductions.drain()
+
+    @contextmanager
+    def minding(self) -> Iterator[None]:
+        """Remember it if what the hook does, or began, fails here."""
+        try:
+            yield
+        except Exception as error:
+            self.failure = f"a comm hook failed in an earlier backward pass: {message_of(error)}"
+            raise
+
+
+def _result(work: dist.Work) -> Tensor:
+    # Waited for, not only asked for its value: so the memory is kept until the current stream has read it.
+    result = tensor_of(work.get_future().wait())
+    assert result is not None  # the sum of one tensor is one tensor
+    return result
+
+
+def _check_hook(hook: object) -> None:
+    """Refuse what cannot be called as ``hook(state, bucket)``, or is annotated as something else.
+
+    Where PyTorch says what is wrong, its sentence comes first, as users match on it.
+
+    Raises:
+        TypeError: it cannot be called so.
+        ValueError: it is annotated to take something else than a bucket, or to return something else than
+            ``Future[Tensor]``.
+    """
+    if not callable(hook):
+        raise TypeError(
+            "Communication hook must be callable. Expected a comm hook, hook(state, bucket), got "
+            f"{type(hook).__name__}"
+        )
+    signature, bucket = inspect.signature(hook), object()
+    try:
+        bound = signature.bind(None, bucket)
+    except TypeError as error:
+        message = f"expected a comm hook, hook(state, bucket), got {hook_name(hook)}{signature}"
+        raise TypeError(message) from error
+    for name, value in bound.arguments.items():
+        taken = signature.parameters[name].annotation
+        is_open = taken in (Any, object, inspect.Parameter.empty) or not isinstance(taken, type)
+        if value is bucket and not is_open and not hasattr(taken, "buffer"):
+            raise ValueError(
+                "Communication hook: bucket annotation should be dist.GradBucket. "
+                f"{hook_name(hook)} is annotated to take {taken}"
+            )
+    returned = signature.return_annotation
+    if returned not in (inspect.Signature.empty, Any, Future[Tensor]) and not isinstance(returned, str):
+        raise ValueError(
+            "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]. "
+            f"{hook_name(hook)} is annotated to return {returned}"
+        )
+
+
+def hook_name(hook: object) -> str:
+    """Name a hook in messages and statistics."""
+    return str(getattr(hook, "__qualname__", type(hook).__qualname__))
