@@ -55,6 +55,7 @@ from zero_optim.shard.unit_gathers import GathersFromOwners, GathersInReplicas, 
 from zero_optim.shard.unit_marks import UnitMarks
 from zero_optim.shard.unit_stamps import UnitStamps
 from zero_optim.shard.units import UnitBucket
+from zero_optim.state.rebinding import shard_parameters
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -250,7 +251,7 @@ class FullyShardedDataParallel(ShardedDataParallel):
         if syncs:
             take_values_of_first(everyone.during("agree"), named)
         with failing_together(everyone):  # it fails on all ranks of a replica alike
-            made.placed(optimizer.shard_parameters(made.claim.units, forms), optimizer)
+            made.placed(shard_parameters(optimizer.core, made.claim.units, forms), optimizer)
 
     def _make_reducer(
         self, pairs: Sequence[tuple[str, Tensor]], options: ReducerOptions, sparse: Sequence[str]
@@ -259,7 +260,7 @@ class FullyShardedDataParallel(ShardedDataParallel):
             pairs, replace(options, reduce_dtype=self._policy.reduce_dtype), sparse
         )
         optimizer, choice, claim = self._optimizer, self._chosen.choice, self._chosen.claim
-        ranks, stamps = optimizer.ranks, optimizer.unit_stamps()
+        ranks, stamps = optimizer.ranks, optimizer.steps.unit_stamps()
         gathers = self._unit_gathers(reducer, stamps)
         units = units_of(self.module)
         if units is None:
@@ -304,7 +305,7 @@ class FullyShardedDataParallel(ShardedDataParallel):
             reducer = found()
             return 0 if reducer is None else reducer.history.num_passes
 
-        keeping = self._optimizer.row_keeping
+        keeping = self._optimizer.core.inputs.forms.keeping
         return GathersInReplicas(mesh, inner, across, units, stamps, reducer.params, num_reduced, keeping)
 
     def _change_optimizer(self, optimizer: ZeroRedundancyOptimizer) -> None:
@@ -312,7 +313,7 @@ class FullyShardedDataParallel(ShardedDataParallel):
         self._optimizer = optimizer
         if self._mesh is not None:
             self._mesh = self._mesh.owned_by(optimizer.ranks)
-            optimizer.mesh = self._mesh.of_owners
+            optimizer.core.mesh = self._mesh.of_owners
         for handle in self._handles:
             handle.remove()
         self._renew_reducer()

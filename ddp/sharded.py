@@ -149,7 +149,7 @@ class ShardedDataParallel(DistributedDataParallel):
         options = self._prepared(module, options)
         base: Any = super()
         base.__init__(module, process_group=everyone.process_group, **options)
-        optimizer.mesh = None if self._mesh is None else self._mesh.of_owners
+        optimizer.core.mesh = None if self._mesh is None else self._mesh.of_owners
         optimizer.begin_averages_anew()  # from the weights that the ranks have by now
 
     def _everyone(self, optimizer: ZeroRedundancyOptimizer) -> RankGroup:
@@ -180,9 +180,9 @@ class ShardedDataParallel(DistributedDataParallel):
     ) -> OwnerReducer:
         optimizer, mesh = self._optimizer, self._mesh
         with failing_together(self._everyone(optimizer)):
-            optimizer.check_sparse(param for name, param in pairs if name in sparse)
+            optimizer.steps.check_sparse(param for name, param in pairs if name in sparse)
         if mesh is not None:
-            agree_between_replicas(mesh.everyone, optimizer.describe())
+            agree_between_replicas(mesh.everyone, optimizer.core.describe())
         made = OwnerReducer(
             pairs,
             optimizer,
@@ -216,7 +216,7 @@ class ShardedDataParallel(DistributedDataParallel):
             raise RuntimeError(f"{names_text(found)} {NOT_REDUCED}")
 
     def _caps(self) -> tuple[int, ...]:
-        return (self._optimizer.bucket_cap_nbytes,)
+        return (self._optimizer.core.sharding.cap_nbytes,)
 
     def detach(self) -> None:
         """Let go of the process group, as in `DistributedDataParallel`; gradients are dropped.
@@ -324,7 +324,7 @@ def _check_module(module: object, optimizer: ZeroRedundancyOptimizer) -> None:
             "the module is, or contains, a DistributedDataParallel, which reduces gradients itself: wrap "
             "what is inside of it, its .module"
         )
-    if optimizer.overlaps_with_ddp:
+    if optimizer.core.inputs.options.overlap_with_ddp:
         raise ValueError(
             "the optimizer has overlap_with_ddp=True, and would wait for a comm hook that steps it: leave "
             "that out"

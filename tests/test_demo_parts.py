@@ -348,7 +348,7 @@ def num_buckets(shard: Any) -> int:
     trainer = Trainer(config, ranks, corpus)
     expected = sum(param.numel() for param in trainer.gpt.parameters())
     assert [kept.num_parameters for kept in trainer.shards()] == [expected]
-    return len(trainer._optimizer.bucket_members())
+    return len(trainer._optimizer.core.bucket_members())
 
 
 def test_sharded_gradients_of_the_default_model_have_several_buckets_to_reduce(ranks1: Ranks) -> None:

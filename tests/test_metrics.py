@@ -54,7 +54,7 @@ def gathered(optimizer: ZeroRedundancyOptimizer, *, in_part: bool = False) -> tu
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     nbytes, rows = 0, 0
-    for bucket in optimizer._sharding.buckets:
+    for bucket in optimizer.core.sharding.buckets:
         layout = bucket.layout
         for row in spans(layout, range(len(layout.numels))) if in_part else layout.rows:
             nbytes += TREES[size][(rank - row.owner) % size] * (row.stop - row.start) * 4

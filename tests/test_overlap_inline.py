@@ -40,7 +40,7 @@ both_wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
 def check_run(setting: Setting, step: Callable[..., Grads], steps: int, moves: bool) -> None:
     with fake_streams():
         _, optimizer = assert_same_run(setting, step, steps, moves=moves)
-        assert not optimizer.overlap().takes_thread
+        assert not optimizer.steps.overlap().takes_thread
 
 
 @on_ranks(2)

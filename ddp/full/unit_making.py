@@ -120,7 +120,7 @@ class Made:
         buckets = [bucket for of_unit in self.claim.buckets for bucket in of_unit]
         filler = UnitFiller(group, self.choice, buckets, self._unfilled, self._init, syncs=syncs)
         filler.fill(model)
-        optimizer.keep_unit_rows()
+        optimizer.core.keep_unit_rows()
 
 
 def _refuse_others(optimizer: Optimizer, *_: object) -> None:

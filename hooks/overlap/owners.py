@@ -209,7 +209,7 @@ class NamedBuckets:
 
     def version(self) -> int:
         """Tell what `members` depends on: more parameters may be added to the optimizer."""
-        return self._optimizer.num_buckets
+        return len(self._optimizer.core.sharding.buckets)
 
     def members(self) -> list[list[Tensor]] | None:
         """Give the parameters of each bucket, in the order of their owners; a cut one is between these.
@@ -225,7 +225,7 @@ class NamedBuckets:
 
         return [
             sorted(filter(pieces.__contains__, members), key=owners)
-            for members in self._optimizer.bucket_members()
+            for members in self._optimizer.core.bucket_members()
         ]
 
 

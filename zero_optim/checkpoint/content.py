@@ -19,7 +19,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.copies import all_copied_to_cpu
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.groups import options_of
-from zero_optim.plan.memory import dense_strides, strides_of_rows
+from zero_optim.plan.memory import dense_strides, kept_dtype, strides_of_rows
 from zero_optim.plan.partition import assign_owners
 from zero_optim.plan.pieces import Piece, Pieces, is_whole, num_rows, piece_of, whole_piece
 from zero_optim.state.cut_state import CutState
@@ -194,11 +194,11 @@ def _add_optimizer(
         "named": names.named,
         "groups": groups,
         "params": {
-            name: [str(optimizer.kept_dtype(p)).removeprefix("torch."), list(p.shape)]
+            name: [str(kept_dtype(p)).removeprefix("torch."), list(p.shape)]
             for name, p in names.param.items()
         },
     }
-    name_of, everywhere, cuts = names.name, {}, optimizer.cut_states()
+    name_of, everywhere, cuts = names.name, {}, optimizer.core.cut_states()
     for key, value in optimizer.owned_state().items():
         if key in cuts:
             part.add_cut(f"{STATE}/{key_of(name_of[key])}", value, cuts[key], rank)

@@ -79,11 +79,11 @@ def _wrong_optimizer(reader: CheckpointReader, objects: Objects) -> list[str]:
         return [f"the checkpoint knows parameters by name, and this optimizer knows no names: {fix}"]
     wrong = _wrong_names("parameter", [n for group in about["groups"] for n in group["names"]], names.param)
     assert objects.optimizer is not None
-    cuts = objects.optimizer.cut_states()
+    cuts = objects.optimizer.core.cut_states()
     for number, group in enumerate(names.groups):
         for name in group:
             param = names.param[name]
-            shaped = objects.optimizer.shaped_entries(param, number)
+            shaped = objects.optimizer.core.shaped_entries(param, number)
             shape = tuple(about["params"].get(name, [None, param.shape])[1])
             if shape != tuple(param.shape):
                 wrong.append(f"{name}: shape {shape} in the checkpoint, {tuple(param.shape)} here")

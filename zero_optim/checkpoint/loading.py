@@ -170,7 +170,8 @@ def load_from(
     share_model(group, found.targets, found.read)
     if objects.optimizer is not None:
         objects.optimizer.gather_parameters()
-        objects.optimizer.note_saved(reader.token, objects.optimizer.age)
+        snapshot = objects.optimizer.core.snapshot
+        snapshot.note_saved(reader.token, snapshot.age)
     return found.extra
 
 

@@ -55,7 +55,7 @@ class Objects:
         if self.model is not None:
             _check_owned(self.model, self.optimizer)
         if self.model is not None and self.optimizer is not None:
-            self.optimizer.check_weights()  # the saved weights must be those that training continues with
+            self.optimizer.core.check_weights()  # those that are saved must be those that train
 
     @contextmanager
     def left_freed(self) -> Iterator[dict[int, KeptRows]]:
@@ -67,7 +67,7 @@ class Objects:
         if self.optimizer is None:
             yield {}
             return
-        with self.optimizer.leaving_freed() as kept:
+        with self.optimizer.core.leaving_freed() as kept:
             yield {param.data_ptr(): rows for param, rows in kept.items() if param.numel()}
 
     def model_state(self) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def mesh_of(optimizer: object, process_group: object, timeout: object = None) ->
         process_group: see `group_of`. That of the whole mesh stands for None; another is taken as it is.
         timeout: see `group_of`.
     """
-    mesh = optimizer.mesh if isinstance(optimizer, ZeroRedundancyOptimizer) else None
+    mesh = optimizer.core.mesh if isinstance(optimizer, ZeroRedundancyOptimizer) else None
     if mesh is None or process_group not in (None, mesh.everyone.process_group):
         return None
     groups = (mesh.everyone, mesh.inner, mesh.across)

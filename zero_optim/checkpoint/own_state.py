@@ -20,7 +20,7 @@ def wanted_state(
     rank: int, reader: CheckpointReader, optimizer: ZeroRedundancyOptimizer, names: Names
 ) -> dict[str, Rows]:
     """List the tensors of the state that this rank will own, with the rows of each."""
-    owned, cuts = set(optimizer.owned_parameters()), optimizer.cut_states()
+    owned, cuts = set(optimizer.owned_parameters()), optimizer.core.cut_states()
     wanted: dict[str, Rows] = {}
     for name, param in names.param.items():
         packed = reader.manifest.values.get(f"{STATE}/{key_of(name)}")
@@ -43,7 +43,7 @@ def own_state(rank: int, read: Read, objects: Objects, names: Names | None) -> d
     """
     if objects.optimizer is None or names is None:
         return {}
-    owned, cuts = set(objects.optimizer.owned_parameters()), objects.optimizer.cut_states()
+    owned, cuts = set(objects.optimizer.owned_parameters()), objects.optimizer.core.cut_states()
     keys = {f"{STATE}/{key_of(name)}": param for name, param in names.param.items() if param in owned}
     state = {param: read.value(key) for key, param in keys.items() if key in read.values}
     everywhere = read.value(EVERYWHERE) if EVERYWHERE in read.values else {}
@@ -52,7 +52,7 @@ def own_state(rank: int, read: Read, objects: Objects, names: Names | None) -> d
             param = names.param.get(name)
             if param is None:
                 continue
-            must = {MASTER, EMA, *objects.optimizer.shaped_entries(param, number)}
+            must = {MASTER, EMA, *objects.optimizer.core.shaped_entries(param, number)}
             cut = cuts.get(param) if param in owned else None
             shape = tuple(param.shape) if cut is None else cut.shape_of(cut.piece_of(rank))
             for entry, value in state.get(param, {}).items():

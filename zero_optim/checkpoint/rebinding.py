@@ -73,8 +73,8 @@ def _rebind(
     *,
     random: bool,
 ) -> Nested:
-    is_same = optimizer.was_saved_as(reader.token)
-    words = group.all_gather_fixed(bytes([is_same, optimizer.age > 0]))
+    is_same = optimizer.core.snapshot.was_saved_as(reader.token)
+    words = group.all_gather_fixed(bytes([is_same, optimizer.core.snapshot.age > 0]))
     only = None
     if all(word[0] for word in words) and any(word[1] for word in words):
         only = optimizer.rebind_held(group.process_group)
@@ -84,7 +84,8 @@ def _rebind(
         group = replace(optimizer.ranks, phase=group.phase)
         return load_from(group, reader, objects, random=random, only=only)
     except BaseException:
-        optimizer.give_up_state()
+        optimizer.detach()
+        optimizer.core.snapshot.is_torn = True  # what this rank holds is not whole
         raise
 
 

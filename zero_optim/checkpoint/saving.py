@@ -254,8 +254,8 @@ def _note(objects: Objects) -> Callable[[str], None]:
     optimizer = objects.optimizer
     if optimizer is None:
         return lambda _: None
-    age = optimizer.age
-    return lambda token: optimizer.note_saved(token, age)
+    age = optimizer.core.snapshot.age
+    return lambda token: optimizer.core.snapshot.note_saved(token, age)
 
 
 def _write(group: RankGroup, folder: Path, part: RankContent, keep: int | None) -> str:

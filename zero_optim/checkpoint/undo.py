@@ -24,7 +24,7 @@ class Undo:
     def __init__(self, objects: Objects) -> None:
         self._steps: list[Callable[[], None]] = []
         if objects.optimizer is not None:
-            self._steps.append(objects.optimizer.remember())
+            self._steps.append(objects.optimizer.core.remember())
         if objects.model is not None:
             model = unwrapped(objects.model)
             rest = {name: v for name, v in objects.model_state().items() if not isinstance(v, Tensor)}
