@@ -146,7 +146,7 @@ def check_late(hook: str, as_view: bool) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert_alike(model, whole, number)
-    assert len(model.reducer.own.assignment.buckets) == len(other.bucket_members())
+    assert len(model.reducer.own.assignment.buckets) == len(other.core.bucket_members())
 
 
 @both_hooks

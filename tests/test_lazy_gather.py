@@ -248,10 +248,10 @@ def test_clipped_training_gives_the_same_bits(wrapper: str, is_scaled: bool, as_
                 got = clipped_step(models[1], lazy, scalers[1], number)
             assert got == expected or (math.isnan(got) and math.isnan(expected)), number
             skips = is_scaled and number == 2
-            assert bool(lazy._sharding.under_way) != skips, number
-            assert not plain._sharding.under_way
+            assert bool(lazy.core.sharding.under_way) != skips, number
+            assert not plain.core.sharding.under_way
     saved = models[1].state_dict()  # waits
-    assert not lazy._sharding.under_way
+    assert not lazy.core.sharding.under_way
     for name, value in models[0].state_dict().items():
         assert torch.equal(saved[name], value), name
 
@@ -266,7 +266,7 @@ def test_a_copy_does_not_have_the_model_of_the_argument() -> None:
     for param in other.owners():
         param.grad = torch.ones_like(param)
     other.step()
-    assert not other._sharding.under_way
+    assert not other.core.sharding.under_way
     step_once(optimizer, model)
     assert optimizer.core.sharding.under_way
 
@@ -374,7 +374,7 @@ def test_remove_and_copies_wait_at_each_step_again() -> None:
     for param in twin.owners():  # a copy has no forward passes that wait
         param.grad = torch.ones_like(param)
     twin.step()
-    assert not twin._sharding.under_way
+    assert not twin.core.sharding.under_way
 
 
 @on_ranks(2)

@@ -123,7 +123,7 @@ def test_state_that_is_nested_and_made_anew_moves_to_the_files(tmp_path: Path) -
     nested = [entries["nested"][0]["sums"] for entries in other.state.values()]
     found = [tensor for tensors in nested for tensor in tensors if tensor.nbytes >= PAGE]
     assert found
-    assert all(other.keeping._memory.holds(tensor) for tensor in found)
+    assert all(other.core.inputs.forms.files._memory.holds(tensor) for tensor in found)
 
 
 @on_ranks(2)
