@@ -29,7 +29,7 @@ from zero_optim.ddp.reducer.assignment import ReducerOptions
 from zero_optim.ddp.reducer.model_agreement import agree_on_model
 from zero_optim.ddp.reducer.reducer import Reducer
 from zero_optim.ddp.reducer.reduction import Hook
-from zero_optim.ddp.torch_adapters import TorchLoggerAdapter, TorchReducerAdapter
+from zero_optim.ddp.torch_adapters import TorchLoggerAdapter, TorchReducerAdapter, logging_data
 from zero_optim.plan.description import describe_hook
 from zero_optim.step.unreduced import FrozenParams
 
@@ -373,7 +373,7 @@ class DistributedDataParallel(RebindableWrapper):
         Names as in PyTorch's ``_get_ddp_logging_data``, of which it tells a part: sizes in bytes, counts, and
         flags as 0 and 1. It takes no times: a profiler does.
         """
-        return self._own().logging_data()
+        return logging_data(self._own())
 
     def metrics(self, *, reset: bool = True) -> dict[str, float]:
         """Tell what the reductions on this rank communicated since the last call. Does not communicate.

@@ -41,8 +41,8 @@ class TorchReducerAdapter:
     @eager
     def _set_forward_pass_work_handle(self, work: dist.Work, use_static_world_size: bool) -> None:
         """Take the count of ranks that have not joined, which is still under way."""
-        size = dist.get_world_size(self.own.process_group)
-        record = self.own.begin_work("ranks that have not joined")
+        size = dist.get_world_size(self.own.group.process_group)
+        record = self.own.group.begin_work("ranks that have not joined")
         record.group.is_uneven = True  # those that have joined begin no work for it
 
         def wait() -> None:
@@ -102,4 +102,22 @@ class TorchLoggerAdapter:
     set_runtime_stats_and_log = set_error_and_log = _set_static_graph = _set_uneven_input_join = _ignore
 
     def _get_ddp_logging_data(self) -> SimpleNamespace:
-        return SimpleNamespace(strs_map=self.own.logging_data(), ints_map={})
+        return SimpleNamespace(strs_map=logging_data(self.own), ints_map={})
+
+
+def logging_data(reducer: Reducer) -> dict[str, int | str]:
+    """Tell about comm hook and buckets under the names of PyTorch's logger; does not communicate."""
+    history = reducer.history
+    sizes = ", ".join(str(bucket.nbytes) for bucket in reducer.assignment.buckets)
+    rebuilt = {"rebuilt_bucket_sizes": sizes} if history.has_rebuilt else {}
+    hook = {"comm_hook": reducer.hook_name} if reducer.hook_name else {}
+    return {
+        "world_size": reducer.group.size,
+        "bucket_cap_bytes": reducer.options.bucket_caps_nbytes[-1],
+        "bucket_sizes": sizes,
+        "has_rebuilt_buckets": int(history.has_rebuilt),
+        "num_buckets_reduced": history.num_buckets_reduced,
+        "can_set_static_graph": int(history.looks_static),
+        **rebuilt,
+        **hook,
+    }

@@ -90,7 +90,7 @@ class OwnerReducer(Reducer):
         places = () if mesh is None else mesh.places
         self._route = SumRoute(replace(exchanging, phase=phase), lanes, across, lanes_across, places)
         if mesh is not None and not splits_state:
-            self._check = ReplicaCheck(replace(mesh.across, phase=self._group.phase), optimizer)
+            self._check = ReplicaCheck(replace(mesh.across, phase=self.group.phase), optimizer)
         self._inbox.announce(weakly(self._coming))
 
     def rebuild(self) -> bool:

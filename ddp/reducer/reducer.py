@@ -30,7 +30,6 @@ from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.backends import held
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.watchdog import learn_addresses, watch
-from zero_optim.comm.works import Record
 from zero_optim.compat.engine import in_backward
 from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
 from zero_optim.ddp.reducer.assignment import BucketAssignment, ReducedParams, ReducerOptions, assign
@@ -54,9 +53,9 @@ class Reducer:
     """Average gradients over the ranks of a group in every backward pass.
 
     Usable without any wrapper: after ``reducer = Reducer(model.named_parameters())`` each
-    ``loss.backward()`` leaves averaged gradients. All ranks must construct it, and must run backward passes
-    together, each giving a gradient to every parameter unless the options say otherwise. Its hooks go
-    when it goes, or with `close`.
+    ``loss.backward()`` leaves averaged gradients. All ranks construct it, and run backward passes together,
+    each giving a gradient to every parameter unless the options say otherwise. Its hooks go when it goes, or
+    with `close`.
 
     Args:
         params: (name, parameter) pairs of those that require a gradient, or parameters alone; on one device.
@@ -68,9 +67,9 @@ class Reducer:
         checks: make sure, by a small collective, that all ranks were given the same parameters and options.
 
     Attributes:
-        options: as given.
+        group: the ranks averaged over.
         history: what the passes so far have taught.
-        defers_reports: read one pass later what other ranks found wrong in a pass: where the CPU would have
+        defers_reports: read one pass later what other ranks found wrong in a pass, where the CPU would have
             to wait for the device. See Note [Late reports] in `report`.
 
     Raises:
@@ -92,16 +91,13 @@ class Reducer:
     ) -> None:
         self.options = ReducerOptions() if options is None else options
         params = held(params)
-        self._group = RankGroup.of(process_group, params).within(self.options.timeout)
-        self._summing = self._group.during("reduce")
-        watch(self, self._group, self.options.on_stall)
-        if checks:
-            with failing_together(self._group):
-                self._reduced = ReducedParams.of(params, sparse)
-                self._group.check_serves(self._reduced.params)
-            agree(self._group, [repr(self.options), *self._reduced.describe()], "what the reducer was given")
-        else:
+        self._use(RankGroup.of(process_group, params).within(self.options.timeout))
+        with failing_together(self.group) if checks else nullcontext():
             self._reduced = ReducedParams.of(params, sparse)
+            if checks:
+                self.group.check_serves(self._reduced.params)
+        if checks:
+            agree(self.group, [repr(self.options), *self._reduced.describe()], "what the reducer was given")
         self.defers_reports = is_asynchronous(self.params[0].device)
         self.history = History(len(self.params))
         self._upcoming = UpcomingPass(wanted)
@@ -110,7 +106,7 @@ class Reducer:
         self._inbox = Inbox(self.params, weakly(self._first_arrived))
         weakref.finalize(self, remove, self._inbox.handles)
         if checks:  # then all ranks have got here
-            learn_addresses(self._group)
+            learn_addresses(self.group)
 
     def reset(self) -> None:
         """Begin anew: first buckets, nothing learnt. Must be called by all ranks, between iterations."""
@@ -119,6 +115,11 @@ class Reducer:
         self._upcoming = UpcomingPass(self._upcoming.wanted, self._upcoming.is_expected)
         self._slot.failure = None
         self._assign(None)
+
+    @property
+    def activity(self) -> Activity:
+        """What this process does, which other ranks hear of if they miss it."""
+        return self.group.works.log.activity
 
     @property
     def names(self) -> Sequence[str]:
@@ -135,48 +136,19 @@ class Reducer:
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The ranks averaged over."""
-        return self._group.process_group
+        return self.group.process_group
 
     def use_group(self, process_group: dist.ProcessGroup | None) -> None:
         """Average over other ranks from now on. All of these must call, between iterations, and `reset`."""
-        self._group = replace(RankGroup.of(process_group, self.params), phase=self._group.phase)
-        self._summing = self._group.during("reduce")
-        watch(self, self._group, self.options.on_stall)
+        self._use(replace(RankGroup.of(process_group, self.params), phase=self.group.phase))
+
+    def _use(self, group: RankGroup) -> None:
+        self.group, self._summing = group, group.during("reduce")
+        watch(self, group, self.options.on_stall)
 
     def metrics(self, *, reset: bool = True) -> dict[str, float]:
         """Tell what this rank communicated since the last call; see `DistributedDataParallel.metrics`."""
-        return self._group.phase.traffic.figures(("reduce", "agree", "order"), "passes", reset=reset)
-
-    def logging_data(self) -> dict[str, int | str]:
-        """Tell about hook and buckets under the names of PyTorch's logger; does not communicate."""
-        history, buckets = self.history, self._assignment.buckets
-        sizes = ", ".join(str(bucket.nbytes) for bucket in buckets)
-        rebuilt = {"rebuilt_bucket_sizes": sizes} if history.has_rebuilt else {}
-        hook = {} if self._slot.is_empty else {"comm_hook": self._slot.name}
-        return {
-            "world_size": self._group.size,
-            "bucket_cap_bytes": self.options.bucket_caps_nbytes[-1],
-            "bucket_sizes": sizes,
-            "has_rebuilt_buckets": int(history.has_rebuilt),
-            "num_buckets_reduced": history.num_buckets_reduced,
-            "can_set_static_graph": int(history.looks_static),
-            **rebuilt,
-            **hook,
-        }
-
-    @property
-    def activity(self) -> Activity:
-        """What this process does, which other ranks hear of if they miss it."""
-        return self._group.works.log.activity
-
-    def begin_work(self, about: str) -> Record:
-        """Begin the record of a collective that PyTorch's class started, see `RankGroup.begin_work`."""
-        return self._group.begin_work(about)
-
-    def cut_if_failed(self) -> None:
-        """Let no other rank wait for this one any more, if a wait has failed; see `WorkLog.cut_if_failed`."""
-        works = self._group.works
-        works.log.cut_if_failed(works.ranks)
+        return self.group.phase.traffic.figures(("reduce", "agree", "order"), "passes", reset=reset)
 
     @property
     def assignment(self) -> BucketAssignment:
@@ -205,11 +177,11 @@ class Reducer:
         if not history.rebuild_is_due:
             return False
         history.rebuild_is_due = False
-        agreed = to_device(torch.tensor(history.order(), dtype=torch.int64), self._group.device)
+        agreed = to_device(torch.tensor(history.order(), dtype=torch.int64), self.group.device)
         # Not "agree": where it meets an agreement, ranks have made different calls, which is to be seen.
-        for work in self._group.during("order").broadcast_rows([(0, agreed)], "gradients"):
+        for work in self.group.during("order").broadcast_rows([(0, agreed)], "gradients"):
             work.wait()
-        self._assign(self._group.read(HostCopy(agreed)).tolist())  # the CPU waits, this once
+        self._assign(self.group.read(HostCopy(agreed)).tolist())  # the CPU waits, this once
         history.has_rebuilt = True
         return True
 
@@ -222,14 +194,15 @@ class Reducer:
 
     # ------------------------------------------------------------------ what users set
 
+    @property
+    def hook_name(self) -> str:
+        """Names the comm hook; empty without one."""
+        return self._slot.name
+
     def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Let a hook reduce the buckets, and divide by the number of ranks, in the place of all-reduce.
+        """Let ``hook(state, bucket) -> Future[Tensor]`` reduce buckets, and divide by the ranks' number.
 
         If it names buckets, they are made; see Note [Buckets in rows] in `assignment`.
-
-        Args:
-            state: handed to the hook.
-            hook: ``hook(state, bucket) -> Future[Tensor]``, see `GradBucket`.
 
         Raises:
             RuntimeError: there is one already, or a backward pass is under way.
@@ -332,7 +305,7 @@ class Reducer:
         divisor = 1.0
         if self._slot.is_empty:
             told = self._upcoming.divisor
-            divisor = self._group.size if told is None else told()
+            divisor = self.group.size if told is None else told()
         kind = PassWithGraph if torch.is_grad_enabled() else BackwardPass
         self.activity.begin("backward pass")
         current = kind(self._assignment, self._terms(divisor), self._launcher(), self._held_up())
@@ -380,12 +353,12 @@ class Reducer:
         if not (any(current.calls) or terms.asks_for_use or broke_off or lost):
             return  # torch.autograd.grad went through the output, and computed no parameter's gradient
         self.history.carried = [False] * len(self.params)
-        self._group.phase.traffic.count_step()
+        self.group.phase.traffic.count_step()
         defers = self.defers_reports and not self._upcoming.in_join and terms.kind != "learning"
         self._upcoming.divisor = None
         current.launch_rest()
         self._slot.await_all(current.reductions)
-        report = current.report(self._group)
+        report = current.report(self.group)
         checks_first = not defers and (self.checks_first or terms.asks_for_use)
         if checks_first:
             current.check(report)
@@ -433,7 +406,7 @@ class Reducer:
             else:
                 reductions.launch_next()
         self._slot.await_all(reductions)
-        report = terms.report(self._group, None, [False] * len(self.params))
+        report = terms.report(self.group, None, [False] * len(self.params))
         reductions.drain(report)
         report.check()
         used = report.used()
