@@ -46,29 +46,17 @@ from zero_optim.step.partial import PartialGradient, owned
 
 @dataclass(slots=True, eq=False)
 class _Filling:
-    """What a bucket holds in one backward pass.
+    """What a bucket holds in one backward pass."""
 
-    Attributes:
-        is_open: the pass has not ended: gradients that come are taken.
-        adds_at_once: see `OwnerBucket.begin`.
-        kept: by slot, the gradient of earlier passes, to which this one is added.
-        taken: slots of the gradients that have come.
-        numel: elements of them.
-        pace: see `OwnerBucket.pace_by`.
-        rows: None before the first gradient, and once they were handed on to be sent.
-        failed: word of a failure is to be sent.
-        reduced: by slot, rows of this rank, once they were summed.
-    """
-
-    is_open: bool = False
-    adds_at_once: bool = False
-    kept: dict[int, Tensor] = field(default_factory=dict)
-    taken: set[int] = field(default_factory=set)
-    numel: int = 0
-    pace: Callable[[float], None] | None = None
-    rows: OwnerRows | None = None
-    failed: bool = False
-    reduced: dict[int, Tensor] = field(default_factory=dict)
+    is_open: bool = False  # the pass has not ended: gradients that come are taken
+    adds_at_once: bool = False  # see `OwnerBucket.begin`
+    kept: dict[int, Tensor] = field(default_factory=dict)  # by slot, of earlier passes
+    taken: set[int] = field(default_factory=set)  # slots of the gradients that have come
+    numel: int = 0  # elements of them
+    pace: Callable[[float], None] | None = None  # see `OwnerBucket.pace_by`
+    rows: OwnerRows | None = None  # None before the first gradient, and once they were handed on to be sent
+    failed: bool = False  # word of a failure is to be sent
+    reduced: dict[int, Tensor] = field(default_factory=dict)  # by slot, summed rows of this rank
 
 
 class OwnerBucket(ReducerBucket):
@@ -127,12 +115,9 @@ class OwnerBucket(ReducerBucket):
         self._filling.failed = True
 
     def begin(self, kept: Mapping[int, Tensor], *, adds_at_once: bool) -> None:
-        """Begin a backward pass.
+        """Begin a backward pass, with the gradients of earlier ones, by slot, as `give` gave them.
 
-        Args:
-            kept: by slot, gradients of earlier passes, as `give` gave them.
-            adds_at_once: sums are added to them as they come, and not apart until the pass is known to be
-                good; see Note [Sums apart].
+        Sums may be added to these at once, and not only when the pass is known to be good: Note [Sums apart].
         """
         self._filling = _Filling(is_open=True, adds_at_once=adds_at_once, kept=dict(kept))
 
@@ -208,10 +193,7 @@ class OwnerBucket(ReducerBucket):
         return float("nan") if self._filling.failed else 0.0
 
     def take_over(self, total: Tensor) -> Tensor:
-        """Take over the sum of this rank's row.
-
-        Returns the word of a failure, one element, if it carries one; else none.
-        """
+        """Take over the sum of this rank's row, and give the word of a failure, one element, or none."""
         filling = self._filling
         apart: list[int] = []
         sums: list[tuple[Tensor, torch.dtype]] = []
@@ -227,10 +209,7 @@ class OwnerBucket(ReducerBucket):
         return total[-1:].clone() if self.can_carry_failure_word else self.flat  # no view: that would keep it
 
     def give(self, result: Tensor, skipped: Sequence[bool]) -> None:
-        """Make the reduced gradients the parameters' own on their owners, and partial ones on other ranks.
-
-        The result is not used: `take_over` has it. Parameters that no rank used are skipped.
-        """
+        """Make what `take_over` has the parameters' own on their owners, and partial gradients elsewhere."""
         filling, self._filling = self._filling, _Filling()
         streams.record_use(*filling.reduced.values())
         for slot, (index, param) in enumerate(zip(self.indices, self.params, strict=True)):

@@ -79,10 +79,7 @@ class SumRoute:
 
 
 class OwnerSum:
-    """A bucket on its way to its owners, in portions, of which two are under way at a time.
-
-    One is sent at once, the others as others come.
-    """
+    """A bucket on its way to its owners, in portions, of which two are under way at a time."""
 
     def __init__(self, bucket: OwnerBucket, rows: OwnerRows, label: str, route: SumRoute) -> None:
         self._bucket = bucket
@@ -135,10 +132,7 @@ class OwnerSum:
             raise
 
     def hand_on(self) -> None:
-        """Wait for the sum of the replica, and start the one across replicas; a second call does nothing.
-
-        Where there is one replica alone, have the bucket take the sum over.
-        """
+        """Wait for the sum of the replica, and start the one across, if any; a second call does nothing."""
         if self._total is not None or self._word is not None:
             return
         self.fill()
@@ -155,10 +149,7 @@ class OwnerSum:
             self._across.append(work)
 
     def wait(self) -> Tensor:
-        """Wait for the sum, and have the bucket take it over; a second call gives the same.
-
-        Returns the word of a failure, see `OwnerBucket.take_over`.
-        """
+        """Wait for the sum, which the bucket takes over; gives the word of a failure, any number of times."""
         self.hand_on()
         if self._word is None:
             for work in self._across:
@@ -172,14 +163,9 @@ class OwnerSum:
 class OwnerLine:
     """The buckets of one pass, one after the other: the first portion of one while the last of another ends.
 
-    See Note [Memory of sharded gradients] in `owner_bucket`. So the network has work while sums are made.
-
-    Args:
-        route: of the buckets.
-        labels: name the buckets in messages, by number.
-        everyone: the ranks of all replicas.
-        is_apart: lanes are process groups of their own. If not, a bucket is launched when the one before is
-            summed.
+    So the network has work while sums are made; see Note [Memory of sharded gradients] in `owner_bucket`.
+    Unless lanes are apart, on process groups of their own, a bucket is launched when the one before is
+    summed.
     """
 
     def __init__(

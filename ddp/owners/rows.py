@@ -28,8 +28,7 @@ def most_portions(size: int) -> int:
     """Return in how many portions the largest bucket is sent, so that two buckets are enough.
 
     The smallest c with ``(W - 1) / W (1 + 4 / c) <= 2``, see Note [Memory of sharded gradients], and at least
-    two, as the last one is under way while the next bucket begins. More would save more memory, and cost
-    time: each is one more wait, for ranks that may be half a bucket behind.
+    two, as the last one is under way while the next bucket begins. Each more is one more wait.
     """
     return -(-4 * (size - 1) // (size + 1)) if size > 1 else 1
 

@@ -35,13 +35,9 @@ def cast_buffers(module: nn.Module, dtype: torch.dtype | None, ignored: Collecti
 
 
 class Casting:
-    """Casts a model's floating-point parameters for its forward passes. Does not communicate.
+    """Casts a model's floating-point parameters to a dtype, None for none, but for names that are ignored.
 
-    Args:
-        module: the model.
-        dtype: what to; None casts none.
-        ignored: names of parameters to leave alone.
-        sparse: parameters whose gradients are sparse.
+    Parameters with sparse gradients are cast in a way of their own. Does not communicate.
     """
 
     def __init__(

@@ -99,12 +99,7 @@ class ReducedParams:
     def of(
         cls, params: Iterable[tuple[str, Tensor]] | Iterable[Tensor], sparse: Collection[str] = ()
     ) -> "ReducedParams":
-        """Name parameters that come without names, and check that all can be reduced.
-
-        Raises:
-            ValueError: there are none, or some are on several devices, or do not require a gradient.
-            TypeError: something is not a tensor.
-        """
+        """Name parameters that come without names, and check that all can be reduced."""
         pairs = _name_params(params)
         index_of = {id(param): index for index, (_, param) in enumerate(pairs)}
         return cls([name for name, _ in pairs], [param for _, param in pairs], frozenset(sparse), index_of)
@@ -153,14 +148,10 @@ def assign(
     order: Sequence[int] | None = None,
     members: Members | None = None,
 ) -> BucketAssignment:
-    """Make the buckets. A sparse gradient travels alone.
+    """Make the buckets. A sparse gradient travels alone. The order of gradients may not be known yet.
 
-    Args:
-        reduced: the parameters.
-        options: capacities and kinds.
-        order: in which gradients come; None as long as that is not known.
-        members: of buckets that a comm hook names, see Note [Buckets in rows]; not used unless each parameter
-            is in one of them. None for PyTorch's buckets.
+    Members of buckets that a comm hook names are not used unless each parameter is in one of them: Note
+    [Buckets in rows].
     """
     params = reduced.params
     listed = [] if members is None else indices_of_members(reduced, members, order)

@@ -20,7 +20,6 @@ class History:
 
     Attributes:
         num_passes: backward passes that were reduced.
-        num_buckets_reduced: in the last one.
         last_order: parameters in the order in which the gradients of this rank's last pass came.
         looks_static: whether the same parameters were used in all passes.
         rebuild_is_due: buckets are to follow the order of the last pass.

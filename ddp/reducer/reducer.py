@@ -2,10 +2,9 @@
 
 Note [One backward pass]
     A hook on the output of the forward pass, or the first gradient, makes a `BackwardPass` and asks the
-    autograd engine to be called when the pass has ended. Each gradient is counted; a full bucket
-    is launched if all before it were, so that every rank launches in the same order. At the end what is
-    left is launched, and the results become the parameters' gradients. Ranks tell each other that something
-    went wrong by an element of the last bucket, which waits for the end for that; or by a small sum of its
+    autograd engine to be called when the pass has ended. A full bucket is launched if all before it were, so
+    that every rank launches in the same order. At the end the rest is launched, and the results become the
+    parameters' gradients. An element of the last bucket tells other ranks of a failure; or a small sum of its
     own where there is a comm hook, or where parameters may be unused.
 
 The behaviour is that of PyTorch's reducer (Li et al., "PyTorch Distributed: Experiences on Accelerating
@@ -202,8 +201,6 @@ class Reducer:
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Let ``hook(state, bucket) -> Future[Tensor]`` reduce buckets, and divide by the ranks' number.
 
-        If it names buckets, they are made; see Note [Buckets in rows] in `assignment`.
-
         Raises:
             RuntimeError: there is one already, or a backward pass is under way.
             TypeError: it cannot be called as a hook.
@@ -258,10 +255,7 @@ class Reducer:
                 untyped.register_hook(partial(reached, nearest(tensor, self._reduced.index_of)))
 
     def _output_reached(self, witness: Node | None, _: Tensor) -> None:
-        """Begin a backward pass, if need be, as it goes through an output; called by that output's hook.
-
-        The witness accumulates into a parameter that the output depends on; None if there is none.
-        """
+        """Begin a backward pass that goes through an output; the witness accumulates into our parameter."""
         # torch.autograd.grad goes through outputs too, but gives no parameter its gradient.
         is_known_backward = witness is not None and reaches(witness)
         if not is_known_backward:
@@ -383,11 +377,8 @@ class Reducer:
     def shadow(self) -> None:
         """Take part in the reductions of one backward pass of the others, with zeros; for ``Join``.
 
-        This rank's gradients are left alone.
-
-        Raises:
-            ReductionError: on every rank, with what every rank that failed has to say; or this rank had no
-                pass to learn from, and buckets that are not used are left out.
+        This rank's gradients are left alone. Raises `ReductionError` with what every rank that failed has to
+        say; or as this rank had no pass to learn from, and buckets that are not used are left out.
         """
         self.check_finished()
         self.rebuild()
