@@ -121,8 +121,8 @@ class OwnerReducer(Reducer):
         return self._has_lanes and not (self._outermost is not None and self._may_differ)
 
     def _launcher(self) -> Launch:
-        line = OwnerLine(self._route, self._assignment.labels, self._summing, is_apart=self._is_apart)
-        for bucket in self._assignment.buckets:
+        line = OwnerLine(self._route, self.assignment.labels, self._summing, is_apart=self._is_apart)
+        for bucket in self.assignment.buckets:
             if isinstance(bucket, OwnerBucket):
                 bucket.pace_by(line.keep_pace)
         return line.launch

@@ -118,14 +118,3 @@ class UpcomingPass:
         if learnt is not None:
             return [index for index, calls in enumerate(learnt) if not calls]
         return self.search.pop_unused(params)
-
-    def read_reports(self, *, but: int) -> None:
-        """Read reports, all but the last few, and raise what they say; all ranks call."""
-        while len(self.unread) > but:
-            self.unread.pop(0).check()
-
-    def wait_for_futures(self) -> None:
-        """Wait for what was to be waited for, and forget it."""
-        futures, self.futures = self.futures, []
-        for future in futures:
-            future.wait()

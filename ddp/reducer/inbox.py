@@ -66,14 +66,6 @@ class Inbox:
         """Whether a backward pass is running."""
         return self.current is not None and self.current.phase is Phase.RUNNING
 
-    def pop_broken_off(self) -> BackwardPass | None:
-        """Give, once, the pass that has broken off, if one has."""
-        current = self.current
-        if current is None or current.phase is not Phase.BROKEN_OFF:
-            return None
-        self.current = None
-        return current
-
     def _early_hook_of(self, index: int, coming: Callable[[int], None]) -> Callable[[Tensor], None]:
         running = Phase.RUNNING  # found faster here
 
