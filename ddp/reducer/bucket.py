@@ -21,19 +21,12 @@ LARGE_NBYTES = 2**15
 class ReducerBucket:
     """Some parameters' gradients in one flat tensor, whole on every rank. Does not communicate.
 
-    Parameters, of one dtype and device, have indices among all, and slots here. Gradients travel in
-    ``dtype``, None for the parameters' own; a single sparse one as it is. They may become views of the flat
-    tensor, or be copied all in one call, when the bucket is full.
-
-    Attributes:
-        pending: slots of gradients that have come and were not copied yet, at most ``batch_length``.
-        large_slots: slots of gradients that are copied as soon as they come.
-        flat: the gradients, 1-D, as they travel; for a sparse bucket the last gradient.
-        views: each parameter's place in ``flat``, with its shape and strides; none if sparse.
-        is_shadow: it takes part, without gradients of this rank, in a pass of the others.
+    Parameters, of one dtype and device, have indices among all, and slots here. Gradients travel in ``dtype``,
+    None for the parameters' own; a single sparse one as it is. They may become views of the flat tensor, or
+    be copied all in one call, when the bucket is full.
     """
 
-    is_shadow = False
+    is_shadow = False  # it takes part, without gradients of this rank, in a pass of the others
 
     def __init__(
         self,
@@ -50,12 +43,12 @@ class ReducerBucket:
         self.is_sparse = is_sparse
         dtype = params[0].dtype if dtype is None else dtype
         self.as_views = as_views and dtype == params[0].dtype
-        self.pending: list[int] = []
+        self.pending: list[int] = []  # slots of gradients that have come and were not copied yet
         self.batch_length, self.large_slots = _batches(
             [param.nbytes for param in params], all_at_once=batched or is_sparse
         )
         self._misfits: list[int] = []  # slots of sparse gradients among dense ones, or the other way round
-        self.views: list[Tensor] = []
+        self.views: list[Tensor] = []  # each parameter's place in the flat tensor; none if sparse
         self.flat = self._no_gradient(dtype) if is_sparse else self._allocate(dtype)
 
     def _allocate(self, dtype: torch.dtype) -> Tensor:
