@@ -27,21 +27,29 @@ from sockets import listening
 from stalling import Others, linear, outcomes, sharded, with_gradients
 from waiting import LIMIT, wait_until
 from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.comm import verdicts as verdicts_module
-from zero_optim.comm.awake import AwakeTime
 from zero_optim.comm.backends import raised_by_backend
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.diagnosis import Status
-from zero_optim.comm.directory import Directory
-from zero_optim.comm.peers import Address, Listener, Message, Presence, ask, host_towards, in_threads
+from zero_optim.comm.records import Verdict
 from zero_optim.comm.started import Work
-from zero_optim.comm.verdicts import EXIT_CODE, Verdicts
-from zero_optim.comm.watchdog import Watchdog, unwatch
-from zero_optim.comm.works import Verdict, WorkLog, explain_nothing
+from zero_optim.comm.works import WorkLog, explain_nothing
 from zero_optim.compat.engine import default_store
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.ddp.reducer.reducer import Reducer
 from zero_optim.errors import StalledError
+from zero_optim.health import verdicts as verdicts_module
+from zero_optim.health.diagnosis import Status
+from zero_optim.health.peers import (
+    Address,
+    Directory,
+    Listener,
+    Message,
+    Presence,
+    ask,
+    host_towards,
+    in_threads,
+)
+from zero_optim.health.verdicts import EXIT_CODE, Verdicts
+from zero_optim.health.watchdog import AwakeTime, Watchdog, unwatch
 from zero_optim.hooks.exchange import start_average
 
 
@@ -586,7 +594,7 @@ def test_calls_beside_each_other_give_what_comes_in_time(monkeypatch: pytest.Mon
     now = iter(
         [0.0, 0.0, 0.0, 2.0]
     )  # when it begins, and before it waits for each: time is over for the last
-    monkeypatch.setattr("zero_optim.comm.peers.time", SimpleNamespace(monotonic=lambda: LIMIT * next(now)))
+    monkeypatch.setattr("zero_optim.health.peers.time", SimpleNamespace(monotonic=lambda: LIMIT * next(now)))
 
     def fail() -> int:
         raise OSError("gone")

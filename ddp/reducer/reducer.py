@@ -25,12 +25,10 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.futures import Future
 
-from zero_optim.comm.activity import Activity
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.backends import held
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.watchdog import learn_addresses, watch
-from zero_optim.comm.works import Record
+from zero_optim.comm.records import Activity, Record
 from zero_optim.compat.engine import in_backward
 from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
 from zero_optim.ddp.reducer.assignment import BucketAssignment, ReducedParams, ReducerOptions, assign
@@ -50,6 +48,7 @@ from zero_optim.ddp.reducer.report import swapped
 from zero_optim.ddp.reducer.shadow import ShadowPass
 from zero_optim.ddp.reducer.upcoming import UpcomingPass
 from zero_optim.errors import ReductionError
+from zero_optim.health.watchdog import learn_addresses, watch
 
 
 class Reducer:

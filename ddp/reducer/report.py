@@ -28,7 +28,6 @@ Note [Late reports]
     it has to know whether to change those gradients. It reads of failures later, with the others.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -130,8 +129,7 @@ class FailureReport:
 
     def _raise(self) -> None:
         """Raise what ranks have to say, if any has something; all ranks call."""
-        told = self._group.all_gather_bytes(json.dumps(self._failure).encode())
-        failures = [json.loads(payload) for payload in told]
+        failures = self._group.all_gather_json(self._failure)
         ranks: dict[str, list[int]] = {}
         for rank, failure in enumerate(failures):
             if failure is not None:

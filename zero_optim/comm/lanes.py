@@ -32,7 +32,6 @@ Note [Lanes]
 """
 
 import gc
-import json
 import secrets
 import weakref
 from collections.abc import Collection, Iterable, Mapping
@@ -217,8 +216,7 @@ def _exchange(
         "made": len(pool.lanes),
         "token": secrets.token_hex(8),
     }
-    payloads = group.all_gather_bytes(json.dumps(wish).encode())
-    everyone: list[dict[str, Any]] = [json.loads(payload) for payload in payloads]
+    everyone: list[dict[str, Any]] = group.all_gather_json(wish)
     if len({str(wish["want"]) for wish in everyone}) > 1:
         wishes = zip(group.numbers, everyone, strict=True)
         wants = "; ".join(f"rank {rank} wants {wish['want']}" for rank, wish in wishes)

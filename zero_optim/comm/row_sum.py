@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.exchange import exchange, start_parts
 from zero_optim.comm.traffic import Waitable
 from zero_optim.compat.streams import StreamBeside, record_use, recorded_event, wait_for_event
 
@@ -74,7 +75,7 @@ class RowExchange:
         self, group: RankGroup, lanes: Sequence[RankGroup], rows: Sequence[Tensor], about: str = ""
     ) -> None:
         self._rows = rows  # alive until they have been sent
-        self._works, self._came = group.during("reduce").exchange(rows, lanes, about)
+        self._works, self._came = exchange(group.during("reduce"), rows, lanes, about)
         # In a group of one nothing is sent, and no handle orders the stream that waits behind this one.
         self._made = None if self._works else recorded_event(rows[0].device)
 
@@ -123,7 +124,7 @@ class RowSum:
         parts = [_parts(row, count) for row, count in zip(rows, counts, strict=True)]
         totals = _parts(self._total, counts[rank])
         if lanes[0].is_gloo_on_cpu(own.device):
-            sent, receive = group.during("reduce").start_parts(parts, lanes, about)
+            sent, receive = start_parts(group.during("reduce"), parts, lanes, about)
             coming = deque([receive(parts[rank][0])])
             self._finish = partial(_receive_parts, parts, rank, totals, coming, receive, sent)
         else:

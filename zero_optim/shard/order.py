@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.copies import memory_of, pack
+from zero_optim.comm.wire import memory_of, pack
 from zero_optim.errors import RankMismatchError
 from zero_optim.plan.groups import ParamGroup, param_names, params_of
 from zero_optim.plan.memory import dense_strides

@@ -22,10 +22,6 @@ Note [Giving up together]
 
     A wait may also fail before its time, for example because the process of another rank was killed: gloo
     sees that the connection is closed. Then the thread that waited asks, and if ranks have ended, it decides.
-
-    Nor does a rank wait for the timeout where it is proven that waits cannot end: Note [Crosswise waits] in
-    `zero_optim.comm.crosswise`. The lowest rank of a group asks for that, once a wait has lasted some
-    seconds, then each time that it has lasted twice as long.
 """
 
 import logging
@@ -36,18 +32,15 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from zero_optim.comm.crosswise import Standing, stuck
-from zero_optim.comm.diagnosis import Seen, Status, closed, gone, judge, judge_crosswise, standings
-from zero_optim.comm.directory import Directory
-from zero_optim.comm.peers import ANSWER_LIMIT, Message, Presence
+from zero_optim.comm.records import Record, Verdict
 from zero_optim.comm.threads import start_thread
-from zero_optim.comm.works import GroupWorks, Record, Verdict, WorkLog
+from zero_optim.comm.works import GroupWorks, WorkLog
+from zero_optim.health.diagnosis import Seen, Status, closed, gone, judge
+from zero_optim.health.peers import ANSWER_LIMIT, Directory, Message, Presence
 
 EXIT_CODE = 75  # of a process that was ended because a wait took too long: "try again" in sysexits.h
 
 _LONG = 60.0  # seconds of a wait after which a user has begun to wonder; the usual timeout is 30 minutes
-_FIRST_QUESTION = 2.0  # seconds that a wait has lasted when ranks are first asked whether they wait crosswise
-_BETWEEN_QUESTIONS = 0.5  # seconds between both questions; the proof needs none
 _LONGEST_END = 10.0  # seconds that a process may take to end on a busy host, once it has been killed
 # In what gloo raises where a rank does not come, and where it is gone.
 _LATE = ("imed out",)
@@ -74,10 +67,9 @@ class Verdicts:
         self._log = log
         self._directory = directory
         self._deciding: set[tuple[int, ...]] = set()
-        self._proving: set[tuple[int, ...]] = set()
 
     def judge_wait(self, record: Record, seconds: float) -> None:
-        """Do what is to be done about a wait: warn of it, give it up, or ask whether it can end.
+        """Do what is to be done about a wait: warn of it, or give it up.
 
         Args:
             record: what is waited for.
@@ -93,10 +85,6 @@ class Verdicts:
         if seconds >= min(_LONG, record.timeout / 2) and not record.is_warned:
             record.is_warned = True
             _beside(lambda: self._warn(record, seconds))
-        if self._is_to_prove(record, seconds):
-            record.asked = record.waiting_since, seconds
-            self._proving.add(works.whole)
-            _beside(lambda: self._prove(record))
 
     def judge_failure(self, record: Record, error: Exception | None) -> None:
         """Find out why a work has failed that nobody waits for, and give up if ranks have ended.
@@ -109,13 +97,6 @@ class Verdicts:
             record.failure, record.group.has_failed = str(error), True
             _beside(lambda: self.explain(record, error))
 
-    def _is_to_prove(self, record: Record, seconds: float) -> bool:
-        whole, since = record.group.whole, record.waiting_since
-        if whole[0] != self._directory.rank or whole in self._proving or not record.waiter:
-            return False
-        asked = record.asked[1] if record.asked is not None and record.asked[0] == since else 0.0
-        return seconds >= max(min(_FIRST_QUESTION, record.timeout / 4), 2 * asked)
-
     def answer(self, question: Message) -> Message:
         """Say what this process does, and carry out the verdict that comes with the question, if one does."""
         ranks = tuple(map(int, question["ranks"]))
@@ -125,11 +106,9 @@ class Verdicts:
             if ranks not in self._log.verdicts:
                 self._log.give_up(ranks, told)
                 _beside(lambda: self._act(ranks, told, is_first="is_first" in question))
-        return self._status(ranks, stands="standing" in question).to_message()
+        return self._status(ranks).to_message()
 
-    def _status(
-        self, ranks: tuple[int, ...], record: Record | None = None, *, stands: bool = False
-    ) -> Status:
+    def _status(self, ranks: tuple[int, ...], record: Record | None = None) -> Status:
         waits = {id(each): each for each in list(self._log.waits.values())}
         # A CPU that went on waits where its device does, whatever it is in.
         late = [works.outstanding for works in list(self._log.groups.values()) if works.whole == ranks]
@@ -137,8 +116,7 @@ class Verdicts:
         if record is not None:
             waits[id(record)] = record
         verdict, deciding = self._log.verdicts.get(ranks), ranks in self._deciding
-        standing = Standing.of(self._log, ranks) if stands else None
-        return Status.of(waits.values(), self._log.activity, verdict, is_deciding=deciding, standing=standing)
+        return Status.of(waits.values(), self._log.activity, verdict, is_deciding=deciding)
 
     def _ask_all(self, works: GroupWorks, own: Status, question: Message) -> dict[int, Status | Presence]:
         """Ask all ranks of a group; gives what they say by group rank, with what this one says."""
@@ -158,24 +136,7 @@ class Verdicts:
             told = _judged(works, seen, self._rank_in(works), seconds).message.partition(". ")[0]
             logger.warning("%s. All ranks give up after %g s", told, record.timeout)
 
-    def _prove(self, record: Record) -> None:
-        """Ask whether ranks wait crosswise, and give up if so. See Note [Crosswise waits] in `crosswise`."""
-        works, told = record.group, list[Seen]()
-        try:
-            for pause in (0.0, _BETWEEN_QUESTIONS):
-                time.sleep(pause)
-                own = self._status(works.whole, stands=True)
-                told.append(self._ask_all(works, own, {"standing": True}))
-                found = stuck(standings(told[0]), standings(told[-1]))
-                if not found:
-                    return
-            self._decide(record, None, told[-1], judge_crosswise(told[-1], found))
-        finally:
-            self._proving.discard(works.whole)
-
-    def _decide(
-        self, record: Record, seconds: float | None, seen: Seen | None = None, proven: Verdict | None = None
-    ) -> Verdict:
+    def _decide(self, record: Record, seconds: float | None, seen: Seen | None = None) -> Verdict:
         """Find out who is missing, and give up with all other ranks. See Note [Giving up together]."""
         works = record.group
         me, tells = self._rank_in(works), False
@@ -187,7 +148,7 @@ class Verdicts:
             if found is None and any(_is_deciding(what) for rank, what in seen.items() if rank < me):
                 found = self._verdict_within(works, 2 * ANSWER_LIMIT)
             if found is None:
-                found, tells = self._kept(works, proven or _judged(works, seen, me, seconds), seen), True
+                found, tells = self._kept(works, _judged(works, seen, me, seconds), seen), True
             verdict = self._log.give_up(works.whole, found)
         finally:
             self._deciding.discard(works.whole)

@@ -28,19 +28,20 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup, bytes_to_tensor, tensor_to_bytes
+from zero_optim.comm.exchange import spread_rows
 from zero_optim.comm.frames import ranks_text
 from zero_optim.comm.traffic import Waitable
 from zero_optim.compat.streams import HostCopy, copy_to
 from zero_optim.errors import RankMismatchError
+from zero_optim.health.stamp import MARK, MARK_NBYTES
+from zero_optim.health.unit_stamps import UnitStamps
 from zero_optim.plan.layout import Layout, Room
-from zero_optim.shard.stamp import MARK, MARK_NBYTES
-from zero_optim.shard.storage import ParamBucket
-from zero_optim.shard.unit_stamps import UnitStamps
 
 _PURPOSES = 8  # more than there are; a mark is so many times the number of the bucket, and the purpose
 _TAG = _PURPOSES - 1  # of marks: no mark, as it is no purpose
@@ -82,6 +83,15 @@ class _Came:
     copy: HostCopy
 
 
+class OfParams(Protocol):
+    """A bucket of parameters."""
+
+    @property
+    def params(self) -> Sequence[Tensor]:
+        """The parameters."""
+        ...
+
+
 class UnitMarks:
     """Writes and reads the marks of a model's units. Only `start_rows` communicates.
 
@@ -90,7 +100,7 @@ class UnitMarks:
         group: the ranks.
     """
 
-    def __init__(self, units: Sequence[tuple[str, Sequence[ParamBucket]]], group: RankGroup) -> None:
+    def __init__(self, units: Sequence[tuple[str, Sequence[OfParams]]], group: RankGroup) -> None:
         named = [(name, bucket) for name, buckets in units for bucket in buckets]
         self._labels = [name for name, _ in named]
         self._numbers = {bucket.params[0]: number for number, (_, bucket) in enumerate(named)}
@@ -98,7 +108,7 @@ class UnitMarks:
         self._came: deque[_Came] = deque()
         self._difference = ""
 
-    def mark_of(self, bucket: ParamBucket, purpose: Purpose) -> int:
+    def mark_of(self, bucket: OfParams, purpose: Purpose) -> int:
         """Make the mark of a gather; the bucket has the parameters of one of a unit."""
         return self._numbers[bucket.params[0]] * _PURPOSES + purpose
 
@@ -110,8 +120,8 @@ class UnitMarks:
         ranks = lanes[0]
         marks = torch.zeros(ranks.size, _NBYTES, dtype=torch.uint8)
         marks[ranks.rank] = bytes_to_tensor(mark.to_bytes(_NBYTES, "little"))
-        works = ranks.spread_rows(list(enumerate(marks)), lanes, _TAG, label)
-        return [_Beside(self, marks, works), *ranks.spread_rows(rows, lanes, mark, label)]
+        works = spread_rows(ranks, list(enumerate(marks)), lanes, _TAG, label)
+        return [_Beside(self, marks, works), *spread_rows(ranks, rows, lanes, mark, label)]
 
     def write(self, flat: Tensor, layout: Layout, rank: int, mark: int) -> Callable[[], None]:
         """Write this rank's mark into its room; gives what takes those of all ranks when they have come."""

@@ -1,15 +1,13 @@
 """What hangs, and because of whom: made of what each rank says of itself. Does not communicate."""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zero_optim.comm.activity import OVERLAPPED_STEP, Activity, Mark
-from zero_optim.comm.crosswise import Standing, Standings, Stuck
 from zero_optim.comm.frames import differences, ranks_text
-from zero_optim.comm.peers import Message, Presence
-from zero_optim.comm.works import Record, Verdict
+from zero_optim.comm.records import OVERLAPPED_STEP, Activity, Mark, Record, Verdict
+from zero_optim.health.peers import Message, Presence
 
 _ADVICE = (
     "The process group cannot be used any more: end the processes, or destroy all groups and begin again"
@@ -27,7 +25,6 @@ class Status:
         last: what it began or ended last, as text; empty for nothing.
         verdict: message and missing ranks, if it has given up the group that it is asked about.
         is_deciding: it is about to give up that group.
-        standing: where its threads stand on that group, if that was asked.
     """
 
     waits: tuple[str, ...]
@@ -36,7 +33,6 @@ class Status:
     last: str = ""
     verdict: tuple[str, tuple[int, ...]] | None = None
     is_deciding: bool = False
-    standing: Standing | None = None
 
     @classmethod
     def of(
@@ -46,7 +42,6 @@ class Status:
         verdict: Verdict | None,
         *,
         is_deciding: bool,
-        standing: Standing | None = None,
     ) -> "Status":
         """Make it of what a process knows of itself."""
         now = time.monotonic()
@@ -58,7 +53,6 @@ class Status:
             "" if activity.last is None else _mark_text(activity.last, now),
             None if verdict is None else (verdict.message, verdict.missing),
             is_deciding,
-            standing,
         )
 
     def to_message(self) -> Message:
@@ -76,7 +70,6 @@ class Status:
             str(message["last"]),
             None if verdict is None else (str(verdict[0]), tuple(map(int, verdict[1]))),
             bool(message["is_deciding"]),
-            None if message["standing"] is None else Standing.read(message["standing"]),
         )
 
 
@@ -125,38 +118,13 @@ def judge(seen: Seen, own: int, seconds: float | None) -> Verdict:
             told.append(f"rank {rank} {what.value if isinstance(what, Presence) else _doing(what, call)}")
     if not missing:
         told.append(f"every rank waits, {'but not' if len(waiting) > 1 else 'all'} for the same")
+        told += _irregular(seen) if len(waiting) > 1 else []
     for work, ranks in waiting.items():
         told.append(f"{ranks_text(ranks)} wait{'s' * (len(ranks) == 1)} in {work}")
     if not ended and (len(waiting) > 1 or not missing):
         told += _differences(seen)
     why = "stalled" if seconds is None else f"stalled for {seconds:.3g} s"
     return Verdict(f"{why}: {'; '.join(told)}. {_ADVICE}", tuple(missing))
-
-
-def standings(seen: Seen) -> Standings:
-    """Pick where the ranks stand that have said so."""
-    told = {rank: what.standing for rank, what in seen.items() if isinstance(what, Status)}
-    return {rank: standing for rank, standing in told.items() if standing is not None}
-
-
-def judge_crosswise(seen: Seen, found: Sequence[Stuck]) -> Verdict:
-    """Say which ranks wait for each other, and which of them made other calls.
-
-    Args:
-        seen: what each rank of the group says.
-        found: the waits that cannot end.
-    """
-    ranks_of: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-    for each in found:
-        ranks = ranks_of.setdefault((each.text, each.lacking), [])
-        if each.rank not in ranks:
-            ranks.append(each.rank)
-    told = ["ranks have made different calls, and now wait for each other, which no timeout can end"]
-    told += _irregular(seen)
-    for (text, lacking), ranks in ranks_of.items():
-        other = f", which {ranks_text(lacking)} ha{'ve' if len(lacking) > 1 else 's'} not begun"
-        told.append(f"{ranks_text(ranks)} wait{'s' * (len(ranks) == 1)} in {text}{other if lacking else ''}")
-    return Verdict(f"stalled: {'; '.join(told + _differences(seen))}. {_ADVICE}")
 
 
 def _irregular(seen: Seen) -> list[str]:

@@ -21,8 +21,8 @@ Note [What may differ]
 Note [What a count cannot tell]
     Calls are counted as they gather, so ranks whose gathers meet have counted alike: name and number tell of
     another method, or another optimizer, in the place of a step. That a rank has left out a step, or taken
-    two, shows where its next collective meets another one; then the watchdog tells, in some seconds: Note
-    [Crosswise waits] in `zero_optim.comm.crosswise`. Where no step gathers, it shows in the next forward
+    two, shows where its next collective meets another one; then the watchdog tells, after
+    the timeout. Where no step gathers, it shows in the next forward
     pass: Note [Stamps of units] in `unit_stamps`.
 
     A count of something else would not help. Take backward passes. A rank that left out a step is ahead by
@@ -38,7 +38,6 @@ Note [What a count cannot tell]
     iteration would meet those of the next.
 """
 
-import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -46,11 +45,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zero_optim.comm.agreement import encoded, failure_of_others
+from zero_optim.comm.agreement import Failure, failure_of, failure_of_others
 from zero_optim.comm.collectives import RankGroup, bytes_to_tensor, tensor_to_bytes
 from zero_optim.comm.frames import ranks_text
 from zero_optim.compat.streams import HostCopy, copy_to
 from zero_optim.errors import RankMismatchError
+from zero_optim.health.stamp import (
+    STAMP_NBYTES,
+    Stamp,
+    different_calls,
+    different_numbers,
+    failed_ranks,
+    failure_elsewhere,
+    stamps_in,
+)
 from zero_optim.plan.groups import ParamGroup
 from zero_optim.plan.layout import Layout, Room
 from zero_optim.plan.options import (
@@ -60,15 +68,6 @@ from zero_optim.plan.options import (
     differing,
     held_by,
     text_of,
-)
-from zero_optim.shard.stamp import (
-    STAMP_NBYTES,
-    Stamp,
-    different_calls,
-    different_numbers,
-    failed_ranks,
-    failure_elsewhere,
-    stamps_in,
 )
 
 _SHOWN = 4  # options in a message
@@ -113,7 +112,7 @@ class _Step:
         came: the rooms of a gather, and what was in them.
         is_told: this rank has raised, or will, since another one failed.
         failed: the class of what the call raised on this rank; None if it did not.
-        failure: the same for an exchange; empty if it did not.
+        failure: the same for an exchange.
     """
 
     number: int
@@ -123,7 +122,7 @@ class _Step:
     came: list[tuple[Sequence[Room], HostCopy]] = field(default_factory=list)
     is_told: bool = False
     failed: str | None = None
-    failure: bytes = b""
+    failure: Failure | None = None
     _mine: Tensor | None = None
 
     def stamp(self) -> Tensor:
@@ -137,7 +136,7 @@ class _Step:
         """Tell of a failure from now on, unless there is one."""
         if self.failed is None:
             more = f". Ranks on which nothing was raised may have taken their part of {self.name}"
-            self.failed, self.failure, self._mine = type(failure).__name__, encoded(failure, more), None
+            self.failed, self.failure, self._mine = type(failure).__name__, failure_of(failure, more), None
 
     def stamps(self, read: Callable[[HostCopy], Tensor] = HostCopy.read) -> dict[int, Stamp]:
         """Give the stamps that have come, by rank: the last one of each, or one that tells of a failure."""
@@ -338,8 +337,7 @@ class Stamps:
 
         What they may differ in is left out of later digests. See Note [What may differ].
         """
-        told = json.dumps([step.options, sorted(mine.written), sorted(mine.made)])
-        everyone = [json.loads(payload) for payload in group.all_gather_bytes(told.encode())]
+        everyone = group.all_gather_json([step.options, sorted(mine.written), sorted(mine.made)])
         options = [of_rank[0] for of_rank in everyone]
         written = {tuple(key) for of_rank in everyone for key in of_rank[1]}
         made = set.intersection(*({tuple(key) for key in of_rank[2]} for of_rank in everyone))

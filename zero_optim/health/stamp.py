@@ -9,7 +9,7 @@ from zero_optim.errors import RankMismatchError, RemoteRankError
 from zero_optim.plan.options import DIGEST_NBYTES
 
 STAMP_NBYTES = 32
-MARK, MARK_NBYTES = 2, 2  # bytes that stamps leave to `zero_optim.shard.unit_marks`, and where they are
+MARK, MARK_NBYTES = 2, 2  # bytes that stamps leave to `zero_optim.health.unit_marks`, and where they are
 _FORM = struct.Struct(f"<BBxxI{DIGEST_NBYTES}s16s")
 _STEP, _FAILED = 1, 1
 

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup, tensor_to_bytes
 from zero_optim.compat.streams import HostCopy, is_asynchronous
+from zero_optim.health.stamp import MARK, MARK_NBYTES, STAMP_NBYTES, stamps_in
+from zero_optim.health.stamps import Origins, Stamps
 from zero_optim.plan.layout import Layout, Room
 from zero_optim.plan.options import Plain
-from zero_optim.shard.stamp import MARK, MARK_NBYTES, STAMP_NBYTES, stamps_in
-from zero_optim.shard.stamps import Origins, Stamps
 
 
 class UnitStamps:
@@ -37,7 +37,7 @@ class UnitStamps:
     Args:
         stamps_of: gives those of the optimizer, for its present plan; None in a group of one.
         group: the ranks.
-        origins: see `zero_optim.shard.stamps.Call`.
+        origins: see `zero_optim.health.stamps.Call`.
         told: called with what this rank is about to raise, as the others of the group do.
 
     Attributes:

@@ -1,40 +1,45 @@
-"""The watchdog: one thread a process, which looks at the waits of the library and says who is missing.
+"""The watchdog: one thread a process, which looks at the waits of the library and answers other ranks.
 
-It is started with the first optimizer or DDP of more than one rank, and ends with the last. It does not take
-part in collectives. Who is missing, and what becomes of that: `zero_optim.comm.verdicts`. How it ends a wait:
-Note [Waits that end] in `zero_optim.comm.works`. How it knows of other ranks: Note [Dead, stopped or slow] in
-`zero_optim.comm.peers`. What it does not count: Note [Time asleep] in `zero_optim.comm.awake`.
+It starts with the first optimizer or DDP of more than one rank, ends with the last, and takes no part in
+collectives. See `verdicts`, `peers`, and Note [Waits that end] in `zero_optim.comm.works`.
 
 Note [Watching NCCL]
     With NCCL the CPU does not wait, and a stream that waits cannot be made to raise. So the watchdog asks of
     one work of each group at a time whether it is completed: its handle, or once a stream waits for it an
     event of that stream, which keeps no tensors. If that takes too long, or it has failed and ranks have
-    ended, the ranks give up all the same: each logs the verdict, aborts its communicators, and raises the
-    verdict from the next work. A CPU that waits for the device goes on when its communicator is aborted.
-    Where it waits in a call of ours (`RankGroup.read`), that raises. NCCL's own watchdog ends the process
-    after the timeout of the process group; with ``on_stall="exit"`` ours does so after its own.
+    ended, each rank logs the verdict, aborts its communicators, and raises from the next work, and in
+    `RankGroup.read`; elsewhere a CPU that waits for the device goes on. NCCL's own watchdog ends the process
+    after the timeout of the process group.
+
+Note [Time asleep]
+    A process may stand still for hours and then go on: the job was stopped (SIGSTOP, a paused virtual
+    machine), or a laptop slept. All waits look very long then, though nobody is missing. The thread sleeps a
+    known time between two looks; if it comes much later, it did not run in between, and that time does not
+    count. What a busy machine adds is less than `PUNCTUAL`, and counts.
 """
 
 import atexit
 import os
 import threading
+import time
 import weakref
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 
-from zero_optim.comm.awake import AwakeTime
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.directory import Directory
-from zero_optim.comm.peers import ANSWER_LIMIT, Listener
 from zero_optim.comm.started import Awaited, Work
-from zero_optim.comm.verdicts import Verdicts
 from zero_optim.comm.works import GroupWorks, WorkLog, explain_nothing, log_of
 from zero_optim.compat.streams import asking
+from zero_optim.health.peers import ANSWER_LIMIT, Directory, Listener
+from zero_optim.health.verdicts import Verdicts
 
+PUNCTUAL = 1.0  # seconds by which a look may be late and still counts in full
+_KEPT = 256  # times asleep, of more than `PUNCTUAL` each
 OnStall = Literal["raise", "exit"]
 
 _LONGEST_LOOK = 1.0  # seconds between two looks at the waits
@@ -110,6 +115,36 @@ def learn_addresses(group: RankGroup) -> None:
     found = None if world is None else _WATCHDOGS.get(world)
     if found is not None and 1 < group.size <= _GROUP_FOR_ALL:
         found.learn(group)
+
+
+class AwakeTime:
+    """A clock that leaves out the time in which this process did not run; for one thread.
+
+    Args:
+        clock: in seconds; runs on while the process stands still.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last: float | None = None
+        self._asleep: deque[tuple[float, float]] = deque(maxlen=_KEPT)  # from when to when
+
+    def look(self, planned: float) -> float:
+        """Note that the thread runs; gives what the clock says.
+
+        Args:
+            planned: seconds after which it wanted to look again, or before.
+        """
+        now = self._clock()
+        if self._last is not None and now - self._last > planned + PUNCTUAL:
+            self._asleep.append((self._last + planned, now))
+        self._last = now
+        return now
+
+    def since(self, start: float, now: float) -> float:
+        """Tell how many seconds lie between two times of the clock, without those asleep."""
+        lost = sum(max(0.0, end - max(begin, start)) for begin, end in self._asleep)
+        return max(0.0, now - start - lost)
 
 
 class Watchdog:
