@@ -206,18 +206,17 @@ def test_a_long_run_with_pauses_up_to_half_of_the_timeout_raises_no_alarm(ranks2
 
 
 @contextmanager
-def patient_in(*modules: str) -> Iterator[None]:
-    """Let these wait for an answer as long as it takes: a busy machine may need more than they would give."""
+def patient_questions() -> Iterator[None]:
+    """Have questions wait for as long as a busy machine takes."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in modules:
-            patch.setattr(f"zero_optim.comm.{module}.ANSWER_LIMIT", LIMIT)
+        patch.setattr("zero_optim.health.peers.ANSWER_LIMIT", LIMIT)
         yield
 
 
 def ask_each_other() -> tuple[str, Status]:
     _optimizer = ZeroRedundancyOptimizer(linear().parameters(), torch.optim.SGD, lr=0.1)
     group = RankGroup.of(None)
-    with patient_in("peers", "directory"):
+    with patient_questions():
         found = Directory(lambda: True).ask_all(group.works.ranks, {"ranks": group.works.ranks})
     dist.barrier()
     (answer,) = found.values()
@@ -253,7 +252,7 @@ def test_who_does_not_have_the_token_is_not_answered(listener: Listener) -> None
     server.start()
     known = listener.address
     stranger = Address(known.host, known.port, "guess", known.node, known.pid)
-    with patient_in("peers"):
+    with patient_questions():
         assert ask(stranger, {"verdict": ["end", []]}) is Presence.ENDED  # the connection is closed
     server.join()
     assert answered == []
@@ -438,7 +437,6 @@ def test_a_wait_of_a_minute_is_warned_of_whatever_the_timeout_is() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verdicts_module, "_beside", lambda work: work())
         patch.setattr(judging, "_warn", lambda _, seconds: warned.append(seconds))
-        patch.setattr(judging, "_prove", lambda _: None)
         for seconds in (1.0, 59.0, 60.0, 61.0):
             judging.judge_wait(record, seconds)
     assert warned == [60.0]

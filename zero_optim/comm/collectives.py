@@ -359,23 +359,24 @@ class RankGroup:
         """
         if self.size == 1 or not mine.numel():
             return mine.expand(self.size, -1)
-        gathered = mine.new_empty(self.size, mine.numel())
-        self.phase.sent((self.size - 1) * mine.nbytes)
         try:
-            record = self.begin_work()
-            with self.phase.held_up(), record.waiting():
-                self._gather(list(gathered.unbind()), mine, record)
+            gathered, work = self.start_gather(mine)
+            work.wait()
         except StalledError:
             raise
         except RuntimeError as error:  # of the backend, whose text does not tell who waited for whom
             raise self.unanswered("the ranks could not agree", error) from error
         return gathered
 
-    def _gather(self, rows: list[Tensor], mine: Tensor, record: Record) -> None:
-        looks_up = self.is_gloo_on_cpu(mine.device)
-        handle = dist.all_gather(rows, mine, group=self.process_group, async_op=looks_up)
-        if isinstance(handle, dist.Work):
-            record.group.wait_for(handle)
+    def start_gather(self, mine: Tensor, about: str = "") -> tuple[Tensor, Waitable]:
+        """Start what `all_gather_rows` does, in a group of several; the rows are there after the wait."""
+        gathered = mine.new_empty(self.size, mine.numel())
+        self.phase.sent((self.size - 1) * mine.nbytes)
+        record = self.begin_work(about)
+        with record.starting():
+            rows = list(gathered.unbind())
+            handle = dist.all_gather(rows, mine, group=self.process_group, async_op=True)
+        return gathered, self.works_of([handle], record, mine.device)[0]
 
 
 def _default_group(data: list[Tensor], timeout: float | None) -> RankGroup:
