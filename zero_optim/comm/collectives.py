@@ -1,22 +1,20 @@
 """The ranks of a process group, and the collectives of all of them, each written once.
 
-Only here, in `exchange`, and where `lanes` makes groups are ranks global: everywhere else a rank is a group
-rank. All ranks of the group must call every method that communicates, in the same order. If a rank does not
-come, gloo raises after the group's timeout; NCCL's watchdog ends the process.
+Only here, in `exchange`, and where `lanes` makes groups are ranks global: elsewhere a rank is a group rank.
+All ranks of the group must call every method that communicates, in the same order. If a rank does not come,
+gloo raises after the group's timeout; NCCL's watchdog ends the process.
 
 Note [Rows at once]
-    NCCL and XCCL take all broadcasts of a bucket as one launch; otherwise each is a kernel with its own
-    latency. An all-gather takes one tensor of each rank, but an owner may have several spans in a bucket; and
-    where rows have one length, PyTorch's gathers into a copy of the whole bucket. Broadcasts write in place.
-    gloo starts all broadcasts, and its threads work on them side by side. Measured there, broadcasts by the
-    owners take a third of the time of an all-gather of the same bytes.
+    NCCL and XCCL take all broadcasts of a bucket as one launch. An all-gather takes one tensor of each rank,
+    but an owner may have several spans in a bucket; and where rows have one length, PyTorch's gathers into a
+    copy of the bucket. gloo starts all broadcasts, and works on them side by side: a third of the time of an
+    all-gather.
 
 Note [Agreements that meet]
-    A rank that leaves out a call, or makes one twice, may be in one agreement while the others are in another
-    one. gloo takes the two for one collective. If their messages differ in length, it raises in a thread of
-    its own, where nobody can catch it, and the process ends. So short messages travel in *frames* of one
-    length, with their own length in front: if that differs, every rank sees it, and raises. Longer messages
-    follow upon a frame that tells their length.
+    A rank that leaves out a call may be in one agreement while the others are in another one. If their
+    messages differ in length, gloo raises in a thread of its own, where nobody can catch it, and the process
+    ends. So short messages travel in *frames* of one length, with their own length in front: if that differs,
+    every rank raises. Longer messages follow upon a frame that tells their length.
 """
 
 import json
@@ -64,9 +62,6 @@ class RankGroup:
     """A process group as its members see it: group ranks 0 … size-1, this process among them.
 
     Attributes:
-        process_group: the default group or a part of it.
-        rank: group rank of this process.
-        size: number of ranks.
         device: where the library's own small tensors lie: Note [Devices of a group] in `comm.backends`.
         data_devices: where the parameters lie; empty where nothing is known of them.
         backends: what serves each type of device, such as ``{"cpu": "gloo", "cuda": "nccl"}``.
@@ -85,12 +80,10 @@ class RankGroup:
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None, data: object = None) -> "RankGroup":
-        """Make one for a process group, as this process sees it. Does not communicate.
+        """Make one for a process group, None for the default group. Does not communicate.
 
-        Args:
-            process_group: None stands for the default group.
-            data: what is to be sent: parameters, modules, devices, or collections of them, see `devices_of`;
-                None where nothing is known. Nothing in it is refused here, see `check_serves`.
+        ``data`` is what is to be sent: parameters, modules, devices, or collections of them; None where
+        nothing is known. Nothing in it is refused here, see `check_serves`.
 
         Raises:
             RuntimeError: torch.distributed is not initialised.
@@ -128,8 +121,6 @@ class RankGroup:
         placed = [torch.zeros(1, device=device) for device in self.data_devices]
         return _default_group, (placed, self.phase.timeout)
 
-    # ------------------------------------------------------------------ the same ranks, otherwise
-
     def let_go(self) -> "RankGroup":
         """Return the same without the process group: what communicates raises."""
         nobody: Any = _LetGo()
@@ -153,8 +144,6 @@ class RankGroup:
         """Return the same ranks, with traffic that nobody reads."""
         return replace(self, phase=Phase(timeout=self.phase.timeout))
 
-    # ------------------------------------------------------------------ what is known of them
-
     @property
     def numbers(self) -> tuple[int, ...]:
         """What messages call each rank: its number in the mesh that the group is part of, or in it."""
@@ -171,10 +160,7 @@ class RankGroup:
         return self.backends.get(device.type, "")
 
     def is_gloo_on_cpu(self, device: torch.device) -> bool:
-        """Whether gloo sends tensors of a device that the CPU has finished.
-
-        Waits for its collectives look up then: Note [Waits that nothing ends] in `unended`.
-        """
+        """Whether gloo sends what the CPU has finished there: then waits look up, see `unended`."""
         return self.backend_of(device) == "gloo" and not is_asynchronous(device)
 
     @property
@@ -192,8 +178,6 @@ class RankGroup:
         limit = timeout_of(self.process_group)
         within = "the timeout" if limit is None else f"{limit.total_seconds():g} s"
         return RemoteRankError(f"{what}: a rank has ended, or did not come within {within} ({error})")
-
-    # ------------------------------------------------------------------ works
 
     def doing(self, name: str) -> Doing:
         """Return a context in which this process is in a call, such as ``step()``."""
@@ -220,11 +204,9 @@ class RankGroup:
     def broadcast_rows(self, rows: Iterable[tuple[int, Tensor]], about: str = "") -> list[Waitable]:
         """Start the broadcast of each row from its owner, and wait for none. All ranks call.
 
-        Rows need no equal length. See Note [Rows at once].
-
         Args:
             rows: (owner, 1-D tensor) in the same order on every rank, all on one device. The broadcast reads
-                the owner's tensor and writes the others.
+                the owner's tensor and writes the others. They need no equal length. See Note [Rows at once].
             about: what the rows belong to, for messages.
 
         Returns:
@@ -235,48 +217,36 @@ class RankGroup:
             return []
         device, record = listed[0][1].device, self.begin_work(about)
         with record.starting():
-            handles = self._start_rows(listed, device)
-        nbytes = sum(self._nbytes_sent(row, owner) for owner, row in listed)
-        self.phase.sent(nbytes, len(handles))
+            if len(listed) < 2 or not coalesces(self.process_group, device):
+                handles: Sequence[dist.Work | None] = [self._broadcast(row, owner) for owner, row in listed]
+            else:
+                with coalesced(self.process_group, device) as handles:
+                    for owner, row in listed:
+                        self._broadcast(row, owner)
+        is_gloo, size = self.backend_of(device) == "gloo", self.size
+        sent = (
+            broadcast_nbytes(row.nbytes, (self.rank - owner) % size, size, is_gloo=is_gloo)
+            for owner, row in listed
+        )
+        self.phase.sent(sum(sent), len(handles))
         return self.works_of(handles, record, device)
-
-    def _start_rows(
-        self, rows: Sequence[tuple[int, Tensor]], device: torch.device
-    ) -> Sequence[dist.Work | None]:
-        if len(rows) < 2 or not coalesces(self.process_group, device):
-            return [self._broadcast(row, owner) for owner, row in rows]
-        with coalesced(self.process_group, device) as started:
-            for owner, row in rows:
-                self._broadcast(row, owner)
-        return started
-
-    def _nbytes_sent(self, row: Tensor, source: int) -> int:
-        behind, is_gloo = (self.rank - source) % self.size, self.backend_of(row.device) == "gloo"
-        return broadcast_nbytes(row.nbytes, behind, self.size, is_gloo=is_gloo)
 
     def _broadcast(self, tensor: Tensor, source: int) -> dist.Work | None:
         # As bytes, because no backend knows every dtype (gloo lacks float8, NCCL lacks int16).
-        row = tensor.view(torch.uint8)
-        work: dist.Work | None = dist.broadcast(
-            row, self.global_rank(source), group=self.process_group, async_op=True
-        )
+        row, owner = tensor.view(torch.uint8), self.global_rank(source)
+        work: dist.Work | None = dist.broadcast(row, owner, group=self.process_group, async_op=True)
         return work
 
     def start_sum(self, tensor: Tensor, about: str = "") -> tuple[dist.Work, Waitable]:
         """Start a sum over all ranks, in place for dense tensors. All ranks call.
 
-        Args:
-            tensor: what is summed.
-            about: what it belongs to, for messages.
-
-        Returns:
-            The backend's handle, for its result; and the work, to wait for.
+        Returns the backend's handle, for its result; and the work, to wait for.
         """
         self.count_sum(tensor)
         record = self.begin_work(about)
         with record.starting():
             handle = dist.all_reduce(tensor, group=self.process_group, async_op=True)
-        assert isinstance(handle, dist.Work)  # a member's asynchronous collective always gives a handle
+        assert isinstance(handle, dist.Work)
         return handle, self.works_of([handle], record, tensor.device)[0]
 
     def count_sum(self, tensor: Tensor) -> None:
@@ -293,10 +263,8 @@ class RankGroup:
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Return the payloads of all ranks, by rank. They may differ in length. Two collectives."""
-        lengths = [
-            int.from_bytes(size, "little")
-            for size in self.all_gather_fixed(len(payload).to_bytes(8, "little"))
-        ]
+        sizes = self.all_gather_fixed(len(payload).to_bytes(8, "little"))
+        lengths = [int.from_bytes(size, "little") for size in sizes]
         padded = payload.ljust(max(lengths), b"\0")
         return [got[:length] for got, length in zip(self.all_gather_fixed(padded), lengths, strict=True)]
 
@@ -305,8 +273,7 @@ class RankGroup:
 
         Raises:
             RemoteRankError: a rank has ended, or did not come within the group's timeout.
-            RankMismatchError: on every rank: payloads differ in length, so ranks are in different calls. See
-                Note [Agreements that meet].
+            RankMismatchError: on every rank: payloads differ in length, see Note [Agreements that meet].
         """
         if self.size == 1 or not payload:
             return [payload] * self.size
@@ -322,10 +289,9 @@ class RankGroup:
         return [tensor_to_bytes(row) for row in self.read(HostCopy(gathered))]
 
     def read(self, copy: HostCopy) -> Tensor:
-        """Wait on the CPU for what a collective of these ranks has brought; does not communicate.
+        """Wait on the CPU for what a collective of these ranks has brought.
 
-        On an accelerator, this is where a rank stands if another one does not come. Raises StalledError if
-        the ranks gave up: what came means nothing then.
+        Raises StalledError if the ranks gave up: what came means nothing then.
         """
         if copy.is_here:
             return copy.read()
@@ -344,18 +310,10 @@ class RankGroup:
         return RankMismatchError(met_otherwise(dict(zip(self.numbers, told, strict=True))))
 
     def all_gather_rows(self, mine: Tensor) -> Tensor:
-        """Gather the tensors of all ranks, which must have equal length. One collective.
+        """Gather 1-D tensors of uint8 of all ranks, of equal length, on `device`. One collective.
 
-        If `device` is asynchronous, the CPU waits neither for this nor for what makes the tensor.
-
-        Args:
-            mine: 1-D, uint8, on `device`.
-
-        Returns:
-            Shape (number of ranks, length), on `device`.
-
-        Raises:
-            RemoteRankError: a rank has ended, or did not come within the group's timeout.
+        If `device` is asynchronous, the CPU waits neither for this nor for what makes the tensor. Returns
+        shape (number of ranks, length). Raises RemoteRankError if a rank has ended, or did not come in time.
         """
         if self.size == 1 or not mine.numel():
             return mine.expand(self.size, -1)
@@ -385,11 +343,9 @@ def _default_group(data: list[Tensor], timeout: float | None) -> RankGroup:
 
 def bytes_to_tensor(payload: bytes) -> Tensor:
     """Copy bytes into a 1-D uint8 tensor on the CPU."""
-    return (
-        torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        if payload
-        else torch.empty(0, dtype=torch.uint8)
-    )
+    if not payload:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
 
 
 def tensor_to_bytes(tensor: Tensor) -> bytes:

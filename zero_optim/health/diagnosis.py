@@ -1,4 +1,4 @@
-"""What hangs, and because of whom: made of what each rank says of itself. Does not communicate."""
+"""What hangs, and because of whom, from what each rank says of itself. Does not communicate."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -19,7 +19,7 @@ class Status:
     """What a process says of itself.
 
     Attributes:
-        waits: what its threads wait for, see `Record.text`; that which lasts longest comes first.
+        waits: what its threads wait for, see `Record.text`; the longest wait comes first.
         open: what it is in, the outermost first: name, and how often it was begun.
         counts: by name, how often something was begun.
         last: what it began or ended last, as text; empty for nothing.
@@ -56,7 +56,7 @@ class Status:
         )
 
     def to_message(self) -> Message:
-        """Make plain JSON of it."""
+        """Return it as plain JSON."""
         return asdict(self)
 
     @classmethod
@@ -128,7 +128,7 @@ def judge(seen: Seen, own: int, seconds: float | None) -> Verdict:
 
 
 def _irregular(seen: Seen) -> list[str]:
-    """Say which ranks have left out a step or made one too many, where the others step once in each pass."""
+    """Name ranks that left out a step or made one too many, where others step once in each pass."""
     told, regular = [], 0
     for rank, what in sorted(seen.items()):
         if not isinstance(what, Status):
@@ -151,17 +151,12 @@ def _differences(seen: Seen) -> list[str]:
 
 
 def _steps_beside(status: Status) -> bool:
-    """Whether a thread steps; then those that wait for what it has yet to do wait for this rank itself."""
+    """Whether a thread steps; then waits for what it has yet to do are waits for this rank itself."""
     return any(name == OVERLAPPED_STEP for name, _ in status.open)
 
 
 def _doing(status: Status, call: tuple[str, int] | None) -> str:
-    """Say what a rank does that waits for nothing.
-
-    Args:
-        status: of the rank.
-        call: what the ranks that wait are in.
-    """
+    """Say what a rank does that waits for nothing; ``call`` is what the ranks that wait are in."""
     seen = f" (last seen: {status.last})" if status.last else ""
     if call is None:
         inside = f"is in {status.open[0][0]} and " if status.open else ""

@@ -1,15 +1,13 @@
 """Questions from one rank's watchdog to another's, over TCP: they pass where a collective cannot.
 
 Note [Dead, stopped or slow]
-    Each watchdog listens on a port. Who connects learns something in any case. Where nothing listens any more
-    (the connection is refused or reset), the process has ended. Where the kernel takes the connection but
-    nobody answers, the process is stopped, or its host is too busy to let it run. Where it answers, it says
-    itself what it does. So no rank has to write down each second that it lives.
+    Each watchdog listens on a port. Where the connection is refused or reset, the process has ended. Where
+    the kernel takes it but nobody answers, the process is stopped, or its host is too busy. Where it answers,
+    it says itself what it does. So no rank has to write down each second that it lives.
 
-    A question carries a token that is in the store, next to the address: whoever cannot read the store is not
+    A question carries a token that is in the store next to the address: whoever cannot read the store is not
     answered. Questions and answers are one line of JSON. The socket is bound to the address by which the
-    store is reached, so it is no more visible than the process group is: the loopback interface where the
-    store is there, or where it is a file.
+    store is reached, so it is no more visible than the process group is.
 """
 
 import errno
@@ -55,15 +53,7 @@ class Presence(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a watchdog listens.
-
-    Attributes:
-        host: address of the interface.
-        port: as it is.
-        token: must be in each question.
-        node: name of the machine.
-        pid: of the process.
-    """
+    """Where a watchdog listens; a question must carry the token."""
 
     host: str
     port: int
@@ -119,11 +109,7 @@ class Listener:
             self._waker.send(b"\0")
 
     def answer(self, answer: Callable[[Message], Message]) -> None:
-        """Answer one question, if there is one.
-
-        Args:
-            answer: of the question.
-        """
+        """Answer one question, if there is one."""
         try:
             connection, _ = self.socket.accept()
         except OSError:  # gone already
@@ -160,12 +146,7 @@ def ask(address: Address, question: Message) -> Message | Presence:
 
 
 def in_threads(calls: Mapping[int, Callable[[], T]], limit: float) -> dict[int, T]:
-    """Make calls beside each other, and give the results of those that end in time.
-
-    Args:
-        calls: by any number. What one raises is dropped.
-        limit: seconds for all of them.
-    """
+    """Make calls beside each other; returns the results of those that end within ``limit`` seconds."""
     found: dict[int, T] = {}
     over = threading.Semaphore(0)
 
@@ -189,10 +170,8 @@ def in_threads(calls: Mapping[int, Callable[[], T]], limit: float) -> dict[int, 
 
 
 def host_towards(host: str | None, port: int) -> str:
-    """Find the address of the interface by which this machine reaches another; loopback for None.
-
-    Nothing is sent: a datagram socket that is connected only chooses a route.
-    """
+    """Return the address of the interface by which this machine reaches another; loopback for None."""
+    # Nothing is sent: a datagram socket that is connected only chooses a route.
     if not host:
         return "127.0.0.1"
     try:
@@ -210,14 +189,10 @@ def _line(message: Message) -> bytes:
 
 
 def _read(connection: socket.socket, limit: float) -> Message:
-    """Read a line.
-
-    Args:
-        connection: where it comes.
-        limit: seconds in which all of it must come, so that nobody is held up by one who sends slowly.
+    """Read a line within ``limit`` seconds: nobody is held up by one who sends slowly.
 
     Raises:
-        TimeoutError: it did not.
+        TimeoutError: it did not come.
         EOFError: the other side closed before the end.
         ValueError: it is no object, or too long.
     """
@@ -247,9 +222,10 @@ _LEFT = "left"  # in the store, in the place of an address
 
 
 class Directory:
-    """Addresses, by global rank. The store is asked once for each, and again if nobody is found there.
+    """Where all watchdogs listen, by global rank, as the store of the default group has it.
 
-    It does not keep the store: that may have a port, which has to be free when the default group is gone.
+    The store is asked once for each, and again if nobody is found there. It is not kept: it may have a port,
+    which has to be free when the default group is gone.
 
     Args:
         is_current: whether the default group is still the one that this is for.
@@ -271,7 +247,7 @@ class Directory:
 
     @staticmethod
     def own_host() -> str:
-        """Find the address at which other ranks reach this machine."""
+        """Return the address at which other ranks reach this machine."""
         return host_towards(*address_of_store(default_store()))
 
     def publish(self, address: Address) -> None:
@@ -286,10 +262,7 @@ class Directory:
                 store.set(_key(self.rank), _LEFT)
 
     def learn(self, ranks: Sequence[int]) -> None:
-        """Read addresses before they are needed: the process that has the store may be the one to end.
-
-        Waits until the store has something of each rank.
-        """
+        """Read addresses of ranks before they are needed: the store may end first. Waits for all ranks."""
         unknown = [rank for rank in ranks if rank not in self._addresses]
         if unknown:
             found = default_store().multi_get([_key(rank) for rank in unknown])
@@ -297,11 +270,7 @@ class Directory:
                 self._note(rank, entry.decode())
 
     def ask_all(self, ranks: Sequence[int], question: Message) -> dict[int, Message | Presence]:
-        """Ask all ranks but this one; takes a few times `ANSWER_LIMIT` at most.
-
-        Returns:
-            By place among ``ranks``.
-        """
+        """Ask all ranks but this one, by place among ``ranks``; takes a few times `ANSWER_LIMIT` at most."""
         others = {place: rank for place, rank in enumerate(ranks) if rank != self.rank}
         calls = {place: partial(self._ask, rank, question) for place, rank in others.items()}
         found = in_threads(calls, 3 * ANSWER_LIMIT)
@@ -324,7 +293,7 @@ class Directory:
         return Presence.ENDED
 
     def _look_up(self, rank: int) -> Presence | None:
-        """Read an address from the store; say why there is none."""
+        """Read an address from the store; says why there is none."""
         store = default_store()
         if not store.check([_key(rank)]):
             return Presence.ABSENT

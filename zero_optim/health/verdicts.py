@@ -1,27 +1,18 @@
 """Verdicts: a wait takes too long, so ranks find out who is missing, and give up together.
 
 Note [Giving up together]
-    The rank whose wait is the first to take too long asks all ranks of the group what they do. If the group
-    is a part of a mesh, "group" means the whole mesh here, and ranks are numbered in that. Of what they
-    say it makes a verdict, and tells it to all of them, then it breaks its connections. Who is told does the
-    same: its waits raise, and no work begins any more on groups of these ranks. A rank that waits for
-    nothing, because it is slow, learns of it from its next work.
+    The rank whose wait is the first to take too long asks all ranks of the group what they do, or of the
+    whole mesh that the group is a part of. It makes a verdict, tells it to all of them, and breaks its
+    connections; so do they: their waits raise, and no work begins any more on groups of these ranks. A wait
+    may also fail before its time, if gloo sees a closed connection. Then the thread that waited asks, and
+    decides if ranks have ended.
 
-    Several ranks may decide at the same time, none of which had a verdict when the others asked. In a mesh
-    they even judge different groups. So a verdict is first told to the lowest rank that answers. That one
-    keeps the first verdict that it is told or makes itself, and says which one that is; it holds on all
-    ranks. A rank that has answered before, and does not now, is only busy as a rule: it is asked again for
-    some seconds. Else ranks could take different ones for the lowest. If a lower rank is about to decide, the
-    others wait a while for its word, so as not to say the same in other words.
-
-    Two verdicts are left possible: if the lowest rank is silent when one rank asks, and answers another one,
-    both in the second in which both decide. Then some ranks raise one reason, and some the other; nobody
-    hangs. No protocol can close that, as nobody can tell a stopped process from a slow one. The store as the
-    arbiter would move it to the process that has the store, often the very rank that is silent, and each
-    verdict would wait a second for that.
-
-    A wait may also fail before its time, for example because the process of another rank was killed: gloo
-    sees that the connection is closed. Then the thread that waited asks, and if ranks have ended, it decides.
+    Several ranks may decide at the same time. So a verdict is first told to the lowest rank that answers,
+    which keeps the first one that it is told or makes itself; that one holds. A rank that has answered
+    before, and does not now, is only busy as a rule: it is asked again for some seconds. Two verdicts stay
+    possible if the lowest rank is silent when one rank asks, and answers another one, in the second in which
+    both decide: then ranks raise different reasons, and nobody hangs. No protocol can close that. The store
+    as the arbiter would often be on the rank that is silent.
 """
 
 import logging
@@ -69,12 +60,7 @@ class Verdicts:
         self._deciding: set[tuple[int, ...]] = set()
 
     def judge_wait(self, record: Record, seconds: float) -> None:
-        """Do what is to be done about a wait: warn of it, or give it up.
-
-        Args:
-            record: what is waited for.
-            seconds: for how long.
-        """
+        """Warn of a wait that has lasted for some seconds, or give it up."""
         works = record.group
         if works.verdict is not None or works.whole in self._deciding:
             return
@@ -87,18 +73,13 @@ class Verdicts:
             _beside(lambda: self._warn(record, seconds))
 
     def judge_failure(self, record: Record, error: Exception | None) -> None:
-        """Find out why a work has failed that nobody waits for, and give up if ranks have ended.
-
-        Args:
-            record: of the work.
-            error: what it failed with; None if it went well.
-        """
+        """Find out why a work has failed for which nobody waits, and give up if ranks have ended."""
         if isinstance(error, RuntimeError):
             record.failure, record.group.has_failed = str(error), True
             _beside(lambda: self.explain(record, error))
 
     def answer(self, question: Message) -> Message:
-        """Say what this process does, and carry out the verdict that comes with the question, if one does."""
+        """Say what this process does; carry out the verdict that the question brings, if any."""
         ranks = tuple(map(int, question["ranks"]))
         if "verdict" in question:
             message, missing = question["verdict"]
@@ -119,7 +100,7 @@ class Verdicts:
         return Status.of(waits.values(), self._log.activity, verdict, is_deciding=deciding)
 
     def _ask_all(self, works: GroupWorks, own: Status, question: Message) -> dict[int, Status | Presence]:
-        """Ask all ranks of a group; gives what they say by group rank, with what this one says."""
+        """Return what all ranks of a group say, by group rank, with this one."""
         found = self._directory.ask_all(works.whole, {"ranks": works.whole, **question})
         seen = {
             rank: what if isinstance(what, Presence) else Status.read(what) for rank, what in found.items()
@@ -146,7 +127,7 @@ class Verdicts:
                 seen = self._ask_all(works, self._status(works.whole, record), {})
             found = _verdict_in(seen)
             if found is None and any(_is_deciding(what) for rank, what in seen.items() if rank < me):
-                found = self._verdict_within(works, 2 * ANSWER_LIMIT)
+                found = _verdict_within(works, 2 * ANSWER_LIMIT)
             if found is None:
                 found, tells = self._kept(works, _judged(works, seen, me, seconds), seen), True
             verdict = self._log.give_up(works.whole, found)
@@ -158,7 +139,7 @@ class Verdicts:
         return verdict
 
     def _kept(self, works: GroupWorks, verdict: Verdict, seen: Seen) -> Verdict:
-        """Tell the lowest rank that answers; give the verdict that it keeps, which may be another rank's."""
+        """Tell the lowest rank that answers; returns the verdict that it keeps."""
         question = {**_telling(works.whole, verdict), "is_first": True}
         deadline = time.monotonic() + _LONGEST_END
         for place, rank in enumerate(works.whole[: self._rank_in(works)]):
@@ -171,10 +152,7 @@ class Verdicts:
         return works.verdict or verdict
 
     def _tell(self, ranks: tuple[int, ...], verdict: Verdict, seen: Seen) -> None:
-        """Tell all ranks; those that did not answer before are told beside, as waiting for them takes long.
-
-        A process that is to end waits for all of them.
-        """
+        """Tell all ranks; those that did not answer before on a thread, unless this process is to end."""
         question = _telling(ranks, verdict)
         mute = [rank for place, rank in enumerate(ranks) if isinstance(seen[place], Presence)]
         if mute and not self.exits:
@@ -182,20 +160,10 @@ class Verdicts:
             ranks = tuple(rank for rank in ranks if rank not in mute)
         self._directory.ask_all(ranks, question)
 
-    def _verdict_within(self, works: GroupWorks, limit: float) -> Verdict | None:
-        deadline = time.monotonic() + limit
-        while works.verdict is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return works.verdict
-
     def _act(self, ranks: tuple[int, ...], verdict: Verdict, *, is_first: bool = False) -> None:
         """Carry out a verdict on this process: end it, or make its waits raise.
 
-        Args:
-            ranks: that are given up.
-            verdict: of them.
-            is_first: others may not have been told yet. If this process is to end, they are told before: else
-                its end is what they see.
+        ``is_first``: others may not have been told yet; a process that ends tells them before.
         """
         logger.error("%s", verdict.message)
         if is_first and self.exits:
@@ -218,7 +186,7 @@ class Verdicts:
         is_late, is_closed = (any(word in str(error) for word in words) for words in (_LATE, _CLOSED))
         while works.verdict is None and self._directory.is_current():
             if works.whole in self._deciding:
-                self._verdict_within(works, 0.1)
+                _verdict_within(works, 0.1)
                 continue
             seen: Seen = self._ask_all(works, self._status(works.whole, record), {})
             mute = [what for what in seen.values() if what in _MUTE]
@@ -249,6 +217,13 @@ def _judged(works: GroupWorks, seen: Seen, own: int, seconds: float | None) -> V
     return judge(seen, own, seconds)
 
 
+def _verdict_within(works: GroupWorks, limit: float) -> Verdict | None:
+    deadline = time.monotonic() + limit
+    while works.verdict is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return works.verdict
+
+
 def _telling(ranks: tuple[int, ...], verdict: Verdict) -> Message:
     """Make the question that tells a verdict."""
     return {"ranks": ranks, "verdict": [verdict.message, verdict.missing]}
@@ -264,7 +239,7 @@ def _is_deciding(what: Status | Presence) -> bool:
 
 
 def _beside(work: Callable[[], object]) -> threading.Thread:
-    """Do something that takes long on a thread of its own: that of the watchdog has to answer meanwhile."""
+    """Do something that takes long on a thread of its own, as the watchdog has to answer meanwhile."""
     return start_thread(work, "zero_optim diagnosis")
 
 

@@ -48,11 +48,7 @@ _GROUP_FOR_ALL = 1024  # up to this number of ranks each one learns all addresse
 
 
 def check_patience(timeout: object, on_stall: object = "raise") -> None:
-    """Refuse wrong values of the two options.
-
-    Raises:
-        ValueError: a timeout that is no number of seconds above 0, or another word than "raise" and "exit".
-    """
+    """Raise ValueError for a wrong ``timeout`` or ``on_stall``."""
     if timeout is not None and (type(timeout) not in (int, float) or not timeout > 0):  # type: ignore[operator]
         raise ValueError(f"expected timeout to be a number of seconds above 0, or None, got {timeout!r}")
     if on_stall not in get_args(OnStall):
@@ -60,13 +56,13 @@ def check_patience(timeout: object, on_stall: object = "raise") -> None:
 
 
 def patient(group: RankGroup, timeout: object) -> RankGroup:
-    """Give the same ranks, whose waits are given up after a time; a wrong one is left out, to be refused."""
+    """Return the same ranks, whose waits end after ``timeout``; a wrong one is left out, to be refused."""
     fits = type(timeout) in (int, float) and timeout > 0  # type: ignore[operator]
     return group.within(float(timeout)) if fits else group  # type: ignore[arg-type]
 
 
 def watch(user: object, group: RankGroup, on_stall: object = "raise") -> None:
-    """Have a watchdog as long as something lives that communicates. Does not communicate with other ranks.
+    """Have a watchdog as long as ``user`` lives. Does not communicate with other ranks.
 
     Args:
         user: what communicates; only a weak reference is kept.
@@ -88,11 +84,7 @@ def watch(user: object, group: RankGroup, on_stall: object = "raise") -> None:
 
 
 def unwatch(user: object) -> None:
-    """Have no watchdog any more for something that let its process group go; does not communicate.
-
-    Args:
-        user: what was given to `watch`.
-    """
+    """Have no watchdog any more for a user that let its process group go."""
     for found in list(_WATCHDOGS.values()):
         found.drop(user)
 
@@ -110,7 +102,7 @@ class _User:
 
 
 def learn_addresses(group: RankGroup) -> None:
-    """Read where the watchdogs of all ranks listen, when all are known to have one; asks the store once."""
+    """Read where all watchdogs listen, when all are known to have one; asks the store once."""
     world = dist.group.WORLD
     found = None if world is None else _WATCHDOGS.get(world)
     if found is not None and 1 < group.size <= _GROUP_FOR_ALL:
@@ -130,11 +122,7 @@ class AwakeTime:
         self._asleep: deque[tuple[float, float]] = deque(maxlen=_KEPT)  # from when to when
 
     def look(self, planned: float) -> float:
-        """Note that the thread runs; gives what the clock says.
-
-        Args:
-            planned: seconds after which it wanted to look again, or before.
-        """
+        """Note that the thread runs, and wanted to run after ``planned`` seconds; returns the time."""
         now = self._clock()
         if self._last is not None and now - self._last > planned + PUNCTUAL:
             self._asleep.append((self._last + planned, now))
@@ -142,18 +130,13 @@ class AwakeTime:
         return now
 
     def since(self, start: float, now: float) -> float:
-        """Tell how many seconds lie between two times of the clock, without those asleep."""
+        """Return the seconds between two times of the clock, without those asleep."""
         lost = sum(max(0.0, end - max(begin, start)) for begin, end in self._asleep)
         return max(0.0, now - start - lost)
 
 
 class Watchdog:
-    """Looks at the waits of this process, and answers those of others.
-
-    Args:
-        log: of this process.
-        world: the default group; only a weak reference is kept.
-    """
+    """Looks at the waits of this process, and answers questions of others."""
 
     def __init__(self, log: WorkLog, world: dist.ProcessGroup) -> None:
         current = weakref.ref(world)
@@ -203,7 +186,7 @@ class Watchdog:
             self._listener.wake()
 
     def wait_until_left(self) -> None:
-        """Wait until one that is over has said so in the store; not for long, as the store may be stuck."""
+        """Wait until one that is over has said so in the store; not for long, as that may be stuck."""
         self._has_left.wait(ANSWER_LIMIT)
 
     def learn(self, group: RankGroup) -> None:
