@@ -37,7 +37,7 @@ from zero_optim.plan.options import OptionValues, Plain, differing, held_by, tex
 if TYPE_CHECKING:
     from zero_optim.comm.traffic import Waitable
 
-_EXCERPT = 88  # bytes of the message of an error
+_EXCERPT = 192  # bytes of the message of an error
 _DRIFTED = "Parameters of replicas may differ by now: load a checkpoint on all"
 
 
