@@ -21,9 +21,9 @@ LARGE_NBYTES = 2**15
 class ReducerBucket:
     """Some parameters' gradients in one flat tensor, whole on every rank. Does not communicate.
 
-    Parameters, of one dtype and device, have indices among all, and slots here. Gradients travel in ``dtype``,
-    None for the parameters' own; a single sparse one as it is. They may become views of the flat tensor, or
-    be copied all in one call, when the bucket is full.
+    Parameters, of one dtype and device, have indices among all, and slots here. Gradients travel in
+    ``dtype``, None for the parameters' own; a single sparse one as it is. They may become views of the flat
+    tensor, or be copied all in one call, when the bucket is full.
     """
 
     is_shadow = False  # it takes part, without gradients of this rank, in a pass of the others
