@@ -107,7 +107,7 @@ class Trainer:
         self._pass_without_update()
         self._register_hook()
 
-    def _wrapped(self) -> TorchDistributedDataParallel:
+    def _wrapped(self) -> TorchDistributedDataParallel | FullyShardedDataParallel:
         """Wrap the model in what reduces its gradients."""
         if self.config.shard == "gradients":
             return ShardedDataParallel(self.gpt, self._optimizer, accumulate="local")

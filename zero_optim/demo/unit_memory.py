@@ -1,5 +1,7 @@
 """Measures what a fully sharded model has in memory. Does not communicate."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from zero_optim.ddp import FullyShardedDataParallel
@@ -25,7 +27,8 @@ class UnitMeter:
         self._peak = 0
         modules, trained = model.module.modules(), model.module.parameters()
         self._hooks = [module.register_forward_pre_hook(self._called) for module in modules]
-        self._hooks += [param.register_hook(self._came) for param in trained if param.requires_grad]
+        tensors: list[Any] = [param for param in trained if param.requires_grad]
+        self._hooks += [param.register_hook(self._came) for param in tensors]
 
     def _called(self, module: nn.Module, inputs: object) -> None:
         self._look()

@@ -47,6 +47,7 @@ class UnitsClaim:
     Args:
         units: the parameters, each with the number of its unit.
         num_units: how many units there are.
+        taken_over: called with an optimizer that has taken them over.
 
     Attributes:
         units: as given, but for those that an optimizer that came later has left out.
@@ -55,17 +56,16 @@ class UnitsClaim:
         group: the ranks that keep the rows; None before anybody does.
         everyone: with a mesh, the ranks of all replicas; None without one.
         is_open: an optimizer may come and take them over.
-        told: called with an optimizer that has.
     """
 
-    def __init__(self, units: dict[Tensor, int], num_units: int) -> None:
+    def __init__(self, units: dict[Tensor, int], num_units: int, taken_over: Callable[[Any], None]) -> None:
         self.units = units
         self.buckets: list[list[UnitBucket]] = [[] for _ in range(num_units)]
         self.forms = UnitForms()
         self.group: RankGroup | None = None
         self.everyone: RankGroup | None = None
         self.is_open = False
-        self.told: Callable[[Any], None] | None = None
+        self._taken_over = taken_over
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be copied or pickled with a parameter."""
@@ -200,14 +200,15 @@ class UnitsClaim:
         Returns:
             What is to be called with the optimizer when it is built.
         """
-        if self.is_open:
+        was_open = self.is_open
+        if was_open:
             self._make_whole(set(self.units).difference(params), group)
             for bucket in buckets:
                 bucket.let_go()
                 bucket.has_new_place()
         self.is_open, self.forms = False, forms
         self.place(buckets, group)
-        return self.told
+        return self._taken_over if was_open else None
 
     def _make_whole(self, params: AbstractSet[Tensor], group: RankGroup) -> None:
         for of_unit in self.buckets:
