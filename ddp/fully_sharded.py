@@ -8,9 +8,8 @@ Note [No part in Join]
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -20,74 +19,39 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.lanes import lanes_for_rows
 from zero_optim.comm.mesh import RankMesh, agree_between_replicas
 from zero_optim.comm.watchdog import unwatch
-from zero_optim.compat.engine import require
 from zero_optim.ddp.full.choice import Units
 from zero_optim.ddp.full.construction import Asked, RanksToBe, UnitConstruction, ignored_names
 from zero_optim.ddp.full.filling import Init, has_meta, take_values_of_first
 from zero_optim.ddp.full.guards import refuse_conversions
-from zero_optim.ddp.full.module_hooks import PassHooks, hook_params, hook_up
+from zero_optim.ddp.full.module_hooks import PassHooks, hook_up
 from zero_optim.ddp.full.offload import Offload
-from zero_optim.ddp.full.unit import OUTERMOST, Unit, UnitSupply
+from zero_optim.ddp.full.parts import (
+    OF_PYTORCH,
+    check_sparse,
+    make_gathers,
+    make_places,
+    make_reducer,
+    make_units,
+    send_buffers,
+)
+from zero_optim.ddp.full.unit import UnitSupply
 from zero_optim.ddp.full.units import UnitsInUse
-from zero_optim.ddp.owners.launch_places import LaunchPlaces
 from zero_optim.ddp.owners.owner_reducer import Accumulate, OwnerReducer
 from zero_optim.ddp.owners.wrapper_checks import (
-    REFUSED,
     check_arguments,
     check_group,
     check_module,
     check_optimizer,
 )
-from zero_optim.ddp.precision.precision import PrecisionPolicy, sparse_names
-from zero_optim.ddp.reducer.assignment import ReducerOptions
-from zero_optim.ddp.reducer.backward_pass import BackwardPass
+from zero_optim.ddp.precision.precision import PrecisionPolicy
 from zero_optim.ddp.reducer.graph import replaced
 from zero_optim.ddp.reducer.inbox import weakly
 from zero_optim.ddp.reducer.model_agreement import agree_on_model
 from zero_optim.ddp.reducer.report import names_text
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
-from zero_optim.shard.unit_gathers import GathersFromOwners, GathersInReplicas, UnitGathers
-from zero_optim.shard.unit_marks import UnitMarks
-from zero_optim.shard.unit_stamps import UnitStamps
 from zero_optim.step.unreduced import NOT_REDUCED, FrozenParams
-
-NEEDED: tuple[tuple[object, str], ...] = (  # see Note [Private names] in zero_optim.compat.engine
-    (dist, "_broadcast_coalesced"),
-    (torch.autograd, "_unsafe_preserve_version_counter"),
-)
-require(NEEDED, __name__)
-
-_BUFFERS_AT_ONCE = 250 * 2**20  # bytes, as in PyTorch's DDP
-_PREFETCHES = "the next unit is always on its way while one is used; leave it out"
-_IGNORES = "freeze these parameters and leave them out of the optimizer: they stay whole on every rank"
-_OFFLOADS = (
-    'offload="cpu" keeps what a rank owns on the CPU, and offload=zero_optim.ddp.Offload(folder, budget) '
-    "in files"
-)
-_TAKES_FIRST = "every rank takes the values of rank 0; leave it out"
-
-_REFUSED = {
-    **REFUSED,
-    "auto_wrap_policy": "give the modules that are gathered together, or their classes, as units=",
-    "backward_prefetch": _PREFETCHES,
-    "cpu_offload": _OFFLOADS,
-    "device_id": "move the model before its first forward pass; for one on the meta device give device=",
-    "forward_prefetch": _PREFETCHES,
-    "ignored_modules": _IGNORES,
-    "ignored_params": _IGNORES,
-    "ignored_states": _IGNORES,
-    "limit_all_gathers": _PREFETCHES,
-    "mp_policy": "give it as mixed_precision=",
-    "offload_policy": _OFFLOADS,
-    "param_init_fn": "give it as init=",
-    "sharding_strategy": "parameters are sharded; reshard_after_forward=False keeps them whole until the "
-    "backward pass (SHARD_GRAD_OP), and mesh= makes replicas (HYBRID_SHARD)",
-    "sync_module_states": _TAKES_FIRST,
-    "use_orig_params": "parameters are always the model's own; leave it out",
-}
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -225,7 +189,7 @@ class FullyShardedDataParallel(nn.Module):
             known = optimizer.ranks if self._mesh is None else self._mesh.everyone
         ranks = RanksToBe(asked.mesh, group, known)
         with ranks.failing_together():
-            check_arguments(type(self), asked.accumulate, self._options, _REFUSED)
+            check_arguments(type(self), asked.accumulate, self._options, OF_PYTORCH)
             check_module(module)
             if optimizer is not None:
                 check_group(optimizer, group)
@@ -269,75 +233,23 @@ class FullyShardedDataParallel(nn.Module):
 
     def _make_reducer(self) -> None:
         """Build what reduces gradients for the optimizer, and gather units for it; all ranks call."""
-        optimizer, mesh, built, options = self._optimizer, self._mesh, self._construction, self._options
-        ignored, sparse = ignored_names(self.module), sparse_names(self.module)
-        named = [pair for pair in self.module.named_parameters() if pair[0] not in ignored]
-        pairs = [(name, param) for name, param in named if param.requires_grad]
+        optimizer, mesh, built = self._optimizer, self._mesh, self._construction
         with failing_together(self._everyone):
-            optimizer.check_sparse(param for name, param in pairs if name in sparse)
+            check_sparse(self.module, optimizer)
         if mesh is not None:
             agree_between_replicas(mesh.everyone, optimizer.describe())
-        reducer = OwnerReducer(
-            pairs,
-            optimizer,
-            ReducerOptions(
-                bucket_caps_nbytes=(optimizer.bucket_cap_nbytes,),
-                find_unused_parameters=bool(options.get("find_unused_parameters", False)),
-                static_graph=bool(options.get("static_graph", False)),
-                reduce_dtype=built.policy.reduce_dtype,
-                timeout=options.get("timeout"),
-                on_stall=options.get("on_stall", "raise"),
-            ),
-            sparse=[name for name, _ in pairs if name in sparse],
-            wanted=_wanted(weakref.ref(self)),
-            mesh=mesh,
-            outermost={param for param, number in built.choice.unit_of.items() if not number},
-        )
-        reducer.expect(
-            True
-        )  # modules may be called by themselves, before the first forward pass of the whole
+        reducer = make_reducer(built, optimizer, mesh, self._options, _wanted(weakref.ref(self)))
         self._reducer, stamps = reducer, optimizer.unit_stamps()
-        gathers = self._unit_gathers(reducer, stamps)
+        gathers = make_gathers(built, optimizer, mesh, reducer, stamps)
         if hasattr(self, "units"):
             self.units.supply.use(optimizer.ranks, gathers, stamps)
         else:
-            supply = UnitSupply(_units(built, reducer.params), optimizer.ranks, gathers, stamps)
+            supply = UnitSupply(make_units(built, reducer.params), optimizer.ranks, gathers, stamps)
             self.units = UnitsInUse(supply, self._asked.num_kept, guards_reads=self._asked.guards_reads)
             hook_up(built.choice, self.units)
             built.policy.hook_up(built.choice.modules)
-        self.units.places = reducer.places = self._launch_places(reducer)
-        self._handles = hook_params(self.units, reducer.params)
-
-    def _launch_places(self, reducer: OwnerReducer) -> LaunchPlaces:
-        """Make what holds buckets of gradients back."""
-        reference, unit_of = weakref.ref(reducer), self._construction.choice.unit_of
-
-        def running() -> BackwardPass | None:
-            reducer = reference()
-            return None if reducer is None else reducer.running
-
-        buckets = reducer.assignment.buckets
-        return LaunchPlaces(self.units.units, [unit_of[bucket.params[0]] for bucket in buckets], running)
-
-    def _unit_gathers(self, reducer: OwnerReducer, stamps: UnitStamps) -> UnitGathers:
-        """Choose how units are gathered; all ranks call, and it communicates."""
-        ranks, mesh, built = self._optimizer.ranks, self._mesh, self._construction
-        names = [f"unit {name}" if name else OUTERMOST for name in built.choice.names]
-        units = list(zip(names, built.claim.buckets, strict=True))
-        if mesh is None or not mesh.splits_state:
-            return GathersFromOwners(ranks, lanes_for_rows(ranks, built.claim.units), UnitMarks(units, ranks))
-        inner, across = (
-            lanes_for_rows(replace(part, phase=ranks.phase), built.claim.units)
-            for part in (mesh.inner, mesh.across)
-        )
-        reference = weakref.ref(reducer)
-
-        def num_reduced() -> int:
-            reducer = reference()
-            return 0 if reducer is None else reducer.history.num_passes
-
-        keeping = self._optimizer.row_keeping
-        return GathersInReplicas(mesh, inner, across, units, stamps, reducer.params, num_reduced, keeping)
+        self.units.places = reducer.places = make_places(self.units, built.choice.unit_of, reducer)
+        reducer.follow(weakly(self.units.gradient_came))
 
     def _change_optimizer(self, optimizer: ZeroRedundancyOptimizer) -> None:
         """Reduce gradients for an optimizer that has come later; all ranks call, and it communicates."""
@@ -345,8 +257,6 @@ class FullyShardedDataParallel(nn.Module):
         if self._mesh is not None:
             self._mesh = self._mesh.owned_by(optimizer.ranks)
             optimizer.mesh = self._mesh.of_owners
-        for handle in self._handles:
-            handle.remove()
         self._reducer.close()
         unwatch(self._reducer)
         self._make_reducer()
@@ -364,7 +274,7 @@ class FullyShardedDataParallel(nn.Module):
             self._reducer.activity.begin("forward pass")
             self._reducer.check_finished(waits=False)
         if self._sends_buffers and self._options.get("broadcast_buffers") is not False:
-            self._send_buffers()
+            send_buffers(self.module, self._reducer)
         if not self._options.get("device_ids"):
             return None
         device = self._reducer.params[0].device
@@ -383,19 +293,6 @@ class FullyShardedDataParallel(nn.Module):
         if self._sends_buffers:
             self._reducer.prepare(output)
         return output
-
-    @torch.no_grad()
-    def _send_buffers(self) -> None:
-        """Give every rank the buffers of the first."""
-        ignored = ignored_names(self.module)
-        buffers = [buffer for name, buffer in self.module.named_buffers() if name not in ignored]
-        if not buffers:
-            return
-        record = self._reducer.begin_work("")
-        record.phase = "buffers"
-        autograd, untyped = torch.autograd, dist
-        with record.waiting(), autograd._unsafe_preserve_version_counter(tuple(buffers)):  # type: ignore[attr-defined]
-            untyped._broadcast_coalesced(self.process_group, buffers, _BUFFERS_AT_ONCE, 0)  # type: ignore[attr-defined]
 
     # ------------------------------------------------------------------ as in `ShardedDataParallel`
 
@@ -497,15 +394,3 @@ def _wanted(wrapper: "weakref.ref[FullyShardedDataParallel]") -> Callable[[bool]
         return was_expected and own is not None and own.require_backward_grad_sync
 
     return wanted
-
-
-def _units(built: UnitConstruction, trained: Sequence[Tensor]) -> list[Unit]:
-    choice, index_of = built.choice, {param: index for index, param in enumerate(trained)}
-    units = []
-    for number, (name, some) in enumerate(zip(choice.names, built.claim.buckets, strict=True)):
-        params = [param for bucket in some for param in bucket.params]
-        has_frozen = any(param not in index_of for param in params)
-        used = choice.modules[number].parameters() if has_frozen else params
-        waits_for = frozenset(index_of[param] for param in used if param in index_of)
-        units.append(Unit(number, name or OUTERMOST, some, waits_for, has_frozen))
-    return units

@@ -2,14 +2,13 @@
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from zero_optim.comm.arguments import raise_together
 from zero_optim.compat.engine import eager, in_backward
@@ -19,7 +18,6 @@ from zero_optim.ddp.full.state_hooks import UnitValues, hook_states
 from zero_optim.ddp.full.unit import Unit
 from zero_optim.ddp.full.units import UnitsInUse
 from zero_optim.ddp.reducer.graph import replaced, tensors_in
-from zero_optim.ddp.reducer.inbox import weakly
 from zero_optim.shard.claims import first_claim
 from zero_optim.shard.uncopied import Uncopied
 
@@ -124,17 +122,6 @@ def _num_calls(module: nn.Module) -> int:
         count += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module
         frame = frame.f_back
     return count
-
-
-def hook_params(units: UnitsInUse, trained: Sequence[Tensor]) -> list[RemovableHandle]:
-    """Have units hear of the gradients of parameters, by their index, behind the reducer."""
-    return [_hook_param(param, weakly(units.gradient_came), index) for index, param in enumerate(trained)]
-
-
-def _hook_param(param: Tensor, came: Callable[[int], None], index: int) -> RemovableHandle:
-    untyped: Any = param
-    handle: RemovableHandle = untyped.register_post_accumulate_grad_hook(lambda _: came(index))
-    return handle
 
 
 def units_of(model: nn.Module) -> UnitsInUse | None:

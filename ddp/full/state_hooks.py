@@ -23,7 +23,7 @@ from zero_optim.ddp.full.unit import Unit
 from zero_optim.ddp.full.units import UnitsInUse
 
 if TYPE_CHECKING:
-    from zero_optim.shard.wide import WideBucket
+    from zero_optim.shard.units import WideBucket
 
 
 class UnitValues:

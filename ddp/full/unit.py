@@ -12,8 +12,7 @@ from zero_optim.errors import RankMismatchError
 from zero_optim.shard.unit_gathers import UnitGathers
 from zero_optim.shard.unit_marks import Purpose
 from zero_optim.shard.unit_stamps import UnitStamps
-from zero_optim.shard.units import UnitBucket
-from zero_optim.shard.wide import WideBucket
+from zero_optim.shard.units import UnitBucket, WideBucket
 
 OUTERMOST = "the outermost unit"
 
