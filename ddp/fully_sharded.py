@@ -25,6 +25,7 @@ from zero_optim.ddp.full.choice import Units
 from zero_optim.ddp.full.construction import Asked, RanksToBe, UnitConstruction, ignored_names
 from zero_optim.ddp.full.filling import Init, has_meta, take_values_of_first
 from zero_optim.ddp.full.guards import refuse_conversions
+from zero_optim.ddp.full.in_use import UnitsInUse
 from zero_optim.ddp.full.module_hooks import PassHooks, hook_up
 from zero_optim.ddp.full.offload import Offload
 from zero_optim.ddp.full.parts import (
@@ -37,7 +38,6 @@ from zero_optim.ddp.full.parts import (
     send_buffers,
 )
 from zero_optim.ddp.full.unit import UnitSupply
-from zero_optim.ddp.full.units import UnitsInUse
 from zero_optim.ddp.owners.owner_reducer import Accumulate, OwnerReducer
 from zero_optim.ddp.owners.wrapper_checks import (
     check_arguments,
@@ -75,41 +75,37 @@ class FullyShardedDataParallel(nn.Module):
 
     Args:
         module: what to train.
-        optimizer: has all of its parameters that require a gradient. Parameters that it does not have
-            stay whole on every rank. None if it is built later, over the wrapper's parameters, before the
-            first backward pass: then no rank needs memory for more than the model and one unit.
+        optimizer: has all of its parameters that require a gradient; those that it does not have stay whole
+            on every rank. None if it is built later, over the wrapper's parameters, before the first backward
+            pass: then no rank needs memory for more than the model and one unit.
         units: "auto", modules, classes of modules, or a function that tells of a module whether it is a unit.
-            Parameters in no unit belong to the outermost one, which is whole from the forward to the backward
-            pass.
+            Parameters in no unit belong to the outermost one, whole from the forward to the backward pass.
         reshard_after_forward: False keeps units whole from the forward to the backward pass: 2 (W-1)/W times
             the parameters' bytes are sent in an iteration, and not 3. A number keeps so many, the last ones.
         guards_reads: let the backward pass come to a unit by a tensor that its modules kept aside, and did
             not return. Takes about 2 µs of the CPU for each tensor that autograd saves. False is needed where
             modules call ``torch.func.grad`` or ``torch.func.vjp``.
         offload: an `Offload` keeps what this rank owns in files; the class must bear to be stepped some
-            parameters at a time. "cpu", for a model on an accelerator, keeps it in pinned memory of the CPU:
-            rows, gradients, state. Units come to the device while they are used, and the optimizer steps on
-            the CPU. None keeps it where the parameters are. The same on every rank.
+            parameters at a time. "cpu", for a model on an accelerator, keeps rows, gradients and state in
+            pinned memory of the CPU, where the optimizer steps. None keeps them where the parameters are.
         accumulate: as in `ShardedDataParallel`, as are the other options.
         process_group: that of the optimizer; where it comes later, None for the default group.
         mesh: as in `ShardedDataParallel`; units are gathered inside each replica. The optimizer is built over
             one row of it, so that each replica has all state; or over all its ranks: then state is there
-            once, and a rank holds copies of the rows that other replicas own, so that units are gathered
-            inside all the same. See Note [Held by a replica] in `zero_optim.shard.unit_gathers`.
+            once, and a rank holds copies of rows that other replicas own, see Note [Held by a replica] in
+            `zero_optim.shard.unit_gathers`.
         mixed_precision: a `PrecisionPolicy`; or one of PyTorch's for its own wrappers. Then ``param.dtype``
-            is the dtype to compute with, and owners keep and step the parameters as they were. None leaves
-            all dtypes alone.
+            is the dtype to compute with, and owners keep and step the parameters as they were.
         device: where parameters and buffers that are on the meta device are to be; None for the default one.
-        init: called with each module that has some there, under ``torch.no_grad()``, to give them their first
-            values; None for the module's own ``reset_parameters()``. Modules come after those below them.
-            Each rank calls it, and takes the values of rank 0. A model on the meta device is wrapped without
-            an optimizer, and no rank ever holds the whole of it.
+        init: called with each module that has some there, under ``torch.no_grad()``, after those below it, to
+            give them their first values, of which rank 0's are taken; None for the module's own
+            ``reset_parameters()``. A model on the meta device is wrapped without an optimizer, and no rank
+            ever holds the whole of it.
 
     Raises:
         TypeError: on every rank; as `ShardedDataParallel`, or ``units`` are none.
-        ValueError: likewise; or a unit is no module of the model; or ``mixed_precision`` does not fit it; or
-            the budget of ``offload`` is too small; or a module on the meta device cannot be initialized, or
-            was not.
+        ValueError: likewise; or a unit is no module of the model; ``mixed_precision`` does not fit it; the
+            budget of ``offload`` is too small; or a module on the meta device cannot be initialized.
         OSError: on the rank where the disk is too small for ``offload``; a `RemoteRankError` on the others.
     """
 

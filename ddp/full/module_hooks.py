@@ -14,9 +14,9 @@ from zero_optim.comm.arguments import raise_together
 from zero_optim.compat.engine import eager, in_backward
 from zero_optim.ddp.full.choice import UnitChoice
 from zero_optim.ddp.full.guards import UnitMembers
+from zero_optim.ddp.full.in_use import UnitsInUse
 from zero_optim.ddp.full.state_hooks import UnitValues, hook_states
 from zero_optim.ddp.full.unit import Unit
-from zero_optim.ddp.full.units import UnitsInUse
 from zero_optim.ddp.reducer.graph import replaced, tensors_in
 from zero_optim.shard.claims import first_claim
 from zero_optim.shard.uncopied import Uncopied

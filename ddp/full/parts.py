@@ -13,8 +13,8 @@ from zero_optim.comm.lanes import lanes_for_rows
 from zero_optim.comm.mesh import RankMesh
 from zero_optim.compat.engine import require
 from zero_optim.ddp.full.construction import UnitConstruction, ignored_names
+from zero_optim.ddp.full.in_use import UnitsInUse
 from zero_optim.ddp.full.unit import OUTERMOST, Unit
-from zero_optim.ddp.full.units import UnitsInUse
 from zero_optim.ddp.owners.launch_places import LaunchPlaces
 from zero_optim.ddp.owners.owner_reducer import OwnerReducer
 from zero_optim.ddp.owners.wrapper_checks import REFUSED

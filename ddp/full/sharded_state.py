@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.arguments import raise_together
+from zero_optim.ddp.full.in_use import UnitsInUse
 from zero_optim.ddp.full.module_hooks import units_in
 from zero_optim.ddp.full.state_hooks import values_of
-from zero_optim.ddp.full.units import UnitsInUse
 from zero_optim.ddp.fully_sharded import FullyShardedDataParallel
 from zero_optim.errors import StateMismatchError
 from zero_optim.shard.units import UnitBucket

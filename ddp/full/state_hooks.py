@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from zero_optim.ddp.full.in_use import UnitsInUse
 from zero_optim.ddp.full.unit import Unit
-from zero_optim.ddp.full.units import UnitsInUse
 
 if TYPE_CHECKING:
     from zero_optim.shard.units import WideBucket
