@@ -163,7 +163,7 @@ def send_buffers(module: nn.Module, reducer: OwnerReducer) -> None:
     buffers = [buffer for name, buffer in module.named_buffers() if name not in ignored]
     if not buffers:
         return
-    record = reducer.begin_work("")
+    record = reducer.group.begin_work("")
     record.phase = "buffers"
     autograd, untyped = torch.autograd, dist
     with record.waiting(), autograd._unsafe_preserve_version_counter(tuple(buffers)):  # type: ignore[attr-defined]
