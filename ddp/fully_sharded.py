@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.mesh import RankMesh, agree_between_replicas
-from zero_optim.comm.watchdog import unwatch
 from zero_optim.ddp.full.choice import Units
 from zero_optim.ddp.full.construction import Asked, RanksToBe, UnitConstruction, ignored_names
 from zero_optim.ddp.full.filling import Init, has_meta, take_values_of_first
@@ -50,6 +49,7 @@ from zero_optim.ddp.reducer.graph import replaced
 from zero_optim.ddp.reducer.inbox import weakly
 from zero_optim.ddp.reducer.model_agreement import agree_on_model
 from zero_optim.ddp.reducer.report import names_text
+from zero_optim.health.watchdog import unwatch
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 from zero_optim.step.unreduced import NOT_REDUCED, FrozenParams
 

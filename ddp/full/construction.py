@@ -20,8 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from zero_optim.comm.agreement import agree, failing_together
-from zero_optim.comm.arguments import ranks_of
+from zero_optim.comm.agreement import agree, failing_together, ranks_of
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.ddp.full.choice import Units, choose_units
 from zero_optim.ddp.full.filling import (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from zero_optim.comm.arguments import raise_together
+from zero_optim.comm.agreement import raise_together
 from zero_optim.compat.engine import eager, in_backward
 from zero_optim.ddp.full.choice import UnitChoice
 from zero_optim.ddp.full.guards import UnitMembers

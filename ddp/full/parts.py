@@ -21,10 +21,10 @@ from zero_optim.ddp.owners.wrapper_checks import REFUSED
 from zero_optim.ddp.precision.precision import sparse_names
 from zero_optim.ddp.reducer.assignment import ReducerOptions
 from zero_optim.ddp.reducer.backward_pass import BackwardPass
+from zero_optim.health.unit_marks import UnitMarks
+from zero_optim.health.unit_stamps import UnitStamps
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.shard.unit_gathers import GathersFromOwners, GathersInReplicas, UnitGathers
-from zero_optim.shard.unit_marks import UnitMarks
-from zero_optim.shard.unit_stamps import UnitStamps
 
 NEEDED: tuple[tuple[object, str], ...] = (  # see Note [Private names] in zero_optim.compat.engine
     (dist, "_broadcast_coalesced"),

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_optim.comm.agreement import agree, failing_together
-from zero_optim.comm.arguments import raise_together
+from zero_optim.comm.agreement import agree, failing_together, raise_together
 from zero_optim.ddp.full.in_use import UnitsInUse
 from zero_optim.ddp.full.module_hooks import units_in
 from zero_optim.ddp.full.state_hooks import values_of

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.errors import RankMismatchError
+from zero_optim.health.unit_marks import Purpose
+from zero_optim.health.unit_stamps import UnitStamps
 from zero_optim.shard.unit_gathers import UnitGathers
-from zero_optim.shard.unit_marks import Purpose
-from zero_optim.shard.unit_stamps import UnitStamps
 from zero_optim.shard.units import UnitBucket, WideBucket
 
 OUTERMOST = "the outermost unit"

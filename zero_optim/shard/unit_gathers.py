@@ -27,13 +27,13 @@ from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease
 from zero_optim.comm.mesh import RankMesh
-from zero_optim.comm.pending import Pending
+from zero_optim.comm.started import Pending
+from zero_optim.health.unit_marks import Marked, Purpose, UnitMarks
+from zero_optim.health.unit_stamps import UnitStamps
 from zero_optim.plan.layout import Layout, Span
 from zero_optim.shard.gathers import gather_into, start_broadcasts, start_gather
 from zero_optim.shard.keeping import RowKeeping
 from zero_optim.shard.storage import ParamBucket
-from zero_optim.shard.unit_marks import Marked, Purpose, UnitMarks
-from zero_optim.shard.unit_stamps import UnitStamps
 from zero_optim.shard.units import UnitBucket
 
 

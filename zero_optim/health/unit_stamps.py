@@ -1,21 +1,17 @@
 """Stamps in the gathers of units, so that ranks of a fully sharded model fail together and by name.
 
 Note [Stamps of units]
-    A step gathers nothing there. So the gathers of the forward passes after it carry its stamp. They are
-    collectives that all ranks make in one order, between the same calls of modules. So what came with them
-    since the pass began is the same on every rank, at each point of the pass, and all ranks may raise there
-    and communicate about it. That goes for a rank that failed too: it raises once more, since the others do
-    not go on to the next unit. A rank is heard with the first unit of which it has a row.
+    A step gathers nothing there, so the gathers of the forward passes after it carry its stamp. All ranks
+    make them in one order, between the same calls of modules. So what came since the pass began is the same
+    on every rank at each point of the pass, and all ranks may raise there and communicate about it, also the
+    rank that
+    failed: it raises once more, since the others do not go on. A rank is heard with the first unit of which
+        it has a row. Each forward pass tells of the last call, so a rank that left out a step, or took two,
+        is found.
 
-    Each forward pass tells of the last call, however many passes there are. So a rank that has left out a
-    step, or taken two, is found in the next pass: its call has another number. In other gathers that cannot
-    be, see Note [What a count cannot tell] in `stamps`.
-
-    On the CPU the stamps of a unit are looked at when it has come. On an accelerator the CPU would wait for
-    the device, so it looks when the next forward pass begins; in training a backward pass lies between, so
-    that hardly waits. Passes without gradients, which follow each other closely, tell nothing there. Nor do
-    backward passes: the forward pass before has, and an error in the middle of them would leave reductions
-    half done.
+    On the CPU the stamps of a unit are looked at when it has come; on an accelerator, where the CPU would
+    wait, when the next forward pass begins. Passes without gradients, which follow each other closely, tell
+    nothing there. Nor do backward passes: an error in the middle of them would leave reductions half done.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,19 +21,19 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup, tensor_to_bytes
 from zero_optim.compat.streams import HostCopy, is_asynchronous
+from zero_optim.health.stamp import Stamp, stamps_in
+from zero_optim.health.stamps import Origins, Stamps, nothing
 from zero_optim.plan.layout import Layout, Room
 from zero_optim.plan.options import Plain
-from zero_optim.shard.stamp import MARK, MARK_NBYTES, STAMP_NBYTES, stamps_in
-from zero_optim.shard.stamps import Origins, Stamps
 
 
 class UnitStamps:
     """Writes and reads the stamps of one optimizer's last call in gathers of units.
 
     Args:
-        stamps_of: gives those of the optimizer, for its present plan; None in a group of one.
+        stamps_of: returns those of the optimizer, for its present plan; None in a group of one.
         group: the ranks.
-        origins: see `zero_optim.shard.stamps.Call`.
+        origins: see `zero_optim.health.stamps.Call`.
         told: called with what this rank is about to raise, as the others of the group do.
 
     Attributes:
@@ -57,7 +53,7 @@ class UnitStamps:
         self._told = told
         self.num_passes = 0
         self._came: list[tuple[Sequence[Room], HostCopy]] = []
-        self._seen: dict[int, bytes] = {}  # in this pass, by rank; the last one of each
+        self._seen: dict[int, Stamp] = {}  # in this pass, by rank; the last one of each
 
     def send(
         self, flat: Tensor, layout: Layout, rank: int, chosen: Collection[int] | None = None
@@ -66,16 +62,12 @@ class UnitStamps:
         rooms, stamps = layout.rooms, self._stamps_of()
         may_wait = torch.is_grad_enabled() or not is_asynchronous(flat.device)
         if not rooms or stamps is None or not may_wait:
-            return _nothing
+            return nothing
         places = stamps.write(flat, rooms, rank)
-
-        def take() -> None:
-            self._came.append((rooms, HostCopy(torch.cat(places))))
-
-        return take
+        return lambda: self._came.append((rooms, HostCopy(torch.cat(places))))
 
     def write(self, span: Tensor, start: int, rooms: Sequence[Room], rank: int) -> None:
-        """Write this rank's stamp into what it sends of a flat tensor, if one of some rooms is there.
+        """Write this rank's stamp into a part of a flat tensor that it sends, if one of its rooms is there.
 
         Args:
             span: what is sent.
@@ -90,11 +82,7 @@ class UnitStamps:
             stamps.write(span, moved, rank)
 
     def begin_pass(self) -> None:
-        """Begin a pass: forget the one before, and look at what was not looked at there; all ranks call.
-
-        Raises:
-            Exception: as `look`.
-        """
+        """Begin a pass: look at what was not looked at in the one before, raise as `look`, and forget it."""
         self.num_passes += 1
         try:
             self._read()
@@ -116,33 +104,14 @@ class UnitStamps:
     def _read(self) -> None:
         came, self._came = self._came, []
         for rooms, copy in came:
-            octets = tensor_to_bytes(self._group.read(copy))
-            for number, room in enumerate(rooms):
-                self._seen[room.owner] = _unmarked(octets[number * STAMP_NBYTES :][:STAMP_NBYTES])
-        known = self._stamps_of()
-        if known is None or not came or _are_one(self._seen):
+            stamps = stamps_in(tensor_to_bytes(self._group.read(copy)))
+            for room, stamp in zip(rooms, stamps, strict=True):
+                self._seen[room.owner] = stamp._replace(mark=0)
+        known, distinct = self._stamps_of(), set(self._seen.values())
+        is_well = len(distinct) < 2 and not any(stamp.has_failed for stamp in distinct)
+        if known is None or not came or is_well:
             return
-        stamps = dict(zip(self._seen, stamps_in(b"".join(self._seen.values())), strict=True))
-        error = known.difference(self._group.during("agree"), stamps, self._origins)
+        error = known.difference(self._group.during("agree"), self._seen, self._origins)
         if error is not None:
             self._told(error)
             raise error
-
-
-def _unmarked(octets: bytes) -> bytes:
-    """Leave out what tells one gather from another."""
-    return octets[:MARK] + bytes(MARK_NBYTES) + octets[MARK + MARK_NBYTES :]
-
-
-def _are_one(seen: Mapping[int, bytes]) -> bool:
-    """Whether all ranks have the same stamp, of a call that went well."""
-    distinct = set(seen.values())
-    return not distinct or (len(distinct) == 1 and not _has_failed(distinct.pop()))
-
-
-def _has_failed(octets: bytes) -> bool:
-    return next(stamps_in(octets)).has_failed
-
-
-def _nothing() -> None:
-    """Take nothing: there are no stamps."""
