@@ -109,11 +109,11 @@ def _tensor_of(param: Tensor) -> int:
 def announce_backward(
     outputs: Iterable[Tensor], index_of: Container[int], reached: Callable[[], None]
 ) -> None:
-    """Have told that a backward pass goes through an output, to parameters given by id."""
+    """Have told that a backward pass goes through an output to one of some parameters, by id."""
     for output in outputs:
         if output.grad_fn is not None:
             untyped: Any = output
-            untyped.register_hook(partial(_tell_of_output, reached, nearest(output, ids)))
+            untyped.register_hook(partial(_tell_of_output, reached, nearest(output, index_of)))
 
 
 def _tell_of_output(reached: Callable[[], None], witness: Node | None, _: Tensor) -> None:
