@@ -11,7 +11,6 @@ from zero_optim.plan.layout import (
     Room,
     Row,
     rows_in_order,
-    spans,
     whole,
 )
 from zero_optim.plan.partition import assign_owners, rank_loads
@@ -169,14 +168,6 @@ def test_a_row_within_one_parameter_has_no_room() -> None:
     assert rooms_of(layout) == [(0, 0, 0, 4), (2, 0, 32, 36)], "before the begin, behind the end"
     offsets = [extent.offset for row in layout.rows for extent in row.extents]
     assert offsets == [8, 16, 24], "the pieces follow each other"
-    assert spans(layout, [0]) == [(0, 0, 16), (1, 16, 24), (2, 24, 36)]
-
-
-def test_a_room_travels_with_the_parameter_beside_it() -> None:
-    layout = with_rooms(whole([8, 8, 8], [0, 0, 1], alignment=8), 4, alignment=8)
-    assert rooms_of(layout) == [(0, 1, 16, 20), (1, 2, 32, 36)]
-    assert spans(layout, [0]) == [(0, 0, 8)]
-    assert spans(layout, [1]) == [(0, 8, 20)]
 
 
 def test_a_room_over_a_parameter_is_refused() -> None:
@@ -190,7 +181,5 @@ def test_a_room_behind_the_rows_is_sent_by_itself_with_the_first_parameter() -> 
     assert layout.rows == before.rows
     assert rooms_of(layout) == [(1, 1, 11, 15), (0, 0, 16, 20), (2, 0, 24, 28)]
     assert (layout.end_of_rows, layout.numel) == (16, 28)
-    assert spans(layout, [0]) == [(1, 0, 8), (0, 16, 20), (2, 24, 28)]
-    assert spans(layout, [1]) == [(1, 8, 15)]
     with pytest.raises(ValueError, match="overlaps what ends at 20"):
         Layout(layout.numels, layout.rows, (*layout.rooms[:2], Room(2, 0, 16, 20)))

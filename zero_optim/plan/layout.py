@@ -12,10 +12,12 @@ but for such rooms. A parameter may cross rows, as `rows_in_order` lays it out: 
 without a gap, so that it is one contiguous tensor, of which several ranks own a part.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import NamedTuple
+
+from zero_optim.plan.pieces import Piece, Pieces, num_rows
 
 
 class Extent(NamedTuple):
@@ -103,6 +105,25 @@ class Layout:
     def end_of_rows(self) -> int:
         """Where the last row ends."""
         return self.rows[-1].stop if self.rows else 0
+
+    def offsets(self) -> list[int]:
+        """Return where each parameter begins in the flat tensor."""
+        first: dict[int, int] = {}  # the extents of a cut parameter follow each other
+        for row in self.rows:
+            for extent in row.extents:
+                first.setdefault(extent.param, extent.offset)
+        return [first[param] for param in range(len(self.numels))]
+
+    def pieces(self, shapes: Sequence[Sequence[int]]) -> list[Pieces]:
+        """Return who owns which rows of each parameter, by their shapes."""
+        pieces: list[list[Piece]] = [[] for _ in self.numels]
+        for row in self.rows:
+            for param, start, stop, _ in row.extents:
+                rows, numel = num_rows(shapes[param]), self.numels[param]
+                is_all = stop - start == numel  # also of an empty one
+                first, last = (0, rows) if is_all else (start * rows // numel, stop * rows // numel)
+                pieces[param].append(Piece(row.owner, first, last))
+        return list(map(tuple, pieces))
 
     def _prove_rows(self) -> None:
         end = 0
@@ -256,34 +277,3 @@ class Span(NamedTuple):
     owner: int
     start: int
     stop: int
-
-
-def spans(layout: Layout, chosen: Collection[int]) -> list[Span]:
-    """Find the fewest spans of the flat tensor that hold some parameters and no others.
-
-    Args:
-        layout: of the bucket.
-        chosen: indices of the parameters within the bucket.
-
-    Returns:
-        The spans, by rank and place. Padding between two extents of a span is part of it. So is the room
-        beside the extent of a parameter that was chosen. A room behind the rows is a span, the last ones.
-    """
-    found: list[Span] = []
-    inside = layout.rooms[: len(layout.rooms) - len(layout.rooms_behind)]
-    rooms = {(room.owner, room.param): room for room in inside}
-    for row in layout.rows:
-        is_open = False
-        for extent in row.extents:
-            room = rooms.get((row.owner, extent.param))
-            start = extent.offset if room is None else min(extent.offset, room.start)
-            stop = extent.end if room is None else max(extent.end, room.stop)
-            if extent.param not in chosen:
-                is_open = False
-            elif is_open:
-                found[-1] = found[-1]._replace(stop=stop)
-            elif extent.stop > extent.start:
-                found.append(Span(row.owner, start, stop))
-                is_open = True
-    behind = (room for room in layout.rooms_behind if room.param in chosen)
-    return found + [Span(room.owner, room.start, room.stop) for room in behind]

@@ -29,7 +29,7 @@ from zero_optim.plan.groups import ParamGroup, param_names, params_of
 from zero_optim.plan.layout import Layout, whole
 from zero_optim.plan.memory import dense_strides, kept_dtype
 from zero_optim.plan.partition import assign_owners
-from zero_optim.plan.pieces import Piece, Pieces, owned_by_text, whole_piece
+from zero_optim.plan.pieces import Pieces, owned_by_text
 from zero_optim.plan.rows import Planned, choose_rows
 
 # New CPU tensors start at such addresses, and so do extents. Some kernels look at the alignment (MKL's matrix
@@ -177,18 +177,10 @@ def _cut_step(param: Tensor, alignment: int) -> int:
 def _pieces(params: Sequence[Tensor], buckets: Sequence[BucketPlan]) -> tuple[Pieces, ...]:
     """Read from the layouts which rows of each parameter each rank owns."""
     pieces: list[Pieces] = [()] * len(params)
-    cut: dict[int, list[Piece]] = {}
     for bucket in buckets:
-        for row in bucket.layout.rows:
-            for extent in row.extents:
-                index, numel = bucket.params[extent.param], bucket.layout.numels[extent.param]
-                if extent.stop - extent.start == numel:
-                    pieces[index] = whole_piece(row.owner, params[index].shape)
-                else:
-                    start, stop = (end * len(params[index]) // numel for end in (extent.start, extent.stop))
-                    cut.setdefault(index, []).append(Piece(row.owner, start, stop))
-    for index, of_param in cut.items():
-        pieces[index] = tuple(of_param)
+        shapes = [params[index].shape for index in bucket.params]
+        for index, of_param in zip(bucket.params, bucket.layout.pieces(shapes), strict=True):
+            pieces[index] = of_param
     return tuple(pieces)
 
 

@@ -205,23 +205,18 @@ class Stamps:
         if self._number:
             self._step.fail(failure)
 
-    def send(
-        self, flat: Tensor, layout: Layout, rank: int, chosen: Collection[int] | None = None
-    ) -> Callable[[], None]:
+    def send(self, flat: Tensor, layout: Layout, rank: int) -> Callable[[], None]:
         """Write this rank's stamp into its row, if there is room; the CPU waits for nothing.
 
         Args:
             flat: a flat tensor that is to be gathered.
             layout: of it.
             rank: this group rank.
-            chosen: see `ParamBucket.fill`.
 
         Returns:
             What takes the stamps of all ranks out of ``flat``, to be called when it has been gathered.
         """
         step, rooms = self._step, layout.rooms
-        if chosen is not None:
-            rooms = tuple(room for room in rooms if room.param in chosen)
         if not step.number or not rooms:
             return _nothing
         places = self.write(flat, rooms, rank)

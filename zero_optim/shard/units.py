@@ -57,7 +57,7 @@ Note [Freed one by one]
     So whoever makes buckets never needs a second copy of the model, nor even of a unit.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
@@ -319,12 +319,8 @@ class UnitBucket(Uncopied):
         self._own.read(row)
         return row
 
-    def fill(self, chosen: Collection[int] | None = None) -> Tensor:
-        """Make the flat tensor, with this rank's row in it; for a gather.
-
-        Args:
-            chosen: see `ParamBucket`; the whole row is filled all the same.
-        """
+    def fill(self) -> Tensor:
+        """Make the flat tensor, with this rank's row in it; for a gather."""
         self._check_untouched()
         if self._came is not None:  # what stays: this stream will write a stamp there
             self._came.wait()
@@ -334,7 +330,7 @@ class UnitBucket(Uncopied):
                 self._own.read(self._flat.own)
         return self._flat.tensor
 
-    def settle(self, flat: Tensor, chosen: Collection[int] | None = None) -> None:
+    def settle(self, flat: Tensor) -> None:
         """Show the parameters whole, once the flat tensor has all rows."""
         assert flat is self._flat.tensor
         self._show(self._flat.views)

@@ -1,7 +1,5 @@
 """All values of a unit as its owners keep them, where the model computes in another dtype."""
 
-from collections.abc import Collection
-
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -49,7 +47,7 @@ class WideBucket:
         """See `UnitBucket.refresh`."""
         self._bucket.refresh()
 
-    def fill(self, chosen: Collection[int] | None = None) -> Tensor:
+    def fill(self) -> Tensor:
         """Make the flat tensor, with this rank's row in it.
 
         Raises:
@@ -59,7 +57,7 @@ class WideBucket:
         self._flat = self._bucket.flat_as_kept()
         return self._flat
 
-    def settle(self, flat: Tensor, chosen: Collection[int] | None = None) -> None:
+    def settle(self, flat: Tensor) -> None:
         """Show the values, once the flat tensor has all rows."""
         views = zip(self.params, self._bucket.views(flat), strict=True)
         self.values = {param: Parameter(view, requires_grad=param.requires_grad) for param, view in views}
