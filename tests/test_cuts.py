@@ -12,10 +12,9 @@ from torch import Tensor
 
 from drawn import draw_the_same
 from zero_optim.plan import cuts
-from zero_optim.plan.balance import RankLoads, fullest_row
 from zero_optim.plan.cuts import MIN_ROW_NBYTES, cut_step, even_rows, longest_row
 from zero_optim.plan.layout import Extent, Layout, Row, aligned_offsets, rows_in_order
-from zero_optim.plan.partition import assign_owners, rank_loads
+from zero_optim.plan.partition import RankLoads, assign_owners, fullest_row, rank_loads
 from zero_optim.plan.pieces import Piece, num_rows
 from zero_optim.plan.plan import Plan, make_plan
 

@@ -15,8 +15,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 
-from zero_optim.plan.balance import fullest_row
 from zero_optim.plan.layout import aligned_offsets
+from zero_optim.plan.partition import fullest_row
 
 # A message that is much shorter takes hardly less time: then latency is what counts.
 MIN_ROW_NBYTES = 64 * 2**10

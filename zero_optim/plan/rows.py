@@ -1,10 +1,10 @@
 """The rows of all buckets: who owns which, and where parameters are cut. Pure arithmetic, no torch.
 
 Note [Even twice]
-    A rank waits for the fullest row of a bucket (`balance`), and for the rank that owns most of the model
-    (`partition`). Owners chosen bucket by bucket make the first even. They are taken only if the whole model
-    stays about as even as it can be; else owners are chosen for the whole model as if there were no buckets.
-    Where parameters may be cut, a bucket with a fullest row far above the mean is cut in equal rows.
+    A rank waits for the fullest row of a bucket, and for the rank that owns most of the model. Owners
+    chosen bucket by bucket make the first even. They are taken only if the whole model stays about as even
+    as it can be; else owners are chosen for the whole model as if there were no buckets. Where parameters
+    may be cut, a bucket with a fullest row far above the mean is cut in equal rows.
     These come last, on the least loaded ranks: they even out what whole parameters left uneven.
 """
 
@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TypeAlias
 
-from zero_optim.plan.balance import RankLoads
 from zero_optim.plan.cuts import even_rows, is_uneven, is_worth_it, longest_row, min_row_nbytes
 from zero_optim.plan.layout import Layout, Row, rows_in_order, whole
-from zero_optim.plan.partition import assign_owners, rank_loads
+from zero_optim.plan.partition import RankLoads, assign_owners, rank_loads
 
 _CutRows: TypeAlias = dict[int, tuple[Row, ...]]  # the rows of each bucket that is cut, by its number
 # The fullest rank may own this much more than the mean for the sake of even buckets.
