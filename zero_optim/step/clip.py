@@ -176,8 +176,8 @@ def global_grad_norm(
         TypeError: likewise, when an argument is of the wrong kind on any; or ValueError.
     """
     owned: list[list[int]] = [[] for _ in range(group.size)]  # by rank, parameters by index
-    for index, of_param in enumerate(pieces):
-        for piece in of_param:
+    for index, owners in enumerate(pieces):
+        for piece in owners:
             owned[piece.owner].append(index)
     grads = [_measured_here(params[index], pieces[index], group.rank) for index in owned[group.rank]]
     heading, norms, failure = b"\1", None, None
