@@ -13,8 +13,7 @@ Note [A thread or none]
     the order on every rank is: reduce 0, reduce 1, gather 0, reduce 2, gather 1, and so on.
 
     gloo with tensors on an accelerator, and other backends of the CPU, also go without a thread. They wait
-    on the
-    CPU, which holds the backward pass up: right, and slow. `Overlap.takes_thread` decides.
+    on the CPU, which holds the backward pass up: right, and slow. `Overlap.takes_thread` decides.
 
 Note [Streams of a step]
     B is the stream of the backward pass, on which hooks are called; S the stream beside it; N that of the

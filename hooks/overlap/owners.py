@@ -5,9 +5,8 @@ a cut parameter the rows. An owner adds up in the order of ranks, so that the su
 
 Note [Rows in place]
     Our DDP makes its buckets as the hook's `NamedBuckets` says. Then what goes to a rank is one part of the
-    bucket's
-    memory: it is sent from there, and its sum lies there. Of another DDP's bucket the parts that a rank
-    owns are copied together to be sent, and the sum is copied back.
+    bucket's memory: it is sent from there, and its sum lies there. Of another DDP's bucket the parts that a
+    rank owns are copied together to be sent, and the sum is copied back.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -36,10 +36,9 @@ def reduce_to_owners(optimizer: ZeroRedundancyOptimizer) -> Hook:
     to save memory use `zero_optim.ddp.ShardedDataParallel`.
 
     Gradients are divided by the number of ranks and added up in the order of ranks, bf16 and fp16 in
-    float32 with
-    one rounding: on two ranks the bits of DDP without a hook. To accumulate, put all but the last backward
-    pass of a step under ``no_sync()``; after a reduced pass ``zero_grad()`` comes before the next one,
-    which raises otherwise. Where one rank owns every parameter there is an all-reduce instead.
+    float32 with one rounding: on two ranks the bits of DDP without a hook. To accumulate, put all but the
+    last backward pass of a step under ``no_sync()``; after a reduced pass ``zero_grad()`` comes before the
+    next one, which raises otherwise. Where one rank owns every parameter there is an all-reduce instead.
 
     Args:
         optimizer: owns every parameter of the wrapper. Gradients are dense.

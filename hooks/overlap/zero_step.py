@@ -35,8 +35,7 @@ def zero_step(
     bucket's future without being called for a later one, unless ``interleave=False``.
 
     The parameters are, bit for bit, those of the same run with ``hook`` alone; for None those of the run
-    without a
-    hook, but for the last bits where DDP divides gradients: ``gradient_as_bucket_view=True`` with
+    without a hook, but for the last bits where DDP divides gradients: ``gradient_as_bucket_view=True`` with
     ``zero_grad(set_to_none=False)`` on a number of ranks that is no power of two.
 
     ``optimizer.step()`` after the backward pass finishes what the hook did not reach; a loop that never
