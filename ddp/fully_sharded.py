@@ -48,12 +48,12 @@ from zero_optim.ddp.reducer.backward_pass import BackwardPass
 from zero_optim.ddp.reducer.inbox import weakly
 from zero_optim.ddp.reducer.reducer import Reducer
 from zero_optim.ddp.sharded import ShardedDataParallel
+from zero_optim.health.unit_marks import UnitMarks
+from zero_optim.health.unit_stamps import UnitStamps
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.shard.claims import first_claim
 from zero_optim.shard.unit_forms import UnitForms
 from zero_optim.shard.unit_gathers import GathersFromOwners, GathersInReplicas, UnitGathers
-from zero_optim.shard.unit_marks import UnitMarks
-from zero_optim.shard.unit_stamps import UnitStamps
 from zero_optim.shard.units import UnitBucket
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from zero_optim.comm.arguments import raise_together
+from zero_optim.comm.agreement import raise_together
 from zero_optim.compat.engine import eager, in_backward
 from zero_optim.ddp.full.stand_ins import StandIns
 from zero_optim.ddp.full.unit import Unit

@@ -6,8 +6,7 @@ from contextlib import ExitStack, contextmanager
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_optim.comm.agreement import agree, failing_together
-from zero_optim.comm.arguments import ranks_of
+from zero_optim.comm.agreement import agree, failing_together, ranks_of
 
 
 class RanksToBe:

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_optim.comm.agreement import agree, failing_together
-from zero_optim.comm.arguments import raise_together
+from zero_optim.comm.agreement import agree, failing_together, raise_together
 from zero_optim.ddp.data_parallel import DistributedDataParallel
 from zero_optim.ddp.full.unit_hooks import check_module, refuse_inner, units_of
 from zero_optim.ddp.full.units import UnitsInUse

@@ -4,13 +4,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.pending import Pending
+from zero_optim.comm.started import Pending
 from zero_optim.ddp.full.unit import Unit
 from zero_optim.errors import RankMismatchError
+from zero_optim.health.unit_marks import Purpose
+from zero_optim.health.unit_stamps import UnitStamps
 from zero_optim.shard.storage import ParamBucket
 from zero_optim.shard.unit_gathers import UnitGathers
-from zero_optim.shard.unit_marks import Purpose
-from zero_optim.shard.unit_stamps import UnitStamps
 
 
 class UnitSupply:
@@ -50,7 +50,7 @@ class UnitSupply:
         Args:
             unit: the unit.
             purpose: what it is gathered for.
-            tells: its gather tells what other ranks did differently, see `zero_optim.shard.unit_stamps`.
+            tells: its gather tells what other ranks did differently, see `zero_optim.health.unit_stamps`.
         """
         stamps = self.stamps if tells else None
         for bucket in unit.buckets:

@@ -34,10 +34,10 @@ from zero_optim.ddp.full.unit_order import UnitOrder
 from zero_optim.ddp.full.unit_supply import UnitSupply
 from zero_optim.ddp.reducer.graph import tensors_in
 from zero_optim.ddp.reducer.inbox import weakly, when_backward_ends
+from zero_optim.health.unit_marks import Purpose
+from zero_optim.health.unit_stamps import UnitStamps
 from zero_optim.shard.uncopied import Uncopied
 from zero_optim.shard.unit_gathers import UnitGathers
-from zero_optim.shard.unit_marks import Purpose
-from zero_optim.shard.unit_stamps import UnitStamps
 
 if TYPE_CHECKING:
     from zero_optim.ddp.owners.launch_places import LaunchPlaces

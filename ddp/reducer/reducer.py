@@ -25,11 +25,10 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.futures import Future
 
-from zero_optim.comm.activity import Activity
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.backends import held
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.watchdog import learn_addresses, watch
+from zero_optim.comm.records import Activity
 from zero_optim.compat.engine import in_backward
 from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
 from zero_optim.ddp.reducer.assignment import BucketAssignment, ReducedParams, ReducerOptions, assign
@@ -47,6 +46,7 @@ from zero_optim.ddp.reducer.inbox import Inbox, remove, weakly, when_backward_en
 from zero_optim.ddp.reducer.reduction import BucketReductions, Hook, HookSlot, Launch
 from zero_optim.ddp.reducer.report import swapped
 from zero_optim.errors import ReductionError
+from zero_optim.health.watchdog import learn_addresses, watch
 
 
 class Reducer:

@@ -16,7 +16,7 @@ Note [Held by a replica]
     have led to is renewed too, step or no step. With ``accumulate="owner"`` each pass is reduced, and costs a
     renewal. Both together take as many bytes across as the all-reduce of a mesh with state in each replica.
 
-    The copies have the stamps of the ranks that own them (`zero_optim.shard.unit_stamps`), as they were when
+    The copies have the stamps of the ranks that own them (`zero_optim.health.unit_stamps`), as they were when
     they were sent. So a bucket tells of the last call in the pass in which it was renewed, and in no other: a
     rank's own stamp may be a newer one by then.
 """
@@ -33,13 +33,13 @@ from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease
 from zero_optim.comm.mesh import RankMesh
-from zero_optim.comm.pending import Pending
+from zero_optim.comm.started import Pending
+from zero_optim.health.unit_marks import Marked, Purpose, UnitMarks
+from zero_optim.health.unit_stamps import UnitStamps
 from zero_optim.plan.layout import Layout, Span
 from zero_optim.shard.gathers import gather_into, start_broadcasts, start_gather
 from zero_optim.shard.keeping import RowKeeping
 from zero_optim.shard.storage import ParamBucket
-from zero_optim.shard.unit_marks import Marked, Purpose, UnitMarks
-from zero_optim.shard.unit_stamps import UnitStamps
 from zero_optim.shard.units import UnitBucket
 
 

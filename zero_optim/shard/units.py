@@ -75,7 +75,7 @@ from zero_optim.shard.unit_forms import KeptRows, UnitForms
 from zero_optim.shard.unit_row import UnitRow
 
 if TYPE_CHECKING:
-    from zero_optim.comm.pending import Pending
+    from zero_optim.comm.started import Pending
 
 _WRITE = (
     "a parameter of {name} was written to, or given other memory, while it was not whole, so no owner has "

@@ -1,7 +1,7 @@
-"""What ranks tell each other before a step that they cannot take without it: one word of each, a byte.
+"""What ranks tell each other before a step that they cannot take without it: a byte of each.
 
-An ordinary step has no such collective. Where gradients are scaled, or ranks may run out of inputs, it
-has one.
+An ordinary step has no such collective. Where gradients are scaled, or ranks may run out of inputs, it has
+one.
 """
 
 from collections.abc import Sequence
@@ -35,8 +35,8 @@ def exchange(
 ) -> list[Word]:
     """Tell every rank this one's word; all ranks call; one collective of a byte, and more if a rank failed.
 
-    The CPU waits once. Where ``found_inf`` lies on an accelerator, or the group sends from one, that includes
-    the work that comes before it there, such as the backward pass.
+    The CPU waits once; where ``found_inf`` lies on an accelerator, for the work that comes before it there,
+    too.
 
     Args:
         group: the ranks.
@@ -71,7 +71,7 @@ def exchange(
 
 
 def is_skipped_by_all(words: Sequence[Word]) -> bool:
-    """Tell whether the ranks skip a step, as one found an infinity; the same on every rank, joined or active.
+    """Whether the ranks skip a step, as one found an infinity; the same on every rank, joined or active.
 
     Raises:
         RuntimeError: on every rank, a scaler cannot be told: its scale would drift from the others'.

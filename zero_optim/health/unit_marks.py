@@ -1,46 +1,40 @@
 """Marks in the gathers of units: which bucket it is, and what for.
 
 Note [Marks of units]
-    Ranks gather units in the order in which they call modules. If a rank calls others than the rest, as
-    where data decide about a route, or evaluates once more, its gather of one unit meets that of another one.
-    The units of a model are often alike. So no collective fails: each rank would compute with rows of two
-    units, mixed. And as each rank remembers its own order, it would fetch other units ahead than the rest
-    from then on.
+    Ranks gather units in the order in which they call modules. If data decide about a route, or one rank
+    evaluates once more, its gather of one unit meets that of another one. Units are often alike, so no
+    collective fails: each rank would compute with rows of two units. So each gather has a mark: the number of
+    the bucket, and the purpose. A rank that reads another mark than its own raises, and so does every gather
+    after that, as ranks are at different places for good.
 
-    So each gather has a mark: the number of the bucket, and what it is gathered for. Who finds another mark
-    than its own raises. From then on every gather raises the same: ranks are at different places for good.
-
-    Where gloo sends tensors of the CPU, each rank sends its mark to all others, in a message of four bytes
-    beside the rows, and looks at those of all ranks before it waits for rows. Units may differ in size, and
-    gloo ends the process where rows that meet differ in length. So the rows have the mark as their tag: rows
-    of different marks never meet. Both are started at once, so that nothing waits for a mark to come back. On
-    two ranks marks took 60 to 90 us a gather beside small rows. On a machine with far more busy processes
-    than cores, iterations took 1.2 times as long as with broadcasts and marks in the rows.
-
-    Elsewhere the mark travels in the rows: in two bytes of the room for a stamp, which stamps leave free. Of
-    ranks that own nothing of the bucket nobody hears there, and what comes of rows that differ in length is
-    up to the backend. On an accelerator marks are copied to the CPU beside what runs, and looked at some
-    gathers later. Inside the replicas of a mesh with state over all ranks there are none in the rows, as
-    those are copies.
+    Where gloo sends tensors of the CPU, each rank sends its mark to all others, in four bytes beside the
+    rows, and reads all before it waits for rows. The rows have the mark as their tag, so rows of different
+    marks never
+    meet: units may differ in size, and gloo ends the process where rows that meet differ in length. On two
+        ranks marks took 60 to 90 us a gather. Elsewhere the mark travels in the stamp of each row. On an
+        accelerator these are copied to the CPU beside what runs, and looked at some gathers later. Inside the
+        replicas of a mesh with state over all ranks there are none in the rows, as those are copies.
 """
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup, bytes_to_tensor, tensor_to_bytes
+from zero_optim.comm.exchange import spread_rows
 from zero_optim.comm.frames import ranks_text
 from zero_optim.comm.traffic import Waitable
 from zero_optim.compat.streams import HostCopy, copy_to
 from zero_optim.errors import RankMismatchError
-from zero_optim.plan.layout import Layout, Room
-from zero_optim.shard.stamp import MARK, MARK_NBYTES
-from zero_optim.shard.storage import ParamBucket
-from zero_optim.shard.unit_stamps import UnitStamps
+from zero_optim.health.stamp import MARK, MARK_NBYTES
+from zero_optim.health.stamps import nothing
+from zero_optim.health.unit_stamps import UnitStamps
+from zero_optim.plan.layout import Layout
 
 _PURPOSES = 8  # more than there are; a mark is so many times the number of the bucket, and the purpose
 _TAG = _PURPOSES - 1  # of marks: no mark, as it is no purpose
@@ -67,19 +61,13 @@ _TOLD = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Came:
-    """The marks of a gather.
+class OfParams(Protocol):
+    """A bucket of parameters."""
 
-    Attributes:
-        mark: of this rank.
-        rooms: in which the ranks' marks were.
-        copy: of these.
-    """
-
-    mark: int
-    rooms: Sequence[Room]
-    copy: HostCopy
+    @property
+    def params(self) -> Sequence[Tensor]:
+        """The parameters."""
+        ...
 
 
 class UnitMarks:
@@ -90,16 +78,16 @@ class UnitMarks:
         group: the ranks.
     """
 
-    def __init__(self, units: Sequence[tuple[str, Sequence[ParamBucket]]], group: RankGroup) -> None:
+    def __init__(self, units: Sequence[tuple[str, Sequence[OfParams]]], group: RankGroup) -> None:
         named = [(name, bucket) for name, buckets in units for bucket in buckets]
         self._labels = [name for name, _ in named]
         self._numbers = {bucket.params[0]: number for number, (_, bucket) in enumerate(named)}
         self._group = group
-        self._came: deque[_Came] = deque()
+        self._came: deque[tuple[dict[int, int], Sequence[int], HostCopy]] = deque()
         self._difference = ""
 
-    def mark_of(self, bucket: ParamBucket, purpose: Purpose) -> int:
-        """Make the mark of a gather; the bucket has the parameters of one of a unit."""
+    def mark_of(self, bucket: OfParams, purpose: Purpose) -> int:
+        """Return the mark of a gather of a bucket of a unit."""
         return self._numbers[bucket.params[0]] * _PURPOSES + purpose
 
     def start_rows(
@@ -110,60 +98,49 @@ class UnitMarks:
         ranks = lanes[0]
         marks = torch.zeros(ranks.size, _NBYTES, dtype=torch.uint8)
         marks[ranks.rank] = bytes_to_tensor(mark.to_bytes(_NBYTES, "little"))
-        works = ranks.spread_rows(list(enumerate(marks)), lanes, _TAG, label)
-        return [_Beside(self, marks, works), *ranks.spread_rows(rows, lanes, mark, label)]
+        works = spread_rows(ranks, list(enumerate(marks)), lanes, _TAG, label)
+        return [_Beside(self, marks, works), *spread_rows(ranks, rows, lanes, mark, label)]
 
     def write(self, flat: Tensor, layout: Layout, rank: int, mark: int) -> Callable[[], None]:
-        """Write this rank's mark into its room; gives what takes those of all ranks when they have come."""
+        """Write this rank's mark into its room; returns a function that takes those of all ranks."""
         rooms = layout.rooms
         octets, size = flat.view(torch.uint8), flat.element_size()
         places = [octets[room.start * size + MARK :][:MARK_NBYTES] for room in rooms]
+        if not places:
+            return nothing
+        mine = mark % 2 ** (8 * MARK_NBYTES)
         for room, place in zip(rooms, places, strict=True):
             if room.owner == rank:
-                copy_to(place, bytes_to_tensor(mark.to_bytes(_NBYTES, "little")[:MARK_NBYTES]))
-
-        def take() -> None:
-            if places:
-                self._came.append(_Came(mark % 2 ** (8 * MARK_NBYTES), rooms, HostCopy(torch.cat(places))))
-
-        return take
+                copy_to(place, bytes_to_tensor(mine.to_bytes(MARK_NBYTES, "little")))
+        owners = [room.owner for room in rooms]
+        return lambda: self._came.append(({self._group.rank: mine}, owners, HostCopy(torch.cat(places))))
 
     def check(self) -> None:
         """Look at what has come, unless the CPU would wait for it.
 
         Raises:
-            RankMismatchError: another rank has gathered another bucket, or for something else.
+            RankMismatchError: another rank has gathered another bucket, or for another purpose.
         """
         self.check_known()
-        while self._came and (self._came[0].copy.is_here or len(self._came) > _MOST_LATE):
-            came = self._came.popleft()
-            octets = tensor_to_bytes(self._group.read(came.copy))
-            owners = [room.owner for room in came.rooms]
-            marks = zip(owners, _marks_in(octets, MARK_NBYTES), strict=True)
-            self.compare({self._group.rank: came.mark} | dict(marks))
+        while self._came and (self._came[0][-1].is_here or len(self._came) > _MOST_LATE):
+            mine, owners, copy = self._came.popleft()
+            octets = tensor_to_bytes(self._group.read(copy))
+            self.compare(mine | dict(zip(owners, _marks_in(octets, MARK_NBYTES), strict=True)))
 
     def check_known(self) -> None:
-        """Check that no marks have differed so far.
-
-        Raises:
-            RankMismatchError: they have.
-        """
+        """Raise RankMismatchError if marks have differed so far."""
         if self._difference:
             raise RankMismatchError(self._difference)
 
     def compare(self, marks: Mapping[int, int]) -> None:
-        """Check that the marks of ranks, by group rank, are one.
-
-        Raises:
-            RankMismatchError: they are not.
-        """
+        """Raise RankMismatchError unless the marks of ranks, by group rank, are one."""
         ranks_of: dict[int, list[int]] = {}
         for rank, mark in sorted(marks.items()):
             ranks_of.setdefault(mark, []).append(self._group.numbers[rank])
         if len(ranks_of) == 1:
             return
         self._came.clear()
-        told = "; ".join(f"{ranks_text(ranks)}: {self._told(mark)}" for mark, ranks in ranks_of.items())
+        told = "; ".join(f"{ranks_text(ranks)}: {self._text(mark)}" for mark, ranks in ranks_of.items())
         self._difference = (
             f"ranks gather different parts of a fully sharded model: {told}. All ranks must call the same "
             "modules, in the same order and as often, in training and evaluation; so too unsharded(), "
@@ -171,7 +148,7 @@ class UnitMarks:
         )
         self.check_known()
 
-    def _told(self, mark: int) -> str:
+    def _text(self, mark: int) -> str:
         number, purpose = divmod(mark, _PURPOSES)
         if number >= len(self._labels) or purpose not in list(Purpose):
             return "something else"
@@ -185,23 +162,16 @@ def _marks_in(octets: bytes, nbytes: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Beside:
-    """The marks of all ranks, on their way; a wait for them compares.
-
-    Attributes:
-        known: compares.
-        marks: of all, by rank, once `works` have ended.
-        works: that bring them.
-    """
+    """The marks of all ranks, by rank, on their way; a wait for them compares."""
 
     known: UnitMarks
     marks: Tensor
     works: Sequence[Waitable]
 
     def wait(self) -> None:
-        """Wait for them.
+        """Wait for them; raises RankMismatchError if they differ.
 
-        Raises:
-            RankMismatchError: they differ, or others did before: what was started then may never come.
+        Also if others did before: what was started then may never come.
         """
         self.known.check_known()
         for work in self.works:
@@ -211,13 +181,7 @@ class _Beside:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Marked:
-    """Sends stamps, if there are any, and a mark; see `Stamps.send`.
-
-    Attributes:
-        marks: writes it.
-        mark: of the gather.
-        stamps: None for none.
-    """
+    """Sends stamps, if there are any, and the mark of a gather; see `Stamps.send`."""
 
     marks: UnitMarks
     mark: int
@@ -225,12 +189,11 @@ class Marked:
 
     def send(self, flat: Tensor, layout: Layout, rank: int) -> Callable[[], None]:
         """See `Stamps.send`."""
-        take_stamps = None if self.stamps is None else self.stamps.send(flat, layout, rank)
+        take_stamps = nothing if self.stamps is None else self.stamps.send(flat, layout, rank)
         take_mark = self.marks.write(flat, layout, rank, self.mark)  # behind the stamp, which would cover it
 
         def take() -> None:
-            if take_stamps is not None:
-                take_stamps()
+            take_stamps()
             take_mark()
 
         return take
