@@ -127,8 +127,7 @@ class _OwnerReductions:
 
         Raises:
             RuntimeError: the optimizer was bound to a process group since, or gradients of the pass before
-            are
-                left. Every rank has partial ones, unless one rank owns all: so every rank raises.
+                are left. Every rank has partial ones, unless one rank owns all: so every rank raises.
         """
         if self._optimizer.ranks is not self._ranks:
             raise RuntimeError(LET_GO)

@@ -54,10 +54,8 @@ def zero_step(
         `reduce_to_owners`. After
             backward ``param.grad`` is None on the other ranks, and for a cut parameter on every rank.
         ddp: the wrapper that the hook will be registered with; not needed for `zero_optim.ddp`. If its
-        parameters
-            may be unused, or for None, gradients that are all zeros are looked for in each bucket, which
-            takes time (on an accelerator the CPU waits), and their bucket is stepped when backward has
-            ended.
+            parameters may be unused, or for None, gradients that are all zeros are looked for, which takes
+            time (on an accelerator the CPU waits), and their bucket is stepped when backward has ended.
 
     Raises:
         TypeError: on every rank, if ``optimizer`` is not sharded by this library, or another argument is of
