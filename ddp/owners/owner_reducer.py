@@ -93,6 +93,10 @@ class OwnerReducer(Reducer):
             self._check = ReplicaCheck(replace(mesh.across, phase=self.group.phase), optimizer)
         self._inbox.announce(weakly(self._coming))
 
+    def follow(self, came: Callable[[int], None]) -> None:
+        """Tell of each gradient, by its parameter's place, when it was taken; `came` is made by `weakly`."""
+        self._inbox.follower = came
+
     def rebuild(self) -> bool:
         """Do nothing: buckets are those of the optimizer."""
         return False

@@ -52,12 +52,7 @@ class _Asked:
 
 
 class ReplicaCheck:
-    """Compares the optimizers of the ranks that own the same rows. All of them make the same calls.
-
-    Args:
-        across: these ranks.
-        optimizer: of this rank.
-    """
+    """Compares the optimizers of the ranks that own the same rows. All of them make the same calls."""
 
     def __init__(self, across: RankGroup, optimizer: ZeroRedundancyOptimizer) -> None:
         self._across = across.during("agree")
@@ -69,21 +64,14 @@ class ReplicaCheck:
         optimizer.tell_replicas_by(weakly(self.tell))
 
     def start(self) -> None:
-        """Read what the last call began, and begin anew; with each backward pass. Communicates.
-
-        On the CPU it waits until all replicas have begun. Raises as `read`.
-        """
+        """Read what the last call began, and begin anew; with each backward pass. Raises as `read`."""
         self.read()
         self._asked = self._begun(None)
         if not is_asynchronous(self._across.device):
             self._hear()
 
     def tell(self, error: BaseException) -> None:
-        """Tell other replicas that a step has failed in this one; all of its ranks call. Waits for nothing.
-
-        Args:
-            error: what this rank raises. What the ranks raise of the same step later is not told again.
-        """
+        """Tell other replicas what all ranks of this one raise of a step, once. Waits for nothing."""
         if self._told_after != self._optimizer.num_steps:
             self._told_after = self._optimizer.num_steps
             self._told.append(self._begun(error))
@@ -118,10 +106,8 @@ class ReplicaCheck:
     def read(self) -> None:
         """Wait for what was begun, if there is something. The CPU waits.
 
-        Raises:
-            RankMismatchError: on every rank that owns these rows: replicas have taken different numbers of
-                steps, or have different options.
-            RemoteRankError: on every rank of the replicas that did not fail: a step has, in another one.
+        Raises RankMismatchError if replicas have taken different steps or have different options, and
+        RemoteRankError if a step has failed in another one.
         """
         asked = self._asked
         if asked is None:

@@ -33,11 +33,13 @@ class Inbox:
     Attributes:
         current: the backward pass that is running, or has broken off and was not ended yet.
         handles: of the hooks.
+        follower: told of each gradient, by its parameter's place, when it was taken; made by `weakly`.
     """
 
     def __init__(self, params: Sequence[Tensor], take_first: Callable[[int], None]) -> None:
         self.current: BackwardPass | None = None
         self.handles: list[RemovableHandle] = []
+        self.follower: Callable[[int], None] | None = None
         self._take_first = take_first
         self._params = params
         self._tensors = [_tensor_of(param) for param in params]
@@ -93,6 +95,8 @@ class Inbox:
                 current.arrived(index)
             else:
                 self._take_first(index)
+            if self.follower is not None:
+                self.follower(index)
 
         return hook
 

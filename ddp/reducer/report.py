@@ -38,13 +38,9 @@ if TYPE_CHECKING:
 class FailureReport:
     """How many ranks failed in a backward pass, and which parameters were used; all ranks make and read one.
 
-    Args:
-        group: the ranks.
-        failure: what went wrong here, if anything.
-        used: by parameter, whether it took part on this rank; empty where nobody needs to know.
-        in_last_bucket: an element of the last bucket says whether a rank failed, see Note [Word of a
-            failure]; `read_word` must be called before the report is read. Otherwise the report launches a
-            small sum, which on gloo over loopback takes 1 to 7 ms beside the buckets, whatever its size.
+    ``in_last_bucket``: an element of the last bucket says whether a rank failed, and `read_word` must be
+    called before the report is read. Otherwise the report launches a small sum, which on gloo over loopback
+    takes 1 to 7 ms.
     """
 
     def __init__(
@@ -87,10 +83,7 @@ class FailureReport:
         return self._answer
 
     def check(self) -> None:
-        """Have the CPU wait for the answer; all ranks call, at the same point of their programs.
-
-        Raises ReductionError on every rank, with what every rank that failed has to say.
-        """
+        """Have the CPU wait for the answer; raises ReductionError on every rank if one failed."""
         if self._tells_of_failure():
             self._raise()
 
@@ -101,10 +94,7 @@ class FailureReport:
         return bool((first.isnan() if self.in_last_bucket else first).item())
 
     def used(self) -> list[bool]:
-        """Tell, by parameter, whether any rank used it; nothing if nobody needed to know.
-
-        The CPU waits for the other ranks, and for the pass, unless this rank used every parameter.
-        """
+        """Tell, by parameter, whether any rank used it. The CPU waits, unless this rank used all."""
         if all(self._used):
             return list(self._used)
         _, *counts = self._group.read(self._read()).tolist()

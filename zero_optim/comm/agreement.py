@@ -45,16 +45,10 @@ _KINDS = {
 
 
 def agree(group: RankGroup, items: Sequence[str], what: str, hints: Mapping[str, str] | None = None) -> None:
-    """Check that every rank has the same items. All ranks call; one small collective if they agree.
+    """Raise RankMismatchError on every rank unless all have the same items. All ranks call.
 
-    Args:
-        group: the ranks that must agree.
-        items: descriptions; their order counts.
-        what: what the items describe, for the message.
-        hints: what to do about a difference, by the first word of the item that differs.
-
-    Raises:
-        RankMismatchError: on every rank, with the first item that differs and which rank has what.
+    One small collective if they agree. The message names the first item that differs, with the hint for its
+    first word, if there is one.
     """
     digest = hashlib.sha256("\n".join(items).encode()).digest()
     if len(set(group.all_gather_fixed(digest))) > 1:
@@ -78,10 +72,7 @@ def _first_difference(group: RankGroup, everyone: list[list[str]], hints: Mappin
 
 
 def said_by_all(group: RankGroup, answers: Sequence[bool]) -> list[bool]:
-    """Return for each answer whether every rank says yes.
-
-    All ranks call, with as many answers; one small collective, or none if nothing was asked.
-    """
+    """Return for each answer whether every rank says yes. All ranks call; one small collective."""
     everyone = group.all_gather_fixed(bytes(answers))
     return [all(said) for said in zip(*everyone, strict=True)]
 
@@ -119,12 +110,7 @@ def failure_of(error: BaseException, more: str = "") -> Failure:
 
 
 def failure_of_others(group: RankGroup, mine: Failure | None) -> Exception | None:
-    """Return what a rank raises where another one failed; None on one that failed. All ranks call.
-
-    Args:
-        group: the ranks, which know that one of them failed.
-        mine: what failed here, None for nothing.
-    """
+    """Return what a rank raises where another one failed; None on one that failed. All ranks call."""
     everyone = group.all_gather_json(mine)
     failed = [(rank, told) for rank, told in zip(group.numbers, everyone, strict=True) if told is not None]
     if mine is not None or not failed:
@@ -136,12 +122,7 @@ def failure_of_others(group: RankGroup, mine: Failure | None) -> Exception | Non
 
 
 class SharedCall:
-    """A function that other code calls, on every rank; the first call fails together.
-
-    Args:
-        group: the ranks.
-        function: called without arguments.
-    """
+    """A function that other code calls, on every rank; the first call fails together."""
 
     def __init__(self, group: RankGroup, function: Callable[[], Any]) -> None:
         self._group = group
@@ -177,8 +158,7 @@ def check_flags(**flags: object) -> None:
 def ranks_of(process_group: object) -> RankGroup:
     """Check a process group that a user gave, None for the default one; raises as `RankGroup.of`.
 
-    Does not communicate, unless the value is not a process group: then all ranks of the default group raise
-    TypeError if they use that group.
+    Communicates only if it is none: then all ranks of the default group raise TypeError if they use that.
     """
     outside: object = dist.GroupMember.NON_GROUP_MEMBER  # what new_group() gives to ranks that it leaves out
     is_outside = type(process_group) is type(outside) and process_group == outside

@@ -31,21 +31,17 @@ _OF_GLOO = re.compile(r"\[[^\]]*\bgloo/[^\]]*:\d+\]|Application timeout caused p
 
 
 def devices_of(given: object) -> tuple[torch.device, ...]:
-    """List the devices of the tensors in something, each once, in the order of their first tensor.
+    """List the devices of tensors, devices, modules, parameter groups, and nested collections, in order.
 
-    Args:
-        given: tensors, devices, modules (their parameters count), parameter groups, and collections of them,
-            nested. Everything else, and what can be read only once (a generator), is left alone.
+    Everything else, and what can be read only once (a generator), is left alone.
     """
     return tuple(dict.fromkeys(device for device in _found(given) if device.type != _PLACELESS))
 
 
 def held(given: T) -> T:
-    """Make parameters that can be read only once into some that can be read again; raises nothing.
+    """Make parameters that can be read only once into some that can be read again.
 
-    Args:
-        given: parameters, or groups of them, as ``torch.optim`` takes them. What an iterator in it raises,
-            the result raises when it is read; and so it does where nothing can be read.
+    Raises nothing: what an iterator raises, the result raises when it is read.
     """
     if not isinstance(given, Iterable):
         named = given.__name__ if isinstance(given, type) else type(given).__name__
@@ -115,10 +111,7 @@ def device_for_small_tensors(
 ) -> torch.device:
     """Choose where the library's own small tensors lie, see Note [Devices of a group].
 
-    Args:
-        backends: by type of device.
-        data: devices of the parameters; empty where nothing is known.
-        bound: the device that the group was made for, with ``device_id=``.
+    ``data``: devices of the parameters, if known; ``bound``: the device that the group was made for.
     """
     if "cpu" in backends or not backends:
         return torch.device("cpu")
@@ -128,10 +121,7 @@ def device_for_small_tensors(
 
 
 def backend_for(backends: Mapping[str, str], data: Sequence[torch.device]) -> str:
-    """Name a backend that serves some devices, as `init_process_group` takes it: no more than they need.
-
-    ``data``: the devices; empty for all that ``backends`` serves.
-    """
+    """Name a backend that serves some devices, none for all, as `init_process_group` takes it."""
     types = {device.type for device in data} & backends.keys() or backends.keys()
     needed = {kind: name for kind, name in backends.items() if kind in types}
     if len(set(needed.values())) == 1:
@@ -156,9 +146,8 @@ def unserved(backends: Mapping[str, str], data: Sequence[torch.device]) -> str |
 
 
 def raised_by_backend(error: BaseException) -> bool:
-    """Whether a backend raised something, or a future of it; False where other code may have.
+    """Whether a backend raised something, or a future of it.
 
-    gloo raises plain `RuntimeError`, which names its source file in brackets, with one exception; the text
-    survives callbacks of futures. Others raise classes of `torch.distributed`.
+    gloo raises plain `RuntimeError`, whose text survives callbacks of futures; others classes of `dist`.
     """
     return isinstance(error, dist.DistError) or _OF_GLOO.search(str(error)) is not None

@@ -80,14 +80,9 @@ class RankGroup:
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None, data: object = None) -> "RankGroup":
-        """Make one for a process group, None for the default group. Does not communicate.
+        """Make one for a process group, None for the default group; ``data`` is what is to be sent.
 
-        ``data`` is what is to be sent: parameters, modules, devices, or collections of them; None where
-        nothing is known. Nothing in it is refused here, see `check_serves`.
-
-        Raises:
-            RuntimeError: torch.distributed is not initialised.
-            ValueError: this process is not a member.
+        Raises RuntimeError if torch.distributed is not initialised, ValueError if this process is no member.
         """
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         if world is None:
@@ -202,15 +197,10 @@ class RankGroup:
         ]
 
     def broadcast_rows(self, rows: Iterable[tuple[int, Tensor]], about: str = "") -> list[Waitable]:
-        """Start the broadcast of each row from its owner, and wait for none. All ranks call.
+        """Start the broadcast of (owner, 1-D tensor) pairs, in one order on every rank. All ranks call.
 
-        Args:
-            rows: (owner, 1-D tensor) in the same order on every rank, all on one device. The broadcast reads
-                the owner's tensor and writes the others. They need no equal length. See Note [Rows at once].
-            about: what the rows belong to, for messages.
-
-        Returns:
-            Their handles: one for each row, or one for all; none in a group of one.
+        Rows are on one device, of any lengths. Returns one handle for each, or one for all: Note [Rows at
+        once].
         """
         listed = list(rows) if self.size > 1 else []
         if not listed:
@@ -238,10 +228,7 @@ class RankGroup:
         return work
 
     def start_sum(self, tensor: Tensor, about: str = "") -> tuple[dist.Work, Waitable]:
-        """Start a sum over all ranks, in place for dense tensors. All ranks call.
-
-        Returns the backend's handle, for its result; and the work, to wait for.
-        """
+        """Start a sum over all ranks, in place if dense; returns the handle with the result, and the work."""
         self.count_sum(tensor)
         record = self.begin_work(about)
         with record.starting():
@@ -271,9 +258,8 @@ class RankGroup:
     def all_gather_fixed(self, payload: bytes) -> list[bytes]:
         """Return the payloads of all ranks, which must have equal length. One collective.
 
-        Raises:
-            RemoteRankError: a rank has ended, or did not come within the group's timeout.
-            RankMismatchError: on every rank: payloads differ in length, see Note [Agreements that meet].
+        Raises RemoteRankError if a rank does not come, and RankMismatchError if short payloads differ in
+        length.
         """
         if self.size == 1 or not payload:
             return [payload] * self.size
@@ -289,10 +275,7 @@ class RankGroup:
         return [tensor_to_bytes(row) for row in self.read(HostCopy(gathered))]
 
     def read(self, copy: HostCopy) -> Tensor:
-        """Wait on the CPU for what a collective of these ranks has brought.
-
-        Raises StalledError if the ranks gave up: what came means nothing then.
-        """
+        """Wait on the CPU for what a collective has brought; raises StalledError if the ranks gave up."""
         if copy.is_here:
             return copy.read()
         record = self.begin_work()
@@ -310,10 +293,9 @@ class RankGroup:
         return RankMismatchError(met_otherwise(dict(zip(self.numbers, told, strict=True))))
 
     def all_gather_rows(self, mine: Tensor) -> Tensor:
-        """Gather 1-D tensors of uint8 of all ranks, of equal length, on `device`. One collective.
+        """Gather 1-D tensors of uint8, of equal length, on `device`; returns (ranks, length). One collective.
 
-        If `device` is asynchronous, the CPU waits neither for this nor for what makes the tensor. Returns
-        shape (number of ranks, length). Raises RemoteRankError if a rank has ended, or did not come in time.
+        An asynchronous `device` waits, the CPU does not. Raises RemoteRankError if a rank does not come.
         """
         if self.size == 1 or not mine.numel():
             return mine.expand(self.size, -1)

@@ -28,13 +28,7 @@ Nested = Any  # dicts, lists and tuples of tensors and plain values
 
 
 def encode(value: object, where: str) -> tuple[Skeleton, list[Tensor]]:
-    """Split a nested value into a skeleton of plain values and its tensors.
-
-    Args:
-        value: dicts, lists, tuples, tensors (dense, sparse, subclasses), arrays, numbers, strings, None,
-            nested.
-        where: what the value is, for the TypeError that is raised for anything else.
-    """
+    """Split a nested value into a skeleton of plain values and its tensors; TypeError for anything else."""
     tensors: list[Tensor] = []
     return _encode(value, where, tensors), tensors
 

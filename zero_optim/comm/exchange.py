@@ -41,15 +41,13 @@ def exchange(
 
     Args:
         group: the ranks.
-        pieces: by receiving rank; 1-D, contiguous, of one dtype. The piece for this rank is not sent. Rank
-            r's piece has the same length on every rank.
-        lanes: groups of the same ranks. One gloo group is not reliably full duplex, so on gloo each sender
-            gets its own lane, modulo their number. See also Note [gloo and CUDA].
+        pieces: by receiving rank; 1-D, contiguous, of one dtype, of equal lengths for one receiver.
+        lanes: groups of the same ranks. One gloo group is not reliably full duplex, so each sender has its
+            own.
         about: what the pieces belong to, for messages.
 
     Returns:
-        The handles; the pieces received, by sending rank, complete once all handles were waited for. This
-        rank's own piece is the tensor given.
+        The handles; the pieces received, by sending rank. This rank's own piece is the tensor given.
     """
     mine = pieces[group.rank]
     received = [mine if rank == group.rank else torch.empty_like(mine) for rank in range(group.size)]
@@ -102,14 +100,10 @@ def _exchange_packed(
 def start_parts(
     group: RankGroup, parts: Sequence[Sequence[Tensor]], lanes: Lanes, about: str = ""
 ) -> tuple[Waitable, Callable[[Tensor], Received]]:
-    """Start sending some parts to each rank, which receives one part of every rank at a time.
+    """Start sending parts to each rank, where `is_gloo_on_cpu` holds; all ranks call, as `exchange`.
 
-    All ranks call, where `is_gloo_on_cpu` holds. Arguments as of `exchange`, with parts in order for each
-    rank.
-
-    Returns:
-        The handle of all sends. And a function that starts to receive this rank's next part of every other
-        rank: it takes this rank's own part, and returns a handle, and the parts by sending rank.
+    Returns the handle of all sends, and a function that starts to receive the next part of every other rank:
+    it takes this rank's own part, and returns a handle, and the parts by sending rank.
     """
     lane = replace(lanes[0], phase=group.phase)
     record = lane.begin_work(about)
@@ -136,20 +130,10 @@ def start_parts(
 def spread_rows(
     group: RankGroup, rows: Sequence[tuple[int, Tensor]], lanes: Lanes, tag: int, about: str = ""
 ) -> list[Waitable]:
-    """Start to send each row from its owner to the other ranks, where gloo sends it; all ranks call.
+    """Start to send each row from its owner to the other ranks, on gloo and the CPU; all ranks call.
 
-    As `RankGroup.broadcast_rows`, but rows of different tags never meet: gloo ends the process, from a thread
-    of its own, where rows that meet differ in length. Owners send to all ranks themselves.
-
-    Args:
-        group: the ranks.
-        rows: (owner, 1-D tensor) in the same order on every rank, all on the CPU.
-        lanes: groups of the same ranks. Owner r sends on lane r modulo their number.
-        tag: the same on every rank, from 1 to 2**31 - 2. Where it is not, nothing arrives.
-        about: what the rows belong to, for messages.
-
-    Returns:
-        The handle, for whoever reads the rows; none in a group of one.
+    As `RankGroup.broadcast_rows`, but rows of different tags, of 1 to 2**31 - 2, never meet: gloo ends the
+    process, from a thread of its own, where rows that meet differ in length.
     """
     if group.size == 1 or not rows:
         return []
@@ -165,11 +149,7 @@ def spread_rows(
 
 
 def send(group: RankGroup, tensor: Tensor, *to: int) -> None:
-    """Send a contiguous tensor to some ranks, which must call `recv`.
-
-    Returns when all have read it; where ``group.device`` is asynchronous, only the current stream waits for
-    that.
-    """
+    """Send a contiguous tensor to some ranks, which call `recv`; waits until they have read it."""
     staged = tensor.to(group.device)
     record = group.begin_work()
     with record.starting(), _at_once(group, staged.device) as started:
@@ -185,10 +165,7 @@ def send(group: RankGroup, tensor: Tensor, *to: int) -> None:
 
 
 def recv(group: RankGroup, tensor: Tensor, source: int) -> None:
-    """Fill a contiguous tensor with what ``source`` sends.
-
-    Returns when it has arrived; for a tensor on an asynchronous device, only the current stream waits.
-    """
+    """Fill a contiguous tensor with what ``source`` sends; on an asynchronous device the stream waits."""
     staged = tensor if tensor.device == group.device else torch.empty_like(tensor, device=group.device)
     with group.phase.held_up(), group.begin_work().waiting():
         with _at_once(group, staged.device) as started:
@@ -202,10 +179,7 @@ def recv(group: RankGroup, tensor: Tensor, source: int) -> None:
 
 
 def start_send(group: RankGroup, tensor: Tensor, to: int) -> Waitable:
-    """Start to send a contiguous tensor of the CPU on gloo; ``to`` calls `start_recv`.
-
-    The handle has to be kept until the tensor was received, or the group has ended.
-    """
+    """Start to send a contiguous tensor of the CPU on gloo; keep the handle until it was received."""
     record = group.begin_work()
     with record.starting():
         handle = Paired(_made([_isend(group, tensor, to)]))

@@ -45,13 +45,7 @@ _MOST = 8  # lanes of one user on gloo
 class Lease:
     """The right of one user to some lanes, until this object is dropped.
 
-    Args:
-        lanes: the lanes by name.
-        free: receives the names when the lease ends, on any thread, each with what is under way then.
-
-    Attributes:
-        groups: the lanes.
-        under_way: sends and receives that nobody has waited for yet. Whoever begins them keeps them here.
+    ``under_way`` has sends and receives that nobody has waited for yet; whoever begins them keeps them here.
     """
 
     def __init__(self, lanes: Mapping[str, RankGroup], free: "_Free") -> None:
@@ -99,11 +93,10 @@ _POOLS: WeakKeyDictionary[dist.ProcessGroup, dict[object, _Pool]] = WeakKeyDicti
 
 
 def lanes_beside(group: RankGroup) -> Lease:
-    """Take lanes with the backend that sends a group's data, for what must not wait behind its own traffic.
+    """Take lanes with the backend that sends a group's data; all ranks call, communicates as `lease`.
 
-    On gloo one lane for each rank, up to eight, as a gloo group sends for few ranks at a time. On NCCL, and
-    whatever else there is, one: NCCL's groups gain nothing beside each other, and may wait for each other for
-    ever. All ranks call; communicates and raises as `lease`.
+    On gloo one for each rank, up to eight; else one: groups of NCCL gain nothing beside each other, and may
+    deadlock.
     """
     backend = group.data_backend
     return gloo_lanes_beside(group) if backend == "gloo" else lease(group, 1, backend)
@@ -115,37 +108,24 @@ def gloo_lanes_beside(group: RankGroup) -> Lease:
 
 
 def lanes_for_rows(group: RankGroup, params: Iterable[Tensor]) -> Lease:
-    """Take lanes on which rows of gradients are exchanged: gloo's, for the CPU; otherwise the group itself.
+    """Take gloo lanes for exchanging gradients of ``params`` on the CPU; elsewhere the group itself.
 
-    Elsewhere two communicators that are in use at once may wait for each other for ever. All ranks call;
-    communicates and raises as `lease`. ``params``: whose gradients they are.
+    There two communicators that are in use at once may wait for each other for ever. Communicates as `lease`.
     """
     return lanes_beside(group) if may_run_beside(group, params) else Lease.of(group)
 
 
 def may_run_beside(group: RankGroup, params: Iterable[Tensor]) -> bool:
-    """Whether lanes may be in use beside a group, and by another thread: on gloo, for tensors on the CPU.
-
-    The same on every rank. Does not communicate. ``params``: what is sent is of them, or where they are.
-    """
+    """Whether another thread may use lanes beside a group: on gloo, for tensors on the CPU."""
     if any(is_asynchronous(device) for device in {param.device for param in params}):
         return False
     return group.backend_of(torch.device("cpu")) == "gloo"
 
 
 def lease(group: RankGroup, number: int, backend: str) -> Lease:
-    """Take some lanes: groups of the same ranks as the given one, with its timeout. All ranks call.
+    """Take lanes of the same ranks and timeout as a group; all ranks call. A new gloo lane takes some 20 ms.
 
-    Communicates on ``group``. Making a new gloo lane takes some 20 ms.
-
-    Args:
-        group: the ranks.
-        number: how many lanes.
-        backend: of the lanes, such as ``"gloo"``.
-
-    Raises:
-        RankMismatchError: on every rank, if the ranks want different lanes.
-        RemoteRankError: a rank does not answer within the timeout, or has ended.
+    Raises RankMismatchError if ranks want different lanes, RemoteRankError if a rank does not come.
     """
     pool = _pool_of(group, backend)
     offered = pool.offer()
@@ -181,12 +161,7 @@ def _pool_of(group: RankGroup, backend: str) -> _Pool:
 def _exchange(
     group: RankGroup, pool: _Pool, offered: Collection[str], number: int, backend: str
 ) -> list[dict[str, Any]]:
-    """Tell every rank what this one wants, and which lanes are free here.
-
-    Returns:
-        For each rank: ``want``; ``free``, the number of collectives started on each free lane, by name;
-        ``made``, how many lanes there are; ``token``, a text that no other lease has.
-    """
+    """Tell every rank how many lanes this one wants, how many there are, and which are free here."""
     wish = {
         "want": f"{number} on {backend}",
         "free": {name: num_started(RankGroup.of(pool.lanes[name])) for name in sorted(offered)},

@@ -47,21 +47,10 @@ class RankMesh:
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None, owners: RankGroup, *, may_split: bool = False) -> "RankMesh | None":
-        """Find the ranks of a mesh; all ranks of it call. Communicates, and may make a group of all ranks.
+        """Find the ranks of a 2-D mesh (replicas, ranks of a replica); all ranks call. Communicates.
 
-        Args:
-            mesh: 2-D, (replicas, ranks of a replica); None for none.
-            owners: the ranks of the optimizer: those of this replica, or all of the mesh.
-            may_split: they may be all.
-
-        Returns:
-            None without a mesh, and where there is one replica alone.
-
-        Raises:
-            TypeError: on every rank of ``owners``: it is no mesh.
-            ValueError: likewise: another number of dimensions or order, or ``owners`` has other ranks than
-                this rank's row, and than all.
-            RankMismatchError: likewise: ranks have different ones.
+        ``owners`` are the ranks of the optimizer: those of this replica, or all where it ``may_split``. None
+        without a mesh, and for one replica. A mesh that does not fit raises on every rank of ``owners``.
         """
         with failing_together(owners):
             table = None if mesh is None else _table(mesh, owners, may_split=may_split)
@@ -146,13 +135,7 @@ def agree_between_replicas(everyone: RankGroup, items: Sequence[str]) -> None:
 
 
 def made_over(ranks: Sequence[int], inner: RankGroup, across: RankGroup) -> RankGroup:
-    """Make a process group of all ranks of a mesh, which call; communicates.
-
-    Args:
-        ranks: global ranks, rising.
-        inner: those of this rank's row.
-        across: those of its column.
-    """
+    """Make a process group of all ranks of a mesh, which call; communicates."""
     token = across.all_gather_fixed(secrets.token_hex(8).encode())[0]
     token = inner.all_gather_fixed(token)[0]  # that of the first rank of all
     name, timeout = f"zero_optim:{token.decode()}", timeout_of(inner.process_group)

@@ -40,13 +40,7 @@ class Mark:
 
 
 class Activity:
-    """Calls and passes of this process.
-
-    Attributes:
-        counts: by name, how often it was begun.
-        open: by name, what has not ended; the outermost first.
-        last: the last mark, None before any.
-    """
+    """Calls and passes of this process: how often each was begun, those that are open, and the last mark."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
@@ -101,16 +95,11 @@ class Record:
     """What is known of one work; times are seconds of `time.monotonic`.
 
     Attributes:
-        group: the works of its process group.
-        number: its place among them, counted from 1 on this process.
+        number: counted from 1 on this process, in its group.
         phase: one of `zero_optim.comm.traffic.PHASES`, ``checkpoint`` or ``buffers``.
         about: what it brings, such as ``bucket 3 (layers.7.weight, …)``; may be empty.
         timeout: seconds after which a wait for it is given up.
-        started: when.
-        waiting_since: None if no thread waits for it.
-        ended: None if it is not known to be over.
         failure: the message of what its wait raised.
-        is_warned: this wait was logged.
         runs_hook: a comm hook runs in it, so an error need not be the backend's.
     """
 

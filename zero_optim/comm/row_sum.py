@@ -55,12 +55,7 @@ def _parts(row: Tensor, count: int) -> list[Tensor]:
 class RowExchange:
     """An exchange of rows, under way. All ranks construct it, in the same order; communicates.
 
-    Args:
-        group: the ranks.
-        lanes: groups of the same ranks for the exchange, see `exchange`.
-        rows: by the rank that receives it: 1-D, contiguous, of one dtype and device. Row r has the same
-            length on every rank. They are read until `wait` returns, and not changed.
-        about: what the rows belong to, for messages.
+    ``rows``, by the rank that receives it, are as of `exchange`; they are read until `wait` returns.
     """
 
     def __init__(
@@ -83,14 +78,9 @@ class RowExchange:
 
 
 class RowSum:
-    """A sum of rows, under way. All ranks construct it, in the same order; communicates.
+    """A sum of rows, under way. All ranks construct sums, and wait for them, in the same order; communicates.
 
-    Args:
-        group: the ranks.
-        lanes: as of `RowExchange`.
-        rows: as of `RowExchange`. All ranks wait for sums in the order in which they construct them.
-        in_place: the sum is made in this rank's own row, which saves memory.
-        about: as of `RowExchange`.
+    Arguments are as of `RowExchange`; with ``in_place`` the sum is made in this rank's own row.
     """
 
     def __init__(
@@ -126,11 +116,7 @@ class RowSum:
             self._finish = beside.join
 
     def wait(self) -> Tensor:
-        """Wait, with the current stream, for what the others send, and add it up; called once.
-
-        Returns:
-            The sum of this rank's row: a tensor of its own; with ``in_place`` that row itself.
-        """
+        """Return the sum of this rank's row, with which the current stream waits; called once."""
         finish, total = self._finish, self._total
         del self._finish, self._total  # with what they hold
         finish()

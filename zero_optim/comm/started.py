@@ -23,7 +23,7 @@ class Work:
         phase: where waits are counted.
         record: the label.
         late_on: the device that does it, if the CPU does not wait for it; the watchdog asks the handle.
-        looks_up: it is a collective of gloo, see Note [Waits that nothing ends] in `zero_optim.comm.unended`.
+        looks_up: it is a collective of gloo, see Note [Waits that nothing ends] in `comm.unended`.
     """
 
     __slots__ = ("_looks_up", "_phase", "handle", "late_on", "record")
@@ -48,11 +48,8 @@ class Work:
     def wait(self, timeout: float | None = None) -> Any:  # noqa: ANN401 - what the handle gives
         """Wait for it: the caller, or on an accelerator the current stream.
 
-        Args:
-            timeout: seconds after which the watchdog gives up the group; None for that of the work.
-
-        Raises:
-            StalledError: a rank did not come in time, or has ended.
+        ``timeout`` replaces that of the work. Raises StalledError if a rank did not come in time, or has
+        ended.
         """
         if timeout is not None:
             self.record.timeout = timeout
@@ -97,13 +94,7 @@ class Work:
 
 
 class Awaited:
-    """A collective that a stream waits for, in the place of its handle, which keeps the tensors.
-
-    Args:
-        record: the label.
-        late_on: the device.
-        event: happens on the stream that waits, when the collective is over.
-    """
+    """A collective that a stream waits for, in the place of its handle, which keeps the tensors."""
 
     def __init__(self, record: Record, late_on: torch.device, event: Event) -> None:
         self.record = record
@@ -134,18 +125,10 @@ class Awaited:
 
 @dataclass(slots=True)
 class Pending:
-    """Collectives that have been started. Keeps the tensors they use until somebody has waited for them.
+    """Collectives that have been started. Keeps their tensors, all on one device, until somebody has waited.
 
-    Each stream that needs the result waits. The first one waits for the collectives, and ``then`` is called
-    on it; any other one waits for the first. Only one thread may wait at a time.
-
-    Args:
-        works: in the order in which they were started.
-        tensors: that the collectives read or write; at least one, all on one device.
-        then: called once, on the thread and the stream that waits first.
-
-    Attributes:
-        is_unclaimed: nobody has waited yet.
+    The first stream that waits, waits for the collectives, and calls ``then``; any other one waits for the
+    first. Only one thread may wait at a time.
     """
 
     works: Sequence[Waitable]

@@ -50,11 +50,7 @@ class _Counts:
 
 
 class Traffic:
-    """Counts of one optimizer, or one reducer. Several threads may add to it.
-
-    Args:
-        clock: returns seconds, from any start.
-    """
+    """Counts of one optimizer, or one reducer. Several threads may add to it."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
@@ -78,13 +74,7 @@ class Traffic:
             counts.collectives += collectives
 
     def figures(self, phases: tuple[str, ...], steps: str, *, reset: bool) -> dict[str, float]:
-        """Return the counts, and their totals.
-
-        Args:
-            phases: that are in the result, whether or not anything was counted.
-            steps: the key of the number of steps.
-            reset: count from zero again.
-        """
+        """Return the counts of some phases, and the totals; with ``reset`` count from zero again."""
         with self._lock:
             counts, num_steps = self._counts, self._steps
             told = _told(counts, phases)
@@ -109,14 +99,7 @@ def _told(counts: Mapping[str, _Counts], phases: tuple[str, ...]) -> dict[str, f
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Where something is counted.
-
-    Attributes:
-        traffic: whose counts.
-        name: one of `PHASES`.
-        is_exposed: callers wait here, see Note [Exposed seconds].
-        timeout: seconds after which a wait is given up; None for the process group's own timeout.
-    """
+    """Where traffic and waits count: in a phase of `PHASES`, with the timeout of a wait in seconds."""
 
     traffic: Traffic = field(default_factory=Traffic)
     name: str = "agree"
@@ -128,10 +111,7 @@ class Phase:
         self.traffic.add(self.name, nbytes=nbytes, collectives=collectives)
 
     def held_up(self) -> AbstractContextManager[None]:
-        """Return a context in which this thread waits, or works for communication, and does nothing else.
-
-        Contexts may lie in each other. One context can be entered any number of times, by any thread.
-        """
+        """Return a context in which this thread waits, or works for communication alone."""
         return _Span(self.traffic, self.name) if self.is_exposed else nullcontext()
 
 
@@ -169,14 +149,7 @@ class _Span:
 
 
 def broadcast_nbytes(nbytes: int, behind: int, size: int, *, is_gloo: bool) -> int:
-    """Count what one rank sends in a broadcast; see Note [Bytes sent].
-
-    Args:
-        nbytes: of the tensor.
-        behind: how many places the rank comes after the source, 0 for the source itself.
-        size: number of ranks.
-        is_gloo: whether it goes along gloo's tree; otherwise along a ring.
-    """
+    """Count what a rank sends in a broadcast, ``behind`` places after the source: Note [Bytes sent]."""
     if not is_gloo:
         return nbytes if behind < size - 1 else 0
     reach, times = 1, 0

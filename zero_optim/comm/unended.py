@@ -30,13 +30,7 @@ SMALL = 2**16
 
 
 class Paired:
-    """What gloo sends from rank to rank, and receives, as one handle. See Note [Sends that nothing ends].
-
-    Args:
-        sends: handles of the sends. They are kept.
-        receives: handles of the receives.
-        is_small: each send has `SMALL` bytes at most, so none is forgotten.
-    """
+    """What gloo sends from rank to rank, and receives, as one handle. See Note [Sends that nothing ends]."""
 
     __slots__ = ("_is_small", "_receives", "_sends")
 
@@ -90,15 +84,7 @@ class Paired:
 
 
 def wait_and_look_up(handle: dist.Work | Paired, is_given_up: Callable[[], bool]) -> bool:
-    """Wait for a collective or sends of gloo; False if the group was given up, and it does not end.
-
-    Args:
-        handle: of the collective; not of a single send or receive.
-        is_given_up: whether its group was given up.
-
-    Raises:
-        RuntimeError: it failed.
-    """
+    """Wait for a collective or sends of gloo; False if the group was given up, and it does not end."""
     if isinstance(handle, Paired):
         return handle.wait_and_look_up(is_given_up)
     while True:

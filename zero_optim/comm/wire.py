@@ -91,8 +91,8 @@ def copied_to_cpu(tensor: Tensor) -> Tensor:
 def all_copied_to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copy plain dense tensors with their strides into CPU memory, those of an accelerator piece by piece.
 
-    Each piece, of at most `PIECE_NBYTES`, comes to pinned memory first, and the CPU waits for it once. The
-    copies are in ordinary memory: PyTorch rounds a pinned tensor up to a power of two, and keeps its memory.
+    Pieces come to pinned memory first. The copies are in ordinary memory: PyTorch keeps pinned memory,
+    rounded up.
     """
     copies = [
         torch.empty_strided(tensor.shape, dense_strides(tensor), dtype=tensor.dtype, device="cpu")
@@ -117,10 +117,7 @@ def _like(tensor: Tensor, copy: Tensor) -> Tensor:
 
 
 def send_value(group: RankGroup, to: Sequence[int], skeleton: Skeleton, tensors: list[Tensor]) -> None:
-    """Send an encoded value to some ranks, which call `recv_value` or `recv_encoded`.
-
-    Waits as `send` does. Needs memory for one piece beyond the tensors themselves.
-    """
+    """Send an encoded value to some ranks, which call `recv_value` or `recv_encoded`."""
     header = bytes_to_tensor(skeleton_to_bytes(skeleton))
     send(group, torch.tensor([header.numel()]), *to)
     send(group, header, *to)
@@ -138,11 +135,7 @@ def _joined(parts: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def recv_value(group: RankGroup, source: int, advance: Callable[[int], object] = int) -> Nested:
-    """Receive a value as `recv_encoded` does, and decode it.
-
-    `decode` may raise TypeError on this rank alone, for a tensor subclass: then use `recv_encoded`, and
-    decode when nobody waits for this rank.
-    """
+    """Receive a value and decode it; may raise TypeError on this rank alone, for a tensor subclass."""
     skeleton, tensors = recv_encoded(group, source, advance)
     return decode(skeleton, iter(tensors))
 
@@ -150,13 +143,9 @@ def recv_value(group: RankGroup, source: int, advance: Callable[[int], object] =
 def recv_encoded(
     group: RankGroup, source: int, advance: Callable[[int], object] = int, place: Place = new_memory
 ) -> tuple[Skeleton, list[Tensor]]:
-    """Receive a value into CPU memory, for `decode`. Needs memory for one piece beyond the result.
+    """Receive a value into CPU memory, for `decode`.
 
-    Args:
-        group: the ranks.
-        source: the rank that sends.
-        advance: called after each piece with its number of bytes.
-        place: returns the memory to receive a tensor into, on the CPU, with the strides that it is given.
+    ``advance`` is called after each piece with its bytes; ``place`` returns memory with given strides.
     """
     length = torch.zeros(1, dtype=torch.int64)
     recv(group, length, source)

@@ -47,27 +47,16 @@ _NO_TAG = 2**31 - 1  # of messages that nobody sends
 
 
 class GroupWorks:
-    """The works of one process group on this process.
-
-    Args:
-        log: of this process.
-        process_group: only a weak reference is kept.
-        ranks: its ranks, as global ranks, in order.
-        limit: the timeout of the group itself, None if it has none.
-        can_cut: gloo sends its tensors of the CPU, see `cut`.
+    """The works of one process group on this process, to which it keeps a weak reference.
 
     Attributes:
-        log: as given.
-        ranks: as given.
-        limit: in seconds.
+        limit: the timeout of the group, in seconds.
         verdict: why the group was given up, if it was: no work begins any more.
         has_failed: a wait raised an error of the backend.
-        group: a weak reference to it.
         tags: numbers for messages of an exchange in parts, alike on all ranks.
-        apart: sends and receives that the backend has counted, less one for each exchange: all that it has
-            counted, less these, is the same on all ranks.
-        outstanding: a work that an accelerator does while the CPU goes on. One at a time, since the works of
-            a group end in order. Once a stream waits for it, its handle is dropped: that keeps the tensors.
+        apart: sends and receives that the backend has counted, less one for each exchange.
+        outstanding: a work that an accelerator does while the CPU goes on. One at a time, as works of a group
+            end in order. Once a stream waits for it, its handle is dropped: that keeps the tensors.
     """
 
     def __init__(
@@ -99,9 +88,9 @@ class GroupWorks:
     def cut(self) -> None:
         """Break the connections of the group to other ranks, on any thread: see Note [Waits that end].
 
-        gloo does so where a receive takes too long, so this begins receives that nobody answers. One from a
-        rank that is known to have ended fails at once and breaks nothing, so each rank is asked. Other
-        backends have a call for it, after which the device goes on, and a CPU that waits for it.
+        gloo does so where a receive takes too long. One from a rank that is known to have ended breaks
+        nothing, so each rank is asked. Other backends have a call for it, after which the device and the CPU
+        go on.
         """
         group = self.group()
         if group is None:
@@ -116,12 +105,7 @@ class GroupWorks:
                 work.wait(timedelta(milliseconds=1))
 
     def wait_for(self, handle: dist.Work | Paired) -> bool:
-        """Wait for a collective or sends of gloo; see Note [Waits that nothing ends] in `unended`.
-
-        Raises:
-            RuntimeError: it failed.
-            StalledError: the group was given up, and the collective does not end.
-        """
+        """Wait for a collective or sends of gloo; StalledError if the group was given up."""
         if wait_and_look_up(handle, lambda: self.verdict is not None):
             return True
         group = self.group()
@@ -131,11 +115,7 @@ class GroupWorks:
         raise self.verdict.error()
 
     def begin(self, phase: Phase, about: str = "") -> Record:
-        """Begin a work.
-
-        Raises:
-            StalledError: the group was given up.
-        """
+        """Begin a work; raises StalledError if the group was given up."""
         if self.verdict is not None:
             raise self.verdict.error()
         timeout = self.limit if phase.timeout is None else phase.timeout
@@ -169,14 +149,11 @@ class WorkLog:
     Attributes:
         ring: the last works, the newest last.
         waits: works that a thread waits for now.
-        activity: what the process does beside works.
         groups: the works of each process group, by its id. The watchdog reads it while other threads add to
             it.
         verdicts: groups that were given up, by their ranks.
-        wholes: by the ranks of a part of a mesh, all ranks of the mesh. A rank that does not come holds up
-            all of them, though each in another group, so they have one verdict.
-        explain: turns an error of the backend into the exception of the wait; None if it says it best. May
-            ask other processes.
+        wholes: by the ranks of a part of a mesh, all ranks of the mesh: they have one verdict.
+        explain: turns an error of the backend into the exception of the wait; None if it says it best.
     """
 
     ring: deque[Record] = field(default_factory=lambda: deque(maxlen=KEPT))

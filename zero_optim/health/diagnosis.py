@@ -23,7 +23,7 @@ class Status:
         open: what it is in, the outermost first: name, and how often it was begun.
         counts: by name, how often something was begun.
         last: what it began or ended last, as text; empty for nothing.
-        verdict: message and missing ranks, if it has given up the group that it is asked about.
+        verdict: message and missing ranks, if it has given up the group.
         is_deciding: it is about to give up that group.
     """
 
@@ -99,10 +99,7 @@ def closed(seen: Seen) -> Seen:
 def judge(seen: Seen, own: int, seconds: float | None) -> Verdict:
     """Say which ranks are missing, what they did last, and what the others wait for.
 
-    Args:
-        seen: what each rank of the group says, this one included.
-        own: this rank, which waits.
-        seconds: that it has waited; None if its wait failed before its time.
+    ``seconds``: for which ``own`` has waited; None if its wait failed before its time.
     """
     mine = seen[own]
     assert isinstance(mine, Status)  # it can always be asked

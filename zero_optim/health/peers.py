@@ -72,16 +72,7 @@ class Address:
 
 
 class Listener:
-    """Listens for questions of other ranks.
-
-    Args:
-        host: where to listen, see `host_towards`.
-        pid: of this process.
-
-    Attributes:
-        socket: on which it listens.
-        address: what other ranks need to know.
-    """
+    """Listens for questions of other ranks, at an address from `host_towards`."""
 
     def __init__(self, host: str, pid: int) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -189,13 +180,7 @@ def _line(message: Message) -> bytes:
 
 
 def _read(connection: socket.socket, limit: float) -> Message:
-    """Read a line within ``limit`` seconds: nobody is held up by one who sends slowly.
-
-    Raises:
-        TimeoutError: it did not come.
-        EOFError: the other side closed before the end.
-        ValueError: it is no object, or too long.
-    """
+    """Read a line within ``limit`` seconds, or raise: nobody is held up by one who sends slowly."""
     content, deadline = bytearray(), time.monotonic() + limit
     while not content.endswith(b"\n"):
         connection.settimeout(
@@ -224,11 +209,7 @@ _LEFT = "left"  # in the store, in the place of an address
 class Directory:
     """Where all watchdogs listen, by global rank, as the store of the default group has it.
 
-    The store is asked once for each, and again if nobody is found there. It is not kept: it may have a port,
-    which has to be free when the default group is gone.
-
-    Args:
-        is_current: whether the default group is still the one that this is for.
+    The store is not kept: it may have a port, which has to be free when the default group is gone.
     """
 
     def __init__(self, is_current: Callable[[], bool]) -> None:

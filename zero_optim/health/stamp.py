@@ -20,7 +20,7 @@ class Stamp(NamedTuple):
     Attributes:
         kind: 1 for a call that gathers parameters it has changed; 0 where there is no stamp.
         flags: 1 if the call raised on that rank.
-        mark: of the gather, where a unit is gathered: see `zero_optim.health.unit_marks`.
+        mark: of the gather of a unit: see `zero_optim.health.unit_marks`.
         number: of the call, counted on that rank.
         digest: of the options.
         text: the call, such as ``step()``; or the class of the exception. Cut to 16 bytes.

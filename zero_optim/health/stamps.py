@@ -59,24 +59,16 @@ _SHOWN = 4  # options in a message
 
 
 class Origins(NamedTuple):
-    """Who wrote options on this rank.
-
-    Attributes:
-        made: options that are as the class made them when it was built.
-        written: options that the class has changed in a step.
-    """
+    """Options as the class made them on this rank, and options that it has changed in a step."""
 
     made: Collection[OptionKey]
     written: Collection[OptionKey]
 
 
 class Call(NamedTuple):
-    """A call that changes parameters and gathers them, as this rank makes it.
+    """A call that changes parameters and gathers them, such as ``step()``, and what it has raised here.
 
-    Attributes:
-        name: such as ``step()``.
-        origins: tells who wrote options here, from the options at a call; asked only if ranks differ.
-        failure: what the call has raised here.
+    ``origins`` tells who wrote options here, from the options at a call; asked only if ranks differ.
     """
 
     name: str
@@ -89,10 +81,6 @@ class _Step:
     """One call, and the stamps of it that have come. It keeps no exception, nor the optimizer.
 
     Attributes:
-        number: of the call.
-        name: of the call.
-        digest: of the options.
-        options: of all groups.
         came: the rooms of a gather, and what was in them.
         is_told: this rank has raised, or will, since another one failed.
         failure: class and message of what the call raised on this rank.
@@ -133,9 +121,6 @@ class _Step:
 
 class Stamps:
     """Writes and reads the stamps of one optimizer's steps, in a group of several ranks.
-
-    Args:
-        own_options: names of options that each rank may set for itself.
 
     Attributes:
         tell: called with what `check_failures` is about to raise.
@@ -181,15 +166,10 @@ class Stamps:
             self._step.fail(failure)
 
     def send(self, flat: Tensor, layout: Layout, rank: int) -> Callable[[], None]:
-        """Write this rank's stamp into its row, if there is room; the CPU waits for nothing.
+        """Write this rank's stamp into its row of a flat tensor, if there is room; the CPU waits for nothing.
 
-        Args:
-            flat: a flat tensor that is to be gathered.
-            layout: of it.
-            rank: this group rank.
-
-        Returns:
-            A function that takes the stamps of all ranks out of ``flat``, called when it has been gathered.
+        Returns a function that takes the stamps of all ranks out of ``flat``, called when it has been
+        gathered.
         """
         step, rooms = self._step, layout.rooms
         if not step.number or not rooms:
@@ -209,10 +189,7 @@ class Stamps:
     # ------------------------------------------------------------------ when they have come
 
     def check_failures(self) -> None:
-        """Raise RemoteRankError if another rank has failed in the last call, unless this one has.
-
-        Does not communicate. Does nothing where the CPU would have to wait for the stamps.
-        """
+        """Raise RemoteRankError if another rank alone has failed in the last call, and its stamp is here."""
         for step in self._unread:
             if not step.is_told and step.failure is None and all(copy.is_here for _, copy in step.came):
                 stamps = step.stamps()
@@ -225,16 +202,9 @@ class Stamps:
     def settle(self, group: RankGroup, call: Call, *, with_last: bool) -> None:
         """Look at the calls not looked at yet; all ranks call, at the same point of their programs.
 
-        Communicates if the options of ranks differ, or if a rank failed in the last call.
-
-        Args:
-            group: the ranks.
-            call: the one that this rank is in. If that has failed here, nothing is raised.
-            with_last: look at the last call too: its gathers are over, and all ranks are still in it.
-
-        Raises:
-            RankMismatchError: on every rank, they are in different calls, or their options differ.
-            Exception: on each rank that did not fail, what was raised on one that did.
+        Communicates, and raises on every rank, if ranks are in different calls, have different options, or
+        one has failed; nothing is raised if ``call`` has failed here. With ``with_last`` it looks at the last
+        call too: its gathers are over, and all ranks are still in it.
         """
         error: Exception | None = None
         while len(self._unread) > (not with_last):
@@ -264,13 +234,9 @@ class Stamps:
         stamps: Mapping[int, Stamp],
         origins: Callable[[Sequence[Mapping[str, Plain]]], Origins],
     ) -> Exception | None:
-        """Say what differs between the last calls of ranks; all ranks call, together, with the same stamps.
+        """Return the error to be raised on every rank, None for none; all ranks call, with the same stamps.
 
-        Communicates if something does: exchanges what failed, or the options.
-
-        Returns:
-            The error to be raised on every rank, also on one that has raised before; None if nothing is
-            wrong, or all of it was told before.
+        Communicates if the last calls of ranks differ. What was told before is not told again.
         """
         step, new = self._step, frozenset(stamps.values())
         failed = failed_ranks(stamps)
@@ -288,10 +254,7 @@ class Stamps:
         return dict(zip(_called(stamps, self.numbers), stamps.values(), strict=True))
 
     def _compared(self, group: RankGroup, step: _Step, mine: Origins) -> Exception | None:
-        """Exchange the options of a call, and say in which the ranks differ that should not; all ranks call.
-
-        What they may differ in is left out of later digests. See Note [What may differ].
-        """
+        """Exchange the options of a call; return an error for those that should not differ."""
         everyone = group.all_gather_json([step.options, sorted(mine.written), sorted(mine.made)])
         options = [of_rank[0] for of_rank in everyone]
         written = {tuple(key) for of_rank in everyone for key in of_rank[1]}

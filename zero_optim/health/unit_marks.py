@@ -71,12 +71,7 @@ class OfParams(Protocol):
 
 
 class UnitMarks:
-    """Writes and reads the marks of a model's units. Only `start_rows` communicates.
-
-    Args:
-        units: the name and the buckets of each, by number.
-        group: the ranks.
-    """
+    """Writes and reads the marks of a model's units, given by name with their buckets."""
 
     def __init__(self, units: Sequence[tuple[str, Sequence[OfParams]]], group: RankGroup) -> None:
         named = [(name, bucket) for name, buckets in units for bucket in buckets]
@@ -116,11 +111,7 @@ class UnitMarks:
         return lambda: self._came.append(({self._group.rank: mine}, owners, HostCopy(torch.cat(places))))
 
     def check(self) -> None:
-        """Look at what has come, unless the CPU would wait for it.
-
-        Raises:
-            RankMismatchError: another rank has gathered another bucket, or for another purpose.
-        """
+        """Look at what has come, unless the CPU would wait; raises RankMismatchError if marks differ."""
         self.check_known()
         while self._came and (self._came[0][-1].is_here or len(self._came) > _MOST_LATE):
             mine, owners, copy = self._came.popleft()
@@ -169,10 +160,7 @@ class _Beside:
     works: Sequence[Waitable]
 
     def wait(self) -> None:
-        """Wait for them; raises RankMismatchError if they differ.
-
-        Also if others did before: what was started then may never come.
-        """
+        """Wait for them; raises RankMismatchError if they differ, or did before: nothing may come then."""
         self.known.check_known()
         for work in self.works:
             work.wait()

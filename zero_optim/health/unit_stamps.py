@@ -35,9 +35,6 @@ class UnitStamps:
         group: the ranks.
         origins: see `zero_optim.health.stamps.Call`.
         told: called with what this rank is about to raise, as the others of the group do.
-
-    Attributes:
-        num_passes: how many have begun.
     """
 
     def __init__(
@@ -65,14 +62,7 @@ class UnitStamps:
         return lambda: self._came.append((rooms, HostCopy(torch.cat(places))))
 
     def write(self, span: Tensor, start: int, rooms: Sequence[Room], rank: int) -> None:
-        """Write this rank's stamp into a part of a flat tensor that it sends, if one of its rooms is there.
-
-        Args:
-            span: what is sent.
-            start: where it begins in the flat tensor.
-            rooms: of the layout.
-            rank: this group rank.
-        """
+        """Write this rank's stamp into a part of a flat tensor, from ``start``, if its room is there."""
         stamps, stop = self._stamps_of(), start + span.numel()
         here = [room for room in rooms if room.owner == rank and start <= room.start < stop]
         if stamps is not None and here:
@@ -88,13 +78,9 @@ class UnitStamps:
             self._seen.clear()
 
     def look(self) -> None:
-        """Look at what has come, unless the CPU would wait for it; all ranks call, with the same gathers.
+        """Look at what has come, unless the CPU would wait; all ranks call, with the same gathers.
 
-        Communicates if ranks differ.
-
-        Raises:
-            RankMismatchError: on every rank: they have made different calls, or their options differ.
-            Exception: on every rank: the last call failed on one. A rank says the same only once.
+        Communicates, and raises on every rank, if their calls or options differ, or one failed; only once.
         """
         if all(copy.is_here for _, copy in self._came):
             self._read()

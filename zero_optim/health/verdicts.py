@@ -45,12 +45,7 @@ logger = logging.getLogger("zero_optim")
 class Verdicts:
     """Finds out why a wait does not end, and gives up with all ranks; any thread may call.
 
-    Args:
-        log: of this process.
-        directory: of the ranks to ask.
-
-    Attributes:
-        exits: giving up ends the process, in the place of making its waits raise.
+    With ``exits``, giving up ends the process, in the place of making its waits raise.
     """
 
     def __init__(self, log: WorkLog, directory: Directory) -> None:
@@ -161,10 +156,7 @@ class Verdicts:
         self._directory.ask_all(ranks, question)
 
     def _act(self, ranks: tuple[int, ...], verdict: Verdict, *, is_first: bool = False) -> None:
-        """Carry out a verdict on this process: end it, or make its waits raise.
-
-        ``is_first``: others may not have been told yet; a process that ends tells them before.
-        """
+        """Carry out a verdict: end this process, or its waits. One that ``is_first`` to know tells others."""
         logger.error("%s", verdict.message)
         if is_first and self.exits:
             self._directory.ask_all(ranks, _telling(ranks, verdict))

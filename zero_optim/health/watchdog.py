@@ -62,12 +62,9 @@ def patient(group: RankGroup, timeout: object) -> RankGroup:
 
 
 def watch(user: object, group: RankGroup, on_stall: object = "raise") -> None:
-    """Have a watchdog as long as ``user`` lives. Does not communicate with other ranks.
+    """Have a watchdog as long as ``user`` lives, in a group of several ranks. Does not communicate.
 
-    Args:
-        user: what communicates; only a weak reference is kept.
-        group: its ranks. A group of one needs none.
-        on_stall: "exit" ends the process in the place of raising, if any user wants that.
+    ``on_stall``: "exit" ends the process in the place of raising, if any user wants that.
     """
     world = dist.group.WORLD
     if group.size == 1 or world is None:
@@ -110,11 +107,7 @@ def learn_addresses(group: RankGroup) -> None:
 
 
 class AwakeTime:
-    """A clock that leaves out the time in which this process did not run; for one thread.
-
-    Args:
-        clock: in seconds; runs on while the process stands still.
-    """
+    """A clock that leaves out the time in which this process did not run; for one thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -13,11 +13,7 @@ from zero_optim.compat.streams import is_asynchronous
 
 
 class ShownWhenFreed:
-    """What the parameters of one bucket show while they are freed: an element for each, NaN, expanded.
-
-    Attributes:
-        tensors: what each shows, with its shape.
-    """
+    """What the parameters of one bucket show while they are freed: an element for each, NaN, expanded."""
 
     def __init__(self, params: list[Tensor], dtype: torch.dtype, device: torch.device) -> None:
         self._params = params

@@ -25,12 +25,7 @@ _NBYTES = 8  # of a digest
 
 
 class Alike(NamedTuple):
-    """Unnamed parameters that only their values tell apart.
-
-    Attributes:
-        kinds: indices of the parameters of each kind, at least two.
-        digests: of their values, one after the other.
-    """
+    """Unnamed parameters that only their values tell apart: their indices by kind, and all digests."""
 
     kinds: list[list[int]]
     digests: bytes
@@ -51,8 +46,7 @@ class Alike(NamedTuple):
     def check_order(self, group: RankGroup, groups: Sequence[ParamGroup]) -> None:
         """Refuse them if some ranks have the same values in another order; all ranks call.
 
-        One small collective, and another one where the ranks start with different values; none if no two
-        parameters are alike. All ranks have as many parameters of each kind.
+        One small collective, and another one where the ranks start with different values.
         """
         if not self.kinds or len(set(group.all_gather_fixed(hashlib.sha256(self.digests).digest()))) == 1:
             return

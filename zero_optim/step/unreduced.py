@@ -49,12 +49,8 @@ def unreduced_among(params: Container[Tensor]) -> dict[str, Tensor]:
 def check_unreduced(group: RankGroup, unreduced: dict[str, Tensor], *, in_join: bool) -> None:
     """Compare the gradients of parameters that the wrapper does not reduce; all ranks call.
 
-    One small collective, none inside ``Join``, whose joined ranks have no gradient. The CPU waits for the
-    gradients.
-
-    Raises:
-        RankMismatchError: on every rank: the gradient of a parameter differs between ranks.
-        RuntimeError: inside ``Join``, where nobody can average by hand.
+    One small collective; the CPU waits. Raises RankMismatchError if a gradient differs, RuntimeError in
+    ``Join``, whose joined ranks have none.
     """
     if in_join:
         raise RuntimeError(f"{next(iter(unreduced))} {NOT_REDUCED}")
