@@ -15,17 +15,7 @@ from zero_optim.shard.units import UnitBucket
 
 
 class BucketMaker:
-<<<<<<< HEAD
-    """Makes the buckets of one plan after the other, with rooms for stamps.
-
-    Args:
-        as_views: whether to move parameters into their bucket, see `Bucket`.
-        units: parameters that are whole only while their unit is in use, with the number of the unit.
-        forms: how these are kept.
-    """
-=======
     """Makes the buckets of one plan after the other, with rooms for stamps; `forms`: how units are kept."""
->>>>>>> trunk
 
     def __init__(self, as_views: bool, units: Mapping[Tensor, int], forms: UnitForms) -> None:
         self.units = units

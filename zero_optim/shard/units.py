@@ -272,19 +272,8 @@ class UnitBucket(Uncopied):
 
     # ------------------------------------------------------------------ whole and freed
 
-<<<<<<< HEAD
-    def row_as_sent(self) -> Tensor:
-        """Copy this rank's row, in the dtype of the flat tensor."""
-        row = self._flat.tensor.new_empty(self._own.numel)
-        self._own.read(row)
-        return row
-
     def fill(self) -> Tensor:
-        """Make the flat tensor, with this rank's row in it; for a gather."""
-=======
-    def fill(self, chosen: Collection[int] | None = None) -> Tensor:
         """See `ParamBucket`: give the flat tensor memory, with this rank's row in it."""
->>>>>>> trunk
         self._check_untouched()
         if self._came is not None:  # what stays: this stream will write a stamp there
             self._came.wait()
@@ -349,13 +338,13 @@ class WideBucket:
         """See `UnitBucket.refresh`."""
         self._bucket.refresh()
 
-    def fill(self, chosen: Collection[int] | None = None) -> Tensor:
+    def fill(self) -> Tensor:
         """Make the flat tensor, with this rank's row; raises as `UnitBucket.refresh`."""
         self.refresh()
         self._flat = self._bucket.flat_as_kept()
         return self._flat
 
-    def settle(self, flat: Tensor, chosen: Collection[int] | None = None) -> None:
+    def settle(self, flat: Tensor) -> None:
         """Show the values, once the flat tensor has all rows."""
         self.values = dict(zip(self.params, self._bucket.views(flat), strict=True))
 
