@@ -12,14 +12,13 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
-from zero_optim.comm.agreement import failing_together
-from zero_optim.comm.arguments import called_by_all, check_flags, raise_together, ranks_of
+from zero_optim.comm.agreement import called_by_all, check_flags, failing_together, raise_together, ranks_of
 from zero_optim.comm.backends import held
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.traffic import PHASES
-from zero_optim.comm.watchdog import OnStall, learn_addresses, patient, unwatch, watch
 from zero_optim.compat.kinship import make_known
 from zero_optim.explain import Explanation, explain
+from zero_optim.health.watchdog import OnStall, learn_addresses, patient, unwatch, watch
 from zero_optim.plan.costs import Cost, CostName
 from zero_optim.plan.groups import ParamGroup
 from zero_optim.plan.pieces import Pieces
@@ -276,7 +275,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Whether a ``GradScaler`` calls `step` after an infinity too; see Note [Infinities] in `step.amp`.
 
         Only inside ``Join``, and where a step was begun in the backward pass, which raises. Otherwise the
-        question is counted: Note [What a count cannot tell] in `zero_optim.shard.stamps`.
+        question is counted: Note [What a count cannot tell] in `zero_optim.health.stamps`.
         """
         if self.steps.in_join or self.steps.is_begun:
             return True

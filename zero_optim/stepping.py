@@ -15,18 +15,17 @@ from torch.optim import Optimizer
 from zero_optim.comm.agreement import SharedCall, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.errors import RankMismatchError, RemoteRankError
+from zero_optim.health.stamps import Call, Origins
+from zero_optim.health.unit_stamps import UnitStamps
 from zero_optim.plan.groups import ParamGroup
 from zero_optim.plan.options import Plain
 from zero_optim.plan.pieces import Pieces
-from zero_optim.shard.stamps import Call, Origins
-from zero_optim.shard.unit_stamps import UnitStamps
 from zero_optim.state.core import Core
 from zero_optim.step.amp import Scaling, drop_scale
 from zero_optim.step.clip import ClipArguments, clip_together
 from zero_optim.step.gradients import is_sparse
 from zero_optim.step.join import JoinNotes, ShadowHook, lend_gradients, lend_to
-from zero_optim.step.overlap import Overlap
-from zero_optim.step.overlapped_step import OverlappedStep
+from zero_optim.step.overlap import Overlap, OverlappedStep
 from zero_optim.step.sparse_rows import check_sparse_rows
 from zero_optim.step.unreduced import check_unreduced, unreduced_among
 from zero_optim.step.words import Word, exchange, is_skipped_by_all, ranks_that
@@ -440,8 +439,8 @@ class Stepping(Joinable):
         if in_join:  # ranks that joined wait for this; if one rank fails all raise
             lend_gradients(core.group, joined, *self._lendable(rest), failure=failure)
         if rest:
-            known = [None if failure is not None else param.grad for param in rest]
-            overlap.step(core.groups, overlap.part(rest), known, failure)
+            known = {param: None if failure is not None else param.grad for param in rest}
+            overlap.step(core.groups, known, failure)
         if failure is not None:
             raise failure
 

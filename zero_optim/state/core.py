@@ -141,6 +141,11 @@ class Core:
         """List the parameters of each bucket; equal on every rank."""
         return [list(bucket.params) for bucket in self.sharding.buckets]
 
+    @property
+    def num_buckets(self) -> int:
+        """How many buckets there are; parameters that are added have buckets of their own."""
+        return len(self.sharding.buckets)
+
     # ------------------------------------------------------------------ what this rank owns
 
     def own_params(self) -> list[Tensor]:

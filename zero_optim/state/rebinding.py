@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_optim.comm.agreement import agree, failing_together
-from zero_optim.comm.arguments import check_flags, ranks_of
+from zero_optim.comm.agreement import agree, check_flags, failing_together, ranks_of
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.description import describe
 from zero_optim.plan.groups import ParamGroup, param_names, params_of, short_names
@@ -27,7 +26,7 @@ from zero_optim.plan.pieces import Pieces
 from zero_optim.plan.plan import Plan, describe_params
 from zero_optim.probe.rows import CutRows
 from zero_optim.shard.sharding import Sharding
-from zero_optim.shard.storage import ParamBucket, ViewBucket
+from zero_optim.shard.storage import ParamBucket
 from zero_optim.shard.unit_forms import UnitForms
 from zero_optim.shard.units import UnitBucket
 from zero_optim.state.building import new_leaves, new_owned, new_sharding
@@ -251,6 +250,6 @@ def _keep_unit_rows(core: Core, former: list[ParamBucket]) -> None:
             if param in bucket_of:
                 bucket_of[param].take_in({param: param})
                 bucket_of[param].let_go({param})
-                if isinstance(left, ViewBucket):
+                if isinstance(left):
                     left.give_back(index)
     core.owned.leaves.keep(new)
