@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from pool import Ranks, on_ranks
 from test_checkpoint import Run
 from zero_optim import CheckpointError, checkpoint, cli
-from zero_optim.checkpoint.safetensors import Box, lay_out, whole
+from zero_optim.checkpoint.data import Box, lay_out, whole
 
 
 def saved_run(path: Path) -> dict[str, Tensor]:

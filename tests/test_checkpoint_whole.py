@@ -28,7 +28,7 @@ from zero_optim import (
     ZeroRedundancyOptimizer,
     checkpoint,
 )
-from zero_optim.checkpoint import data, manifest, storage
+from zero_optim.checkpoint import data, manifest, saving
 
 MOMENTS = range(1, 25)  # file operations of a rank at which it is killed, in each of two ways
 SOME_MOMENTS = MOMENTS[::6]
@@ -72,7 +72,7 @@ def die_at(moment: int) -> None:
     for owner, name in (
         (os, "fsync"), (Path, "replace"), (Path, "unlink"), (Path, "mkdir"), (Path, "rmdir"), (Path, "open"),
         (os, "open"),
-        (data, "write_all"), (data, "_append"), (storage, "write_data"),
+        (data, "write_all"), (data, "_append"), (saving, "write_tensors"),
     ):  # fmt: skip
         counted(owner, name)
 

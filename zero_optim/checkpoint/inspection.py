@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as data and as a table. Nothing here communicates."""
+"""What a checkpoint holds, as data and as a table. No communication."""
 
 import re
 from collections.abc import Sequence
@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from zero_optim.checkpoint import manifest as manifests
-from zero_optim.checkpoint.folder import verify
 from zero_optim.checkpoint.manifest import VERSION, Manifest
+from zero_optim.checkpoint.reader import CheckpointReader
 from zero_optim.errors import CheckpointError
 
 
@@ -25,7 +25,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What was found in a checkpoint's folder.
+    """What a checkpoint's folder holds.
 
     Attributes:
         path: its folder.
@@ -62,42 +62,33 @@ class Inspection:
             head += [("saved", f"{self.saved} by {ranks}, {by}"), ("format", f"version {self.version}")]
         lines = [f"{name:<12}{value}" for name, value in head]
         if self.sections:
-            rows = [
-                (s.name, f"{s.num_tensors:,}", f"{s.nbytes:,}", f"{s.num_values:,}") for s in self.sections
-            ]
+            rows = [(s.name, s.num_tensors, s.nbytes, s.num_values) for s in self.sections]
             lines += ["", *_table(("section", "tensors", "bytes", "values"), rows)]
         if self.files:
-            lines += [
-                "",
-                *_table(("file", "rank", "bytes"), [(n, str(r), f"{b:,}") for n, r, b in self.files]),
-            ]
+            # A rank is no quantity, so it has no commas.
+            files = [(name, str(rank), nbytes) for name, rank, nbytes in self.files]
+            lines += ["", *_table(("file", "rank", "bytes"), files)]
         return "\n".join(lines)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def _table(head: Sequence[str], rows: Sequence[Sequence[str | int]]) -> list[str]:
     """Align rows in columns: the first to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    text = [head, *([f"{cell:,}" if isinstance(cell, int) else cell for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*text, strict=True)]
     return [
-        "  ".join(
-            cell.rjust(w) if n else cell.ljust(w) for n, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in (head, *rows)
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        for row in text
     ]
 
 
 def inspect(folder: Path) -> Inspection:
-    """Read all of a checkpoint and check it.
-
-    Raises:
-        CheckpointError: there is no such folder.
-    """
+    """Read all of a checkpoint and check it; CheckpointError if there is no such folder."""
     if not folder.is_dir():
         raise CheckpointError(f"no checkpoint at {folder}: there is no such folder")
     reason, manifest = "", None
     try:
         manifest = manifests.parse(folder)
-        manifest = manifests.read(folder)
-        verify(folder, manifest)
+        CheckpointReader(folder).check_all()
     except CheckpointError as error:
         reason = str(error)
     if manifest is None:
@@ -117,13 +108,13 @@ def inspect(folder: Path) -> Inspection:
 
 
 def _sections(manifest: Manifest) -> tuple[Section, ...]:
-    names = dict.fromkeys(map(_section, [*manifest.values, *manifest.entries]))
-    found = []
-    for name in sorted(names):
-        entries = [entry for key, entry in manifest.entries.items() if _section(key) == name]
+    names = sorted({_section(key) for key in (*manifest.values, *manifest.entries)})
+    sections = []
+    for name in names:
+        nbytes = [entry.nbytes for key, entry in manifest.entries.items() if _section(key) == name]
         values = sum(_section(key) == name for key in manifest.values)
-        found.append(Section(name, len(entries), sum(entry.nbytes for entry in entries), values))
-    return tuple(found)
+        sections.append(Section(name, len(nbytes), sum(nbytes), values))
+    return tuple(sections)
 
 
 def _section(key: str) -> str:
