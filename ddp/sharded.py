@@ -56,35 +56,28 @@ class ShardedDataParallel(DistributedDataParallel):
         optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, lr=1e-3)
         model = ShardedDataParallel(module, optimizer)
 
-    The loop stays as it is: ``backward()``, ``optimizer.clip_grad_norm_()``, ``GradScaler``,
-    ``optimizer.step()``, ``zero_grad()``. After a backward pass the owner of a parameter has the averaged
-    gradient in ``param.grad``. On other ranks a `PartialGradient` stands there, without memory. What reads it
-    raises: ``torch.nn.utils.clip_grad_norm_`` does, ``optimizer.clip_grad_norm_`` is right. A parameter
-    that no rank used has None on every rank.
+    The loop stays as it is, but for ``optimizer.clip_grad_norm_()`` in the place of PyTorch's function. After
+    a backward pass the owner of a parameter has the averaged gradient in ``param.grad``. On other ranks a
+    `PartialGradient` stands there, without memory; what reads it raises. A parameter that no rank used has
+    None on every rank.
 
     A gradient is multiplied by one over the number of ranks, then the ranks' gradients are added up in the
     order of ranks: bf16 and fp16 in float32, and the sum is rounded once. On two ranks that gives, bit for
     bit, what ``DistributedDataParallel`` gives. With a mesh, the sum of a replica is rounded too.
 
     Each bucket is sent while the next one fills, and takes half the bytes of an all-reduce. On the CPU a
-    rank holds its own gradients, two buckets (with two ranks 1.5) and one gradient. On an accelerator it
-    holds less than three buckets, with two ranks 1.5. Where the rows of a bucket are uneven, such as a
-    matrix that one rank owns whole, it is at most three buckets anywhere. Note [Memory of sharded gradients]
-    in `zero_optim.ddp.owners.owner_bucket` says exactly. The first pass with ``static_graph=True`` holds all
-    gradients, as it is there to learn.
+    rank holds its own gradients, two buckets (with two ranks 1.5) and one gradient; on an accelerator, or
+    where the rows of a bucket are uneven, at most three buckets: Note [Memory of sharded gradients] in
+    `zero_optim.ddp.owners.owner_bucket`. The first pass with ``static_graph=True`` holds all gradients.
 
-    All ranks of the optimizer's group must construct it, with the same arguments, and run forward and
-    backward passes together. Errors of a backward pass, ``Join``, checkpointing, and parameters that are
-    unused are as in `DistributedDataParallel`. Sparse gradients are summed on every rank, and kept by their
-    owners. Inside ``Join`` each reduced pass has a step, as ranks that ran out of inputs take part in both:
-    the next forward pass raises on every rank if there was none.
+    All ranks of the optimizer's group construct it, with the same arguments, and run forward and backward
+    passes together. Errors of a backward pass, ``Join``, checkpointing, and unused parameters are as in
+    `DistributedDataParallel`. Sparse gradients are summed on every rank, and kept by their owners. Inside
+    ``Join`` each reduced pass has a step: the next forward pass raises on every rank if there was none.
 
     On the CPU a pass that raises leaves what earlier passes have added up as it was. On an accelerator call
-    ``zero_grad()`` behind it: see Note [Sums apart] in `zero_optim.ddp.owners.owner_bucket`.
-
-    A hook by ``param.register_post_accumulate_grad_hook`` that was registered after wrapping runs when the
-    gradient of this rank may have been taken: it finds None in ``param.grad`` where the gradient is large.
-    Register it before wrapping, or use ``param.register_hook``, which is given the gradient.
+    ``zero_grad()`` behind it. A hook by ``param.register_post_accumulate_grad_hook`` that was registered
+    after wrapping may find None in ``param.grad``. Register it before, or use ``param.register_hook``.
 
     Args:
         module: what to train. The optimizer has all of its parameters that require a gradient.
@@ -93,16 +86,13 @@ class ShardedDataParallel(DistributedDataParallel):
             add up. That sends each time, and needs little more memory on an accelerator (on the CPU that of
             its own gradients once more); ``no_sync()`` is refused. "local": passes
             under ``no_sync()`` add up whole gradients on each rank, and the next one outside of it reduces
-            the sums. The bits differ: "owner" adds over ranks first, then over passes; "local" over passes
-            first, on each rank, then over ranks.
+            the sums. The bits differ: "owner" adds over ranks first, "local" over passes first.
         process_group: that of the optimizer; need not be given.
         mesh: a 2-D ``DeviceMesh``, (replicas, ranks of a replica), for several groups of ranks that each
-            shard everything, such as one for each machine. The optimizer is built over one row of it,
-            ``process_group=mesh.get_group(1)``. All ranks of the mesh construct, and train together.
-            An owner's sum goes on over the owners of the same rows in all replicas, in an all-reduce beside
-            the next bucket. So gradients are averaged over all ranks, parameters and state are equal in all
-            replicas, and what goes across replicas is a row: the gradients' bytes divided by the ranks
-            of a replica, times 2 (R-1)/R for R replicas.
+            shard everything. The optimizer is built over one row of it, ``process_group=mesh.get_group(1)``.
+            All ranks of the mesh construct, and train together. Gradients are averaged over all ranks, and
+            parameters and state are equal in all replicas. What goes across replicas is a row: the gradients'
+            bytes divided by the ranks of a replica, times 2 (R-1)/R for R replicas.
         **options: ``device_ids``, ``output_device``, ``dim``, ``broadcast_buffers``, ``init_sync``,
             ``find_unused_parameters``, ``static_graph``, ``mixed_precision``, ``timeout`` and
             ``on_stall``, as in `DistributedDataParallel`.
@@ -206,14 +196,10 @@ class ShardedDataParallel(DistributedDataParallel):
         return super()._post_forward(output)
 
     def _refuse_unfrozen(self) -> None:
-        """Refuse parameters that nobody reduces, before each rank trains them with gradients of its own.
-
-        Raises:
-            RuntimeError: a parameter that was frozen when it was wrapped requires a gradient now.
-        """
-        found = [name for name, _ in self._frozen.unfrozen()]
-        if found:
-            raise RuntimeError(f"{names_text(found)} {NOT_REDUCED}")
+        """Refuse parameters that were frozen when they were wrapped, and that nobody reduces."""
+        names = [name for name, _ in self._frozen.unfrozen()]
+        if names:
+            raise RuntimeError(f"{names_text(names)} {NOT_REDUCED}")
 
     def _caps(self) -> tuple[int, ...]:
         return (self._optimizer.bucket_cap_nbytes,)
@@ -228,10 +214,7 @@ class ShardedDataParallel(DistributedDataParallel):
             param.grad = None
 
     def rebind(self, process_group: dist.ProcessGroup | None = None) -> None:
-        """Go on with the optimizer's new process group, as in `DistributedDataParallel`.
-
-        Args:
-            process_group: that of the optimizer, which is bound already; need not be given.
+        """Go on with the process group of the optimizer, which is bound already; it need not be given.
 
         Raises:
             RuntimeError: the optimizer is detached, or there is a mesh; or as in `DistributedDataParallel`.
@@ -249,10 +232,9 @@ class ShardedDataParallel(DistributedDataParallel):
         super().rebind(ranks.process_group)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ANN401 - PyTorch's
-        """Take part in ``Join``, as in `DistributedDataParallel`.
+        """Take part in ``Join``, as in `DistributedDataParallel`; raises RuntimeError with a mesh.
 
-        Raises:
-            RuntimeError: there is a mesh: steps are those of a replica, and the sums those of all.
+        Steps are those of a replica there, and the sums those of all.
         """
         if self._mesh is not None:
             raise RuntimeError(
@@ -262,18 +244,11 @@ class ShardedDataParallel(DistributedDataParallel):
         return super().join_hook(**kwargs)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, **options: Any) -> Tensor:  # noqa: ANN401 - as there
-        """Clip the gradients as ``optimizer.clip_grad_norm_`` does, which this calls; all ranks call.
-
-        PyTorch's ``FullyShardedDataParallel`` has it at the wrapper.
-        """
+        """Call ``optimizer.clip_grad_norm_``; all ranks call."""
         return self._optimizer.clip_grad_norm_(max_norm, norm_type, **options)
 
     def no_sync(self) -> Any:  # noqa: ANN401 - PyTorch's context
-        """Add up gradients on each rank, whole, in the passes of this context; with ``accumulate="local"``.
-
-        Raises:
-            RuntimeError: ``accumulate`` is "owner".
-        """
+        """Add up whole gradients on each rank in this context; RuntimeError with ``accumulate="owner"``."""
         if self._accumulate == "owner":
             raise RuntimeError(
                 'accumulate="owner" adds several backward passes up in the rows of the owners, without '
@@ -282,11 +257,7 @@ class ShardedDataParallel(DistributedDataParallel):
         return super().no_sync()
 
     def register_comm_hook(self, state: object, hook: object) -> NoReturn:
-        """Refuse a comm hook: gradients are reduced to owners here.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Refuse a comm hook with a RuntimeError: gradients are reduced to owners here."""
         raise RuntimeError(
             "ShardedDataParallel reduces gradients to their owners, and takes no comm hook: use "
             "zero_optim.ddp.DistributedDataParallel with it"
