@@ -83,10 +83,7 @@ def assert_same(got: Whole, expected: Whole) -> None:
         assert torch.equal(got["model"][name], value), name
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "ema": {"ema_decay": 0.5},
-}
+OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "ema": {"ema_decay": 0.5}}
 
 
 def save_run(path: Path, cut: bool, kind: str, steps: int = 3) -> tuple[Whole, Whole]:

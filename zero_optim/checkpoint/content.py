@@ -37,7 +37,7 @@ class RankContent:
 
     def add(self, key: str, value: object) -> None:
         """Add a nested value with its tensors."""
-        self.values[key], tensors = pack(key, value, key)
+        self.values[key], tensors = pack(key, value)
         self.tensors.update(tensors)
 
     def add_rows(self, key: str, rows: Tensor, shape: Sequence[int], piece: Piece) -> None:
@@ -95,11 +95,9 @@ def _whole_like(rows: Tensor, cut: CutState) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """A tensor of the model, and the ranks that write or read it or its rows.
+    """A tensor of the model, its key in the checkpoint, and the ranks that write or read it or its rows.
 
     Attributes:
-        key: in the checkpoint.
-        tensor: of the model.
         pieces: which rank writes and reads which rows; several may have all, then the first writes.
         stepped: the optimizer steps it, and gathers it from its owners.
         apart: the rows of this rank, where they are not in the tensor.

@@ -36,13 +36,9 @@ _LENGTH_NBYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """What is written under one key: a tensor, a box of its elements, or bytes (then ``dtype`` is None).
+    """What is written under one key: a tensor of some shape, a box of its elements, or bytes.
 
-    Attributes:
-        key: of the whole tensor or the bytes.
-        dtype: None for bytes.
-        shape: of the whole tensor; the number of bytes.
-        offsets, sizes: the box, in elements.
+    Of bytes the dtype is None, and the shape is their number.
     """
 
     key: str
@@ -139,17 +135,10 @@ def data_name(token: str, rank: int) -> str:
 def write_tensors(
     folder: Path, token: str, rank: int, boxes: Iterable[Box], read: Callable[[Box], memoryview]
 ) -> tuple[dict[str, DataFile], Written]:
-    """Write a rank's data file, tensor by tensor, and flush it to the disk; it is removed if this fails.
-
-    Args:
-        folder: the checkpoint's, which exists.
-        token: of this save.
-        rank: this rank.
-        boxes: what to write; no other rank writes the same elements.
-        read: returns the bytes of a box.
+    """Write a rank's data file in the save of a token, and flush it to the disk; it is removed if this fails.
 
     Returns:
-        The file by name, if there was anything to write, and the chunks of each box, one behind the other.
+        The file by name, if there are boxes, and the chunks of each box, one behind the other.
     """
     head, placed = lay_out(boxes)
     if not placed:
@@ -197,11 +186,7 @@ def entries_of(written: Iterable[tuple[Box, Chunk]]) -> dict[str, Entry]:
 
 
 def read_run(folder: Path, chunk: Chunk, key: str, into: memoryview | None = None) -> None:
-    """Compare a chunk with its checksum; put its bytes into memory of that length, if some is given.
-
-    Raises:
-        CheckpointError: the bytes differ from what was written, or cannot be read.
-    """
+    """Compare a chunk with its checksum; put its bytes into memory of that length, if some is given."""
     buffer = memoryview(bytearray(min(chunk.nbytes, PIECE_NBYTES))) if into is None else into
     checksum, done = 0, 0
     with blamed_on(folder), open_regular(folder / chunk.file) as file:

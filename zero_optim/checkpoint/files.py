@@ -148,11 +148,8 @@ def try_lock(descriptor: int) -> bool | None:
 class FolderLock:
     """The right to write into a checkpoint's folder, which is made if it does not exist. See Note [Locks].
 
-    Attributes:
-        keeps_out: False if the file system has no locks, so that other saves may be writing too.
-
-    Raises:
-        CheckpointError: another save holds it.
+    CheckpointError if another save holds it. ``keeps_out`` is False if the file system has no locks, so that
+    other saves may be writing too.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -33,11 +33,7 @@ from zero_optim.step.leaves import MASTER
 
 
 def check_fit(reader: CheckpointReader, objects: Objects) -> list[str]:
-    """Return the sections that a load asks for.
-
-    Raises:
-        StateMismatchError: a section is missing, or names or shapes do not fit; it names all of them.
-    """
+    """Return the sections that a load asks for; StateMismatchError names all that does not fit."""
     values = reader.manifest.values
     has = {MODEL: objects.model, OPTIMIZER: objects.optimizer, **objects.others}
     asked = sorted(name for name, value in has.items() if value is not None)
@@ -180,14 +176,10 @@ class Needs:
         random: bool,
         only: Collection[Tensor] | None,
     ) -> "Needs":
-        """Find them in the values of a checkpoint.
+        """Find them in the packed values of a checkpoint.
 
-        Args:
-            values: packed, by key.
-            objects: to load into.
-            members: the ranks.
-            random: this rank's random state is needed, if there is one.
-            only: of the optimizer's parameters and their state these are needed; None for all.
+        With ``random``, this rank's random state too; ``only`` these parameters of the optimizer and their
+        state, None for all.
         """
         places, state = _places(objects, values, members.group.size), {}
         sections = {name: values[name] for name in (*objects.others, EXTRA)}
@@ -241,15 +233,7 @@ def _places(objects: Objects, values: Mapping[str, Json], num_ranks: int) -> lis
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankInput:
-    """What this rank has read.
-
-    Attributes:
-        read: the tensors.
-        places: tensors of the model to load into.
-        state: of the optimizer, by parameter, and its global entries.
-        options: of its groups.
-        sections, rest: as of `Needs`, put together.
-    """
+    """What this rank has read: `Needs` put together, with the optimizer's state and its options."""
 
     read: Read
     places: list[Place]

@@ -44,11 +44,9 @@ def resolved(path: object) -> Path:
 
 
 def own_folder(path: object) -> Path:
-    """Return a checkpoint's own folder, absolute.
+    """Return a checkpoint's own folder, absolute; ValueError if the path does not end in a name.
 
-    Raises:
-        ValueError: the path does not end in a name. "" may be a variable that was never set, and a save must
-            not replace what is in the current folder or next to it.
+    "" may be a variable that was never set, and a save must not replace what is in the current folder.
     """
     folder = resolved(path)
     if Path(str(path)).name in ("", ".."):
@@ -120,9 +118,6 @@ def complete(
 
     The caller holds the folder's lock. If ``alone``, nobody else can write to the folder, so unfinished files
     in it are those of a killed save, and are removed.
-
-    Raises:
-        CheckpointError: this rank does not see all data files in full length.
     """
     for name, file in files.items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != file.nbytes:

@@ -52,10 +52,7 @@ def _check_numbers(what: str, numbers: tuple[Any, ...]) -> None:
 class Chunk:
     """A box of a tensor's elements, in row-major order, in one run of bytes of a data file.
 
-    Attributes:
-        offsets, sizes: the box; both are empty if the value is not a tensor.
-        file: name of the data file.
-        start, nbytes, crc32: the run, in bytes, and its checksum.
+    Offsets and sizes of the box are empty if the value is not a tensor.
     """
 
     offsets: tuple[int, ...]
@@ -120,12 +117,10 @@ class Manifest:
     """A complete checkpoint.
 
     Attributes:
-        time_ns: when it was completed, in ns since 1970.
+        time_ns: when it was completed, since 1970.
         world_size: number of ranks that wrote it.
         software: versions that wrote it.
-        files: the data files, by name.
-        entries: tensors and bytes, by key.
-        values: packed values, by key; see `checkpoint.values`.
+        files, entries, values: by name of the file, or key; values are packed, see `checkpoint.values`.
         paths: of keys that ``dcp.save`` wrote, in the nested dict.
         number: higher than that of every checkpoint that was next to it; 0 if an old version wrote none.
         version: of the format.
@@ -185,18 +180,13 @@ class Manifest:
 
     @staticmethod
     def from_json(text: str) -> "Manifest":
-        """Read what `to_json` wrote, of this version or an older one.
-
-        Raises:
-            ValueError: it is damaged, or of a later version; the message says which.
-        """
+        """Read what `to_json` wrote, of this version or an older one; ValueError if it is anything else."""
         head_line, _, body = text.partition("\n")
         head = json.loads(head_line)
         _check_head(head)
         if head["version"] > VERSION:
-            raise ValueError(
-                f"its format has version {head['version']}, this zero_optim reads up to {VERSION}"
-            )
+            there = head["version"]
+            raise ValueError(f"its format has version {there}, this zero_optim reads up to {VERSION}")
         body = body.removesuffix("\n")
         if zlib.crc32(body.encode()) != head["crc32"]:
             raise ValueError("its checksum is wrong")

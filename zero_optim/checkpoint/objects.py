@@ -24,12 +24,7 @@ from zero_optim.shard.unit_forms import KeptRows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Members:
-    """The ranks that save or load together.
-
-    Attributes:
-        group: those of the optimizer, or of one replica.
-        mesh: of replicas that hold the same; None if ``group`` is all.
-    """
+    """The ranks that save or load: those of the optimizer, and a mesh if there are replicas of them."""
 
     group: RankGroup
     mesh: RankMesh | None = None
@@ -78,13 +73,7 @@ def check_group(process_group: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Objects:
-    """The objects to save or to load; None for those that are not.
-
-    Attributes:
-        model: with or without wrappers.
-        optimizer: the sharded optimizer.
-        scheduler, scaler: anything with ``state_dict`` and ``load_state_dict``, equal on every rank.
-    """
+    """The objects to save or to load; None for those that are not. The model may have wrappers."""
 
     model: nn.Module | None = None
     optimizer: ZeroRedundancyOptimizer | None = None
@@ -92,7 +81,7 @@ class Objects:
     scaler: Any = None
 
     def __post_init__(self) -> None:
-        """Check the types."""
+        """Check the types, and that the optimizer knows what is sharded."""
         if self.optimizer is not None and not isinstance(self.optimizer, ZeroRedundancyOptimizer):
             raise TypeError(
                 f"expected optimizer to be a ZeroRedundancyOptimizer, got {type(self.optimizer).__name__}: "
@@ -120,8 +109,7 @@ class Objects:
     def left_freed(self) -> Iterator[dict[int, KeptRows]]:
         """Use state dicts of the model without communication, with parameters of units as they are.
 
-        Yields:
-            By the address of each parameter of a unit, what this rank keeps of it.
+        Yields by the address of each parameter of a unit what this rank keeps of it.
         """
         if self.optimizer is None:
             yield {}
@@ -171,10 +159,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 class Names:
     """The names of an optimizer's parameters, from which keys are made. So order and grouping may change.
 
-    Attributes:
-        groups: the names of each group.
-        named: False if the names are places.
-        param: the parameter of each name.
+    ``groups`` has the names of each group, ``param`` the parameter of each name. They may be places instead.
     """
 
     groups: list[list[str]]
@@ -201,11 +186,7 @@ def positional(group: int, place: int) -> str:
 
 
 def names_of(optimizer: ZeroRedundancyOptimizer, model: nn.Module | None) -> Names:
-    """Name an optimizer's parameters: by the model, else by the names given to the optimizer, else by place.
-
-    Raises:
-        ValueError: only some have names, or two have the same.
-    """
+    """Name an optimizer's parameters: by the model, else by the names that it was given, else by place."""
     in_model = {} if model is None else {param: name for name, param in unwrapped(model).named_parameters()}
     groups, param_of, named = [], dict[str, Tensor](), set()
     for number, group in enumerate(optimizer.param_groups):

@@ -19,10 +19,9 @@ Rows = tuple[int, int] | None  # those to read of a tensor, of dimension 0; None
 
 
 class CheckpointReader:
-    """Reads a checkpoint; what is read is compared with its checksum, and the header of its file too, once.
+    """Reads a checkpoint, and compares what is read with its checksum; the header of its file too, once.
 
-    Raises:
-        CheckpointError: it is incomplete or damaged; also from the methods.
+    All raise CheckpointError if the checkpoint is incomplete or damaged.
     """
 
     def __init__(self, folder: Path) -> None:

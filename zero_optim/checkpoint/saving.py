@@ -1,9 +1,9 @@
 """Saving: every rank writes what it owns, rank 0 completes the checkpoint; of replicas the first writes."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from threading import Thread
 from time import perf_counter
@@ -74,15 +74,9 @@ def save(  # noqa: PLR0913 - keyword-only
         TypeError, ValueError: on every rank, if on any rank an argument is wrong, or something to save is
         neither a tensor nor plain.
     """
-    members = Members.of(model, optimizer, process_group, timeout)
-    with members.doing("checkpoint.save()"):
-        with failing_together(members.everyone):
-            check_patience(timeout)
-            check_group(process_group)
-            folder, objects = folders.own_folder(path), Objects(model, optimizer, scheduler, scaler)
-            _wait_for_last(members.group)
-        part, note = _begin(members, Path(path), objects, extra, keep), _note(optimizer)
-        note(_write_once(members, folder, part, keep))
+    objects = model, optimizer, scheduler, scaler
+    with _agreed("save()", path, objects, extra, keep, process_group, timeout) as agreed:
+        agreed.write()
 
 
 def save_async(  # noqa: PLR0913 - keyword-only
@@ -112,22 +106,15 @@ def save_async(  # noqa: PLR0913 - keyword-only
         RemoteRankError: at the first save, if a rank has ended or does not come within the group's timeout.
     """
     began = perf_counter()
-    members = Members.of(model, optimizer, process_group, timeout)
-    mesh = members.mesh
-    with members.doing("checkpoint.save_async()"):
-        with failing_together(members.everyone):
-            check_patience(timeout)
-            check_group(process_group)
-            folder, objects = folders.own_folder(path), Objects(model, optimizer, scheduler, scaler)
-            _wait_for_last(members.group)
-        lane = _lane(members.group)
-        of_all = None if mesh is None else _lane(mesh.everyone)  # apart from what ranks that write send
-        part = _begin(members, Path(path), objects, extra, keep)
-        part = part.staged() if mesh is None or mesh.across.rank == 0 else RankContent()
-        if mesh is not None and of_all is not None:
-            mesh = replace(mesh, everyone=replace(of_all.group, phase=mesh.everyone.phase))
-        apart = Members(replace(lane.group, phase=members.group.phase), mesh)
-        lane.last = PendingSave(apart, folder, part, keep, began, _note(optimizer))
+    objects = model, optimizer, scheduler, scaler
+    with _agreed("save_async()", path, objects, extra, keep, process_group, timeout) as agreed:
+        group, mesh = agreed.members.group, agreed.members.mesh
+        lane = _lane(group)
+        if mesh is not None:  # apart from what ranks that write send
+            mesh = replace(mesh, everyone=replace(_lane(mesh.everyone).group, phase=mesh.everyone.phase))
+        part = agreed.part.staged() if mesh is None or mesh.across.rank == 0 else RankContent()
+        members = Members(replace(lane.group, phase=group.phase), mesh)
+        lane.last = PendingSave(replace(agreed, members=members, part=part), began)
     return lane.last
 
 
@@ -139,28 +126,19 @@ class PendingSave:
         stall: seconds that the caller waited in `save_async`.
     """
 
-    def __init__(
-        self,
-        members: Members,
-        path: Path,
-        part: RankContent,
-        keep: int | None,
-        began: float,
-        note: Callable[[str], None],
-    ) -> None:
-        self.path = path
+    def __init__(self, agreed: "_Save", began: float) -> None:
+        self.path = agreed.folder
         self._error: Exception | None = None
         self._told = False
-        self._thread = Thread(target=self._run, args=(members, part, keep, note), name="zero_optim save")
+        self._thread = Thread(target=self._run, args=(agreed,), name="zero_optim save")
         self._thread.start()
         self.stall = perf_counter() - began
 
-    def _run(
-        self, members: Members, part: RankContent, keep: int | None, note: Callable[[str], None]
-    ) -> None:
+    def _run(self, agreed: "_Save") -> None:
+        group = agreed.members.group
         try:
-            with watching(members.group), members.group.doing("a save in the background"):
-                note(_write_once(members, self.path, part, keep))
+            with watching(group), group.doing("a save in the background"):
+                agreed.write()
         except Exception as error:  # noqa: BLE001 - kept for whoever waits
             self._error = error
 
@@ -186,13 +164,16 @@ class PendingSave:
             self.wait()
 
 
+@dataclass(slots=True, eq=False)
 class _Lane:
     """The process group for saves in the background, apart from the one that trains, and the last save."""
 
-    def __init__(self, held: Lease) -> None:
-        self._lease = held
-        self.group = held.groups[0]
-        self.last: PendingSave | None = None
+    lease: Lease
+    last: PendingSave | None = None
+
+    @property
+    def group(self) -> RankGroup:
+        return self.lease.groups[0]
 
 
 # One for each process group, as long as the group lives: saves of one group run one after the other.
@@ -205,98 +186,121 @@ def _lane(group: RankGroup) -> _Lane:
     return _LANES[group.process_group]
 
 
-def _wait_for_last(group: RankGroup) -> None:
-    """Wait for the save in the background, if there is one; raises its error unless `wait` has raised it."""
-    lane = _LANES.get(group.process_group)
-    if lane is not None and lane.last is not None:
-        lane.last.wait_unless_told()
+@contextmanager
+def _agreed(
+    call: str,
+    path: str | os.PathLike[str],
+    kept: tuple[Any, Any, Any, Any],
+    extra: object,
+    keep: int | None,
+    process_group: dist.ProcessGroup | None,
+    timeout: float | None,
+) -> Iterator["_Save"]:
+    """List what this rank will write, once all ranks agree on it. The arguments are those of `save`."""
+    model, optimizer, *_ = kept
+    members = Members.of(model, optimizer, process_group, timeout)
+    with members.doing(f"checkpoint.{call}"):
+        with failing_together(members.everyone):
+            check_patience(timeout)
+            check_group(process_group)
+            folder, objects = folders.own_folder(path), Objects(*kept)
+            lane = _LANES.get(members.group.process_group)
+            if lane is not None and lane.last is not None:
+                lane.last.wait_unless_told()
+        with failing_together(members.everyone):
+            if keep is not None and (type(keep) is not int or keep < 1):
+                raise ValueError(f"expected keep to be a number of checkpoints from 1, or None, got {keep!r}")
+            part, alike = collect(members, objects, extra)
+        items = [f"path={Path(path)}", f"keep={keep}", f"model={model is not None}", *alike]
+        agree(members.everyone, items, "what to save")
+        if members.mesh is not None:
+            _gather_random(members, objects, part)
+        age = 0 if objects.optimizer is None else objects.optimizer.age
+        yield _Save(members, folder, part, keep, objects.optimizer, age)
 
 
-def _note(optimizer: ZeroRedundancyOptimizer | None) -> Callable[[str], None]:
-    """Return a function that tells the optimizer, once a save is complete, which state of its was saved."""
-    if optimizer is None:
-        return lambda _: None
-    age = optimizer.age
-    return lambda token: optimizer.note_saved(token, age)
+def _gather_random(members: Members, objects: Objects, part: RankContent) -> None:
+    """Have the first replica write the random states of all ranks; all ranks of a mesh call."""
+    assert members.mesh is not None  # the caller has asked
+    across = members.mesh.across
+    if across.rank:
+        told = [members.everyone.rank, random_state(objects.device)]
+        send_value(across, [0], *encode(told, "the random state"))
+        return
+    for replica in range(1, across.size):
+        number, state = recv_value(across, replica)
+        part.add(key_of(RANDOM, str(number)), state)
 
 
-def _begin(members: Members, path: Path, objects: Objects, extra: object, keep: int | None) -> RankContent:
-    """List what this rank will write, and agree that all ranks write the same checkpoint."""
-    with failing_together(members.everyone):
-        if keep is not None and (type(keep) is not int or keep < 1):
-            raise ValueError(f"expected keep to be a number of checkpoints from 1, or None, got {keep!r}")
-        part, alike = collect(members, objects, extra)
-    items = [f"path={path}", f"keep={keep}", f"model={objects.model is not None}", *alike]
-    agree(members.everyone, items, "what to save")
-    if members.mesh is not None:
-        # The first replica writes the random states of all ranks.
-        across = members.mesh.across
-        if across.rank:
-            told = [members.everyone.rank, random_state(objects.device)]
-            send_value(across, [0], *encode(told, "the random state"))
-        for replica in range(1, across.size if across.rank == 0 else 1):
-            number, state = recv_value(across, replica)
-            part.add(key_of(RANDOM, str(number)), state)
-    return part
+@dataclass(frozen=True, slots=True, eq=False)
+class _Save:
+    """What this rank writes, and where; of the optimizer the state of this age."""
 
+    members: Members
+    folder: Path
+    part: RankContent
+    keep: int | None
+    optimizer: ZeroRedundancyOptimizer | None
+    age: int
 
-def _write_once(members: Members, folder: Path, part: RankContent, keep: int | None) -> str:
-    """Write by the first replica alone, and give the token of the save; all ranks of a mesh call.
-
-    Raises:
-        Exception: on every rank, what the first replica raised; names the rank.
-    """
-    mesh = members.mesh
-    if mesh is None:
-        return _write(members.group, folder, part, keep)
-    token, failure = "", None
-    if mesh.across.rank == 0:
+    def write(self) -> None:
+        """Write by the first replica alone; all ranks call, and raise what it raised, naming the rank."""
+        mesh = self.members.mesh
+        if mesh is None:
+            self._note(self._write())
+            return
+        token, failure = "", None
+        if mesh.across.rank == 0:
+            try:
+                token = self._write()
+            except Exception as error:  # noqa: BLE001 - told to the others, and raised again below
+                failure = error
+        # A failure of another rank is told by that rank itself.
+        is_own = failure is not None and not message_of(failure).startswith("rank ")
+        others = failure_of_others(mesh.everyone, encoded(failure) if failure and is_own else b"")
         try:
-            token = _write(members.group, folder, part, keep)
-        except Exception as error:  # noqa: BLE001 - told to the others, and raised again below
-            failure = error
-    # A failure of another rank is told by that rank itself.
-    is_own = failure is not None and not message_of(failure).startswith("rank ")
-    others = failure_of_others(mesh.everyone, encoded(failure) if failure is not None and is_own else b"")
-    try:
-        if failure is not None:
-            raise failure
-        if others is not None:
-            raise others
-    finally:
-        # Their tracebacks have this frame, see Note [Groups that end] in `comm.works`.
-        failure = others = None
-    return next(told.decode() for told in mesh.everyone.all_gather_bytes(token.encode()) if told)
+            if failure is not None:
+                raise failure
+            if others is not None:
+                raise others
+        finally:
+            # Their tracebacks have this frame, see Note [Groups that end] in `comm.works`.
+            failure = others = None
+        self._note(next(told.decode() for told in mesh.everyone.all_gather_bytes(token.encode()) if told))
 
+    def _note(self, token: str) -> None:
+        if self.optimizer is not None:
+            self.optimizer.note_saved(token, self.age)
 
-def _write(group: RankGroup, folder: Path, part: RankContent, keep: int | None) -> str:
-    """Write this rank's file; then rank 0 completes the checkpoint. Gives the token of the save."""
-    lock: FolderLock | None = None
-    try:
-        with failing_together(group), _clear(folder):
-            lock = FolderLock(folder) if group.rank == 0 else None
-        alone = lock is not None and lock.keeps_out
-        token = group.all_gather_fixed(folders.new_token().encode())[0].decode()
+    def _write(self) -> str:
+        """Write this rank's file; then rank 0 completes the checkpoint. Gives the token of the save."""
+        group, folder = self.members.group, self.folder
+        lock: FolderLock | None = None
         try:
             with failing_together(group), _clear(folder):
-                boxes = part.all_boxes()
-                files, written = write_tensors(folder, token, group.rank, boxes, part.bytes_of)
-            values = _gather(group, files, written, part.values)
+                lock = FolderLock(folder) if group.rank == 0 else None
+            token = group.all_gather_fixed(folders.new_token().encode())[0].decode()
+            try:
+                with failing_together(group), _clear(folder):
+                    boxes = self.part.all_boxes()
+                    files, written = write_tensors(folder, token, group.rank, boxes, self.part.bytes_of)
+                values = _gather(group, files, written, self.part.values)
+                with failing_together(group), _clear(folder):
+                    if lock is not None:
+                        alone = lock.keeps_out
+                        folders.complete(folder, group.size, files, written, values, {}, alone=alone)
+            except Exception:
+                folders.discard(folder, token, group.rank)
+                raise
             with failing_together(group), _clear(folder):
-                if group.rank == 0:
-                    folders.complete(folder, group.size, files, written, values, {}, alone=alone)
-        except Exception:
-            folders.discard(folder, token, group.rank)
-            raise
-        with failing_together(group), _clear(folder):
-            if keep is not None and group.rank == 0:
-                folders.prune(folder, keep)
-    finally:
-        if lock is not None:
-            with suppress(OSError):
-                lock.close()
-                folder.rmdir()  # succeeds only if nothing was written
-    return token
+                if self.keep is not None and group.rank == 0:
+                    folders.prune(folder, self.keep)
+        finally:
+            if lock is not None:
+                with suppress(OSError):
+                    lock.close()
+                    folder.rmdir()  # succeeds only if nothing was written
+        return token
 
 
 @contextmanager

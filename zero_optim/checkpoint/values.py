@@ -46,15 +46,12 @@ def _mapped(
     return [kind, [*head, *(inner(part, str(number)) for number, part in enumerate(body[len(head) :]))]]
 
 
-def pack(key: str, value: object, where: str) -> tuple[Json, dict[str, Tensor]]:
+def pack(key: str, value: object) -> tuple[Json, dict[str, Tensor]]:
     """Split a nested value into JSON and tensors by key, with one key for tensors of the same memory.
 
-    Args:
-        key: of the value; the tensors' keys begin with it.
-        value: as `comm.encoding.encode` takes it; TypeError if something in it is neither a tensor nor plain.
-        where: what it is, for error messages.
+    Their keys begin with that of the value. TypeError if something in it is neither a tensor nor plain.
     """
-    skeleton, tensors = encode(value, where)
+    skeleton, tensors = encode(value, key)
     source, key_at, kept = iter(tensors), dict[_Path, str](), dict[str, Tensor]()
 
     def named(path: _Path, body: list[Any]) -> list[Any]:
@@ -70,11 +67,7 @@ def pack(key: str, value: object, where: str) -> tuple[Json, dict[str, Tensor]]:
 
 
 def unpack(value: Json, get: Callable[[str, tuple[int, ...]], Tensor]) -> Nested:
-    """Rebuild what `pack` split. ``get`` returns the tensor of a key, with the given strides.
-
-    Raises:
-        TypeError: it needs a tensor subclass that is not imported here.
-    """
+    """Rebuild what `pack` split. ``get`` returns the tensor of a key, with the given strides."""
     tensors: list[Tensor] = []
     skeleton = _mapped(value, plain_value, lambda _, body: tensors.append(get(body[0], tuple(body[1]))))
     return decode(skeleton, iter(tensors))
