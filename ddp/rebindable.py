@@ -12,9 +12,9 @@ from torch.nn.parallel import distributed
 
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.watchdog import unwatch, watch
 from zero_optim.compat.engine import eager, require
 from zero_optim.ddp.reducer.model_agreement import agree_on_model
+from zero_optim.health.watchdog import unwatch, watch
 
 _USED = (
     "_build_debug_param_to_name_mapping",

@@ -43,7 +43,6 @@ class TorchReducerAdapter:
         """Take the count of ranks that have not joined, which is still under way."""
         size = dist.get_world_size(self.own.group.process_group)
         record = self.own.group.begin_work("ranks that have not joined")
-        record.group.is_uneven = True  # those that have joined begin no work for it
 
         def wait() -> None:
             with record.waiting():

@@ -8,12 +8,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import UninitializedParameter
 
-from zero_optim.comm.agreement import agree, failing_together
-from zero_optim.comm.arguments import check_flags, raise_together, ranks_of
+from zero_optim.comm.agreement import agree, check_flags, failing_together, raise_together, ranks_of
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.watchdog import check_patience, learn_addresses, patient, watch
 from zero_optim.ddp.precision.precision import PrecisionPolicy
 from zero_optim.ddp.reducer.assignment import describe_params
+from zero_optim.health.watchdog import check_patience, learn_addresses, patient, watch
 from zero_optim.shard.freed import is_freed
 
 # Arguments that ranks need not have in common, such as a device of their own, or that are compared by name.

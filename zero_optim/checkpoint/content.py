@@ -14,7 +14,7 @@ from zero_optim.checkpoint.manifest import dtype_name
 from zero_optim.checkpoint.objects import Members, Names, Objects, names_of, random_state, unwrapped
 from zero_optim.checkpoint.reader import Rows
 from zero_optim.checkpoint.values import Json, key_of, pack
-from zero_optim.comm.copies import all_copied_to_cpu
+from zero_optim.comm.wire import all_copied_to_cpu
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.groups import options_of
 from zero_optim.plan.memory import dense_strides, strides_of_rows

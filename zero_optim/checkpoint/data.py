@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zero_optim.checkpoint.files import open_regular, write_all
 from zero_optim.checkpoint.manifest import Chunk, DataFile, Entry, blamed_on, dtype_name
-from zero_optim.comm.copies import PIECE_NBYTES, memory_of
+from zero_optim.comm.wire import PIECE_NBYTES, memory_of
 from zero_optim.errors import CheckpointError
 from zero_optim.plan.plan import ALIGNMENT_NBYTES
 

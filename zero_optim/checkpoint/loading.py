@@ -25,13 +25,12 @@ from zero_optim.checkpoint.objects import (
 )
 from zero_optim.checkpoint.reader import CheckpointReader
 from zero_optim.checkpoint.values import tensors_in
-from zero_optim.comm.agreement import agree, failing_together
-from zero_optim.comm.arguments import ranks_of
+from zero_optim.comm.agreement import agree, failing_together, ranks_of
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.copies import PIECE_NBYTES, memory_of
 from zero_optim.comm.encoding import Nested
-from zero_optim.comm.watchdog import check_patience, patient
+from zero_optim.comm.wire import PIECE_NBYTES, memory_of
 from zero_optim.errors import StateMismatchError, message_of
+from zero_optim.health.watchdog import check_patience, patient
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 
 

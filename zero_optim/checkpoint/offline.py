@@ -45,7 +45,7 @@ from zero_optim.checkpoint.manifest import DataFile, blamed_on
 from zero_optim.checkpoint.objects import positional
 from zero_optim.checkpoint.reader import CheckpointReader
 from zero_optim.checkpoint.values import Json, key_of, tensors_in, unpack
-from zero_optim.comm.copies import memory_of
+from zero_optim.comm.wire import memory_of
 from zero_optim.errors import CheckpointError, StateMismatchError
 from zero_optim.plan.partition import assign_owners
 from zero_optim.run.progress import progress

@@ -20,13 +20,13 @@ from zero_optim.checkpoint.files import FolderLock
 from zero_optim.checkpoint.manifest import Chunk, DataFile
 from zero_optim.checkpoint.objects import Members, Objects, check_group, random_state
 from zero_optim.checkpoint.values import key_of
-from zero_optim.comm.agreement import agree, encoded, failing_together, failure_of_others
+from zero_optim.comm.agreement import agree, failing_together, failure_of, failure_of_others
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import encode
 from zero_optim.comm.lanes import Lease, lease
-from zero_optim.comm.watchdog import check_patience, watching
 from zero_optim.comm.wire import recv_value, send_value
 from zero_optim.errors import CheckpointError, message_of
+from zero_optim.health.watchdog import check_patience, watching
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 
 
@@ -257,7 +257,7 @@ class _Save:
                 failure = error
         # A failure of another rank is told by that rank itself.
         is_own = failure is not None and not message_of(failure).startswith("rank ")
-        others = failure_of_others(mesh.everyone, encoded(failure) if failure and is_own else b"")
+        others = failure_of_others(mesh.everyone, failure_of(failure) if failure and is_own else None)
         try:
             if failure is not None:
                 raise failure

@@ -1,4 +1,4 @@
-"""The stamp of one rank, and what those of several ranks tell. Nothing here communicates."""
+"""The stamp of one rank, 32 bytes, and the errors that stamps of several ranks amount to."""
 
 import struct
 from collections.abc import Iterator, Mapping
@@ -9,8 +9,8 @@ from zero_optim.errors import RankMismatchError, RemoteRankError
 from zero_optim.plan.options import DIGEST_NBYTES
 
 STAMP_NBYTES = 32
-MARK, MARK_NBYTES = 2, 2  # bytes that stamps leave to `zero_optim.shard.unit_marks`, and where they are
-_FORM = struct.Struct(f"<BBxxI{DIGEST_NBYTES}s16s")
+MARK, MARK_NBYTES = 2, 2  # where the mark is in a stamp
+_FORM = struct.Struct(f"<BBHI{DIGEST_NBYTES}s16s")
 _STEP, _FAILED = 1, 1
 
 
@@ -20,6 +20,7 @@ class Stamp(NamedTuple):
     Attributes:
         kind: 1 for a call that gathers parameters it has changed; 0 where there is no stamp.
         flags: 1 if the call raised on that rank.
+        mark: of the gather of a unit: see `zero_optim.health.unit_marks`.
         number: of the call, counted on that rank.
         digest: of the options.
         text: the call, such as ``step()``; or the class of the exception. Cut to 16 bytes.
@@ -27,22 +28,16 @@ class Stamp(NamedTuple):
 
     kind: int
     flags: int
+    mark: int
     number: int
     digest: bytes
     text: bytes
 
     @classmethod
     def of(cls, number: int, digest: bytes, name: str, failed: str | None) -> "Stamp":
-        """Make one of a call.
-
-        Args:
-            number: see above.
-            digest: see above.
-            name: of the call.
-            failed: the class of the exception; None if the call raised nothing.
-        """
+        """Make the stamp of a call; ``failed`` is the class of what it raised, None for nothing."""
         text, flags = (name, 0) if failed is None else (failed, _FAILED)
-        return cls(_STEP, flags, number % 2**32, digest, text.encode()[:16])
+        return cls(_STEP, flags, 0, number % 2**32, digest, text.encode()[:16])
 
     @property
     def has_failed(self) -> bool:
@@ -55,7 +50,7 @@ class Stamp(NamedTuple):
         return self.text.rstrip(b"\0").decode(errors="replace")
 
     def packed(self) -> bytes:
-        """Give the bytes that travel."""
+        """Return the bytes that travel."""
         return _FORM.pack(*self)
 
 
@@ -86,7 +81,7 @@ def _by_call(stamps: Mapping[int, Stamp]) -> list[tuple[tuple[int, int, str], li
     return sorted(calls.items(), key=lambda pair: -len(pair[1]))
 
 
-def different_calls(stamps: Mapping[int, Stamp]) -> Exception | None:
+def different_calls(stamps: Mapping[int, Stamp]) -> RankMismatchError | None:
     """Make the error for ranks that are not in the same call, None if they are."""
     calls = _by_call(stamps)
     if len(calls) < 2:
@@ -109,7 +104,7 @@ _SKIPPED_HERE = (
 )
 
 
-def different_numbers(stamps: Mapping[int, Stamp]) -> Exception | None:
+def different_numbers(stamps: Mapping[int, Stamp]) -> RankMismatchError | None:
     """Make the error for ranks that have made different calls so far, None if they have not."""
     calls = _by_call(stamps)
     if len(calls) < 2:

@@ -1,40 +1,45 @@
-"""The watchdog: one thread a process, which looks at the waits of the library and says who is missing.
+"""The watchdog: one thread a process, which looks at the waits of the library and answers other ranks.
 
-It is started with the first optimizer or DDP of more than one rank, and ends with the last. It does not take
-part in collectives. Who is missing, and what becomes of that: `zero_optim.comm.verdicts`. How it ends a wait:
-Note [Waits that end] in `zero_optim.comm.works`. How it knows of other ranks: Note [Dead, stopped or slow] in
-`zero_optim.comm.peers`. What it does not count: Note [Time asleep] in `zero_optim.comm.awake`.
+It starts with the first optimizer or DDP of more than one rank, ends with the last, and takes no part in
+collectives. See `verdicts`, `peers`, and Note [Waits that end] in `zero_optim.comm.works`.
 
 Note [Watching NCCL]
     With NCCL the CPU does not wait, and a stream that waits cannot be made to raise. So the watchdog asks of
     one work of each group at a time whether it is completed: its handle, or once a stream waits for it an
     event of that stream, which keeps no tensors. If that takes too long, or it has failed and ranks have
-    ended, the ranks give up all the same: each logs the verdict, aborts its communicators, and raises the
-    verdict from the next work. A CPU that waits for the device goes on when its communicator is aborted.
-    Where it waits in a call of ours (`RankGroup.read`), that raises. NCCL's own watchdog ends the process
-    after the timeout of the process group; with ``on_stall="exit"`` ours does so after its own.
+    ended, each rank logs the verdict, aborts its communicators, and raises from the next work, and in
+    `RankGroup.read`; elsewhere a CPU that waits for the device goes on. NCCL's own watchdog ends the process
+    after the timeout of the process group.
+
+Note [Time asleep]
+    A process may stand still for hours and then go on: the job was stopped (SIGSTOP, a paused virtual
+    machine), or a laptop slept. All waits look very long then, though nobody is missing. The thread sleeps a
+    known time between two looks; if it comes much later, it did not run in between, and that time does not
+    count. What a busy machine adds is less than `PUNCTUAL`, and counts.
 """
 
 import atexit
 import os
 import threading
+import time
 import weakref
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 
-from zero_optim.comm.awake import AwakeTime
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.directory import Directory
-from zero_optim.comm.peers import ANSWER_LIMIT, Listener
 from zero_optim.comm.started import Awaited, Work
-from zero_optim.comm.verdicts import Verdicts
 from zero_optim.comm.works import GroupWorks, WorkLog, explain_nothing, log_of
 from zero_optim.compat.streams import asking
+from zero_optim.health.peers import ANSWER_LIMIT, Directory, Listener
+from zero_optim.health.verdicts import Verdicts
 
+PUNCTUAL = 1.0  # seconds by which a look may be late and still counts in full
+_KEPT = 256  # times asleep, of more than `PUNCTUAL` each
 OnStall = Literal["raise", "exit"]
 
 _LONGEST_LOOK = 1.0  # seconds between two looks at the waits
@@ -43,11 +48,7 @@ _GROUP_FOR_ALL = 1024  # up to this number of ranks each one learns all addresse
 
 
 def check_patience(timeout: object, on_stall: object = "raise") -> None:
-    """Refuse wrong values of the two options.
-
-    Raises:
-        ValueError: a timeout that is no number of seconds above 0, or another word than "raise" and "exit".
-    """
+    """Raise ValueError for a wrong ``timeout`` or ``on_stall``."""
     if timeout is not None and (type(timeout) not in (int, float) or not timeout > 0):  # type: ignore[operator]
         raise ValueError(f"expected timeout to be a number of seconds above 0, or None, got {timeout!r}")
     if on_stall not in get_args(OnStall):
@@ -55,18 +56,15 @@ def check_patience(timeout: object, on_stall: object = "raise") -> None:
 
 
 def patient(group: RankGroup, timeout: object) -> RankGroup:
-    """Give the same ranks, whose waits are given up after a time; a wrong one is left out, to be refused."""
+    """Return the same ranks, whose waits end after ``timeout``; a wrong one is left out, to be refused."""
     fits = type(timeout) in (int, float) and timeout > 0  # type: ignore[operator]
     return group.within(float(timeout)) if fits else group  # type: ignore[arg-type]
 
 
 def watch(user: object, group: RankGroup, on_stall: object = "raise") -> None:
-    """Have a watchdog as long as something lives that communicates. Does not communicate with other ranks.
+    """Have a watchdog as long as ``user`` lives, in a group of several ranks. Does not communicate.
 
-    Args:
-        user: what communicates; only a weak reference is kept.
-        group: its ranks. A group of one needs none.
-        on_stall: "exit" ends the process in the place of raising, if any user wants that.
+    ``on_stall``: "exit" ends the process in the place of raising, if any user wants that.
     """
     world = dist.group.WORLD
     if group.size == 1 or world is None:
@@ -83,11 +81,7 @@ def watch(user: object, group: RankGroup, on_stall: object = "raise") -> None:
 
 
 def unwatch(user: object) -> None:
-    """Have no watchdog any more for something that let its process group go; does not communicate.
-
-    Args:
-        user: what was given to `watch`.
-    """
+    """Have no watchdog any more for a user that let its process group go."""
     for found in list(_WATCHDOGS.values()):
         found.drop(user)
 
@@ -105,20 +99,37 @@ class _User:
 
 
 def learn_addresses(group: RankGroup) -> None:
-    """Read where the watchdogs of all ranks listen, when all are known to have one; asks the store once."""
+    """Read where all watchdogs listen, when all are known to have one; asks the store once."""
     world = dist.group.WORLD
     found = None if world is None else _WATCHDOGS.get(world)
     if found is not None and 1 < group.size <= _GROUP_FOR_ALL:
         found.learn(group)
 
 
-class Watchdog:
-    """Looks at the waits of this process, and answers those of others.
+class AwakeTime:
+    """A clock that leaves out the time in which this process did not run; for one thread."""
 
-    Args:
-        log: of this process.
-        world: the default group; only a weak reference is kept.
-    """
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last: float | None = None
+        self._asleep: deque[tuple[float, float]] = deque(maxlen=_KEPT)  # from when to when
+
+    def look(self, planned: float) -> float:
+        """Note that the thread runs, and wanted to run after ``planned`` seconds; returns the time."""
+        now = self._clock()
+        if self._last is not None and now - self._last > planned + PUNCTUAL:
+            self._asleep.append((self._last + planned, now))
+        self._last = now
+        return now
+
+    def since(self, start: float, now: float) -> float:
+        """Return the seconds between two times of the clock, without those asleep."""
+        lost = sum(max(0.0, end - max(begin, start)) for begin, end in self._asleep)
+        return max(0.0, now - start - lost)
+
+
+class Watchdog:
+    """Looks at the waits of this process, and answers questions of others."""
 
     def __init__(self, log: WorkLog, world: dist.ProcessGroup) -> None:
         current = weakref.ref(world)
@@ -168,7 +179,7 @@ class Watchdog:
             self._listener.wake()
 
     def wait_until_left(self) -> None:
-        """Wait until one that is over has said so in the store; not for long, as the store may be stuck."""
+        """Wait until one that is over has said so in the store; not for long, as that may be stuck."""
         self._has_left.wait(ANSWER_LIMIT)
 
     def learn(self, group: RankGroup) -> None:

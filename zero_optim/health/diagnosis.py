@@ -1,15 +1,13 @@
-"""What hangs, and because of whom: made of what each rank says of itself. Does not communicate."""
+"""What hangs, and because of whom, from what each rank says of itself. Does not communicate."""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zero_optim.comm.activity import OVERLAPPED_STEP, Activity, Mark
-from zero_optim.comm.crosswise import Standing, Standings, Stuck
 from zero_optim.comm.frames import differences, ranks_text
-from zero_optim.comm.peers import Message, Presence
-from zero_optim.comm.works import Record, Verdict
+from zero_optim.comm.records import OVERLAPPED_STEP, Activity, Mark, Record, Verdict
+from zero_optim.health.peers import Message, Presence
 
 _ADVICE = (
     "The process group cannot be used any more: end the processes, or destroy all groups and begin again"
@@ -21,13 +19,12 @@ class Status:
     """What a process says of itself.
 
     Attributes:
-        waits: what its threads wait for, see `Record.text`; that which lasts longest comes first.
+        waits: what its threads wait for, see `Record.text`; the longest wait comes first.
         open: what it is in, the outermost first: name, and how often it was begun.
         counts: by name, how often something was begun.
         last: what it began or ended last, as text; empty for nothing.
-        verdict: message and missing ranks, if it has given up the group that it is asked about.
+        verdict: message and missing ranks, if it has given up the group.
         is_deciding: it is about to give up that group.
-        standing: where its threads stand on that group, if that was asked.
     """
 
     waits: tuple[str, ...]
@@ -36,7 +33,6 @@ class Status:
     last: str = ""
     verdict: tuple[str, tuple[int, ...]] | None = None
     is_deciding: bool = False
-    standing: Standing | None = None
 
     @classmethod
     def of(
@@ -46,7 +42,6 @@ class Status:
         verdict: Verdict | None,
         *,
         is_deciding: bool,
-        standing: Standing | None = None,
     ) -> "Status":
         """Make it of what a process knows of itself."""
         now = time.monotonic()
@@ -58,11 +53,10 @@ class Status:
             "" if activity.last is None else _mark_text(activity.last, now),
             None if verdict is None else (verdict.message, verdict.missing),
             is_deciding,
-            standing,
         )
 
     def to_message(self) -> Message:
-        """Make plain JSON of it."""
+        """Return it as plain JSON."""
         return asdict(self)
 
     @classmethod
@@ -76,7 +70,6 @@ class Status:
             str(message["last"]),
             None if verdict is None else (str(verdict[0]), tuple(map(int, verdict[1]))),
             bool(message["is_deciding"]),
-            None if message["standing"] is None else Standing.read(message["standing"]),
         )
 
 
@@ -106,10 +99,7 @@ def closed(seen: Seen) -> Seen:
 def judge(seen: Seen, own: int, seconds: float | None) -> Verdict:
     """Say which ranks are missing, what they did last, and what the others wait for.
 
-    Args:
-        seen: what each rank of the group says, this one included.
-        own: this rank, which waits.
-        seconds: that it has waited; None if its wait failed before its time.
+    ``seconds``: for which ``own`` has waited; None if its wait failed before its time.
     """
     mine = seen[own]
     assert isinstance(mine, Status)  # it can always be asked
@@ -125,6 +115,7 @@ def judge(seen: Seen, own: int, seconds: float | None) -> Verdict:
             told.append(f"rank {rank} {what.value if isinstance(what, Presence) else _doing(what, call)}")
     if not missing:
         told.append(f"every rank waits, {'but not' if len(waiting) > 1 else 'all'} for the same")
+        told += _irregular(seen) if len(waiting) > 1 else []
     for work, ranks in waiting.items():
         told.append(f"{ranks_text(ranks)} wait{'s' * (len(ranks) == 1)} in {work}")
     if not ended and (len(waiting) > 1 or not missing):
@@ -133,34 +124,8 @@ def judge(seen: Seen, own: int, seconds: float | None) -> Verdict:
     return Verdict(f"{why}: {'; '.join(told)}. {_ADVICE}", tuple(missing))
 
 
-def standings(seen: Seen) -> Standings:
-    """Pick where the ranks stand that have said so."""
-    told = {rank: what.standing for rank, what in seen.items() if isinstance(what, Status)}
-    return {rank: standing for rank, standing in told.items() if standing is not None}
-
-
-def judge_crosswise(seen: Seen, found: Sequence[Stuck]) -> Verdict:
-    """Say which ranks wait for each other, and which of them made other calls.
-
-    Args:
-        seen: what each rank of the group says.
-        found: the waits that cannot end.
-    """
-    ranks_of: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-    for each in found:
-        ranks = ranks_of.setdefault((each.text, each.lacking), [])
-        if each.rank not in ranks:
-            ranks.append(each.rank)
-    told = ["ranks have made different calls, and now wait for each other, which no timeout can end"]
-    told += _irregular(seen)
-    for (text, lacking), ranks in ranks_of.items():
-        other = f", which {ranks_text(lacking)} ha{'ve' if len(lacking) > 1 else 's'} not begun"
-        told.append(f"{ranks_text(ranks)} wait{'s' * (len(ranks) == 1)} in {text}{other if lacking else ''}")
-    return Verdict(f"stalled: {'; '.join(told + _differences(seen))}. {_ADVICE}")
-
-
 def _irregular(seen: Seen) -> list[str]:
-    """Say which ranks have left out a step or made one too many, where the others step once in each pass."""
+    """Name ranks that left out a step or made one too many, where others step once in each pass."""
     told, regular = [], 0
     for rank, what in sorted(seen.items()):
         if not isinstance(what, Status):
@@ -183,17 +148,12 @@ def _differences(seen: Seen) -> list[str]:
 
 
 def _steps_beside(status: Status) -> bool:
-    """Whether a thread steps; then those that wait for what it has yet to do wait for this rank itself."""
+    """Whether a thread steps; then waits for what it has yet to do are waits for this rank itself."""
     return any(name == OVERLAPPED_STEP for name, _ in status.open)
 
 
 def _doing(status: Status, call: tuple[str, int] | None) -> str:
-    """Say what a rank does that waits for nothing.
-
-    Args:
-        status: of the rank.
-        call: what the ranks that wait are in.
-    """
+    """Say what a rank does that waits for nothing; ``call`` is what the ranks that wait are in."""
     seen = f" (last seen: {status.last})" if status.last else ""
     if call is None:
         inside = f"is in {status.open[0][0]} and " if status.open else ""

@@ -1,44 +1,35 @@
 """Stamps: what ranks tell each other in the gathers of a step, so that they fail together and by name.
 
 Each owner writes a stamp into the room of its row (`plan.rooms.with_rooms`) before it sends the row. All
-ranks read the stamps of all rows. So every rank has the same stamps of a step, and draws the same conclusion
-from them: that is why they may communicate about it. Where nobody differs, a step has no further collective.
+ranks read the stamps of all rows, so they draw the same conclusion and may communicate about it. Where nobody
+differs, a step has no further collective.
 
 Note [When stamps are read]
     On the CPU, where a step waits for its gathers, they are read when the step ends. Otherwise a step is
     looked at when the next one has gathered: on an accelerator, since the CPU would wait for the device, and
-    where modules wait for gathers, since these end at other times on other ranks. What needs no exchange,
-    that a rank failed, is told on the CPU as soon as the gathers are over. A step taken in the backward pass
-    is looked at by `step()`, or by the next backward pass.
+    where modules wait for gathers, since these end at other times on other ranks. A failure needs no
+    exchange, so on the CPU it is told as soon as the gathers are over. A step taken in the backward pass is
+    looked at by `step()`, or by the next backward pass.
 
 Note [What may differ]
-    The stamp has a digest of the options, no more. If digests differ, the ranks exchange all options and who
-    wrote them. An option in which they differ is an error, unless a class has written it in a step on some
-    rank, or it is on every rank as the class made it. Classes count in their groups, and some do it only
-    where they step a parameter. Such an option is left out of the digest from then on. So a digest that says
-    too much costs an exchange, once, and never stops a run that is right.
+    If digests of options differ, the ranks exchange all options and who wrote them. An option that differs is
+    an error, unless a class has written it in a step on some rank, or it is on every rank as the class made
+    it: some classes count in their groups, and only where they step a parameter. Such an option is left out
+    of the digest from then on. So a digest that says too much costs one exchange, and never stops a run that
+    is right.
 
 Note [What a count cannot tell]
-    Calls are counted as they gather, so ranks whose gathers meet have counted alike: name and number tell of
-    another method, or another optimizer, in the place of a step. That a rank has left out a step, or taken
-    two, shows where its next collective meets another one; then the watchdog tells, in some seconds: Note
-    [Crosswise waits] in `zero_optim.comm.crosswise`. Where no step gathers, it shows in the next forward
-    pass: Note [Stamps of units] in `unit_stamps`.
-
-    A count of something else would not help. Take backward passes. A rank that left out a step is ahead by
-    one of them when its next gather meets the gather that it left out. But it does not come to that: what
-    reduces the gradients of its next pass is a collective too, and the others, which wait in the gather, do
-    not take part in it. The rank would get to its gather only if nothing was reduced in between: in passes
-    under ``no_sync``, and with gradients that nobody averages. There the numbers of passes may differ in runs
-    that are right: ranks may accumulate gradients over different numbers of them, and joined ranks have
-    none. Calls of ``zero_grad`` need not be equal either.
+    Calls are counted as they gather, so ranks whose gathers meet have counted alike. That a rank has left out
+    a step shows where its next collective meets another one; then the watchdog tells, after the timeout.
+    Where no step gathers, it shows in the next forward pass: Note [Stamps of units] in `unit_stamps`. A count
+    of backward passes or of ``zero_grad`` would not help: ranks may accumulate gradients over different
+    numbers of them.
 
     But a ``GradScaler`` asks the optimizer something at each step, also at one that it leaves out. So these
     are counted too: where nothing is reduced, scalers find an infinity on one rank alone, and the rows of one
     iteration would meet those of the next.
 """
 
-import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -46,22 +37,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zero_optim.comm.agreement import encoded, failure_of_others
+from zero_optim.comm.agreement import Failure, failure_of, failure_of_others
 from zero_optim.comm.collectives import RankGroup, bytes_to_tensor, tensor_to_bytes
 from zero_optim.comm.frames import ranks_text
 from zero_optim.compat.streams import HostCopy, copy_to
 from zero_optim.errors import RankMismatchError
-from zero_optim.plan.groups import ParamGroup
-from zero_optim.plan.layout import Layout, Room
-from zero_optim.plan.options import (
-    OptionKey,
-    OptionValues,
-    Plain,
-    differing,
-    held_by,
-    text_of,
-)
-from zero_optim.shard.stamp import (
+from zero_optim.health.stamp import (
     STAMP_NBYTES,
     Stamp,
     different_calls,
@@ -70,30 +51,24 @@ from zero_optim.shard.stamp import (
     failure_elsewhere,
     stamps_in,
 )
+from zero_optim.plan.groups import ParamGroup
+from zero_optim.plan.layout import Layout, Room
+from zero_optim.plan.options import OptionKey, OptionValues, Plain, differing, held_by, text_of
 
 _SHOWN = 4  # options in a message
 
 
 class Origins(NamedTuple):
-    """Who wrote options on this rank.
-
-    Attributes:
-        made: options that are as the class made them when it was built.
-        written: options that the class has changed in a step.
-    """
+    """Options as the class made them on this rank, and options that it has changed in a step."""
 
     made: Collection[OptionKey]
     written: Collection[OptionKey]
 
 
 class Call(NamedTuple):
-    """A call that changes parameters and gathers them, as this rank makes it.
+    """A call that changes parameters and gathers them, such as ``step()``, and what it has raised here.
 
-    Attributes:
-        name: such as ``step()``.
-        origins: tells who wrote options here, which it is given as they were at a call; asked only if ranks
-            differ.
-        failure: what the call has raised here.
+    ``origins`` tells who wrote options here, from the options at a call; asked only if ranks differ.
     """
 
     name: str
@@ -106,14 +81,9 @@ class _Step:
     """One call, and the stamps of it that have come. It keeps no exception, nor the optimizer.
 
     Attributes:
-        number: of the call.
-        name: of the call.
-        digest: of the options.
-        options: of all groups.
         came: the rooms of a gather, and what was in them.
         is_told: this rank has raised, or will, since another one failed.
-        failed: the class of what the call raised on this rank; None if it did not.
-        failure: the same for an exchange; empty if it did not.
+        failure: class and message of what the call raised on this rank.
     """
 
     number: int
@@ -122,43 +92,39 @@ class _Step:
     options: Sequence[Mapping[str, Plain]]
     came: list[tuple[Sequence[Room], HostCopy]] = field(default_factory=list)
     is_told: bool = False
-    failed: str | None = None
-    failure: bytes = b""
+    failure: Failure | None = None
     _mine: Tensor | None = None
 
     def stamp(self) -> Tensor:
-        """Give this rank's stamp, 1-D, uint8, on the CPU."""
+        """Return this rank's stamp, 1-D, uint8, on the CPU."""
         if self._mine is None:
-            mine = Stamp.of(self.number, self.digest, self.name, self.failed)
-            self._mine = bytes_to_tensor(mine.packed())
+            failed = None if self.failure is None else self.failure[0]
+            self._mine = bytes_to_tensor(Stamp.of(self.number, self.digest, self.name, failed).packed())
         return self._mine
 
     def fail(self, failure: BaseException) -> None:
         """Tell of a failure from now on, unless there is one."""
-        if self.failed is None:
+        if self.failure is None:
             more = f". Ranks on which nothing was raised may have taken their part of {self.name}"
-            self.failed, self.failure, self._mine = type(failure).__name__, encoded(failure, more), None
+            self.failure, self._mine = failure_of(failure, more), None
 
     def stamps(self, read: Callable[[HostCopy], Tensor] = HostCopy.read) -> dict[int, Stamp]:
-        """Give the stamps that have come, by rank: the last one of each, or one that tells of a failure."""
-        found: dict[int, Stamp] = {}
+        """Return the stamps that have come, by rank: the last one of each, or one that tells of a failure."""
+        stamps: dict[int, Stamp] = {}
         for rooms, copy in self.came:
             octets = tensor_to_bytes(read(copy))
             for room, stamp in zip(rooms, stamps_in(octets), strict=True):
-                if room.owner not in found or not found[room.owner].has_failed:
-                    found[room.owner] = stamp
-        return found
+                if room.owner not in stamps or not stamps[room.owner].has_failed:
+                    stamps[room.owner] = stamp
+        return stamps
 
 
 class Stamps:
     """Writes and reads the stamps of one optimizer's steps, in a group of several ranks.
 
-    Args:
-        own_options: names of options that each rank may set for itself.
-
     Attributes:
         tell: called with what `check_failures` is about to raise.
-        numbers: see `Ranks.numbers`; empty where ranks are called by their group ranks.
+        numbers: see `RankGroup.numbers`; empty where ranks are called by their group ranks.
         asked: how often a scaler has come to a step since the last call, see Note [What a count cannot tell].
     """
 
@@ -166,7 +132,6 @@ class Stamps:
         self._own_options = frozenset(own_options)
         self._values = OptionValues()
         self._left_out: set[OptionKey] = set()  # the same on every rank
-        self._number = 0
         self.asked = 0
         self._step = _Step(0, "construction", self._values.digest, ())  # the last call; it gathers nothing
         self._unread: list[_Step] = []  # calls that were not looked at; the last one is `_step`
@@ -181,62 +146,43 @@ class Stamps:
     # ------------------------------------------------------------------ before and in the gathers
 
     def begin(self, groups: Sequence[ParamGroup], call: Call) -> None:
-        """Begin a call, whose gathers come next; all ranks call.
-
-        Args:
-            groups: all public groups.
-            call: the call.
-        """
+        """Begin a call, whose gathers come next; all ranks call, with all public groups."""
         own = {
             (number, name)
             for number, group in enumerate(groups if self._own_options else ())
             for name in self._own_options.intersection(group)
         }
         self._values.follow(groups, self._left_out | own if own else self._left_out)
-        self._number += 1 + self.asked
+        number = self._step.number + 1 + self.asked
         self.asked = 0
-        self._step = _Step(self._number, call.name, self._values.digest, self._values.by_group)
+        self._step = _Step(number, call.name, self._values.digest, self._values.by_group)
         if call.failure is not None:
             self._step.fail(call.failure)
         self._unread.append(self._step)
 
     def fail(self, failure: BaseException) -> None:
         """Tell of a failure in the gathers that are yet to start."""
-        if self._number:
+        if self._step.number:
             self._step.fail(failure)
 
     def send(
         self, flat: Tensor, layout: Layout, rank: int, chosen: Collection[int] | None = None
     ) -> Callable[[], None]:
-        """Write this rank's stamp into its row, if there is room; the CPU waits for nothing.
+        """Write this rank's stamp into its row of a flat tensor, if there is room; the CPU waits for nothing.
 
-        Args:
-            flat: a flat tensor that is to be gathered.
-            layout: of it.
-            rank: this group rank.
-            chosen: see `ParamBucket.fill`.
-
-        Returns:
-            What takes the stamps of all ranks out of ``flat``, to be called when it has been gathered.
+        Returns a function that takes the stamps of all ranks out of ``flat``, called when it has been
+        gathered.
         """
         step, rooms = self._step, layout.rooms
         if chosen is not None:
             rooms = tuple(room for room in rooms if room.param in chosen)
         if not step.number or not rooms:
-            return _nothing
+            return nothing
         places = self.write(flat, rooms, rank)
-
-        def take() -> None:
-            step.came.append((rooms, HostCopy(torch.cat(places))))
-
-        return take
+        return lambda: step.came.append((rooms, HostCopy(torch.cat(places))))
 
     def write(self, flat: Tensor, rooms: Sequence[Room], rank: int) -> list[Tensor]:
-        """Write this rank's stamp of the last call into its room, if it has one of some rooms.
-
-        Returns:
-            The places of all of them in ``flat``, 1-D, uint8.
-        """
+        """Write this rank's stamp of the last call into its room; returns all rooms as bytes."""
         octets, size = flat.view(torch.uint8), flat.element_size()
         places = [octets[room.start * size :][:STAMP_NBYTES] for room in rooms]
         for room, place in zip(rooms, places, strict=True):
@@ -247,15 +193,9 @@ class Stamps:
     # ------------------------------------------------------------------ when they have come
 
     def check_failures(self) -> None:
-        """Raise if a rank is known to have failed in the last call, unless this one has.
-
-        Does not communicate. Does nothing where the CPU would have to wait for the stamps.
-
-        Raises:
-            RemoteRankError: names the ranks.
-        """
+        """Raise RemoteRankError if another rank alone has failed in the last call, and its stamp is here."""
         for step in self._unread:
-            if not step.is_told and step.failed is None and all(copy.is_here for _, copy in step.came):
+            if not step.is_told and step.failure is None and all(copy.is_here for _, copy in step.came):
                 stamps = step.stamps()
                 if failed_ranks(stamps):
                     step.is_told = True
@@ -266,36 +206,29 @@ class Stamps:
     def settle(self, group: RankGroup, call: Call, *, with_last: bool) -> None:
         """Look at the calls not looked at yet; all ranks call, at the same point of their programs.
 
-        Communicates if the options of ranks differ, or if a rank failed in the last call.
-
-        Args:
-            group: the ranks.
-            call: the one that this rank is in. If that has failed here, nothing is raised.
-            with_last: look at the last call too: its gathers are over, and all ranks are still in it.
-
-        Raises:
-            RankMismatchError: on every rank, they are in different calls, or their options differ.
-            Exception: on each rank that did not fail, what was raised on one that did.
+        Communicates, and raises on every rank, if ranks are in different calls, have different options, or
+        one has failed; nothing is raised if ``call`` has failed here. With ``with_last`` it looks at the last
+        call too: its gathers are over, and all ranks are still in it.
         """
         error: Exception | None = None
         while len(self._unread) > (not with_last):
             step = self._unread.pop(0)
             stamps = step.stamps(group.read)
-            if failed_ranks(stamps):
-                self._told = frozenset(stamps.values())
+            has_failed = bool(failed_ranks(stamps))
+            if has_failed:
                 if step is self._step and with_last and len({stamp.number for stamp in stamps.values()}) == 1:
                     told = failure_of_others(group, step.failure)
                     error = None if step.is_told else told
-                elif step.failed is None and not step.is_told:
+                elif step.failure is None and not step.is_told:
                     error = failure_elsewhere(step.name, self._numbered(stamps))
                 step.is_told = True
-                break  # as on every rank
-            error = different_calls(self._numbered(stamps))
-            if error is None and len({stamp.digest for stamp in stamps.values()}) > 1:
-                error = self._compared(group, step, call.origins(step.options))
-            if error is not None:
+            else:
+                error = different_calls(self._numbered(stamps))
+                if error is None and len({stamp.digest for stamp in stamps.values()}) > 1:
+                    error = self._compared(group, step, call.origins(step.options))
+            if has_failed or error is not None:
                 self._told = frozenset(stamps.values())
-                break
+                break  # as on every rank
         if error is not None and call.failure is None:
             raise error
 
@@ -305,24 +238,15 @@ class Stamps:
         stamps: Mapping[int, Stamp],
         origins: Callable[[Sequence[Mapping[str, Plain]]], Origins],
     ) -> Exception | None:
-        """Say what differs between the last calls of ranks; all ranks call, together, with the same stamps.
+        """Return the error to be raised on every rank, None for none; all ranks call, with the same stamps.
 
-        Communicates if something does: exchanges what failed, or the options.
-
-        Args:
-            group: the ranks.
-            stamps: by rank.
-            origins: see `Call`.
-
-        Returns:
-            The error to be raised on every rank, also on one that has raised before; None if nothing is
-            wrong, or all of it was told before.
+        Communicates if the last calls of ranks differ. What was told before is not told again.
         """
-        step, found = self._step, frozenset(stamps.values())
+        step, new = self._step, frozenset(stamps.values())
         failed = failed_ranks(stamps)
-        if found <= self._told or len(failed) == len(stamps):  # what each rank has raised need not be told
+        if new <= self._told or len(failed) == len(stamps):  # what each rank has raised need not be told
             return None
-        self._told = found
+        self._told = new
         if failed:
             told = failure_of_others(group, step.failure)
             return failure_elsewhere(step.name, self._numbered(stamps)) if told is None else told
@@ -330,16 +254,12 @@ class Stamps:
         return self._compared(group, step, origins(step.options)) if differ is None else differ
 
     def _numbered(self, stamps: Mapping[int, Stamp]) -> dict[int, Stamp]:
-        """Give the stamps by what messages call each rank."""
+        """Return the stamps by what messages call each rank."""
         return dict(zip(_called(stamps, self.numbers), stamps.values(), strict=True))
 
     def _compared(self, group: RankGroup, step: _Step, mine: Origins) -> Exception | None:
-        """Exchange the options of a call, and say in which the ranks differ that should not; all ranks call.
-
-        What they may differ in is left out of later digests. See Note [What may differ].
-        """
-        told = json.dumps([step.options, sorted(mine.written), sorted(mine.made)])
-        everyone = [json.loads(payload) for payload in group.all_gather_bytes(told.encode())]
+        """Exchange the options of a call; return an error for those that should not differ."""
+        everyone = group.all_gather_json([step.options, sorted(mine.written), sorted(mine.made)])
         options = [of_rank[0] for of_rank in everyone]
         written = {tuple(key) for of_rank in everyone for key in of_rank[1]}
         made = set.intersection(*({tuple(key) for key in of_rank[2]} for of_rank in everyone))
@@ -348,14 +268,19 @@ class Stamps:
         wrong = [key for key in differ if key not in self._left_out]
         if not wrong:
             return None
-        more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        shown = "; ".join(_difference(options, key, self.numbers) for key in wrong[:_SHOWN])
+        shown = shortened([_difference(options, key, self.numbers) for key in wrong])
         names = tuple(dict.fromkeys(name for _, name in wrong))
         return RankMismatchError(
-            f"ranks have different options in {step.name}: {shown}{more}. The step was taken, and each "
+            f"ranks have different options in {step.name}: {shown}. The step was taken, and each "
             "owner stepped with its own. Give every rank the same: run schedulers on all ranks alike, and "
             f"load the same state on all. If they are meant to differ, build it with own_options={names!r}"
         )
+
+
+def shortened(differences: Sequence[str]) -> str:
+    """List the first differences in a message, and how many more there are."""
+    more = f", and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+    return "; ".join(differences[:_SHOWN]) + more
 
 
 def _difference(
@@ -369,7 +294,7 @@ def _difference(
 
 
 def _called(ranks: Iterable[int], numbers: Sequence[int]) -> list[int]:
-    """Give what messages call some group ranks."""
+    """Return what messages call some group ranks."""
     return [numbers[rank] if numbers else rank for rank in ranks]
 
 
@@ -377,5 +302,5 @@ def _tell_nobody(_: BaseException) -> None:
     """Tell nobody: there are no replicas."""
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """Take nothing: there are no stamps."""

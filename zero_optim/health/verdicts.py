@@ -1,31 +1,18 @@
 """Verdicts: a wait takes too long, so ranks find out who is missing, and give up together.
 
 Note [Giving up together]
-    The rank whose wait is the first to take too long asks all ranks of the group what they do. If the group
-    is a part of a mesh, "group" means the whole mesh here, and ranks are numbered in that. Of what they
-    say it makes a verdict, and tells it to all of them, then it breaks its connections. Who is told does the
-    same: its waits raise, and no work begins any more on groups of these ranks. A rank that waits for
-    nothing, because it is slow, learns of it from its next work.
+    The rank whose wait is the first to take too long asks all ranks of the group what they do, or of the
+    whole mesh that the group is a part of. It makes a verdict, tells it to all of them, and breaks its
+    connections; so do they: their waits raise, and no work begins any more on groups of these ranks. A wait
+    may also fail before its time, if gloo sees a closed connection. Then the thread that waited asks, and
+    decides if ranks have ended.
 
-    Several ranks may decide at the same time, none of which had a verdict when the others asked. In a mesh
-    they even judge different groups. So a verdict is first told to the lowest rank that answers. That one
-    keeps the first verdict that it is told or makes itself, and says which one that is; it holds on all
-    ranks. A rank that has answered before, and does not now, is only busy as a rule: it is asked again for
-    some seconds. Else ranks could take different ones for the lowest. If a lower rank is about to decide, the
-    others wait a while for its word, so as not to say the same in other words.
-
-    Two verdicts are left possible: if the lowest rank is silent when one rank asks, and answers another one,
-    both in the second in which both decide. Then some ranks raise one reason, and some the other; nobody
-    hangs. No protocol can close that, as nobody can tell a stopped process from a slow one. The store as the
-    arbiter would move it to the process that has the store, often the very rank that is silent, and each
-    verdict would wait a second for that.
-
-    A wait may also fail before its time, for example because the process of another rank was killed: gloo
-    sees that the connection is closed. Then the thread that waited asks, and if ranks have ended, it decides.
-
-    Nor does a rank wait for the timeout where it is proven that waits cannot end: Note [Crosswise waits] in
-    `zero_optim.comm.crosswise`. The lowest rank of a group asks for that, once a wait has lasted some
-    seconds, then each time that it has lasted twice as long.
+    Several ranks may decide at the same time. So a verdict is first told to the lowest rank that answers,
+    which keeps the first one that it is told or makes itself; that one holds. A rank that has answered
+    before, and does not now, is only busy as a rule: it is asked again for some seconds. Two verdicts stay
+    possible if the lowest rank is silent when one rank asks, and answers another one, in the second in which
+    both decide: then ranks raise different reasons, and nobody hangs. No protocol can close that. The store
+    as the arbiter would often be on the rank that is silent.
 """
 
 import logging
@@ -36,18 +23,15 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from zero_optim.comm.crosswise import Standing, stuck
-from zero_optim.comm.diagnosis import Seen, Status, closed, gone, judge, judge_crosswise, standings
-from zero_optim.comm.directory import Directory
-from zero_optim.comm.peers import ANSWER_LIMIT, Message, Presence
+from zero_optim.comm.records import Record, Verdict
 from zero_optim.comm.threads import start_thread
-from zero_optim.comm.works import GroupWorks, Record, Verdict, WorkLog
+from zero_optim.comm.works import GroupWorks, WorkLog
+from zero_optim.health.diagnosis import Seen, Status, closed, gone, judge
+from zero_optim.health.peers import ANSWER_LIMIT, Directory, Message, Presence
 
 EXIT_CODE = 75  # of a process that was ended because a wait took too long: "try again" in sysexits.h
 
 _LONG = 60.0  # seconds of a wait after which a user has begun to wonder; the usual timeout is 30 minutes
-_FIRST_QUESTION = 2.0  # seconds that a wait has lasted when ranks are first asked whether they wait crosswise
-_BETWEEN_QUESTIONS = 0.5  # seconds between both questions; the proof needs none
 _LONGEST_END = 10.0  # seconds that a process may take to end on a busy host, once it has been killed
 # In what gloo raises where a rank does not come, and where it is gone.
 _LATE = ("imed out",)
@@ -61,12 +45,7 @@ logger = logging.getLogger("zero_optim")
 class Verdicts:
     """Finds out why a wait does not end, and gives up with all ranks; any thread may call.
 
-    Args:
-        log: of this process.
-        directory: of the ranks to ask.
-
-    Attributes:
-        exits: giving up ends the process, in the place of making its waits raise.
+    With ``exits``, giving up ends the process, in the place of making its waits raise.
     """
 
     def __init__(self, log: WorkLog, directory: Directory) -> None:
@@ -74,15 +53,9 @@ class Verdicts:
         self._log = log
         self._directory = directory
         self._deciding: set[tuple[int, ...]] = set()
-        self._proving: set[tuple[int, ...]] = set()
 
     def judge_wait(self, record: Record, seconds: float) -> None:
-        """Do what is to be done about a wait: warn of it, give it up, or ask whether it can end.
-
-        Args:
-            record: what is waited for.
-            seconds: for how long.
-        """
+        """Warn of a wait that has lasted for some seconds, or give it up."""
         works = record.group
         if works.verdict is not None or works.whole in self._deciding:
             return
@@ -93,31 +66,15 @@ class Verdicts:
         if seconds >= min(_LONG, record.timeout / 2) and not record.is_warned:
             record.is_warned = True
             _beside(lambda: self._warn(record, seconds))
-        if self._is_to_prove(record, seconds):
-            record.asked = record.waiting_since, seconds
-            self._proving.add(works.whole)
-            _beside(lambda: self._prove(record))
 
     def judge_failure(self, record: Record, error: Exception | None) -> None:
-        """Find out why a work has failed that nobody waits for, and give up if ranks have ended.
-
-        Args:
-            record: of the work.
-            error: what it failed with; None if it went well.
-        """
+        """Find out why a work has failed for which nobody waits, and give up if ranks have ended."""
         if isinstance(error, RuntimeError):
             record.failure, record.group.has_failed = str(error), True
             _beside(lambda: self.explain(record, error))
 
-    def _is_to_prove(self, record: Record, seconds: float) -> bool:
-        whole, since = record.group.whole, record.waiting_since
-        if whole[0] != self._directory.rank or whole in self._proving or not record.waiter:
-            return False
-        asked = record.asked[1] if record.asked is not None and record.asked[0] == since else 0.0
-        return seconds >= max(min(_FIRST_QUESTION, record.timeout / 4), 2 * asked)
-
     def answer(self, question: Message) -> Message:
-        """Say what this process does, and carry out the verdict that comes with the question, if one does."""
+        """Say what this process does; carry out the verdict that the question brings, if any."""
         ranks = tuple(map(int, question["ranks"]))
         if "verdict" in question:
             message, missing = question["verdict"]
@@ -125,11 +82,9 @@ class Verdicts:
             if ranks not in self._log.verdicts:
                 self._log.give_up(ranks, told)
                 _beside(lambda: self._act(ranks, told, is_first="is_first" in question))
-        return self._status(ranks, stands="standing" in question).to_message()
+        return self._status(ranks).to_message()
 
-    def _status(
-        self, ranks: tuple[int, ...], record: Record | None = None, *, stands: bool = False
-    ) -> Status:
+    def _status(self, ranks: tuple[int, ...], record: Record | None = None) -> Status:
         waits = {id(each): each for each in list(self._log.waits.values())}
         # A CPU that went on waits where its device does, whatever it is in.
         late = [works.outstanding for works in list(self._log.groups.values()) if works.whole == ranks]
@@ -137,11 +92,10 @@ class Verdicts:
         if record is not None:
             waits[id(record)] = record
         verdict, deciding = self._log.verdicts.get(ranks), ranks in self._deciding
-        standing = Standing.of(self._log, ranks) if stands else None
-        return Status.of(waits.values(), self._log.activity, verdict, is_deciding=deciding, standing=standing)
+        return Status.of(waits.values(), self._log.activity, verdict, is_deciding=deciding)
 
     def _ask_all(self, works: GroupWorks, own: Status, question: Message) -> dict[int, Status | Presence]:
-        """Ask all ranks of a group; gives what they say by group rank, with what this one says."""
+        """Return what all ranks of a group say, by group rank, with this one."""
         found = self._directory.ask_all(works.whole, {"ranks": works.whole, **question})
         seen = {
             rank: what if isinstance(what, Presence) else Status.read(what) for rank, what in found.items()
@@ -158,24 +112,7 @@ class Verdicts:
             told = _judged(works, seen, self._rank_in(works), seconds).message.partition(". ")[0]
             logger.warning("%s. All ranks give up after %g s", told, record.timeout)
 
-    def _prove(self, record: Record) -> None:
-        """Ask whether ranks wait crosswise, and give up if so. See Note [Crosswise waits] in `crosswise`."""
-        works, told = record.group, list[Seen]()
-        try:
-            for pause in (0.0, _BETWEEN_QUESTIONS):
-                time.sleep(pause)
-                own = self._status(works.whole, stands=True)
-                told.append(self._ask_all(works, own, {"standing": True}))
-                found = stuck(standings(told[0]), standings(told[-1]))
-                if not found:
-                    return
-            self._decide(record, None, told[-1], judge_crosswise(told[-1], found))
-        finally:
-            self._proving.discard(works.whole)
-
-    def _decide(
-        self, record: Record, seconds: float | None, seen: Seen | None = None, proven: Verdict | None = None
-    ) -> Verdict:
+    def _decide(self, record: Record, seconds: float | None, seen: Seen | None = None) -> Verdict:
         """Find out who is missing, and give up with all other ranks. See Note [Giving up together]."""
         works = record.group
         me, tells = self._rank_in(works), False
@@ -185,9 +122,9 @@ class Verdicts:
                 seen = self._ask_all(works, self._status(works.whole, record), {})
             found = _verdict_in(seen)
             if found is None and any(_is_deciding(what) for rank, what in seen.items() if rank < me):
-                found = self._verdict_within(works, 2 * ANSWER_LIMIT)
+                found = _verdict_within(works, 2 * ANSWER_LIMIT)
             if found is None:
-                found, tells = self._kept(works, proven or _judged(works, seen, me, seconds), seen), True
+                found, tells = self._kept(works, _judged(works, seen, me, seconds), seen), True
             verdict = self._log.give_up(works.whole, found)
         finally:
             self._deciding.discard(works.whole)
@@ -197,7 +134,7 @@ class Verdicts:
         return verdict
 
     def _kept(self, works: GroupWorks, verdict: Verdict, seen: Seen) -> Verdict:
-        """Tell the lowest rank that answers; give the verdict that it keeps, which may be another rank's."""
+        """Tell the lowest rank that answers; returns the verdict that it keeps."""
         question = {**_telling(works.whole, verdict), "is_first": True}
         deadline = time.monotonic() + _LONGEST_END
         for place, rank in enumerate(works.whole[: self._rank_in(works)]):
@@ -210,10 +147,7 @@ class Verdicts:
         return works.verdict or verdict
 
     def _tell(self, ranks: tuple[int, ...], verdict: Verdict, seen: Seen) -> None:
-        """Tell all ranks; those that did not answer before are told beside, as waiting for them takes long.
-
-        A process that is to end waits for all of them.
-        """
+        """Tell all ranks; those that did not answer before on a thread, unless this process is to end."""
         question = _telling(ranks, verdict)
         mute = [rank for place, rank in enumerate(ranks) if isinstance(seen[place], Presence)]
         if mute and not self.exits:
@@ -221,21 +155,8 @@ class Verdicts:
             ranks = tuple(rank for rank in ranks if rank not in mute)
         self._directory.ask_all(ranks, question)
 
-    def _verdict_within(self, works: GroupWorks, limit: float) -> Verdict | None:
-        deadline = time.monotonic() + limit
-        while works.verdict is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return works.verdict
-
     def _act(self, ranks: tuple[int, ...], verdict: Verdict, *, is_first: bool = False) -> None:
-        """Carry out a verdict on this process: end it, or make its waits raise.
-
-        Args:
-            ranks: that are given up.
-            verdict: of them.
-            is_first: others may not have been told yet. If this process is to end, they are told before: else
-                its end is what they see.
-        """
+        """Carry out a verdict: end this process, or its waits. One that ``is_first`` to know tells others."""
         logger.error("%s", verdict.message)
         if is_first and self.exits:
             self._directory.ask_all(ranks, _telling(ranks, verdict))
@@ -257,7 +178,7 @@ class Verdicts:
         is_late, is_closed = (any(word in str(error) for word in words) for words in (_LATE, _CLOSED))
         while works.verdict is None and self._directory.is_current():
             if works.whole in self._deciding:
-                self._verdict_within(works, 0.1)
+                _verdict_within(works, 0.1)
                 continue
             seen: Seen = self._ask_all(works, self._status(works.whole, record), {})
             mute = [what for what in seen.values() if what in _MUTE]
@@ -288,6 +209,13 @@ def _judged(works: GroupWorks, seen: Seen, own: int, seconds: float | None) -> V
     return judge(seen, own, seconds)
 
 
+def _verdict_within(works: GroupWorks, limit: float) -> Verdict | None:
+    deadline = time.monotonic() + limit
+    while works.verdict is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return works.verdict
+
+
 def _telling(ranks: tuple[int, ...], verdict: Verdict) -> Message:
     """Make the question that tells a verdict."""
     return {"ranks": ranks, "verdict": [verdict.message, verdict.missing]}
@@ -303,7 +231,7 @@ def _is_deciding(what: Status | Presence) -> bool:
 
 
 def _beside(work: Callable[[], object]) -> threading.Thread:
-    """Do something that takes long on a thread of its own: that of the watchdog has to answer meanwhile."""
+    """Do something that takes long on a thread of its own, as the watchdog has to answer meanwhile."""
     return start_thread(work, "zero_optim diagnosis")
 
 

@@ -1,15 +1,13 @@
 """Questions from one rank's watchdog to another's, over TCP: they pass where a collective cannot.
 
 Note [Dead, stopped or slow]
-    Each watchdog listens on a port. Who connects learns something in any case. Where nothing listens any more
-    (the connection is refused or reset), the process has ended. Where the kernel takes the connection but
-    nobody answers, the process is stopped, or its host is too busy to let it run. Where it answers, it says
-    itself what it does. So no rank has to write down each second that it lives.
+    Each watchdog listens on a port. Where the connection is refused or reset, the process has ended. Where
+    the kernel takes it but nobody answers, the process is stopped, or its host is too busy. Where it answers,
+    it says itself what it does. So no rank has to write down each second that it lives.
 
-    A question carries a token that is in the store, next to the address: whoever cannot read the store is not
+    A question carries a token that is in the store next to the address: whoever cannot read the store is not
     answered. Questions and answers are one line of JSON. The socket is bound to the address by which the
-    store is reached, so it is no more visible than the process group is: the loopback interface where the
-    store is there, or where it is a file.
+    store is reached, so it is no more visible than the process group is.
 """
 
 import errno
@@ -26,7 +24,10 @@ from enum import Enum
 from functools import partial
 from typing import Any, TypeVar
 
+import torch.distributed as dist
+
 from zero_optim.comm.threads import start_thread
+from zero_optim.compat.engine import address_of_store, default_store
 
 Message = dict[str, Any]  # plain JSON
 
@@ -52,15 +53,7 @@ class Presence(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a watchdog listens.
-
-    Attributes:
-        host: address of the interface.
-        port: as it is.
-        token: must be in each question.
-        node: name of the machine.
-        pid: of the process.
-    """
+    """Where a watchdog listens; a question must carry the token."""
 
     host: str
     port: int
@@ -79,16 +72,7 @@ class Address:
 
 
 class Listener:
-    """Listens for questions of other ranks.
-
-    Args:
-        host: where to listen, see `host_towards`.
-        pid: of this process.
-
-    Attributes:
-        socket: on which it listens.
-        address: what other ranks need to know.
-    """
+    """Listens for questions of other ranks, at an address from `host_towards`."""
 
     def __init__(self, host: str, pid: int) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -116,11 +100,7 @@ class Listener:
             self._waker.send(b"\0")
 
     def answer(self, answer: Callable[[Message], Message]) -> None:
-        """Answer one question, if there is one.
-
-        Args:
-            answer: of the question.
-        """
+        """Answer one question, if there is one."""
         try:
             connection, _ = self.socket.accept()
         except OSError:  # gone already
@@ -157,12 +137,7 @@ def ask(address: Address, question: Message) -> Message | Presence:
 
 
 def in_threads(calls: Mapping[int, Callable[[], T]], limit: float) -> dict[int, T]:
-    """Make calls beside each other, and give the results of those that end in time.
-
-    Args:
-        calls: by any number. What one raises is dropped.
-        limit: seconds for all of them.
-    """
+    """Make calls beside each other; returns the results of those that end within ``limit`` seconds."""
     found: dict[int, T] = {}
     over = threading.Semaphore(0)
 
@@ -186,10 +161,8 @@ def in_threads(calls: Mapping[int, Callable[[], T]], limit: float) -> dict[int, 
 
 
 def host_towards(host: str | None, port: int) -> str:
-    """Find the address of the interface by which this machine reaches another; loopback for None.
-
-    Nothing is sent: a datagram socket that is connected only chooses a route.
-    """
+    """Return the address of the interface by which this machine reaches another; loopback for None."""
+    # Nothing is sent: a datagram socket that is connected only chooses a route.
     if not host:
         return "127.0.0.1"
     try:
@@ -207,17 +180,7 @@ def _line(message: Message) -> bytes:
 
 
 def _read(connection: socket.socket, limit: float) -> Message:
-    """Read a line.
-
-    Args:
-        connection: where it comes.
-        limit: seconds in which all of it must come, so that nobody is held up by one who sends slowly.
-
-    Raises:
-        TimeoutError: it did not.
-        EOFError: the other side closed before the end.
-        ValueError: it is no object, or too long.
-    """
+    """Read a line within ``limit`` seconds, or raise: nobody is held up by one who sends slowly."""
     content, deadline = bytearray(), time.monotonic() + limit
     while not content.endswith(b"\n"):
         connection.settimeout(
@@ -238,3 +201,91 @@ def _read(connection: socket.socket, limit: float) -> Message:
     if not isinstance(message, dict):
         raise ValueError(f"expected an object, got {type(message).__name__}")  # noqa: TRY004 - see above
     return message
+
+
+_LEFT = "left"  # in the store, in the place of an address
+
+
+class Directory:
+    """Where all watchdogs listen, by global rank, as the store of the default group has it.
+
+    The store is not kept: it may have a port, which has to be free when the default group is gone.
+    """
+
+    def __init__(self, is_current: Callable[[], bool]) -> None:
+        self.rank = dist.get_rank()
+        self.is_current = is_current
+        self._addresses: dict[int, Address] = {}
+
+    @staticmethod
+    def can_be_kept() -> bool:
+        """Whether the store takes entries; that of PyTorch's "fake" groups does not."""
+        try:
+            default_store().set("zero_optim/watchdog", "")
+        except RuntimeError:
+            return False
+        return True
+
+    @staticmethod
+    def own_host() -> str:
+        """Return the address at which other ranks reach this machine."""
+        return host_towards(*address_of_store(default_store()))
+
+    def publish(self, address: Address) -> None:
+        """Tell the other ranks where this one listens."""
+        default_store().set(_key(self.rank), address.to_text())
+
+    def leave(self) -> None:
+        """Tell them that this one listens no more, so that nobody takes it for dead."""
+        with suppress(RuntimeError, ValueError):  # the store is gone, and so is whoever would ask
+            store = default_store()
+            if self.is_current():  # asked second: the store is not that of a default group made since
+                store.set(_key(self.rank), _LEFT)
+
+    def learn(self, ranks: Sequence[int]) -> None:
+        """Read addresses of ranks before they are needed: the store may end first. Waits for all ranks."""
+        unknown = [rank for rank in ranks if rank not in self._addresses]
+        if unknown:
+            found = default_store().multi_get([_key(rank) for rank in unknown])
+            for rank, entry in zip(unknown, found, strict=True):
+                self._note(rank, entry.decode())
+
+    def ask_all(self, ranks: Sequence[int], question: Message) -> dict[int, Message | Presence]:
+        """Ask all ranks but this one, by place among ``ranks``; takes a few times `ANSWER_LIMIT` at most."""
+        others = {place: rank for place, rank in enumerate(ranks) if rank != self.rank}
+        calls = {place: partial(self._ask, rank, question) for place, rank in others.items()}
+        found = in_threads(calls, 3 * ANSWER_LIMIT)
+        return {place: found.get(place, Presence.UNKNOWN) for place in others}
+
+    def _ask(self, rank: int, question: Message) -> Message | Presence:
+        if rank not in self._addresses:
+            absence = self._look_up(rank)
+            if absence is not None:
+                return absence
+        known = self._addresses[rank]
+        answer = ask(known, question)
+        if answer is not Presence.ENDED:
+            return answer
+        with suppress(RuntimeError, ValueError):  # the store may be gone as well
+            if self._look_up(rank) is Presence.LEFT:
+                return Presence.LEFT
+            if self._addresses[rank] != known:  # it has begun to listen again
+                return ask(self._addresses[rank], question)
+        return Presence.ENDED
+
+    def _look_up(self, rank: int) -> Presence | None:
+        """Read an address from the store; says why there is none."""
+        store = default_store()
+        if not store.check([_key(rank)]):
+            return Presence.ABSENT
+        return self._note(rank, store.get(_key(rank)).decode())
+
+    def _note(self, rank: int, entry: str) -> Presence | None:
+        if entry == _LEFT:
+            return Presence.LEFT
+        self._addresses[rank] = Address.from_text(entry)
+        return None
+
+
+def _key(rank: int) -> str:
+    return f"zero_optim/watchdog/{rank}"
