@@ -30,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.lanes import lanes_for_rows
+from zero_optim.compat import private
 from zero_optim.ddp.full.conversions import refuse_conversions
 from zero_optim.ddp.full.fsdp_options import OF_FSDP
 from zero_optim.ddp.full.offload import Offload, keeping_for
@@ -153,6 +154,7 @@ class FullyShardedDataParallel(ShardedDataParallel):
         **options: Any,  # noqa: ANN401 - PyTorch's
     ) -> None:
         """Check, agree with the other ranks, wrap, and free everything."""
+        private.require("FullyShardedDataParallel")
         self._asked = _Asked(
             units, reshard_after_forward, guards_reads, offload, mixed_precision, accumulate, device, init
         )

@@ -15,7 +15,7 @@ from zero_optim.checkpoint.content import RankContent, random_state, set_random_
 from zero_optim.checkpoint.names import Objects
 from zero_optim.comm import copies, wire
 from zero_optim.compat import streams
-from zero_optim.compat.pinned import pinned_in_full
+from zero_optim.compat.memory import pinned_in_full
 
 
 class Recorder:

@@ -15,6 +15,7 @@ from zero_optim.comm.agreement import SharedCall
 from zero_optim.comm.arguments import raise_together, ranks_of
 from zero_optim.comm.backends import held
 from zero_optim.comm.watchdog import OnStall
+from zero_optim.compat import private
 from zero_optim.compat.kinship import make_known
 from zero_optim.plan.costs import Cost, CostName
 from zero_optim.shard.claims import group_of_claim
@@ -136,6 +137,7 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
         **defaults: object,
     ) -> None:
         """Plan, agree on the plan with the other ranks, and build."""
+        private.require("ZeroRedundancyOptimizer")
         Joinable.__init__(self)
         self._overlap, self._join_notes = None, JoinNotes()
         options = ShardingOptions(

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import distributed
 
+from zero_optim.compat import private
 from zero_optim.ddp.reducer.graph import tensors_in
 from zero_optim.ddp.reducer.inbox import when_backward_ends
 from zero_optim.shard.lazy import wait_for_gathers
@@ -64,7 +64,7 @@ class Precision:
         given = arguments.get("mixed_precision")
         if given is None:
             return None
-        if not isinstance(given, distributed._MixedPrecision):
+        if not isinstance(given, private.MixedPrecision):
             raise TypeError(
                 "expected mixed_precision to be a torch.nn.parallel.distributed._MixedPrecision, got "
                 f"{type(given).__name__}"

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_optim.compat import private
 from zero_optim.compat.streams import record_use, to_device
 from zero_optim.hooks.bucket import gradients_in
 from zero_optim.hooks.overlap.owners import OwnerReduction
@@ -103,7 +104,7 @@ def _all_zero(gradients: Sequence[Tensor]) -> set[int]:
     Looks at first elements, all at once, and at the whole only of those whose first is zero.
     """
     if gradients[0].is_sparse:
-        return set() if gradients[0]._nnz() else {0}
+        return set() if private.nnz(gradients[0]) else {0}
     filled = [place for place, gradient in enumerate(gradients) if gradient.numel()]
     if not filled:
         return set()

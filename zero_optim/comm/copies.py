@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.encoding import Skeleton, blank_tensors
+from zero_optim.compat import private
 from zero_optim.compat.engine import wraps_tensors
 from zero_optim.compat.streams import HostCopy, is_asynchronous
 from zero_optim.plan.memory import dense_strides
@@ -65,7 +66,7 @@ def unpack(skeleton: Skeleton, packed: Tensor) -> list[Tensor]:
     """Allocate the tensors that a skeleton describes, with the memory that `pack` has copied."""
     tensors = blank_tensors(skeleton)
     memories = [memory_of(tensor) for tensor in tensors]
-    torch._foreach_copy_(memories, list(torch.split(packed, [memory.numel() for memory in memories])))
+    private.foreach_copy_(memories, list(torch.split(packed, [memory.numel() for memory in memories])))
     return tensors
 
 
@@ -96,7 +97,7 @@ def all_copied_to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
     for piece in pieces_of([memory.numel() for memory in sources]):
         came = HostCopy(*(sources[i][start:stop] for i, start, stop in piece)).read()
         places = [targets[i][start:stop] for i, start, stop in piece]
-        torch._foreach_copy_(places, list(torch.split(came, [place.numel() for place in places])))
+        private.foreach_copy_(places, list(torch.split(came, [place.numel() for place in places])))
         del came  # its memory serves the next piece
     return copies
 

@@ -21,6 +21,7 @@ from zero_optim.comm.encoding import (
     skeleton_from_bytes,
     skeleton_to_bytes,
 )
+from zero_optim.compat import private
 from zero_optim.compat.streams import HostCopy
 
 
@@ -89,4 +90,4 @@ def _recv_piece(group: RankGroup, source: int, parts: list[Tensor]) -> None:
         return
     received = torch.empty(sum(part.numel() for part in parts), dtype=torch.uint8)
     group.recv(received, source)
-    torch._foreach_copy_(parts, list(torch.split(received, [part.numel() for part in parts])))
+    private.foreach_copy_(parts, list(torch.split(received, [part.numel() for part in parts])))

@@ -22,10 +22,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-import torch.optim.optimizer as torch_optimizer_module
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zero_optim.compat import private
 from zero_optim.probe.subject import OptimizerUnderTest, bits, switch_mode
 
 Shape: TypeAlias = tuple[int, ...]
@@ -327,8 +327,8 @@ def isolated() -> Iterator[None]:
 def _without_global_hooks() -> Iterator[None]:
     """Disable hooks on the steps of every optimizer: a trial is not a step of the user."""
     tables: list[dict[int, Any]] = [
-        torch_optimizer_module._global_optimizer_pre_hooks,
-        torch_optimizer_module._global_optimizer_post_hooks,
+        private.global_optimizer_pre_hooks,
+        private.global_optimizer_post_hooks,
     ]
     kept = [dict(table) for table in tables]
     for table in tables:

@@ -25,7 +25,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from zero_optim.compat.c_library import give_back_pages, is_seen_by_others
+from zero_optim.compat import private
+from zero_optim.compat.memory import give_back_pages, is_seen_by_others
 from zero_optim.plan.layout import Layout
 from zero_optim.shard.padding import zero_padding
 from zero_optim.shard.places import Form, can_be_views, views_in, with_own_storages
@@ -310,4 +311,4 @@ class CopyBucket:
         places = [part.of(views[part.param]) for part in parts]
         params = [part.of(self.params[part.param]) for part in parts]
         with torch.no_grad():
-            torch._foreach_copy_(*((params, places) if into_params else (places, params)))
+            private.foreach_copy_(*((params, places) if into_params else (places, params)))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zero_optim.compat import private
 from zero_optim.plan.layout import Layout
 from zero_optim.shard.padding import zero_padding
 from zero_optim.shard.places import Form, views_in
@@ -95,4 +96,4 @@ class UnitFlat:
     @property
     def storage_id(self) -> int:
         """What tells its storage from others, also while it has no memory."""
-        return int(self.tensor.untyped_storage()._cdata)
+        return int(private.cdata(self.tensor.untyped_storage()))

@@ -11,7 +11,7 @@ Note [Pages that move]
     MiB took 0.04 to 0.2 ms to come and next to nothing to move; so tensors begin where these can, and ask for
     them, where the system gives them on request (``transparent_hugepage/enabled``). In comparison, PyTorch's
     own memory, emptied and grown, costs next to nothing up to 32 MiB, as the C library keeps it (Note [Blocks
-    that the C library keeps] in `zero_optim.compat.c_library`), and 0.5 to 1 ms a MiB beyond.
+    that the C library keeps] in `zero_optim.compat.memory`), and 0.5 to 1 ms a MiB beyond.
 
     Moved pages lie apart from the C library's heap, so a unit never makes holes in that. How many wait for
     the next unit is bounded. A *period* lasts from one moment when no unit is whole to the next, as a step
@@ -39,7 +39,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from zero_optim.compat.page_moves import (
+from zero_optim.compat.memory import (
     ANONYMOUS,
     MAP_FIXED,
     NO_RESERVE,
