@@ -181,7 +181,8 @@ def make_group(ranks: Sequence[int], backend: str, name: str, timeout: timedelta
         group_desc="zero_optim",
     )
     if (group.size(), group.group_name) != (len(ranks), name):
-        raise _changed(f"a group {group.group_name} of {group.size()} ranks, not {name} of {len(ranks)}")
+        size = f"{group.size()} ranks, not {name} of {len(ranks)}"
+        raise _changed(f"a group named {group.group_name} of {size}")
     for made in _backends(group):  # Note [No split communicators]
         options: Any = getattr(made, "options", None)
         if getattr(options, "split_from", None) is not None:

@@ -8,7 +8,7 @@ Note [Private names]
     the constructor of the feature calls `require`. PyTorch 2.8.0 and 2.13.0 have all names.
 """
 
-from inspect import isbuiltin, isclass, isdatadescriptor, signature
+from inspect import getattr_static, isclass, isdatadescriptor, signature
 from operator import attrgetter
 from pkgutil import resolve_name
 from typing import Any
@@ -187,7 +187,7 @@ def _look_up(feature: str, path: str) -> Any:  # noqa: ANN401
         missing = [each for each in _ARGUMENTS[path] if each not in signature(value).parameters]
         if missing:
             raise _lacks(feature, ", ".join(f"{name}({each}=)" for each in missing))
-    if not isclass(owner) or isclass(value) or isbuiltin(value):  # the last of these is a static method
+    if not isclass(owner) or isclass(value) or isinstance(getattr_static(owner, name, None), staticmethod):
         return value
     if callable(value):  # a subclass may have its own
         return lambda target, *args, **options: getattr(target, name)(*args, **options)
