@@ -19,7 +19,7 @@ LARGE_NBYTES = 2**15
 
 
 class ReducerBucket:
-    """Some parameters' gradients in one flat tensor. Does not communicate.
+    """Some parameters' gradients in one flat tensor, whole on every rank. Does not communicate.
 
     Args:
         indices: the parameters' places among all, in the order in which they lie here.
@@ -30,8 +30,7 @@ class ReducerBucket:
         dtype: in which the gradients travel; None for the parameters' own. Views need the parameters' own.
 
     Attributes:
-        pending: slots of gradients that have come and were not copied yet.
-        batch_length: how many of them are copied at a time.
+        pending: slots of gradients that have come and were not copied yet, at most ``batch_length``.
         large_slots: slots of gradients that are copied as soon as they come.
         flat: the gradients, 1-D, as they travel; for a sparse bucket the last gradient given.
         views: each parameter's place in ``flat``, with its shape and strides; none if sparse.
@@ -56,23 +55,22 @@ class ReducerBucket:
         dtype = params[0].dtype if dtype is None else dtype
         self.as_views = as_views and dtype == params[0].dtype
         self.pending: list[int] = []
-        nbytes = [param.nbytes for param in params]
-        self.batch_length, self.large_slots = _batches(nbytes, all_at_once=batched or is_sparse)
+        self.batch_length, self.large_slots = _batches(
+            [param.nbytes for param in params], all_at_once=batched or is_sparse
+        )
         self._misfits: list[int] = []  # slots of sparse gradients among dense ones, or the other way round
-        if is_sparse:
-            self.flat = self._no_gradient(dtype)
-            self.views: list[Tensor] = []
-        else:
-            self.flat, self.views = self._allocate(dtype)
+        self.views: list[Tensor] = []
+        self.flat = self._no_gradient(dtype) if is_sparse else self._allocate(dtype)
 
-    def _allocate(self, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    def _allocate(self, dtype: torch.dtype) -> Tensor:
         numel = sum(param.numel() for param in self.params)
         flat = self.params[0].new_zeros(numel, dtype=dtype, requires_grad=False)
-        return flat, self.views_of(flat)
+        self.views = self.views_of(flat)
+        return flat
 
     def zeros_like(self) -> "ReducerBucket":
         """Make another bucket for the same parameters, of zeros, or without entries if it is sparse."""
-        made = ReducerBucket(
+        like = ReducerBucket(
             self.indices,
             self.params,
             is_sparse=self.is_sparse,
@@ -80,8 +78,8 @@ class ReducerBucket:
             batched=True,
             dtype=self.dtype,
         )
-        made.is_shadow = True
-        return made
+        like.is_shadow = True
+        return like
 
     @property
     def dtype(self) -> torch.dtype:
@@ -110,12 +108,14 @@ class ReducerBucket:
         """Whether a parameter has a gradient; its hook is called for an undefined one too."""
         return self.params[slot].grad is not None
 
-    def take_pending(self, divisor: float) -> None:
-        """Copy what has come and was not copied yet, divided.
+    def is_inside(self, slot: int) -> bool:
+        """Whether a parameter's gradient is its view of this bucket."""
+        return self.params[slot].grad is self.views[slot]
 
-        Args:
-            divisor: 1 where a comm hook divides.
-        """
+    # ------------------------------------------------------------------ gradients come
+
+    def take_pending(self, divisor: float) -> None:
+        """Copy what has come and was not copied yet, divided; the divisor is 1 where a comm hook divides."""
         slots, self.pending = self.pending, []
         if not self.is_sparse:  # a sparse gradient travels as it is
             self.take(slots, divisor)
@@ -199,21 +199,18 @@ class ReducerBucket:
         misfits, self._misfits = self._misfits, []
         return misfits
 
+    # ------------------------------------------------------------------ results go
+
     def clear(self) -> None:
         """Make the gradients that are views of this bucket zero."""
         if self.as_views:
             self.flat.zero_()
 
     def give_back(self, *, drops: bool) -> None:
-        """Give parameters the gradients that were put aside for a pass which hands out none. Here: none.
+        """Give parameters the gradients of passes before this one, which hands out none. Here: none.
 
-        Args:
-            drops: gradients that this pass has left at the parameters go, and those that it was to reduce.
+        With ``drops``, gradients that this pass has left at the parameters, or was to reduce, go.
         """
-
-    def is_inside(self, slot: int) -> bool:
-        """Whether a parameter's gradient is its view of this bucket."""
-        return self.params[slot].grad is self.views[slot]
 
     def give(self, result: Tensor, skipped: Sequence[bool]) -> None:
         """Make the reduced gradients the parameters' own.
@@ -234,11 +231,7 @@ class ReducerBucket:
         self._give_views(views, skipped)
 
     def give_joined(self, unused: Sequence[bool]) -> None:
-        """Do nothing with what was reduced in a pass of the other ranks: gradients here are left alone.
-
-        Args:
-            unused: by parameter among all, whether no rank used it.
-        """
+        """Do nothing with what was reduced in a pass of the other ranks: gradients here are left alone."""
 
     def _give_views(self, views: Sequence[Tensor], skipped: Sequence[bool]) -> None:
         if self.as_views and all(map(is_, [param.grad for param in self.params], views)):
@@ -262,12 +255,7 @@ class ReducerBucket:
 
 
 def _batches(nbytes: Sequence[int], *, all_at_once: bool) -> tuple[int, frozenset[int]]:
-    """Settle how many small gradients are copied at a time, and which slots hold large ones.
-
-    Args:
-        nbytes: of each slot.
-        all_at_once: copy all when the last one has come, however large they are.
-    """
+    """Return how many small gradients are copied at a time, and the slots of large ones."""
     if all_at_once:
         return len(nbytes), frozenset()
     large = frozenset(slot for slot, size in enumerate(nbytes) if size >= LARGE_NBYTES)

@@ -1,25 +1,29 @@
-"""What the backward passes so far have taught, as far as later ones need it."""
+"""What one backward pass leaves to the next: what was learnt, and what was settled for the next one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
+from typing import TYPE_CHECKING
 
 from zero_optim.ddp.reducer.assignment import ReducerOptions
 from zero_optim.ddp.reducer.backward_pass import Kind, PassTerms
+from zero_optim.ddp.reducer.graph import UnusedSearch
+from zero_optim.ddp.reducer.report import FailureReport
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.futures import Future
 
 
 @dataclass(slots=True)
 class History:
-    """Grows by `conclude` at the end of each pass; made anew by `Reducer.reset`.
-
-    Args:
-        num_params: how many parameters there are.
+    """What the passes so far have taught, of ``num_params`` parameters; `Reducer.reset` makes it anew.
 
     Attributes:
         num_passes: backward passes that were reduced.
         num_buckets_reduced: in the last one.
         last_order: parameters in the order in which the gradients of this rank's last pass came.
         looks_static: whether the same parameters were used in all passes.
-        rebuild_is_due: buckets are to follow the order of the pass that was the last.
+        rebuild_is_due: buckets are to follow the order of the last pass.
         has_rebuilt: they do by now.
         learnt: how many gradients each parameter gets in a static graph, None until that is known.
         unused: by parameter, whether no rank has a gradient for it in a static graph.
@@ -48,13 +52,7 @@ class History:
         return self.last_order + sorted(set(range(len(self.unused))) - set(self.last_order))
 
     def terms(self, options: ReducerOptions, divisor: float, can_carry_word: bool) -> PassTerms:
-        """Settle how the next pass is to go.
-
-        Args:
-            options: of the reducer.
-            divisor: of the gradients.
-            can_carry_word: whether the last bucket can carry word of a failure.
-        """
+        """Settle how the next pass is to go; the last bucket may be able to carry word of a failure."""
         kind: Kind = "some" if options.find_unused_parameters else "every"
         if options.static_graph:
             kind = "learning" if self.learnt is None else "learnt"
@@ -72,14 +70,7 @@ class History:
     def conclude(
         self, calls: Sequence[int], order: Sequence[int], unused: Sequence[bool], options: ReducerOptions
     ) -> None:
-        """Learn from a pass that has ended.
-
-        Args:
-            calls: by parameter, how many gradients it got.
-            order: parameters in the order in which their gradients came.
-            unused: by parameter, whether no rank used it.
-            options: of the reducer.
-        """
+        """Learn from a pass that has ended: gradients by parameter, their order, what no rank used."""
         is_usual = order == self.last_order  # compared faster than sets are made
         if self.num_passes and not is_usual and set(order) != set(self.last_order):
             self.looks_static = False
@@ -92,3 +83,50 @@ class History:
         num_watched = 2 if options.static_graph else 1  # as in PyTorch's reducer
         if self.num_passes == num_watched and (options.static_graph or not options.find_unused_parameters):
             self.rebuild_is_due = True
+
+
+@dataclass(slots=True, eq=False)
+class UpcomingPass:
+    """What was settled for the next backward pass, which takes each thing once.
+
+    Attributes:
+        wanted: asked whether a pass that begins is to be reduced, see `Reducer`.
+        is_expected: the last forward pass was one whose backward pass is to be reduced.
+        divisor: gives what gradients are divided by; None for the number of ranks.
+        search: for parameters that the pass will not reach.
+        unread: reports of passes that have ended, the last ones; see Note [Late reports] in `report`.
+        futures: things that are waited for when the pass ends.
+    """
+
+    wanted: Callable[[bool], bool] | None
+    is_expected: bool = False
+    divisor: Callable[[], float] | None = None
+    search: UnusedSearch = field(default_factory=UnusedSearch)
+    unread: list[FailureReport] = field(default_factory=list)
+    futures: list["Future[object]"] = field(default_factory=list)
+
+    def is_reduced(self, *, was_prepared: bool) -> bool:
+        """Whether a pass that begins is reduced; it may go through an output that `prepare` was given."""
+        return self.wanted is None or self.wanted(was_prepared or self.is_expected)
+
+    @property
+    def in_join(self) -> bool:
+        """Whether the last forward pass was inside ``Join``."""
+        return self.divisor is not None
+
+    def pop_unused(self, learnt: Sequence[int] | None, params: Sequence["Tensor"]) -> list[int]:
+        """Find the parameters that get no gradient in the pass that has just begun."""
+        if learnt is not None:
+            return [index for index, calls in enumerate(learnt) if not calls]
+        return self.search.pop_unused(params)
+
+    def read_reports(self, *, but: int) -> None:
+        """Read reports, all but the last few, and raise what they say; all ranks call."""
+        while len(self.unread) > but:
+            self.unread.pop(0).check()
+
+    def wait_for_futures(self) -> None:
+        """Wait for what was to be waited for, and forget it."""
+        futures, self.futures = self.futures, []
+        for future in futures:
+            future.wait()

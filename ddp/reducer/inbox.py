@@ -14,7 +14,6 @@ from typing import Any, ParamSpec
 from weakref import WeakMethod
 
 from torch import Tensor
-from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from zero_optim.compat.engine import after_backward
@@ -24,21 +23,23 @@ P = ParamSpec("P")
 
 
 class Inbox:
-    """Where the parameters' hooks find who takes their gradients.
+    """Where the parameters' hooks, which keep it, find who takes their gradients.
 
     Args:
-        params: these get hooks, which keep the inbox.
+        params: these get hooks.
         take_first: takes the gradient of a parameter, by its place, when no backward pass is under way;
             made by `weakly`.
 
     Attributes:
         current: the backward pass that is running, or has broken off and was not ended yet.
         handles: of the hooks.
+        follower: told of each gradient, by its parameter's place, when it was taken; made by `weakly`.
     """
 
     def __init__(self, params: Sequence[Tensor], take_first: Callable[[int], None]) -> None:
         self.current: BackwardPass | None = None
         self.handles: list[RemovableHandle] = []
+        self.follower: Callable[[int], None] | None = None
         self._take_first = take_first
         self._params = params
         self._tensors = [_tensor_of(param) for param in params]
@@ -49,23 +50,18 @@ class Inbox:
     def announce(self, coming: Callable[[int], None]) -> None:
         """Have a parameter's place told before autograd adds a gradient, while no backward pass is under way.
 
-        Args:
-            coming: told, with ``torch.autograd.grad`` too; made by `weakly`.
+        ``torch.autograd.grad`` tells too. The function is made by `weakly`.
         """
         for index, param in enumerate(self._params):
             untyped: Any = param
             self.handles.append(untyped.register_hook(self._early_hook_of(index, coming)))
 
     def swapped(self, calls: Sequence[int]) -> list[int]:
-        """List the parameters that are other tensors by now: a swap has taken the hooks away.
-
-        Args:
-            calls: how many gradients each has got: only those without one are looked at.
-        """
+        """List parameters that got no gradient and are other tensors by now: a swap took their hooks away."""
         if all(calls):
             return []
-        given = enumerate(zip(self._params, self._tensors, calls, strict=True))
-        return [index for index, (param, was, num) in given if not num and _tensor_of(param) != was]
+        pairs = enumerate(zip(self._params, self._tensors, calls, strict=True))
+        return [index for index, (param, was, num) in pairs if not num and _tensor_of(param) != was]
 
     @property
     def is_running(self) -> bool:
@@ -99,6 +95,8 @@ class Inbox:
                 current.arrived(index)
             else:
                 self._take_first(index)
+            if self.follower is not None:
+                self.follower(index)
 
         return hook
 
@@ -112,17 +110,14 @@ def remove(handles: Sequence[RemovableHandle]) -> None:
 def _tensor_of(param: Tensor) -> int:
     """Tell the tensor behind a Python object."""
     untyped: Any = param
-    found: int = untyped._cdata
-    return found
+    address: int = untyped._cdata
+    return address
 
 
 class _Token:
-    """Alive as long as the engine keeps what it is to call at the end of a backward pass.
+    """Calls a function when it dies, unless that was set to None: when the engine lets go of it.
 
     `weakref.finalize` would do the same, but each of them takes as long as the hooks of ten gradients.
-
-    Args:
-        broke_off: called when it dies, unless it was set to None.
     """
 
     __slots__ = ("broke_off",)
@@ -138,9 +133,8 @@ class _Token:
 def when_backward_ends(finish: Callable[[], None], broke_off: Callable[[], None]) -> None:
     """Have one of two functions called when the backward pass under way is over; from one of its hooks.
 
-    Args:
-        finish: called when every gradient has been computed, as by `after_backward`.
-        broke_off: called if it never comes to that, see Note [Passes that break off].
+    ``finish`` when every gradient has been computed, ``broke_off`` if it never comes to that: see
+    Note [Passes that break off].
     """
     after_backward(partial(_end, _Token(broke_off), finish))
 
@@ -148,20 +142,6 @@ def when_backward_ends(finish: Callable[[], None], broke_off: Callable[[], None]
 def _end(token: _Token, finish: Callable[[], None]) -> None:
     token.broke_off = None
     finish()
-
-
-def output_hook(reached: Callable[[Node | None], None], witness: Node | None) -> Callable[[Tensor], None]:
-    """Make a hook for an output of a forward pass.
-
-    Args:
-        reached: told that a backward pass goes through the output; made by `weakly`.
-        witness: accumulates into a parameter that the output depends on, None if none was found.
-    """
-
-    def hook(_: Tensor) -> None:
-        reached(witness)
-
-    return hook
 
 
 def weakly(method: Callable[P, None]) -> Callable[P, None]:
@@ -177,6 +157,6 @@ def _call_if_there(
     *args: P.args,
     **kwargs: P.kwargs,
 ) -> None:
-    found = reference()
-    if found is not None:
-        found(*args, **kwargs)
+    method = reference()
+    if method is not None:
+        method(*args, **kwargs)

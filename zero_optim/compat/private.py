@@ -67,6 +67,8 @@ NAMES: dict[str, tuple[str, ...]] = {
         "torch._C.Future",
     ),
     "mixed_precision=": (f"{_DDP}._MixedPrecision",),
+    "broadcasting buffers": ("torch.distributed._broadcast_coalesced",),
+    "units from the meta device": ("torch.autograd._unsafe_preserve_version_counter",),
     "rebind() of a wrapper": (f"{_DDP}._sync_module_states",),
 }
 OPTIONAL = (  # the library does without them
