@@ -257,11 +257,10 @@ class DistributedDataParallel(RebindableWrapper):
     # ------------------------------------------------------------------ hooks and refusals
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Let a hook reduce the buckets in the place of all-reduce; see `Reducer.register_comm_hook`.
+        """Let a hook reduce the buckets in the place of all-reduce; any that runs on PyTorch's DDP runs here.
 
-        Any hook that runs on PyTorch's DDP runs here. All ranks register the same, before the first
-        backward pass, once. Communicates, so that they notice if they do not. A hook that reduces to the
-        owners of a sharded optimizer brings buckets of its own: ``bucket_cap_mb`` has no effect then.
+        All ranks register the same, once, before the first backward pass. Communicates, so that they notice
+        if they do not. One that reduces to owners brings buckets of its own: ``bucket_cap_mb`` has no effect.
 
         Raises:
             RankMismatchError: on every rank, if hooks have other code, or states other options.

@@ -1,11 +1,9 @@
 """How gradients find who takes them: hooks on the parameters, and the backward pass under way.
 
 Note [Passes that break off]
-    The autograd engine keeps what it is to call at the end of a backward pass, and lets go of it when the
-    pass ends, however it does. A token among what it keeps shows by its death that the pass is over. If
-    the engine has not called by then, an exception has ended the pass. Nothing is sent at that moment, which
-    may be any; the next backward or forward pass finds the one that broke off, and ends it together with
-    the other ranks.
+    The autograd engine lets go of what it is to call at the end of a backward pass when the pass ends,
+    however it does. A token dies then. If the engine has not called by then, an exception has ended the pass.
+    Nothing is sent at that moment, which may be any; the next pass finds the one that broke off.
 """
 
 from collections.abc import Callable, Sequence
@@ -67,14 +65,6 @@ class Inbox:
     def is_running(self) -> bool:
         """Whether a backward pass is running."""
         return self.current is not None and self.current.phase is Phase.RUNNING
-
-    def pop_broken_off(self) -> BackwardPass | None:
-        """Give, once, the pass that has broken off, if one has."""
-        current = self.current
-        if current is None or current.phase is not Phase.BROKEN_OFF:
-            return None
-        self.current = None
-        return current
 
     def _early_hook_of(self, index: int, coming: Callable[[int], None]) -> Callable[[Tensor], None]:
         running = Phase.RUNNING  # found faster here
