@@ -16,6 +16,7 @@ from zero_optim.comm.agreement import called_by_all, check_flags, failing_togeth
 from zero_optim.comm.backends import held
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.traffic import PHASES
+from zero_optim.compat import private
 from zero_optim.compat.kinship import make_known
 from zero_optim.explain import Explanation, explain
 from zero_optim.health.watchdog import OnStall, learn_addresses, patient, unwatch, watch
@@ -143,6 +144,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         **defaults: object,
     ) -> None:
         """Plan, agree on the plan with the other ranks, and build."""
+        private.require("ZeroRedundancyOptimizer")
         options = ShardingOptions(
             parameters_as_bucket_view=parameters_as_bucket_view,
             overlap_with_ddp=overlap_with_ddp,
