@@ -23,8 +23,8 @@ from waiting import LIMIT, wait_until
 from zero_optim import RemoteRankError, ZeroRedundancyOptimizer, checkpoint
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import encode
-from zero_optim.comm.exchange import exchange, start_recv, start_send
 from zero_optim.comm.lanes import Lease, lanes_beside, lease, num_started
+from zero_optim.comm.sending import exchange, start_recv, start_send
 from zero_optim.comm.wire import recv_value, send_value
 from zero_optim.compat.engine import timeout_of
 from zero_optim.ddp import FullyShardedDataParallel, ShardedDataParallel

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.exchange import exchange, start_parts
+from zero_optim.comm.sending import exchange, start_parts
 from zero_optim.comm.traffic import Waitable
 from zero_optim.compat.streams import StreamBeside, record_use, recorded_event, wait_for_event
 

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup, bytes_to_tensor, tensor_to_bytes
-from zero_optim.comm.exchange import spread_rows
 from zero_optim.comm.frames import ranks_text
+from zero_optim.comm.sending import spread_rows
 from zero_optim.comm.traffic import Waitable
 from zero_optim.compat.streams import HostCopy, copy_to
 from zero_optim.errors import RankMismatchError

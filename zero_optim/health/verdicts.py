@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 
 from zero_optim.comm.records import Record, Verdict
 from zero_optim.comm.threads import start_thread
@@ -82,7 +83,7 @@ class Verdicts:
             if ranks not in self._log.verdicts:
                 self._log.give_up(ranks, told)
                 _beside(lambda: self._act(ranks, told, is_first="is_first" in question))
-        return self._status(ranks).to_message()
+        return asdict(self._status(ranks))
 
     def _status(self, ranks: tuple[int, ...], record: Record | None = None) -> Status:
         waits = {id(each): each for each in list(self._log.waits.values())}
@@ -97,9 +98,7 @@ class Verdicts:
     def _ask_all(self, works: GroupWorks, own: Status, question: Message) -> dict[int, Status | Presence]:
         """Return what all ranks of a group say, by group rank, with this one."""
         found = self._directory.ask_all(works.whole, {"ranks": works.whole, **question})
-        seen = {
-            rank: what if isinstance(what, Presence) else Status.read(what) for rank, what in found.items()
-        }
+        seen = {rank: what if isinstance(what, Presence) else Status(**what) for rank, what in found.items()}
         return seen | {self._rank_in(works): own}
 
     def _rank_in(self, works: GroupWorks) -> int:
@@ -142,7 +141,7 @@ class Verdicts:
             while is_busy and works.verdict is None:
                 told = self._directory.ask_all([rank], question)[0]
                 if not isinstance(told, Presence):
-                    return _verdict_in({place: Status.read(told)}) or verdict
+                    return _verdict_in({place: Status(**told)}) or verdict
                 is_busy = told in _MUTE and time.monotonic() < deadline
         return works.verdict or verdict
 
@@ -223,7 +222,7 @@ def _telling(ranks: tuple[int, ...], verdict: Verdict) -> Message:
 
 def _verdict_in(seen: Seen) -> Verdict | None:
     told = (what.verdict for what in seen.values() if isinstance(what, Status))
-    return next((Verdict(*each) for each in told if each is not None), None)
+    return next((Verdict(each[0], tuple(each[1])) for each in told if each is not None), None)
 
 
 def _is_deciding(what: Status | Presence) -> bool:
