@@ -19,7 +19,7 @@ import torch.distributed as dist
 from pool import on_ranks
 from stalling import TIMEOUT, Others, about_to_stall, linear, outcomes, sharded
 from waiting import wait_until
-from zero_optim.comm import unended
+from zero_optim.comm import sending, unended
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.engine import default_store
 from zero_optim.errors import StalledError
