@@ -1,18 +1,16 @@
 """Verdicts: a wait takes too long, so ranks find out who is missing, and give up together.
 
 Note [Giving up together]
-    The rank whose wait is the first to take too long asks all ranks of the group what they do, or of the
-    whole mesh that the group is a part of. It makes a verdict, tells it to all of them, and breaks its
-    connections; so do they: their waits raise, and no work begins any more on groups of these ranks. A wait
-    may also fail before its time, if gloo sees a closed connection. Then the thread that waited asks, and
-    decides if ranks have ended.
+    The rank whose wait is the first to take too long asks all ranks of the group, or of the mesh around it,
+    what they do. It makes a verdict, tells it to all, and breaks its connections; so do they: waits raise,
+    and no work begins any more. A wait may also fail early, if gloo sees a closed connection: its thread
+    asks, and decides if ranks have ended.
 
-    Several ranks may decide at the same time. So a verdict is first told to the lowest rank that answers,
-    which keeps the first one that it is told or makes itself; that one holds. A rank that has answered
-    before, and does not now, is only busy as a rule: it is asked again for some seconds. Two verdicts stay
-    possible if the lowest rank is silent when one rank asks, and answers another one, in the second in which
-    both decide: then ranks raise different reasons, and nobody hangs. No protocol can close that. The store
-    as the arbiter would often be on the rank that is silent.
+    Several ranks may decide at once. So a verdict is first told to the lowest rank that answers, which keeps
+    the first one it hears of. A rank that has answered before, and does not now, is asked again for some
+    seconds. Two verdicts stay possible if the lowest rank is silent for one and answers another in the same
+    second: then reasons differ, and nobody hangs. The store as the arbiter would often be on the rank that is
+    silent.
 """
 
 import logging
