@@ -3,12 +3,10 @@
 The interface is that of FairScale's class of the same name, which its FullyShardedDataParallel uses.
 
 Note [Not for gradients]
-    What reduces gradients to owners here makes the same sums with the same `RowSum`, but does not send
-    through this class. A bucket of gradients is a collection already. What this class is given stays the
-    caller's, so it cannot sum in place, and each bucket would take one more row and one more copy. Its sums
-    are waited for by later calls on the caller's thread; those of gradients by a thread, or as memory is
-    needed. With NCCL it sends on a process group of its own, and two groups in use at once may wait for each
-    other for ever. Sparse gradients have no chunks of lengths that are known beforehand.
+    Reductions of gradients make the same sums with `RowSum`, but do not send through this class. A bucket of
+    gradients is a collection already. What this class is given stays the caller's, so it cannot sum in place:
+    one more row, and one more copy. With NCCL it sends on a process group of its own, and two groups in use
+    at once may wait for each other for ever.
 """
 
 from collections import deque

@@ -9,7 +9,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -107,7 +107,6 @@ class DistributedDataParallel(RebindableWrapper):
     _lazy_init_ran = True
     _precision: PrecisionPolicy | None = None
     _casting: Casting | None = None
-    _may_be_freed: ClassVar[bool] = False  # parameters are on their owners alone
 
     @wraps(TorchDistributedDataParallel.__init__)  # type: ignore[misc]
     def __init__(
@@ -120,7 +119,7 @@ class DistributedDataParallel(RebindableWrapper):
     ) -> None:
         bound = _SIGNATURE.bind(self, module, *args, **kwargs)
         given = _DEFAULTS | bound.arguments
-        agree_on_model(given, self, timeout, on_stall, may_be_freed=self._may_be_freed)
+        agree_on_model(given, self, timeout, on_stall, may_be_freed=False)
         vars(self).update(_timeout=timeout, _on_stall=on_stall)  # nn.Module is not set up yet
         self._precision = PrecisionPolicy.of_ddp(given)
         if self._precision is None:
@@ -130,17 +129,6 @@ class DistributedDataParallel(RebindableWrapper):
         super().__init__(*bound.args[1:], **bound.kwargs)
         self.mixed_precision = given["mixed_precision"]  # PyTorch's forward casts the inputs
         cast_buffers(self.module, self._precision.buffers, self.parameters_to_ignore)
-
-    def _agree_on_model(
-        self,
-        module: nn.Module,
-        timeout: float | None = None,
-        on_stall: str = "raise",
-        **options: Any,  # noqa: ANN401 - PyTorch's
-    ) -> None:
-        """See `agree_on_model`; for a subclass that has something to do between that and the constructor."""
-        given = _DEFAULTS | {"module": module, **options}
-        agree_on_model(given, self, timeout, on_stall, may_be_freed=self._may_be_freed)
 
     # ------------------------------------------------------------------ built by PyTorch's constructor
 
@@ -303,11 +291,10 @@ class DistributedDataParallel(RebindableWrapper):
     # ------------------------------------------------------------------ hooks and refusals
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Let a hook reduce the buckets in the place of all-reduce; see `Reducer.register_comm_hook`.
+        """Let a hook reduce the buckets in the place of all-reduce; any that runs on PyTorch's DDP runs here.
 
-        Any hook that runs on PyTorch's DDP runs here. All ranks register the same, before the first
-        backward pass, once. Communicates, so that they notice if they do not. A hook that reduces to the
-        owners of a sharded optimizer brings buckets of its own: ``bucket_cap_mb`` has no effect then.
+        All ranks register the same, once, before the first backward pass. Communicates, so that they notice
+        if they do not. One that reduces to owners brings buckets of its own: ``bucket_cap_mb`` has no effect.
 
         Raises:
             RankMismatchError: on every rank, if hooks have other code, or states other options.

@@ -1,8 +1,7 @@
 """`ShardedDataParallel`: data parallelism whose gradients are sharded, for an optimizer that is sharded."""
 
-import inspect
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -16,36 +15,18 @@ from zero_optim.comm.mesh import RankMesh, agree_between_replicas
 from zero_optim.compat.engine import eager
 from zero_optim.ddp.data_parallel import DistributedDataParallel
 from zero_optim.ddp.owners.owner_reducer import Accumulate, OwnerReducer
+from zero_optim.ddp.owners.wrapper_checks import (
+    REFUSED,
+    check_arguments,
+    check_group,
+    check_module,
+    check_optimizer,
+)
 from zero_optim.ddp.reducer.assignment import ReducerOptions
 from zero_optim.ddp.reducer.model_agreement import refuse_freed
 from zero_optim.ddp.reducer.report import names_text
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 from zero_optim.step.unreduced import NOT_REDUCED
-
-_OPTIONS = (
-    "broadcast_buffers",
-    "device_ids",
-    "dim",
-    "find_unused_parameters",
-    "init_sync",
-    "mixed_precision",
-    "on_stall",
-    "output_device",
-    "static_graph",
-    "timeout",
-)
-_REFUSED = {
-    "batched_grad_copy": "gradients are copied as they come, so that they can be dropped",
-    "bucket_cap_mb": "buckets are those of the optimizer: give it bucket_cap_mb",
-    "bucket_cap_mb_list": "buckets are those of the optimizer: give it bucket_cap_mb",
-    "check_reduction": "it has had no effect for long",
-    "delay_all_reduce_named_params": "every gradient goes to its owner, and none can be averaged elsewhere",
-    "device_mesh": "the ranks are those of the optimizer: give it process_group=mesh.get_group(), and a 2-D "
-    "mesh of replicas by the name of mesh",
-    "gradient_as_bucket_view": "an owner's gradients are views already, and nobody else has whole ones",
-    "param_to_hook_all_reduce": "every gradient goes to its owner, and none can be averaged elsewhere",
-    "skip_all_reduce_unused_params": "the ranks have to reduce the same buckets",
-}
 
 
 class ShardedDataParallel(DistributedDataParallel):
@@ -107,8 +88,6 @@ class ShardedDataParallel(DistributedDataParallel):
     """
 
     _mesh: RankMesh | None
-    _refused: ClassVar[Mapping[str, str]] = _REFUSED  # options, each with what to do instead
-    _may_split_state = False  # over all ranks of a mesh
 
     def __init__(
         self,
@@ -123,20 +102,17 @@ class ShardedDataParallel(DistributedDataParallel):
         """Check, agree with the other ranks, and wrap."""
         require_ours(optimizer)
         with optimizer.ranks.doing("ShardedDataParallel()"):
-            vars(self)["_mesh"] = RankMesh.of(  # nn.Module is not set up yet
-                mesh, optimizer.ranks, may_split=self._may_split_state
-            )
+            vars(self)["_mesh"] = RankMesh.of(mesh, optimizer.ranks)  # nn.Module is not set up yet
             everyone = self._everyone(optimizer)
             with failing_together(everyone):
-                self._check_arguments(accumulate, options)
-                _check_group(optimizer, process_group)
-                _check_module(module, optimizer)
-                more = self._check_more(module)
-            items = [f"accumulate={accumulate!r}", *more]
-            agree(everyone, items, f"the arguments of {type(self).__name__}")
+                check_arguments(type(self), accumulate, options, REFUSED)
+                check_group(optimizer, process_group)
+                check_module(module)
+                check_optimizer(module, optimizer)
+                refuse_freed(module)
+            agree(everyone, [f"accumulate={accumulate!r}"], "the arguments of ShardedDataParallel")
         self._optimizer = optimizer
         self._accumulate = accumulate
-        options = self._prepared(module, options)
         base: Any = super()
         base.__init__(module, process_group=everyone.process_group, **options)
         optimizer.mesh = None if self._mesh is None else self._mesh.of_owners
@@ -145,25 +121,6 @@ class ShardedDataParallel(DistributedDataParallel):
     def _everyone(self, optimizer: ZeroRedundancyOptimizer) -> RankGroup:
         """Give all ranks that train the model: those of the optimizer, or of the mesh."""
         return optimizer.ranks if self._mesh is None else self._mesh.everyone
-
-    def _check_arguments(self, accumulate: object, options: Mapping[str, object]) -> None:
-        if accumulate not in ("owner", "local"):
-            raise ValueError(f'expected accumulate to be "owner" or "local", got {accumulate!r}')
-        for name in options:
-            if name in self._refused:
-                raise TypeError(f"{type(self).__name__} takes no {name}: {self._refused[name]}")
-            if name not in _OPTIONS:
-                every = ", ".join(sorted({*_OPTIONS, *_keywords(type(self))}))
-                raise TypeError(f"expected options among {every}, got {name}")
-
-    def _check_more(self, module: nn.Module) -> list[str]:
-        """Check what a subclass is given, and describe what must be alike; does not communicate."""
-        refuse_freed(module)
-        return []
-
-    def _prepared(self, module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
-        """Do what comes before PyTorch's constructor; gives the options for that. All ranks call."""
-        return options
 
     def _make_reducer(
         self, pairs: Sequence[tuple[str, Tensor]], options: ReducerOptions, sparse: Sequence[str]
@@ -180,14 +137,9 @@ class ShardedDataParallel(DistributedDataParallel):
             sparse=sparse,
             wanted=self._wanted(),
             mesh=mesh,
-            outermost=self._in_no_unit(),
         )
         made.expect(True)  # modules may be called by themselves, before the first forward pass of the whole
         return made
-
-    def _in_no_unit(self) -> Collection[Tensor] | None:
-        """Give the parameters of the outermost unit; None where there are no units."""
-        return None
 
     @eager
     def _post_forward(self, output: object) -> object:
@@ -226,8 +178,9 @@ class ShardedDataParallel(DistributedDataParallel):
             )
         ranks = self._optimizer.ranks
         with failing_together(ranks):
-            _check_group(self._optimizer, process_group)
-            _check_module(self.module, self._optimizer)
+            check_group(self._optimizer, process_group)
+            check_module(self.module)
+            check_optimizer(self.module, self._optimizer)
             refuse_freed(self.module)
         super().rebind(ranks.process_group)
 
@@ -269,46 +222,4 @@ class ShardedDataParallel(DistributedDataParallel):
     def _update_process_group(self, new_process_group: object) -> None:
         raise RuntimeError(
             "ShardedDataParallel has the process group of its optimizer: build both anew for other ranks"
-        )
-
-
-def _keywords(wrapper: type[ShardedDataParallel]) -> set[str]:
-    """Name the keyword-only arguments of the constructors of a wrapper and its base classes here."""
-    classes = wrapper.__mro__[: wrapper.__mro__.index(ShardedDataParallel) + 1]
-    arguments = [argument for each in classes for argument in inspect.signature(each).parameters.values()]
-    return {argument.name for argument in arguments if argument.kind is argument.KEYWORD_ONLY}
-
-
-def _check_group(optimizer: ZeroRedundancyOptimizer, process_group: dist.ProcessGroup | None) -> None:
-    if process_group is not None and process_group is not optimizer.ranks.process_group:
-        raise ValueError(
-            "process_group is another group than that of the optimizer, whose ranks own the gradients: leave "
-            "it out, or give both the same"
-        )
-
-
-def _check_module(module: object, optimizer: ZeroRedundancyOptimizer) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"expected a module to wrap, got {type(module).__name__}")
-    if any(isinstance(each, nn.parallel.DistributedDataParallel) for each in module.modules()):
-        raise ValueError(
-            "the module is, or contains, a DistributedDataParallel, which reduces gradients itself: wrap "
-            "what is inside of it, its .module"
-        )
-    if optimizer.overlaps_with_ddp:
-        raise ValueError(
-            "the optimizer has overlap_with_ddp=True, and would wait for a comm hook that steps it: leave "
-            "that out"
-        )
-    known = optimizer.pieces()
-    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-    unknown = [
-        name
-        for name, param in module.named_parameters()
-        if param.requires_grad and name not in ignored and param not in known
-    ]
-    if unknown:
-        raise ValueError(
-            f"the optimizer does not have {names_text(unknown)}, so nobody owns the gradients: add them to "
-            "it, or freeze them (requires_grad=False) before wrapping"
         )

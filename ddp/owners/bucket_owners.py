@@ -1,10 +1,9 @@
 """Who owns the gradients of a bucket, and what stands in ``param.grad`` on this rank.
 
 Note [Gradients set by hand]
-    A user may put whole gradients in ``param.grad`` before a pass that is reduced, such as zeros. They are
-    not reduced, as those are that passes under ``no_sync()`` made. Each owner adds its rows of what stands
-    there on this rank to what is reduced, once. What stands there on the other ranks is dropped. Where all
-    ranks put the same there, DDP gives the same. Otherwise DDP averages what they put there.
+    Whole gradients that a user puts in ``param.grad`` before a pass are not reduced. Each owner adds its rows
+    of what stands there on this rank to what is reduced, once; on other ranks it is dropped. Where all ranks
+    put the same there, DDP gives the same.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,24 +21,15 @@ from zero_optim.step.partial import Agree, PartialGradient, owned
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BucketOwners:
-    """Who owns the gradients of a bucket.
+    """Who owns the gradients of a bucket."""
 
-    Attributes:
-        names: of the parameters, for messages.
-        pieces: of each parameter.
-        rank: this one, of ``size``.
-        dtype: in which owners keep reduced gradients; None for that of the parameters.
-        keeping: keeps the rows of this rank; None for ordinary memory.
-        agree: tells all ranks what a scaler has found; see `PartialGradient`.
-    """
-
-    names: tuple[str, ...]
-    pieces: tuple[Pieces, ...]
+    names: tuple[str, ...]  # of the parameters
+    pieces: tuple[Pieces, ...]  # of each
     rank: int
     size: int
-    dtype: torch.dtype | None = None
-    keeping: RowKeeping | None = None
-    agree: Agree | None = None
+    dtype: torch.dtype | None = None  # in which owners keep reduced gradients; None for the parameters'
+    keeping: RowKeeping | None = None  # keeps the rows of this rank; None for ordinary memory
+    agree: Agree | None = None  # tells all ranks what a scaler has found; see `PartialGradient`
 
     def _keeps_another(self, param: Tensor) -> bool:
         """Whether reduced gradients have another dtype or place, so that the parameter cannot show them."""
@@ -53,8 +43,7 @@ class BucketOwners:
     def shown(self, slot: int, param: Tensor, reduced: Tensor | None) -> Tensor:
         """Make what stands in ``param.grad``: the gradient on the owner of the whole, else a partial one.
 
-        It is a partial one everywhere if owners keep gradients in another dtype, or on the host. What was
-        reduced are the rows of this rank; None if it owns none.
+        A partial one everywhere if owners keep gradients in another dtype, or on the host.
         """
         pieces, keeping = self.pieces[slot], self.keeping
         if reduced is not None and len(pieces) == 1 and not self._keeps_another(param):
@@ -65,8 +54,7 @@ class BucketOwners:
     def added(self, slot: int, param: Tensor, kept: Tensor, reduced: Tensor | None) -> Tensor:
         """Add what was reduced to the gradient of earlier passes, in place; gives what ``param.grad`` is.
 
-        That gradient is as `shown` gave it; or whole, put there by the user: Note [Gradients set by hand].
-        What was reduced is None if this rank owns no rows, or if they were added before.
+        That may be a whole one, put there by the user: Note [Gradients set by hand].
         """
         if not isinstance(kept, PartialGradient):
             piece = piece_of(self.pieces[slot], self.rank)

@@ -1,18 +1,13 @@
 """Where in a backward pass buckets of gradients are launched, between the gathers of units.
 
 Note [Places of launches]
-    All ranks must start collectives in one order. Gathers are in one order, as all ranks call the same
-    units. A bucket that is launched when its last gradient has come is not, where ranks may use different
-    parameters: a rank that uses none of it has it full when the pass begins, another one some gathers later.
-    One starts an exchange, the other one a gather, and both wait for ever; on gloo too.
-
-    So with ``find_unused_parameters`` or a static graph full buckets are held, and launched where the
-    backward pass reaches the output of a call whose unit it had to gather: behind that gather, and before the
-    next one. By then all gradients of units that were called only later have come, as the engine takes
-    operations in the reverse order of the forward pass. When each unit that was called has been gathered,
-    buckets are launched as soon as they are full. Parameters in no unit may be used anywhere: their buckets
-    come last. Each bucket is sent as one portion. A graph may reach back to an earlier forward pass, so a
-    bucket also waits for gradients that the engine still has to accumulate.
+    All ranks must start collectives in one order, on gloo too. Gathers are in one, as all ranks call the same
+    units. Where ranks may use different parameters, a bucket is full at different places. So with
+    ``find_unused_parameters`` or a static graph full buckets are held, and launched where the backward pass
+    reaches the output of a call whose unit it had to gather, behind that gather. By then all gradients of
+    units that were called only later have come. When each unit has been gathered, buckets are launched as
+    soon as they are full. Parameters in no unit come last. Each bucket is sent as one portion, and waits for
+    gradients that the engine still has to accumulate, as a graph may reach back to an earlier forward pass.
 """
 
 from collections.abc import Callable, Sequence

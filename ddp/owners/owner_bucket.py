@@ -1,32 +1,21 @@
 """Buckets whose gradients go to owners: a row for each rank, there only while gradients are in it.
 
 Note [Memory of sharded gradients]
-    Let W be the number of ranks, G the bytes of all gradients, B those of the largest bucket, and T = B (W -
-    1) / W what goes to other ranks of it. One bucket is under way while the next one fills. Gradients are
-    copied into the rows, and dropped. Rows are cut into c *portions*: each is made when the first gradient
-    comes into it, and let go when it was sent; two are under way at a time. When a part f of a bucket is
-    filled, the part f of the bucket before has been summed: the hook of the next gradient waits for that. So
-    beside rows of its own, G / W where these are even, a rank holds at most f T + T / c of the bucket that
-    fills, (1 - f) T + T / c of the one before, and 2 T / c that has come and was not added: (1 + 4 / c) T, or
-    3 T with one portion. And the gradient that autograd has just made. On the CPU c is the smallest that
-    makes it 2 B: 3 with 4 to 7 ranks, 4 with more; with two ranks it takes 1.5 B. Buckets are those of the
-    optimizer: its ``bucket_cap_mb`` bounds B, but for a gradient that is larger. On an accelerator, and
-    without lanes (`zero_optim.comm.lanes`), there is one portion, and a bucket is sent when the one before is
-    summed, so that all ranks start their collectives in one order: less than 3 B.
-
-    If rows are uneven, such as those of whole matrices, put B in the place of T, as an owner receives them in
-    parts: Note [Parts of long rows] in `zero_optim.comm.row_sum`. Up to `BATCH_NBYTES` of small gradients
-    come on top; more buckets, if gradients come in another order than they have; and where gradients of
-    earlier passes are kept, the sums of this pass: those of two buckets where they are added as they come,
-    all, G / W, where they are apart.
+    Let W be the number of ranks, G the bytes of all gradients, B those of the largest bucket, T = B (W - 1) /
+    W. One bucket is under way while the next one fills. Rows are cut into c *portions*: each is made when the
+    first gradient comes into it, and let go when it was sent; two are under way at a time, and the bucket
+    before keeps pace with the one that fills. So beside its own rows, G / W where these are even, and the
+    gradient that autograd has just made, a rank holds at most (1 + 4 / c) T, or 3 T with one portion. On the
+    CPU c makes that 2 B at most. On an accelerator, and without lanes (`zero_optim.comm.lanes`), there is one
+    portion, and a bucket is sent when the one before is summed, so that all ranks start collectives in one
+    order: less than 3 B. If rows are uneven, put B in the place of T. On top come `BATCH_NBYTES` of small
+    gradients, and the sums of this pass where gradients of earlier ones are kept.
 
 Note [Sums apart]
-    A pass may turn out bad when all its buckets but the last have been summed. On the CPU ranks know that
-    before gradients are handed out. So the sums stay apart until then, and a bad pass leaves what
-    earlier passes have added up as it was, bit for bit. On an accelerator gradients are handed out before
-    anybody knows (Note [Late reports] in `report`). There each sum is added at once: behind a pass that
-    failed, or broke off, call ``zero_grad()``. A pass that an exception ends gives back what was put aside at
-    once, on this rank, so that ``zero_grad()`` drops it.
+    A pass may turn out bad when all its buckets but the last have been summed. On the CPU sums stay apart
+    until ranks know, and a bad pass leaves what earlier passes have added up as it was, bit for bit. On an
+    accelerator gradients are handed out before anybody knows (Note [Late reports] in `report`), so each sum
+    is added at once: behind a pass that failed call ``zero_grad()``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -46,29 +35,17 @@ from zero_optim.step.partial import PartialGradient, owned
 
 @dataclass(slots=True, eq=False)
 class _Filling:
-    """What a bucket holds in one backward pass.
+    """What a bucket holds in one backward pass."""
 
-    Attributes:
-        is_open: the pass has not ended: gradients that come are taken.
-        adds_at_once: see `OwnerBucket.begin`.
-        kept: by slot, the gradient of earlier passes, to which this one is added.
-        taken: slots of the gradients that have come.
-        numel: elements of them.
-        pace: see `OwnerBucket.pace_by`.
-        rows: None before the first gradient, and once they were handed on to be sent.
-        failed: word of a failure is to be sent.
-        reduced: by slot, rows of this rank, once they were summed.
-    """
-
-    is_open: bool = False
-    adds_at_once: bool = False
-    kept: dict[int, Tensor] = field(default_factory=dict)
-    taken: set[int] = field(default_factory=set)
-    numel: int = 0
-    pace: Callable[[float], None] | None = None
-    rows: OwnerRows | None = None
-    failed: bool = False
-    reduced: dict[int, Tensor] = field(default_factory=dict)
+    is_open: bool = False  # the pass has not ended: gradients that come are taken
+    adds_at_once: bool = False  # see `OwnerBucket.begin`
+    kept: dict[int, Tensor] = field(default_factory=dict)  # by slot, of earlier passes
+    taken: set[int] = field(default_factory=set)  # slots of the gradients that have come
+    numel: int = 0  # elements of them
+    pace: Callable[[float], None] | None = None  # see `OwnerBucket.pace_by`
+    rows: OwnerRows | None = None  # None before the first gradient, and once they were handed on to be sent
+    failed: bool = False  # word of a failure is to be sent
+    reduced: dict[int, Tensor] = field(default_factory=dict)  # by slot, summed rows of this rank
 
 
 class OwnerBucket(ReducerBucket):
@@ -127,12 +104,9 @@ class OwnerBucket(ReducerBucket):
         self._filling.failed = True
 
     def begin(self, kept: Mapping[int, Tensor], *, adds_at_once: bool) -> None:
-        """Begin a backward pass.
+        """Begin a backward pass, with the gradients of earlier ones, by slot, as `give` gave them.
 
-        Args:
-            kept: by slot, gradients of earlier passes, as `give` gave them.
-            adds_at_once: sums are added to them as they come, and not apart until the pass is known to be
-                good; see Note [Sums apart].
+        Sums may be added to these at once, and not only when the pass is known to be good: Note [Sums apart].
         """
         self._filling = _Filling(is_open=True, adds_at_once=adds_at_once, kept=dict(kept))
 
@@ -208,10 +182,7 @@ class OwnerBucket(ReducerBucket):
         return float("nan") if self._filling.failed else 0.0
 
     def take_over(self, total: Tensor) -> Tensor:
-        """Take over the sum of this rank's row.
-
-        Returns the word of a failure, one element, if it carries one; else none.
-        """
+        """Take over the sum of this rank's row, and give the word of a failure, one element, or none."""
         filling = self._filling
         apart: list[int] = []
         sums: list[tuple[Tensor, torch.dtype]] = []
@@ -227,10 +198,7 @@ class OwnerBucket(ReducerBucket):
         return total[-1:].clone() if self.can_carry_failure_word else self.flat  # no view: that would keep it
 
     def give(self, result: Tensor, skipped: Sequence[bool]) -> None:
-        """Make the reduced gradients the parameters' own on their owners, and partial ones on other ranks.
-
-        The result is not used: `take_over` has it. Parameters that no rank used are skipped.
-        """
+        """Make what `take_over` has the parameters' own on their owners, and partial gradients elsewhere."""
         filling, self._filling = self._filling, _Filling()
         streams.record_use(*filling.reduced.values())
         for slot, (index, param) in enumerate(zip(self.indices, self.params, strict=True)):

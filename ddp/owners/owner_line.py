@@ -1,21 +1,19 @@
 """Buckets on their way to the owners of their gradients, one after the other.
 
 Note [Sums across replicas]
-    In a mesh (`zero_optim.comm.mesh`) gradients are added up twice: in the order of ranks inside a replica,
-    by the owner; then its row over the owners of the same rows in all replicas, by the backend, in place. The
-    second sum starts when the first one is there, which is when the next bucket is launched, and is waited
-    for one bucket later. So no more than two rows are under way. All replicas get the bits of one sum; in
-    bf16 and fp16 the sum of a replica is rounded. The word of a failure is summed with its row, so every rank
-    of the mesh reads it. All ranks start sums in one order, that of the buckets, as NCCL wants it.
+    In a mesh (`zero_optim.comm.mesh`) gradients are added up in the order of ranks inside a replica, by the
+    owner; then its row over the owners of the same rows in all replicas, by the backend, in place. The second
+    sum starts when the next bucket is launched, and is waited for one bucket later. In bf16 and fp16 the sum
+    of a replica is rounded. The word of a failure is summed with its row. All ranks start sums in one order,
+    that of the buckets, as NCCL wants it.
 
 Note [Sums inside, then across]
-    With state over all ranks of a mesh (Note [Whose state it is] in `zero_optim.comm.mesh`) each rank owns a
-    row of a bucket. Inside a replica of S ranks, rank s receives the rows of its column, which are those of
-    the ranks with its number in all R replicas, and adds up in the order of ranks. Then the ranks of the
-    column exchange these sums, and each adds up what came for its own row, in the order of replicas. That
-    sends (R - 1) / (R S) of the gradients' bytes across, half of what an all-reduce of the column's rows
-    takes. On two replicas it has the bits of that. Portions go on one after the other; until they are waited
-    for, one bucket later, the sums of the column's other rows are held, 1/S of the bucket.
+    With state over all ranks of a mesh each rank owns a row. Inside a replica of S ranks, rank s receives the
+    rows of its column, the ranks with its number in all R replicas, and adds up in the order of ranks. Then
+    the column exchanges these sums, and each adds up its own row in the order of replicas. That sends (R - 1)
+    / (R S) of the gradients' bytes across, half of what an all-reduce takes; on two replicas it has the same
+    bits. Until they are waited for, one bucket later, sums of the column's other rows are held, 1/S of the
+    bucket.
 """
 
 from collections import deque
@@ -41,22 +39,13 @@ _NUM_UNDER_WAY = 2  # portions: while one is added, the next one is on its way
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SumRoute:
-    """How the rows of buckets get to their owners: inside a replica, then perhaps across replicas.
+    """How the rows of buckets get to their owners: inside a replica, then perhaps across replicas."""
 
-    Attributes:
-        inner: the ranks of this replica.
-        lanes: for exchanges among them, see `RowSum`.
-        across: owners of the same rows in all replicas; None if there is one alone.
-        lanes_across: for exchanges among the ranks of a column, where all ranks of a mesh are owners: Note
-            [Sums inside, then across]. None where owners are ranks of a replica.
-        places: then, of each rank of the mesh, the replica and its number there.
-    """
-
-    inner: RankGroup
-    lanes: Lease
-    across: RankGroup | None = None
-    lanes_across: Lease | None = None
-    places: Sequence[tuple[int, int]] = ()
+    inner: RankGroup  # the ranks of this replica
+    lanes: Lease  # for exchanges among them
+    across: RankGroup | None = None  # owners of the same rows in all replicas, or this rank's column
+    lanes_across: Lease | None = None  # for exchanges among these: Note [Sums inside, then across]
+    places: Sequence[tuple[int, int]] = ()  # of each rank of the mesh, the replica and its number there
 
     def start(self, rows: Sequence[Tensor], label: str) -> list[RowSum]:
         """Start the sums of a portion inside the replica, in place in the rows of this rank or column."""
@@ -79,10 +68,7 @@ class SumRoute:
 
 
 class OwnerSum:
-    """A bucket on its way to its owners, in portions, of which two are under way at a time.
-
-    One is sent at once, the others as others come.
-    """
+    """A bucket on its way to its owners, in portions, of which two are under way at a time."""
 
     def __init__(self, bucket: OwnerBucket, rows: OwnerRows, label: str, route: SumRoute) -> None:
         self._bucket = bucket
@@ -135,10 +121,7 @@ class OwnerSum:
             raise
 
     def hand_on(self) -> None:
-        """Wait for the sum of the replica, and start the one across replicas; a second call does nothing.
-
-        Where there is one replica alone, have the bucket take the sum over.
-        """
+        """Wait for the sum of the replica, and start the one across, if any; a second call does nothing."""
         if self._total is not None or self._word is not None:
             return
         self.fill()
@@ -155,10 +138,7 @@ class OwnerSum:
             self._across.append(work)
 
     def wait(self) -> Tensor:
-        """Wait for the sum, and have the bucket take it over; a second call gives the same.
-
-        Returns the word of a failure, see `OwnerBucket.take_over`.
-        """
+        """Wait for the sum, which the bucket takes over; gives the word of a failure, any number of times."""
         self.hand_on()
         if self._word is None:
             for work in self._across:
@@ -172,14 +152,9 @@ class OwnerSum:
 class OwnerLine:
     """The buckets of one pass, one after the other: the first portion of one while the last of another ends.
 
-    See Note [Memory of sharded gradients] in `owner_bucket`. So the network has work while sums are made.
-
-    Args:
-        route: of the buckets.
-        labels: name the buckets in messages, by number.
-        everyone: the ranks of all replicas.
-        is_apart: lanes are process groups of their own. If not, a bucket is launched when the one before is
-            summed.
+    So the network has work while sums are made; see Note [Memory of sharded gradients] in `owner_bucket`.
+    Unless lanes are apart, on process groups of their own, a bucket is launched when the one before is
+    summed.
     """
 
     def __init__(

@@ -43,18 +43,10 @@ class OwnerReducer(Reducer):
     yet to be reduced. So a pass has to begin before autograd adds its first gradient. Not every pass goes
     through an output of the forward pass, nor through that first: a parameter may be used by the loss alone.
 
-    Args:
-        params: see `Reducer`, as the next ones.
-        optimizer: has every parameter.
-        options: of the reducer.
-        sparse: names.
-        wanted: asked when a pass begins.
-        mesh: of all ranks that train the model; None if those of the optimizer are all.
-        outermost: parameters in no unit; None where there are no units.
-
-    Attributes:
-        places: where buckets are launched if ranks may use different parameters of units; see Note [Places of
-            launches] in `launch_places`.
+    Arguments are those of `Reducer`; the optimizer, which has every parameter; the mesh of all ranks that
+    train the model, if those of the optimizer are not all; and the parameters in no unit, where there are
+    units. ``places`` says where buckets are launched if ranks may use different parameters of units, see
+    `launch_places`.
     """
 
     checks_first = True
@@ -93,6 +85,10 @@ class OwnerReducer(Reducer):
             self._check = ReplicaCheck(replace(mesh.across, phase=self.group.phase), optimizer)
         self._inbox.announce(weakly(self._coming))
 
+    def follow(self, came: Callable[[int], None]) -> None:
+        """Tell of each gradient, by its parameter's place, when it was taken; `came` is made by `weakly`."""
+        self._inbox.follower = came
+
     def rebuild(self) -> bool:
         """Do nothing: buckets are those of the optimizer."""
         return False
@@ -129,8 +125,8 @@ class OwnerReducer(Reducer):
         return self._has_lanes and not (self._outermost is not None and self._may_differ)
 
     def _launcher(self) -> Launch:
-        line = OwnerLine(self._route, self._assignment.labels, self._summing, is_apart=self._is_apart)
-        for bucket in self._assignment.buckets:
+        line = OwnerLine(self._route, self.assignment.labels, self._summing, is_apart=self._is_apart)
+        for bucket in self.assignment.buckets:
             if isinstance(bucket, OwnerBucket):
                 bucket.pace_by(line.keep_pace)
         return line.launch

@@ -1,11 +1,10 @@
 """Where gradients lie in the rows that go to owners, in portions sent one after the other. No communication.
 
 Note [Rows of gradients]
-    These are the rows of the plan: the same owners, pieces and alignment as in the layout of the parameters.
-    An owner's reduced gradients are views of its row. Three things keep `plan.layout` from being the layout.
-    Portions are sent in the order in which gradients come, the last parameter first; a layout has a cut
-    parameter without a gap, last in one row and first in the next. The last portion has the word of a
-    failure. And parameters that are frozen take no room, nor do stamps: they would add bytes on the wire.
+    Owners, pieces and alignment are those of the plan, and reduced gradients are views of the owner's row.
+    The layout is not `plan.layout`'s: portions go in the order in which gradients come, the last parameter
+    first, whereas a layout has a cut parameter last in one row and first in the next; the portion sent last
+    has the word of a failure; and room for frozen parameters and stamps would be bytes on the wire.
 """
 
 from collections.abc import Sequence
@@ -28,8 +27,7 @@ def most_portions(size: int) -> int:
     """Return in how many portions the largest bucket is sent, so that two buckets are enough.
 
     The smallest c with ``(W - 1) / W (1 + 4 / c) <= 2``, see Note [Memory of sharded gradients], and at least
-    two, as the last one is under way while the next bucket begins. More would save more memory, and cost
-    time: each is one more wait, for ranks that may be half a bucket behind.
+    two, as the last one is under way while the next bucket begins. Each more is one more wait.
     """
     return -(-4 * (size - 1) // (size + 1)) if size > 1 else 1
 
@@ -79,25 +77,17 @@ class Part:
 class RowPlan:
     """The rows of a bucket of gradients, one for each rank, cut into portions at about the same places.
 
-    In a row gradients keep the order of the bucket, and begin at multiples of the alignment that parameters
-    have too, so that kernels treat them as they treat tensors of their own. A portion ends where a gradient
-    does, or between rows of one whose dimension 0 is outermost in memory.
-
-    Attributes:
-        parts: by slot, those of the gradient, in whole rows.
-        cells: by slot, the number of a portion and what lies in it, with its offset in the portion.
-        bounds: by rank, where each portion begins in its row, in elements, and where the last one ends.
-        count: number of portions.
-        has_gaps: there is padding somewhere.
-        carries_word: each row has one more element, the last: see `OwnerBucket`.
+    In a row gradients keep the order of the bucket, aligned as parameters are, so that kernels treat them as
+    tensors of their own. A portion ends where a gradient does, or between rows of one whose dimension 0 is
+    outermost in memory.
     """
 
-    parts: tuple[tuple[Part, ...], ...]
-    cells: tuple[tuple[tuple[int, Part], ...], ...]
-    bounds: tuple[tuple[int, ...], ...]
-    count: int
-    has_gaps: bool
-    carries_word: bool
+    parts: tuple[tuple[Part, ...], ...]  # by slot, in whole rows
+    cells: tuple[tuple[tuple[int, Part], ...], ...]  # by slot, numbers of portions and what lies in them
+    bounds: tuple[tuple[int, ...], ...]  # by rank, where portions begin in its row, and the last one ends
+    count: int  # of portions
+    has_gaps: bool  # there is padding somewhere
+    carries_word: bool  # each row has one more element, the last: see `OwnerBucket`
 
     @classmethod
     def of(
@@ -180,9 +170,8 @@ def _cut(part: Part, row: Sequence[int]) -> list[tuple[int, Part]]:
 class OwnerRows:
     """The rows of a bucket in one backward pass: ``own`` is that of this rank, made at once.
 
-    Of the other ranks' rows each portion is made when the first gradient comes into it, and let go when it is
-    popped. If there is one portion, all are made at once, by one stream. Where all are to be zeros, or there
-    is padding, which is sent, they are made of zeros.
+    Portions of other rows are made when the first gradient comes, and let go when they are popped; one
+    portion at once, by one stream. Padding, which is sent, is zero.
     """
 
     def __init__(self, plan: RowPlan, rank: int, like: Tensor, *, zeros: bool = False) -> None:

@@ -1,15 +1,11 @@
 """Computing in a narrower dtype than parameters are kept in, for ``mixed_precision=`` of DDP.
 
 Note [Casts in the place of parameters]
-    During a forward pass modules find casts where their parameters are kept. Autograd has made the casts, so
-    gradients come through them to the parameters, and are like any other gradient: of the parameter's dtype,
-    added up in it, counted by the same hooks. Optimizers and checkpoints see nothing of it.
-
-    Checkpointed activations are computed again while the backward pass runs. So the casts are put back in
-    place when the pass reaches the output of the forward pass, and taken out when it ends, however it does.
-
-    PyTorch's DDP gives each parameter other data instead, from the forward pass to the end of the backward
-    pass. A forward pass without a backward pass, to evaluate, then leaves the model in the narrow dtype.
+    During a forward pass modules find casts where their parameters are kept. Autograd has made them, so
+    gradients reach the parameters as any other: in their dtype, counted by the same hooks. Checkpointed
+    activations are computed again in the backward pass: casts are put back in place when it reaches the
+    output of the forward pass, and taken out when it ends. PyTorch's DDP gives each parameter other data
+    instead; a forward pass without a backward pass then leaves the model in the narrow dtype.
 """
 
 from collections.abc import Collection, Iterator
@@ -35,13 +31,9 @@ def cast_buffers(module: nn.Module, dtype: torch.dtype | None, ignored: Collecti
 
 
 class Casting:
-    """Casts a model's floating-point parameters for its forward passes. Does not communicate.
+    """Casts a model's floating-point parameters to a dtype, None for none, but for names that are ignored.
 
-    Args:
-        module: the model.
-        dtype: what to; None casts none.
-        ignored: names of parameters to leave alone.
-        sparse: parameters whose gradients are sparse.
+    Parameters with sparse gradients are cast in a way of their own. Does not communicate.
     """
 
     def __init__(

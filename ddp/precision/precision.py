@@ -97,13 +97,7 @@ class PrecisionPolicy:
 
     @classmethod
     def of_ddp(cls, arguments: Mapping[str, Any]) -> "PrecisionPolicy | None":
-        """Read ``mixed_precision`` of DDP, and check that its other arguments, by name, go with it.
-
-        Raises:
-            TypeError: it is not PyTorch's ``_MixedPrecision``, or the module is compiled by TorchScript.
-            ValueError: a dtype that nothing can be computed or reduced in, or an argument that does not go
-                with it.
-        """
+        """Read ``mixed_precision`` of DDP, and check that its other arguments, by name, go with it."""
         given, module = arguments.get("mixed_precision"), arguments["module"]
         if given is None:
             return None

@@ -1,18 +1,16 @@
 """What is settled before a backward pass: the options, and which gradient travels in which bucket.
 
 Note [PyTorch's buckets]
-    Sums over more than two ranks round as the place of an element in its bucket has it. So buckets hold what
-    those of PyTorch's DDP hold, in the same order, in every pass. The first ones are filled in the order of
-    registration, and reduced from the last to the first. Where parameters may be unused they stay.
-    Otherwise there is one for each dtype, without a limit, until the order in which gradients come is known:
-    after the first pass, with a static graph after the second. Then buckets are filled in that order.
+    Sums over more than two ranks round as the place of an element in its bucket has it. So buckets are those
+    of PyTorch's DDP, in every pass. The first ones are filled in the order of registration, and reduced from
+    the last to the first. Where parameters may be unused they stay. Otherwise there is one for each dtype
+    until the order of gradients is known: after the first pass, with a static graph after the second.
 
 Note [Buckets in rows]
-    A comm hook that reduces gradients to their owners adds them up in the order of ranks, so no bits depend
-    on the buckets. It may name buckets, see `Members`: those of the optimizer, with the parameters in the
-    order of rows. Then a row is one contiguous part of the bucket, which is sent from there and summed there.
-    PyTorch's DDP does not ask, and the hook copies what it sends. Rows are not padded, as hooks are given
-    buckets in which gradients follow each other without gaps.
+    A comm hook that reduces to owners adds up in the order of ranks, so no bits depend on the buckets. It may
+    name those of the optimizer, with the parameters in the order of rows. Then a row is one part of the
+    bucket, sent from there and summed there. PyTorch's DDP does not ask, and the hook copies. Rows are not
+    padded.
 """
 
 import sys
@@ -99,12 +97,7 @@ class ReducedParams:
     def of(
         cls, params: Iterable[tuple[str, Tensor]] | Iterable[Tensor], sparse: Collection[str] = ()
     ) -> "ReducedParams":
-        """Name parameters that come without names, and check that all can be reduced.
-
-        Raises:
-            ValueError: there are none, or some are on several devices, or do not require a gradient.
-            TypeError: something is not a tensor.
-        """
+        """Name parameters that come without names, and check that all can be reduced."""
         pairs = _name_params(params)
         index_of = {id(param): index for index, (_, param) in enumerate(pairs)}
         return cls([name for name, _ in pairs], [param for _, param in pairs], frozenset(sparse), index_of)
@@ -153,14 +146,10 @@ def assign(
     order: Sequence[int] | None = None,
     members: Members | None = None,
 ) -> BucketAssignment:
-    """Make the buckets. A sparse gradient travels alone.
+    """Make the buckets. A sparse gradient travels alone. The order of gradients may not be known yet.
 
-    Args:
-        reduced: the parameters.
-        options: capacities and kinds.
-        order: in which gradients come; None as long as that is not known.
-        members: of buckets that a comm hook names, see Note [Buckets in rows]; not used unless each parameter
-            is in one of them. None for PyTorch's buckets.
+    Members of buckets that a comm hook names are not used unless each parameter is in one of them: Note
+    [Buckets in rows].
     """
     params = reduced.params
     listed = [] if members is None else indices_of_members(reduced, members, order)

@@ -1,10 +1,10 @@
 """One backward pass: which gradients have come, which buckets are on their way, what went wrong.
 
 Note [Phases of a backward pass]
-    A `BackwardPass` is made when the first sign of a pass is seen, and dropped at its end. Nothing about a
-    pass is remembered anywhere else. It is in ``Phase.RUNNING`` while gradients come. The engine's call at
-    the end brings it to ``Phase.ENDING``. If an exception ends the pass, it is in ``Phase.BROKEN_OFF`` until
-    the next forward or backward pass brings it to ``Phase.ENDING``, together with the other ranks.
+    A `BackwardPass` is made at the first sign of a pass, and dropped at its end; nothing else remembers it.
+    It is ``RUNNING`` while gradients come, and ``ENDING`` when the engine has called. If an exception ends
+    the pass, it is ``BROKEN_OFF`` until the next forward or backward pass ends it, together with the other
+    ranks.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -45,28 +45,15 @@ Kind = Literal["every", "some", "learning", "learnt"]
 
 @dataclass(frozen=True, slots=True)
 class PassTerms:
-    """How a backward pass is to go.
-
-    Attributes:
-        kind: which gradients are waited for.
-        expected: how many gradients each parameter gets; none while that is being learnt, so that whatever
-            comes is unusual.
-        skips_unused: buckets that this rank did not use are not reduced.
-        failure_word_in_last_bucket: the last bucket waits for the end of the pass, and carries word of
-            whether something went wrong; see Note [Word of a failure] in `report`.
-        divisor: of the gradients; 1 where a comm hook divides.
-        carried: by parameter, whether it has a gradient from passes that were not reduced (``no_sync``).
-        undefined: parameters of a static graph that took part in the pass that was there to learn, without
-            anybody having a gradient for them, as where an ``autograd.Function`` gives None.
-    """
+    """How a backward pass is to go."""
 
     kind: Kind
-    expected: Sequence[int]
-    skips_unused: bool
-    failure_word_in_last_bucket: bool
-    divisor: float
-    carried: Sequence[bool]
-    undefined: Sequence[int] = ()
+    expected: Sequence[int]  # gradients of each parameter; 0 while that is learnt: whatever comes is unusual
+    skips_unused: bool  # buckets that this rank did not use are not reduced
+    failure_word_in_last_bucket: bool  # it waits for the end: Note [Word of a failure] in `report`
+    divisor: float  # of the gradients; 1 where a comm hook divides
+    carried: Sequence[bool]  # by parameter, whether it has a gradient from passes that were not reduced
+    undefined: Sequence[int] = ()  # of a static graph: took part, but an ``autograd.Function`` gave None
 
     @property
     def asks_for_use(self) -> bool:
@@ -80,20 +67,10 @@ class PassTerms:
 
 
 class BackwardPass:
-    """Counts gradients down and launches buckets in order, each as soon as it and all before it are full.
+    """Counts gradients down and launches buckets in order, each as soon as it and all before it are full."""
 
-    Attributes:
-        phase: where it stands.
-        calls: how many gradients each parameter got.
-        order: parameters in the order in which their gradients came.
-        reductions: what was launched.
-        keeps_graph: gradients are computed by a graph that autograd can go through again.
-        is_held: full buckets wait for `launch_due` or `release`; see Note [Places of launches] in
-            `launch_places`.
-    """
-
-    keeps_graph = False
-    is_held = False
+    keeps_graph = False  # gradients are computed by a graph that autograd can go through again
+    is_held = False  # full buckets wait for `launch_due` or `release`: Note [Places of launches]
 
     def __init__(
         self,
@@ -104,8 +81,8 @@ class BackwardPass:
     ) -> None:
         self.phase = Phase.RUNNING
         self.terms = terms
-        self.calls = [0] * len(assignment.names)
-        self.order: list[int] = []
+        self.calls = [0] * len(assignment.names)  # how many gradients each parameter got
+        self.order: list[int] = []  # parameters as their gradients came
         self.reductions = BucketReductions(assignment.buckets, launch)
         self._held_up = held_up  # entered where gradients are taken: the time is counted
         self._assignment = assignment

@@ -21,23 +21,12 @@ LARGE_NBYTES = 2**15
 class ReducerBucket:
     """Some parameters' gradients in one flat tensor, whole on every rank. Does not communicate.
 
-    Args:
-        indices: the parameters' places among all, in the order in which they lie here.
-        params: the parameters: one dtype, one device.
-        is_sparse: the one parameter's gradient is sparse; it travels as it is.
-        as_views: gradients become views of the flat tensor.
-        batched: copy gradients only when the bucket is full, all in one call.
-        dtype: in which the gradients travel; None for the parameters' own. Views need the parameters' own.
-
-    Attributes:
-        pending: slots of gradients that have come and were not copied yet, at most ``batch_length``.
-        large_slots: slots of gradients that are copied as soon as they come.
-        flat: the gradients, 1-D, as they travel; for a sparse bucket the last gradient given.
-        views: each parameter's place in ``flat``, with its shape and strides; none if sparse.
-        is_shadow: it takes part, without gradients of this rank, in a pass of the others.
+    Parameters, of one dtype and device, have indices among all, and slots here. Gradients travel in
+    ``dtype``, None for the parameters' own; a single sparse one as it is. They may become views of the flat
+    tensor, or be copied all in one call, when the bucket is full.
     """
 
-    is_shadow = False
+    is_shadow = False  # it takes part, without gradients of this rank, in a pass of the others
 
     def __init__(
         self,
@@ -54,12 +43,12 @@ class ReducerBucket:
         self.is_sparse = is_sparse
         dtype = params[0].dtype if dtype is None else dtype
         self.as_views = as_views and dtype == params[0].dtype
-        self.pending: list[int] = []
+        self.pending: list[int] = []  # slots of gradients that have come and were not copied yet
         self.batch_length, self.large_slots = _batches(
             [param.nbytes for param in params], all_at_once=batched or is_sparse
         )
         self._misfits: list[int] = []  # slots of sparse gradients among dense ones, or the other way round
-        self.views: list[Tensor] = []
+        self.views: list[Tensor] = []  # each parameter's place in the flat tensor; none if sparse
         self.flat = self._no_gradient(dtype) if is_sparse else self._allocate(dtype)
 
     def _allocate(self, dtype: torch.dtype) -> Tensor:
@@ -207,18 +196,10 @@ class ReducerBucket:
             self.flat.zero_()
 
     def give_back(self, *, drops: bool) -> None:
-        """Give parameters the gradients of passes before this one, which hands out none. Here: none.
-
-        With ``drops``, gradients that this pass has left at the parameters, or was to reduce, go.
-        """
+        """Give parameters back the gradients of passes before, and drop others if asked to. Here: nothing."""
 
     def give(self, result: Tensor, skipped: Sequence[bool]) -> None:
-        """Make the reduced gradients the parameters' own.
-
-        Args:
-            result: what the reduction gave, as many elements as ``flat``, or a sparse gradient.
-            skipped: by parameter among all, whether to leave its gradient alone.
-        """
+        """Make the result of a reduction the parameters' gradients, but for those skipped, by index."""
         if self.is_sparse:
             if not skipped[self.indices[0]]:
                 self.params[0].grad = result.to(self.params[0].dtype)
@@ -275,11 +256,7 @@ def _copied(targets: Sequence[Tensor | None], sources: Sequence[Tensor | None]) 
 class GradBucket:
     """What a comm hook is given: the methods of ``torch.distributed.GradBucket``.
 
-    Args:
-        bucket: whose gradients are to be reduced.
-        index: its place in the order of reduction, the same on every rank.
-        is_last: whether it is the last of this backward pass.
-        all_used: whether some rank is known to have used each parameter; for our own hooks.
+    For our own hooks ``all_used`` says whether some rank is known to have used each parameter.
     """
 
     __slots__ = ("_bucket", "_buffer", "_index", "_is_last", "all_used")
@@ -304,11 +281,7 @@ class GradBucket:
         self._buffer = tensor
 
     def gradients(self) -> list[Tensor]:
-        """Views of the buffer, one for each parameter, with its shape.
-
-        Raises:
-            RuntimeError: the buffer was replaced by one of another length.
-        """
+        """Views of the buffer, one for each parameter; RuntimeError if one of another length was set."""
         if self._bucket.is_sparse:
             return [self._buffer]
         if self._buffer is self._bucket.flat:

@@ -16,32 +16,19 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class History:
-    """What the passes so far have taught, of ``num_params`` parameters; `Reducer.reset` makes it anew.
-
-    Attributes:
-        num_passes: backward passes that were reduced.
-        num_buckets_reduced: in the last one.
-        last_order: parameters in the order in which the gradients of this rank's last pass came.
-        looks_static: whether the same parameters were used in all passes.
-        rebuild_is_due: buckets are to follow the order of the last pass.
-        has_rebuilt: they do by now.
-        learnt: how many gradients each parameter gets in a static graph, None until that is known.
-        unused: by parameter, whether no rank has a gradient for it in a static graph.
-        undefined: those of them that take part on this rank all the same.
-        carried: by parameter, whether it has a gradient from a pass that was not reduced.
-    """
+    """What the passes so far have taught; `Reducer.reset` makes it anew."""
 
     num_params: InitVar[int]
-    num_passes: int = 0
-    num_buckets_reduced: int = 0
-    last_order: list[int] = field(default_factory=list)
-    looks_static: bool = True
-    rebuild_is_due: bool = False
-    has_rebuilt: bool = False
-    learnt: list[int] | None = None
-    undefined: tuple[int, ...] = ()
-    unused: list[bool] = field(init=False)
-    carried: list[bool] = field(init=False)
+    num_passes: int = 0  # that were reduced
+    num_buckets_reduced: int = 0  # in the last one
+    last_order: list[int] = field(default_factory=list)  # parameters as gradients of the last pass came here
+    looks_static: bool = True  # the same parameters were used in all passes
+    rebuild_is_due: bool = False  # buckets are to follow the order of the last pass
+    has_rebuilt: bool = False  # they do by now
+    learnt: list[int] | None = None  # gradients of each parameter in a static graph, once that is known
+    undefined: tuple[int, ...] = ()  # those of the unused that take part on this rank all the same
+    unused: list[bool] = field(init=False)  # by parameter, in a static graph: no rank has a gradient
+    carried: list[bool] = field(init=False)  # by parameter: it has a gradient of a pass that was not reduced
 
     def __post_init__(self, num_params: int) -> None:
         self.unused = [False] * num_params
@@ -87,23 +74,14 @@ class History:
 
 @dataclass(slots=True, eq=False)
 class UpcomingPass:
-    """What was settled for the next backward pass, which takes each thing once.
+    """What was settled for the next backward pass, which takes each thing once."""
 
-    Attributes:
-        wanted: asked whether a pass that begins is to be reduced, see `Reducer`.
-        is_expected: the last forward pass was one whose backward pass is to be reduced.
-        divisor: gives what gradients are divided by; None for the number of ranks.
-        search: for parameters that the pass will not reach.
-        unread: reports of passes that have ended, the last ones; see Note [Late reports] in `report`.
-        futures: things that are waited for when the pass ends.
-    """
-
-    wanted: Callable[[bool], bool] | None
-    is_expected: bool = False
-    divisor: Callable[[], float] | None = None
+    wanted: Callable[[bool], bool] | None  # see `Reducer`
+    is_expected: bool = False  # the last forward pass was one whose backward pass is to be reduced
+    divisor: Callable[[], float] | None = None  # of the gradients; None for the number of ranks
     search: UnusedSearch = field(default_factory=UnusedSearch)
-    unread: list[FailureReport] = field(default_factory=list)
-    futures: list["Future[object]"] = field(default_factory=list)
+    unread: list[FailureReport] = field(default_factory=list)  # of passes that have ended
+    futures: list["Future[object]"] = field(default_factory=list)  # waited for when the pass ends
 
     def is_reduced(self, *, was_prepared: bool) -> bool:
         """Whether a pass that begins is reduced; it may go through an output that `prepare` was given."""
@@ -119,14 +97,3 @@ class UpcomingPass:
         if learnt is not None:
             return [index for index, calls in enumerate(learnt) if not calls]
         return self.search.pop_unused(params)
-
-    def read_reports(self, *, but: int) -> None:
-        """Read reports, all but the last few, and raise what they say; all ranks call."""
-        while len(self.unread) > but:
-            self.unread.pop(0).check()
-
-    def wait_for_futures(self) -> None:
-        """Wait for what was to be waited for, and forget it."""
-        futures, self.futures = self.futures, []
-        for future in futures:
-            future.wait()

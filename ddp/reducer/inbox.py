@@ -1,11 +1,9 @@
 """How gradients find who takes them: hooks on the parameters, and the backward pass under way.
 
 Note [Passes that break off]
-    The autograd engine keeps what it is to call at the end of a backward pass, and lets go of it when the
-    pass ends, however it does. A token among what it keeps shows by its death that the pass is over. If
-    the engine has not called by then, an exception has ended the pass. Nothing is sent at that moment, which
-    may be any; the next backward or forward pass finds the one that broke off, and ends it together with
-    the other ranks.
+    The autograd engine lets go of what it is to call at the end of a backward pass when the pass ends,
+    however it does. A token dies then. If the engine has not called by then, an exception has ended the pass.
+    Nothing is sent at that moment, which may be any; the next pass finds the one that broke off.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,11 +31,13 @@ class Inbox:
     Attributes:
         current: the backward pass that is running, or has broken off and was not ended yet.
         handles: of the hooks.
+        follower: told of each gradient, by its parameter's place, when it was taken; made by `weakly`.
     """
 
     def __init__(self, params: Sequence[Tensor], take_first: Callable[[int], None]) -> None:
         self.current: BackwardPass | None = None
         self.handles: list[RemovableHandle] = []
+        self.follower: Callable[[int], None] | None = None
         self._take_first = take_first
         self._params = params
         self._tensors = [_tensor_of(param) for param in params]
@@ -66,14 +66,6 @@ class Inbox:
         """Whether a backward pass is running."""
         return self.current is not None and self.current.phase is Phase.RUNNING
 
-    def pop_broken_off(self) -> BackwardPass | None:
-        """Give, once, the pass that has broken off, if one has."""
-        current = self.current
-        if current is None or current.phase is not Phase.BROKEN_OFF:
-            return None
-        self.current = None
-        return current
-
     def _early_hook_of(self, index: int, coming: Callable[[int], None]) -> Callable[[Tensor], None]:
         running = Phase.RUNNING  # found faster here
 
@@ -93,6 +85,8 @@ class Inbox:
                 current.arrived(index)
             else:
                 self._take_first(index)
+            if self.follower is not None:
+                self.follower(index)
 
         return hook
 

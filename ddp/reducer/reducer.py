@@ -2,10 +2,9 @@
 
 Note [One backward pass]
     A hook on the output of the forward pass, or the first gradient, makes a `BackwardPass` and asks the
-    autograd engine to be called when the pass has ended. Each gradient is counted; a full bucket
-    is launched if all before it were, so that every rank launches in the same order. At the end what is
-    left is launched, and the results become the parameters' gradients. Ranks tell each other that something
-    went wrong by an element of the last bucket, which waits for the end for that; or by a small sum of its
+    autograd engine to be called when the pass has ended. A full bucket is launched if all before it were, so
+    that every rank launches in the same order. At the end the rest is launched, and the results become the
+    parameters' gradients. An element of the last bucket tells other ranks of a failure; or a small sum of its
     own where there is a comm hook, or where parameters may be unused.
 
 The behaviour is that of PyTorch's reducer (Li et al., "PyTorch Distributed: Experiences on Accelerating
@@ -69,6 +68,7 @@ class Reducer:
     Attributes:
         group: the ranks averaged over.
         history: what the passes so far have taught.
+        assignment: the buckets as they are now.
         defers_reports: read one pass later what other ranks found wrong in a pass, where the CPU would have
             to wait for the device. See Note [Late reports] in `report`.
 
@@ -102,7 +102,7 @@ class Reducer:
         self.history = History(len(self.params))
         self._upcoming = UpcomingPass(wanted)
         self._slot = HookSlot()
-        self._assignment = self._assigned(None)
+        self.assignment = self._assigned(None)
         self._inbox = Inbox(self.params, weakly(self._first_arrived))
         weakref.finalize(self, remove, self._inbox.handles)
         if checks:  # then all ranks have got here
@@ -150,15 +150,10 @@ class Reducer:
         """Tell what this rank communicated since the last call; see `DistributedDataParallel.metrics`."""
         return self.group.phase.traffic.figures(("reduce", "agree", "order"), "passes", reset=reset)
 
-    @property
-    def assignment(self) -> BucketAssignment:
-        """The parameters and buckets as they are now."""
-        return self._assignment
-
     def _assign(self, order: Sequence[int] | None) -> None:
         """Make buckets. The old ones go first, but for what gradients that are views of them still use."""
-        self._assignment = BucketAssignment()
-        self._assignment = self._assigned(order)
+        self.assignment = BucketAssignment()
+        self.assignment = self._assigned(order)
 
     def _assigned(self, order: Sequence[int] | None) -> BucketAssignment:
         return assign(self._reduced, self.options, order, self._slot.members())
@@ -201,8 +196,6 @@ class Reducer:
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Let ``hook(state, bucket) -> Future[Tensor]`` reduce buckets, and divide by the ranks' number.
-
-        If it names buckets, they are made; see Note [Buckets in rows] in `assignment`.
 
         Raises:
             RuntimeError: there is one already, or a backward pass is under way.
@@ -258,10 +251,7 @@ class Reducer:
                 untyped.register_hook(partial(reached, nearest(tensor, self._reduced.index_of)))
 
     def _output_reached(self, witness: Node | None, _: Tensor) -> None:
-        """Begin a backward pass, if need be, as it goes through an output; called by that output's hook.
-
-        The witness accumulates into a parameter that the output depends on; None if there is none.
-        """
+        """Begin a backward pass that goes through an output; the witness accumulates into our parameter."""
         # torch.autograd.grad goes through outputs too, but gives no parameter its gradient.
         is_known_backward = witness is not None and reaches(witness)
         if not is_known_backward:
@@ -284,12 +274,13 @@ class Reducer:
         """
         if self._slot.failure is not None:
             raise ReductionError(self._slot.failure)
-        if self._inbox.current is not None and not in_backward():
-            self._inbox.current.break_off()  # a thread of the engine may not have let go of it yet
-        broken_off = self._inbox.pop_broken_off()
-        if broken_off is not None:
-            self._finish(broken_off)
-        self._upcoming.read_reports(but=0 if waits else 1)
+        current, unread = self._inbox.current, self._upcoming.unread
+        if current is not None and not in_backward():
+            current.break_off()  # a thread of the engine may not have let go of it yet
+        if current is not None and current.phase is Phase.BROKEN_OFF:
+            self._finish(current)
+        while len(unread) > (0 if waits else 1):
+            unread.pop(0).check()
 
     def _first_arrived(self, index: int) -> None:
         """Take a gradient that came while no backward pass was under way; called by its parameter's hook."""
@@ -308,7 +299,7 @@ class Reducer:
             divisor = self.group.size if told is None else told()
         kind = PassWithGraph if torch.is_grad_enabled() else BackwardPass
         self.activity.begin("backward pass")
-        current = kind(self._assignment, self._terms(divisor), self._launcher(), self._held_up())
+        current = kind(self.assignment, self._terms(divisor), self._launcher(), self._held_up())
         current.is_held = self._holds()
         self._inbox.current = current
         when_backward_ends(lambda: self._finish(current), current.break_off)
@@ -323,12 +314,12 @@ class Reducer:
         return False
 
     def _terms(self, divisor: float) -> PassTerms:
-        can_carry_word = self._slot.is_empty and self._assignment.buckets[-1].can_carry_failure_word
+        can_carry_word = self._slot.is_empty and self.assignment.buckets[-1].can_carry_failure_word
         return self.history.terms(self.options, divisor, can_carry_word)
 
     def _launcher(self) -> Launch:
         all_used = self.options.wants_all_used
-        return self._slot.launching(self._summing, self._assignment.labels, all_used=all_used)
+        return self._slot.launching(self._summing, self.assignment.labels, all_used=all_used)
 
     @torch.no_grad()
     def _finish(self, current: BackwardPass) -> None:
@@ -368,7 +359,9 @@ class Reducer:
                 current.drop(report)  # the next iteration has begun, and nobody is told yet
             else:
                 current.give(unused, report)
-        self._upcoming.wait_for_futures()
+        futures, self._upcoming.futures = self._upcoming.futures, []
+        for future in futures:
+            future.wait()
         self.history.num_buckets_reduced = current.reductions.num_launched
         self.history.conclude(current.calls, current.order, unused, self.options)
         if defers:
@@ -383,11 +376,8 @@ class Reducer:
     def shadow(self) -> None:
         """Take part in the reductions of one backward pass of the others, with zeros; for ``Join``.
 
-        This rank's gradients are left alone.
-
-        Raises:
-            ReductionError: on every rank, with what every rank that failed has to say; or this rank had no
-                pass to learn from, and buckets that are not used are left out.
+        This rank's gradients are left alone. Raises `ReductionError` with what every rank that failed has to
+        say; or as this rank had no pass to learn from, and buckets that are not used are left out.
         """
         self.check_finished()
         self.rebuild()
@@ -398,7 +388,7 @@ class Reducer:
                 "skip_all_reduce_unused_params=True, and this rank had no batch to learn from which "
                 "parameters are used: give every rank a batch, or leave the option out inside Join"
             )
-        buckets = [bucket.zeros_like() for bucket in self._assignment.buckets]
+        buckets = [bucket.zeros_like() for bucket in self.assignment.buckets]
         reductions = BucketReductions(buckets, self._launcher())
         for bucket in buckets:  # the others use what this rank used in its last pass
             if terms.skips_unused and last_used.isdisjoint(bucket.indices):

@@ -74,10 +74,7 @@ class BucketReductions:
         self._launched.append(None)
 
     def results(self, report: FailureReport | None = None) -> Iterator[tuple[ReducerBucket, Tensor]]:
-        """Wait for each bucket that was launched, in order, and give it with its reduced gradients.
-
-        A report whose word the last bucket carries is shown it.
-        """
+        """Wait for each launched bucket, and give it with its gradients; a report may read the last one."""
         for bucket, reduction in zip(self.buckets, self._launched, strict=True):
             if reduction is not None:
                 reduced = reduction.wait()
@@ -110,13 +107,7 @@ class SumReduction:
 
 
 class HookReduction:
-    """Whatever a comm hook does; it divides too.
-
-    The wait is counted in the group's phase. What the hook sends is not known here.
-
-    Raises:
-        RuntimeError: it did not return a future.
-    """
+    """Whatever a comm hook does; it divides too. The wait for it is counted; what it sends is not known."""
 
     def __init__(
         self,
@@ -142,12 +133,7 @@ class HookReduction:
         self._work = Work(future, group.phase, record)
 
     def wait(self) -> Tensor:
-        """Wait for the future.
-
-        Raises:
-            TypeError: it holds something else than one tensor.
-            ValueError: the tensor is not as long as the bucket.
-        """
+        """Wait for the future, and refuse anything but one tensor as long as the bucket."""
         value = self._work.wait()
         result = tensor_of(value)
         if result is None:
@@ -187,13 +173,7 @@ class HookSlot:
         return "" if self._hook is None else hook_name(self._hook[0])
 
     def register(self, state: object, hook: Hook) -> None:
-        """Take a hook.
-
-        Raises:
-            RuntimeError: there is one already.
-            TypeError: it cannot be called as a hook.
-            ValueError: it is annotated to take or return something else.
-        """
+        """Take a hook; see `Reducer.register_comm_hook`."""
         _check_hook(hook)
         if self._hook is not None:
             raise RuntimeError(
@@ -220,8 +200,8 @@ class HookSlot:
     def launching(self, group: RankGroup, labels: Sequence[str], *, all_used: bool) -> Launch:
         """Make what starts a bucket's reduction: the comm hook, or a sum where there is none.
 
-        It does not keep this object: a hook's state may hold the model, whose parameters hold a pass that
-        broke off. Whoever launches holds it.
+        It does not keep this object, which the reducer holds: a hook's state may hold the model, whose
+        parameters hold a pass that broke off.
         """
         reference = weakref.ref(self)
 

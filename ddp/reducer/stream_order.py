@@ -1,20 +1,12 @@
 """What may still be under way on streams of the device while a bucket is filled and launched.
 
 Note [Streams of a backward pass]
-    The engine runs a parameter's hook on the stream on which the forward pass first used the parameter. So
-    gradients of a bucket may come on several. Tensor by tensor:
-
-    - *A gradient*, until it is copied: the hook that copies small ones waits for all streams on which
-      gradients of the bucket came, and records its use of them.
-    - *A bucket's flat tensor* is launched on the stream of the hook that completes it, or at the end of the
-      pass; that waits for all others. Each stream first waits for the beginning of the pass, where buckets
-      may have been made anew.
-    - *A result* becomes a gradient on the stream of ``backward()``, which the engine has wait for all others.
-    - *A gradient that was set aside* is put back at the end, which records the use. *The report* is made,
-      summed and copied on the stream of ``backward()``.
-    - *Casts* (`casting`) are made where the forward pass runs; branches on other streams wait for that.
-
-    An event is recorded when the stream changes, not when the gradient comes: with one stream once a pass.
+    A parameter's hook runs on the stream on which the forward pass first used the parameter. So gradients of
+    a bucket may come on several. The hook that copies small ones, or launches the bucket, waits for all of
+    them, and records its use. Each stream first waits for the beginning of the pass, where buckets may have
+    been made anew. Results, what was set aside, and the report are handled on the stream of ``backward()``,
+    which the engine has wait for all others. An event is recorded when the stream changes, not for each
+    gradient.
 """
 
 import torch

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -102,7 +103,7 @@ class Trainer:
         if hook is not None:
             self._ddp.register_comm_hook(None, hook)
 
-    def _wrapped(self) -> TorchDistributedDataParallel:
+    def _wrapped(self) -> TorchDistributedDataParallel | FullyShardedDataParallel:
         """Wrap the model in what reduces its gradients."""
         if self.config.shard == "gradients":
             return ShardedDataParallel(self.gpt, self._optimizer, accumulate="local")
@@ -266,7 +267,8 @@ def _peak_of_units(model: FullyShardedDataParallel, run: Callable[[], int]) -> t
         peak = max(peak, model.units.nbytes_live())
 
     hooks = [module.register_forward_pre_hook(look) for module in model.module.modules()]
-    hooks += [param.register_hook(look) for param in model.module.parameters() if param.requires_grad]
+    trained: list[Any] = [param for param in model.module.parameters() if param.requires_grad]
+    hooks += [param.register_hook(look) for param in trained]
     result = run()
     for hook in hooks:
         hook.remove()

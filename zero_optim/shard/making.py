@@ -9,19 +9,13 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.layout import Layout
 from zero_optim.plan.plan import Plan
 from zero_optim.shard.rooms import layouts_with_rooms
-from zero_optim.shard.storage import ParamBucket, make_bucket
+from zero_optim.shard.storage import Bucket, ParamBucket
 from zero_optim.shard.unit_forms import UnitForms
 from zero_optim.shard.units import UnitBucket
 
 
 class BucketMaker:
-    """Makes the buckets of one plan after the other, with rooms for stamps.
-
-    Args:
-        as_views: whether to move parameters into their bucket, see `make_bucket`.
-        units: parameters that are whole only while their unit is in use, with the number of the unit.
-        forms: how these are kept.
-    """
+    """Makes the buckets of one plan after the other, with rooms for stamps; `forms`: how units are kept."""
 
     def __init__(self, as_views: bool, units: Mapping[Tensor, int], forms: UnitForms) -> None:
         self.units = units
@@ -34,20 +28,13 @@ class BucketMaker:
     def make(
         self, group: RankGroup, params: Sequence[Tensor], plan: Plan, labels: Sequence[str]
     ) -> list[ParamBucket]:
-        """Make the buckets of a plan, or take those that `make_units` has made of it.
-
-        Args:
-            group: the ranks.
-            params: of the plan.
-            plan: the plan.
-            labels: of each bucket, for messages.
-        """
+        """Make the buckets of a plan, or take those that `make_units` has made of it."""
         layouts, self._layouts_before = self._layouts_before or self._layouts(group, params, plan), []
         made: list[ParamBucket] = []
         for bucket, layout, label in zip(plan.buckets, layouts, labels, strict=True):
             members = [params[index] for index in bucket.params]
             if members[0] not in self.units:
-                made.append(make_bucket(members, layout, group.rank, label, as_views=self._as_views))
+                made.append(Bucket(members, layout, group.rank, label, as_views=self._as_views))
             elif members[0] in self._made_before:
                 made.append(self._made_before.pop(members[0]))
                 made[-1].label = label
@@ -62,14 +49,9 @@ class BucketMaker:
         plan: Plan,
         former: Iterable[UnitBucket] = (),
     ) -> list[UnitBucket]:
-        """Make the buckets of a plan that hold units, for `make`, which is called next.
+        """Make the buckets of a plan that hold units, for `make`, which comes next.
 
-        Args:
-            group: the ranks.
-            params: of the plan.
-            plan: the plan.
-            former: buckets that are used again, in the place of new ones, where they are as planned. They
-                have the forms that this object has.
+        Former buckets are used again where they are as planned.
         """
         made = []
         there = {bucket.params[0]: bucket for bucket in former}

@@ -26,17 +26,11 @@ AUTO_PART = 1 / 32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnitChoice:
-    """The units of a model.
+    """The units of a model."""
 
-    Attributes:
-        modules: by number, the outermost one first.
-        names: of the modules in the model; "" for the outermost.
-        unit_of: for each parameter the number of its unit.
-    """
-
-    modules: tuple[nn.Module, ...]
-    names: tuple[str, ...]
-    unit_of: dict[Tensor, int]
+    modules: tuple[nn.Module, ...]  # by number, the outermost one first
+    names: tuple[str, ...]  # of these in the model; "" for the outermost
+    unit_of: dict[Tensor, int]  # the number of each parameter's unit
 
 
 def choose_units(model: nn.Module, units: Units) -> UnitChoice:
@@ -44,17 +38,15 @@ def choose_units(model: nn.Module, units: Units) -> UnitChoice:
 
     Args:
         model: the outermost module.
-        units: modules of the model, in a list or a container such as ``nn.ModuleList``; or a class, or
-            several in a list, whose instances are units; or a function that tells of a module whether it is
-            one; or "auto": as small as possible, but with at least a 32nd of the model's bytes, see
-            `AUTO_PART`.
+        units: modules, in a list or a container; or classes, whose instances are units; or a function that
+            tells of a module whether it is one; or "auto": as small as possible, but at least `AUTO_PART`.
 
     Raises:
         TypeError: ``units`` is something else.
         ValueError: a module is none of the model's, or is never called itself, so that nobody sees its turn;
             or no module is of a class.
     """
-    named = dict(_named(model))
+    named = {module: name for name, module in model.named_modules()}
     read_by = _read_by_others(model)
     if units == "auto":
         chosen = _by_size(model, read_by)
@@ -92,12 +84,7 @@ def choose_units(model: nn.Module, units: Units) -> UnitChoice:
 
 
 def _listed(units: Iterable[object], model: Iterable[nn.Module]) -> set[nn.Module]:
-    """Take modules as they are, and for a class the model's modules of it.
-
-    Raises:
-        TypeError: something is neither.
-        ValueError: the model has no module of a class.
-    """
+    """Take modules as they are, and for a class the model's modules of it."""
     modules, chosen = [*model], set[nn.Module]()
     for unit in units:
         if isinstance(unit, nn.Module):
@@ -112,20 +99,13 @@ def _listed(units: Iterable[object], model: Iterable[nn.Module]) -> set[nn.Modul
     return chosen
 
 
-def _named(model: nn.Module) -> Iterable[tuple[nn.Module, str]]:
-    return ((module, name) for name, module in model.named_modules())
-
-
 def _has_forward(module: nn.Module) -> bool:
     unimplemented = getattr(nn.modules.module, "_forward_unimplemented", None)
     return type(module).forward is not unimplemented
 
 
 def _read_by_others(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Find modules whose parameters another module reads without calling them, each with that module.
-
-    Of PyTorch's own modules, attention does that in a training pass.
-    """
+    """Return modules whose parameters another one reads without calling them, as attention does."""
     attentions = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
     return {inner: outer for outer in attentions for inner in outer.modules() if inner is not outer}
 

@@ -1,21 +1,21 @@
-"""Units at run time: gathered before they are used, freed after it, the next one on its way meanwhile.
+"""The units of a model at run time: gathered before they are used, freed after it, the next one on its way.
 
 Note [When a unit is whole]
     A unit is gathered when one of its modules is called, and freed when the outermost call of them returns.
     The outermost unit of a training step stays, as the backward pass begins with it. In the backward pass a
     unit is gathered when the gradient of its output is there, and freed when all of its parameters have
-    theirs. Frozen ones get none, so a unit with some waits also for the gradients of the tensors that its
-    module was called with. At the end of the pass everything is freed. While activations are computed again
-    (checkpointing), nothing is freed when a call returns, as the backward pass needs it next.
-
-    Each module that has parameters looks after its own unit, so a model's other methods, which call modules
-    without going through the outermost one, find whole parameters too.
+    theirs. Frozen ones get none, so a unit with some also waits for the gradients of its module's inputs. At
+    the end of the pass everything is freed. While activations are computed again (checkpointing) nothing is
+    freed when a call returns, as the backward pass needs it next.
 
     What autograd saved may be views of a unit's storage, so the backward pass must not begin with a unit
-    before it is whole. A hook on the outputs sees to that. If a module returns no tensor that can be
-    found (`tensors_in`), its unit is not freed after the forward pass.
+    before it is whole: a hook on the outputs sees to that. If a module returns no tensor that `tensors_in`
+    sees, its unit stays whole after the forward pass.
 
-    Which unit is fetched beside another one, Note [The next unit] in `zero_optim.ddp.full.unit_order` says.
+Note [The next unit]
+    The order in which units were needed in the pass before tells which one is needed next. Its gather starts
+    when the one before is whole. There is an order for each outermost module that is called, and one for
+    backward passes. It is the same on every rank if the ranks call the same modules, as they must.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,20 +24,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.engine import in_backward
 from zero_optim.ddp.full.saved_reads import SavedReads
-from zero_optim.ddp.full.unit import Passage, Unit
-from zero_optim.ddp.full.unit_order import UnitOrder
-from zero_optim.ddp.full.unit_supply import UnitSupply
+from zero_optim.ddp.full.unit import Passage, Unit, UnitOrder, UnitSupply
 from zero_optim.ddp.reducer.graph import tensors_in
 from zero_optim.ddp.reducer.inbox import weakly, when_backward_ends
 from zero_optim.health.unit_marks import Purpose
-from zero_optim.health.unit_stamps import UnitStamps
 from zero_optim.shard.uncopied import Uncopied
-from zero_optim.shard.unit_gathers import UnitGathers
 
 if TYPE_CHECKING:
     from zero_optim.ddp.owners.launch_places import LaunchPlaces
@@ -49,78 +43,56 @@ _SECOND = (
 
 
 class _Call(NamedTuple):
-    """A call that is under way.
+    """A call under way of a module of a unit."""
 
-    Attributes:
-        number: of the unit that it uses.
-        guards: it has begun to watch what autograd saves.
-        passage: what a backward pass will go through; None where nobody waits for that.
-    """
-
-    number: int
-    guards: bool
-    passage: Passage | None = None
+    number: int  # of the unit
+    guards: bool  # it has begun to watch what autograd saves
+    passage: Passage | None  # what a backward pass will go through, where somebody waits for that
 
 
 class UnitsInUse(Uncopied):
     """Gathers and frees the units of a model. All ranks make the same calls, in the same order; communicates.
 
     Args:
-        group: the ranks.
-        gathers: starts the gathers.
-        units: by number.
+        supply: gathers and frees.
         keeps: how many of the units that a forward pass used last stay whole until the backward pass; None
             for all.
-        stamps: what the gathers of forward passes tell of steps.
-        guards_reads: whether to see reads in the backward pass that no output announces: Note [Reads that no
-            output announces] in `zero_optim.ddp.full.saved_reads`.
+        guards_reads: see reads in the backward pass that no output announces: Note in `saved_reads`.
 
     Attributes:
-        units: as given.
-        supply: makes them whole and frees them.
-        unfinished: for each state dict or load that is under way, what gives a module its own parameters back
-            if an exception has ended it. Called when the next forward pass begins.
+        unfinished: ends a state dict or a load that an exception has broken off; called before the next
+            forward pass.
         places: where buckets of gradients are launched, between gathers; None until there is a reducer.
     """
 
-    def __init__(
-        self,
-        group: RankGroup,
-        gathers: UnitGathers,
-        units: Sequence[Unit],
-        keeps: int | None,
-        stamps: UnitStamps,
-        *,
-        guards_reads: bool = True,
-    ) -> None:
-        self.units = units
-        self.supply = UnitSupply(units, group, gathers, stamps)
+    def __init__(self, supply: UnitSupply, keeps: int | None, *, guards_reads: bool = True) -> None:
+        self.supply = supply
         self._keeps = keeps
         self._forward: dict[int, UnitOrder] = {}  # by the unit whose call is the outermost
         self._backward = UnitOrder()
         self._num_backwards = 0
         self._calls: list[_Call] = []  # the outermost first
-        self._waiting: dict[int, list[Unit]] = {}  # by the parameter
-        for unit in units:
+        self._waiting: dict[int, list[Unit]] = {}  # by the index of a parameter
+        for unit in supply.units:
             for index in unit.waits_for:
                 self._waiting.setdefault(index, []).append(unit)
-        self._reads = SavedReads(units, weakly(self._output_reached), is_on=guards_reads)
+        self._reads = SavedReads(supply.units, weakly(self._output_reached), is_on=guards_reads)
         self.unfinished: list[Callable[[], None]] = []
         self.places: LaunchPlaces | None = None
+
+    @property
+    def units(self) -> Sequence[Unit]:
+        """By number."""
+        return self.supply.units
 
     @property
     def is_outermost_call(self) -> bool:
         """Whether one call is under way, which lies in no other."""
         return len(self._calls) == 1
 
-    @property
-    def group(self) -> RankGroup:
-        """The ranks."""
-        return self.supply.group
-
     def nbytes_live(self) -> int:
         """Bytes of the flat tensors that are there right now, beside what this rank keeps for good."""
-        return sum(bucket.nbytes_live for unit in self.units for bucket in unit.buckets)
+        return sum(bucket.nbytes_live for bucket in self.supply.buckets)
 
     # ------------------------------------------------------------------ forward
 
@@ -138,15 +110,8 @@ class UnitsInUse(Uncopied):
         for unit in self.units:
             unit.depth = max((bucket.num_pins for bucket in unit.buckets), default=0)
 
-    def enter(self, unit: Unit, inputs: object = None, *, tells: bool = True) -> None:
-        """Get ready for a call of a module with parameters of a unit, or of the unit's own.
-
-        Args:
-            unit: the unit.
-            inputs: what its module is called with.
-            tells: the user calls it, and its gather tells what other ranks did differently, see
-                `UnitSupply.start`. If it raises, `leave` has to be called all the same.
-        """
+    def enter(self, unit: Unit, inputs: object) -> None:
+        """Make a unit whole for a call with some inputs; also if it raises, `leave` has to be called."""
         passage = self._watch_inputs(unit, inputs) if unit.has_frozen and not unit.depth else None
         self._calls.append(_Call(unit.number, self._reads.begin(), passage))
         unit.depth += 1
@@ -156,27 +121,22 @@ class UnitsInUse(Uncopied):
         if in_backward():  # activations are computed again
             self._need_in_backward(unit.number)
             return
-        self._begin_to_tell(tells=tells)
-        purpose = _purpose() if tells else Purpose.REQUEST
-        if self.places is not None and tells:
-            self.places.called(unit.number, is_outermost=len(self._calls) == 1)
-        self.supply.need(unit, purpose, tells=tells)
-        order = self._forward.setdefault(self._calls[0].number, UnitOrder())
-        if len(self._calls) == 1:
-            order.begin()
-        self.supply.fetch(order.reached(unit.number), purpose, tells=tells)
-
-    def _begin_to_tell(self, *, tells: bool) -> None:
-        if tells and len(self._calls) < 2:
+        is_outermost = self.is_outermost_call
+        if is_outermost:
             self.supply.stamps.begin_pass()
+        purpose = Purpose.TRAINING if torch.is_grad_enabled() else Purpose.EVALUATION
+        if self.places is not None:
+            self.places.called(unit.number, is_outermost=is_outermost)
+        self.supply.need(unit, purpose, tells=True)
+        order = self._forward.setdefault(self._calls[0].number, UnitOrder())
+        if is_outermost:
+            order.begin()
+        self.supply.fetch(order.reached(unit.number), purpose, tells=True)
 
     def leave(self, unit: Unit, output: object) -> None:
-        """Take note that a call has returned.
-
-        Args:
-            unit: the unit.
-            output: of the call; None if it raised.
-        """
+        """Free a unit after a call, unless it is used on; the output is None if the call raised."""
+        if not self._calls:  # a hook in front of the one that calls `enter` has raised
+            return
         outermost, call = self._calls[0].number, self._calls.pop()
         if call.guards:
             self._reads.end()
@@ -185,14 +145,14 @@ class UnitsInUse(Uncopied):
             return
         keeps = False
         if torch.is_grad_enabled() and output is not None:
-            keeps = self._watch(unit, output, call.passage, is_outermost=not self._calls)
+            keeps = self._watch(unit, output, call.passage)
         if in_backward():
             return
-        order = self._forward.get(outermost, UnitOrder())
         if not keeps:
             self.supply.free(unit)
         if not self._calls:
-            order.end()
+            if outermost in self._forward:
+                self._forward[outermost].end()
             self.supply.free_fetched()
 
     def _watch_inputs(self, unit: Unit, inputs: object) -> Passage | None:
@@ -208,29 +168,24 @@ class UnitsInUse(Uncopied):
             unit.passages[passage] = passage.num_inputs
         return passage
 
-    def _watch(self, unit: Unit, output: object, passage: Passage | None, *, is_outermost: bool) -> bool:
-        """Have a unit made whole before the backward pass comes to it.
-
-        Returns:
-            Whether it stays whole until then.
-        """
-        found = list(tensors_in(output))
-        tensors = [tensor for tensor in found if tensor.grad_fn is not None]
+    def _watch(self, unit: Unit, output: object, passage: Passage | None) -> bool:
+        """Have a unit made whole before the backward pass comes to it; tell whether it stays until then."""
+        tensors = list(tensors_in(output))
         if not in_backward():
             reached = weakly(self._output_reached)
             place = None if self.places is None else self.places.returned()
             for tensor in tensors:
-                untyped: Any = tensor
-                untyped.register_hook(lambda _: reached(unit.number, place, passage))
-        return is_outermost or not found or self._is_kept(unit)
+                if tensor.grad_fn is not None:
+                    untyped: Any = tensor
+                    untyped.register_hook(lambda _: reached(unit.number, place, passage))
+        return not self._calls or not tensors or self._is_kept(unit)
 
     def _is_kept(self, unit: Unit) -> bool:
         """Whether a unit is one of the last in the order of the pass before."""
         if self._keeps is None:
             return True
-        order = self._forward[self._calls[0].number].before if self._calls else []
-        last = list(dict.fromkeys(reversed(order)))[: self._keeps]
-        return unit.number in last
+        last = list(dict.fromkeys(reversed(self._forward[self._calls[0].number].before)))
+        return unit.number in last[: self._keeps]
 
     # ------------------------------------------------------------------ backward
 
@@ -285,7 +240,7 @@ class UnitsInUse(Uncopied):
             when_backward_ends(weakly(self._end_backward), broke_off)
 
     def gradient_came(self, index: int) -> None:
-        """Take note that a parameter has its gradient, by its index; called by its hook."""
+        """Take note that a parameter has its gradient; called by its hook."""
         for unit in self._waiting.get(index, ()):
             unit.arrived.add(index)
             self._free_if_done(unit)
@@ -296,44 +251,48 @@ class UnitsInUse(Uncopied):
             self.supply.free_unused([unit])
 
     def _end_backward(self) -> None:
-        self._backward.end()
-        if self.places is not None:
-            self.places.end()
-        self.free_all()
+        self._end_order()
+        self.supply.free_unused()
 
     def _break_off(self, number: int | None = None) -> None:
-        """Take note that an exception has ended a backward pass; what is under way is waited for later.
+        """End a backward pass after an exception; what is under way is waited for later.
 
         Args:
             number: of the pass, which may have ended long ago; None for the one that is under way.
         """
-        if number not in (None, self._num_backwards) or not self._backward.is_under_way:
-            return
-        self._backward.break_off()
+        if number in (None, self._num_backwards) and self._backward.is_under_way:
+            self._end_order(broke_off=True)
+
+    def _end_order(self, *, broke_off: bool = False) -> None:
+        self._backward.end(broke_off=broke_off)
         if self.places is not None:
             self.places.end()
         for unit in self.units:
             unit.forget_pass()
 
-    def free_all(self) -> None:
-        """Free every unit that no call is using."""
-        for unit in self.units:
-            unit.forget_pass()
-        self.supply.free_unused()
-
     # ------------------------------------------------------------------ on request
+
+    def hold(self, unit: Unit) -> None:
+        """Make a unit whole until `release`, for a state dict or a load."""
+        self.supply.need(unit, Purpose.REQUEST)
+        unit.depth += 1
+
+    def release(self, unit: Unit) -> None:
+        """Free a unit that was held, unless somebody else uses it."""
+        unit.depth -= 1
+        if not in_backward():
+            self.supply.free_unused([unit])
 
     @contextmanager
     def whole(self, numbers: Sequence[int], *, writes: bool) -> Iterator[None]:
         """Make units whole for the time of a ``with``; all ranks enter and leave it.
 
-        Args:
-            numbers: of the units.
-            writes: when it ends, owners take over what was written to their rows.
+        If it `writes`, owners take over what was written.
         """
         units = [self.units[number] for number in numbers]
         tells = not self._calls
-        self._begin_to_tell(tells=tells)
+        if tells:
+            self.supply.stamps.begin_pass()
         for unit in units:
             self.supply.start(unit, Purpose.REQUEST, tells=tells)
         for unit in units:
@@ -352,23 +311,6 @@ class UnitsInUse(Uncopied):
                 self.supply.pin(unit, -1)
             try:
                 for unit in units if writes else ():
-                    self.take_written(unit)
+                    unit.take_written()
             finally:
                 self.supply.free_unused(units)
-
-    def take_written(self, unit: Unit) -> None:
-        """Have owners take over what was written to the whole parameters of a unit."""
-        for bucket in unit.buckets:
-            bucket.take_written()
-
-    def index_of(self, param: Tensor) -> int | None:
-        """Find the unit of a parameter."""
-        for unit in self.units:
-            if any(param is member for member in unit.params):
-                return unit.number
-        return None
-
-
-def _purpose() -> Purpose:
-    """What a forward pass gathers for."""
-    return Purpose.TRAINING if torch.is_grad_enabled() else Purpose.EVALUATION

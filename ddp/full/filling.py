@@ -1,15 +1,11 @@
 """How the units of a model get their values, module by module, so that no rank ever needs a second copy.
 
 Note [Filled module by module]
-    The buckets of units are made without memory. A *portion* is a unit, or in the outermost unit a module
-    with parameters, with all below it that belongs to the same unit. When it has its values (those that the
-    model came with, or first ones for a model on the meta device), the ranks take those of rank 0, each
-    copies the rows that it keeps, and the memory of the portion is released. So a rank holds its rows, one
-    portion and those that it lies in; and of a model that came with values what was not reached yet.
-
-    Where all values are there, the portion with the largest parameter comes last. A rank may be the owner of
-    the whole of a large parameter, such as an embedding, and has it twice while it copies that: by then it
-    has let go of others.
+    The buckets of units begin without memory. A *portion* is a unit, or in the outermost unit a module with
+    parameters, with all below it that belongs to the same unit. When it has its values (the model's, or first
+    ones for a model on the meta device), the ranks take those of rank 0, each copies the rows that it keeps,
+    and the memory of the portion is released. Where all values are there, the portion with the largest
+    parameter comes last: whoever owns the whole of it has it twice while it is copied.
 
     Modules are initialized after those below them, in the order of registration. As a rule that is the order
     of their constructors, so the same seed gives the same bits as a model that is made whole.
@@ -25,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.ddp.full.unit_choice import UnitChoice
+from zero_optim.ddp.full.choice import UnitChoice
 from zero_optim.plan.memory import STRIDES_WHEN_WHOLE, dense_strides, kept_dtype
 from zero_optim.shard.freed import shown_when_freed
 from zero_optim.shard.units import UnitBucket
@@ -75,12 +71,7 @@ def has_meta(model: nn.Module) -> bool:
 
 
 def check_init(model: nn.Module, init: Init | None) -> None:
-    """Refuse a model on the meta device whose modules nobody can initialize; or ``init`` for another model.
-
-    Raises:
-        TypeError: ``init`` cannot be called.
-        ValueError: a module has no ``reset_parameters()``; names it. Or ``init`` would have no effect.
-    """
+    """Refuse a model on the meta device whose modules nobody can initialize, or a useless ``init``."""
     if init is not None and not callable(init):
         raise TypeError(f"expected init to be a function of a module, got {init!r}")
     if init is not None and not has_meta(model):
@@ -98,17 +89,14 @@ def _reset_of(module: nn.Module, name: str) -> Callable[[], object]:
             "reset_parameters(): give init=, a function that initializes the parameters and buffers of the "
             "module that it is given"
         )
-    found: Callable[[], object] = reset
-    return found
+    callback: Callable[[], object] = reset
+    return callback
 
 
 def leave_meta(model: nn.Module, device: torch.device) -> dict[Tensor, Tensor]:
-    """Replace parameters on the meta device by some on another, which have no memory yet.
+    """Replace parameters on the meta device by some that show NaN, as freed ones do; return the new ones.
 
-    They show NaN, as freed ones do. Modules that had one parameter in common have it in common again.
-
-    Returns:
-        For each parameter that was on the meta device the new one.
+    Modules that had one parameter in common have it in common again.
     """
     new: dict[Tensor, Tensor] = {}
     for module in model.modules():
@@ -124,12 +112,7 @@ def leave_meta(model: nn.Module, device: torch.device) -> dict[Tensor, Tensor]:
 
 
 def back_to_meta(model: nn.Module, replaced: Mapping[Tensor, Tensor]) -> None:
-    """Undo `leave_meta`.
-
-    Args:
-        model: the model.
-        replaced: what that returned.
-    """
+    """Undo `leave_meta`, which returned the parameters that were `replaced`."""
     former = {new: old for old, new in replaced.items()}
     for module in model.modules():
         for held, name, tensor in own_tensors(module):
@@ -139,27 +122,20 @@ def back_to_meta(model: nn.Module, replaced: Mapping[Tensor, Tensor]) -> None:
 def _new_values(tensor: Tensor, device: torch.device) -> Tensor:
     """Make memory for a parameter or a buffer, which shows where nobody has written.
 
-    A parameter that was released already gets the dtype in which it is kept, not the one that it shows:
-    random numbers give other values in another dtype.
+    It has the dtype that owners keep: random numbers give other values in another dtype.
     """
-    made = torch.empty_strided(tensor.shape, dense_strides(tensor), dtype=kept_dtype(tensor), device=device)
-    return made.fill_(float("nan")) if made.is_floating_point() or made.is_complex() else made.zero_()
+    new = torch.empty_strided(tensor.shape, dense_strides(tensor), dtype=kept_dtype(tensor), device=device)
+    return new.fill_(float("nan")) if new.is_floating_point() or new.is_complex() else new.zero_()
 
 
 # ---------------------------------------------------------------------- filling
 
 
 class UnitFiller:
-    """Fills the buckets of the units of a model; all ranks do. See Note [Filled module by module].
+    """Fills the empty buckets of the units of a model; all ranks do. See Note [Filled module by module].
 
-    Args:
-        group: the ranks.
-        choice: which modules are units.
-        buckets: of all units, empty.
-        unfilled: the parameters that have no values, see `leave_meta`.
-        init: initializes the parameters and buffers of the module it is given; None for the modules' own
-            ``reset_parameters()``.
-        syncs: take rank 0's values.
+    The parameters `unfilled` have no values: `init` gives them some, or the modules' own
+    ``reset_parameters()``. If it `syncs`, every rank takes rank 0's values.
     """
 
     def __init__(
@@ -196,12 +172,7 @@ class UnitFiller:
             bucket.let_go()
 
     def _visit(self, module: nn.Module, outer: list[Tensor] | None) -> None:
-        """Fill what is below a module, then the module.
-
-        Args:
-            module: the module.
-            outer: the portion of the unit around it, which takes its parameters; None if there is none yet.
-        """
+        """Fill what is below a module, then the module; `outer` is the portion of the unit around it."""
         if module in self._seen:
             return
         self._seen.add(module)
@@ -238,8 +209,7 @@ class UnitFiller:
     def _initialize(self, module: nn.Module, own: Sequence[Tensor]) -> None:
         """Give what has no values yet its first ones.
 
-        A parameter that another module has too, and has initialized, gets memory to be written to all the
-        same, and then what it had: as where a module is made, and then given the other one's parameter.
+        A parameter that another module has initialized gets other memory for that time, then what it had.
         """
         new = {param for param in own if param in self._unfilled}
         device = next(iter(new or own or self._bucket_of)).device
