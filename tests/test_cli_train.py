@@ -18,21 +18,19 @@ from sockets import listening, reachable_from_outside
 from zero_optim.demo.trace import spans_of
 
 TIMEOUT = 400.0  # seconds, for whatever is waited for: starting two ranks takes some, on a busy machine
-TINY = tuple(
-    [
-        "--layers",
-        "1",
-        "--width",
-        "16",
-        "--heads",
-        "2",
-        "--context",
-        "32",
-        "--batch-size",
-        "8",
-        "--warmup",
-        "2",
-    ]
+TINY = (
+    "--layers",
+    "1",
+    "--width",
+    "16",
+    "--heads",
+    "2",
+    "--context",
+    "32",
+    "--batch-size",
+    "8",
+    "--warmup",
+    "2",
 )
 ENDLESS = (
     *TINY,
