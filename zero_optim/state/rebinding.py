@@ -250,6 +250,6 @@ def _keep_unit_rows(core: Core, former: list[ParamBucket]) -> None:
             if param in bucket_of:
                 bucket_of[param].take_in({param: param})
                 bucket_of[param].let_go({param})
-                if isinstance(left):
+                if isinstance(left, Bucket):
                     left.give_back(index)
     core.owned.leaves.keep(new)
