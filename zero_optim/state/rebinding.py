@@ -26,7 +26,7 @@ from zero_optim.plan.pieces import Pieces
 from zero_optim.plan.plan import Plan, describe_params
 from zero_optim.probe.rows import CutRows
 from zero_optim.shard.sharding import Sharding
-from zero_optim.shard.storage import ParamBucket
+from zero_optim.shard.storage import Bucket, ParamBucket
 from zero_optim.shard.unit_forms import UnitForms
 from zero_optim.shard.units import UnitBucket
 from zero_optim.state.building import new_leaves, new_owned, new_sharding
