@@ -81,6 +81,7 @@ class Stepping(Joinable):
         def gather(call: Call) -> None:
             with self._mirrored():
                 core.sharding.gather(core.groups, call, frozen_too=core.owned.local.moves_frozen)
+            self._end_for_join()
 
         with self._telling_replicas(), self._whatever_happens(name, gather):
             try:
@@ -418,6 +419,12 @@ class Stepping(Joinable):
             settle = partial(sharding.settle, lane, with_last=not sharding.gathers.readers)
             with self._whatever_happens("step()", settle), overlap.finishing() as current:
                 self._step_late(overlap, current, late, joined=joined)
+        self._end_for_join()
+
+    def _end_for_join(self) -> None:
+        """Wait for lazy gathers inside ``Join``: it ends with DDP's broadcast, which reads all parameters."""
+        if self.in_join:
+            self._core.sharding.under_way.wait()
 
     def _step_late(self, overlap: Overlap, current: OverlappedStep, late: str, *, joined: bool) -> None:
         core, in_join = self._core, self.in_join

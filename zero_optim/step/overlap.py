@@ -274,6 +274,8 @@ class Overlap:
             if owned:
                 with self.group.doing(OVERLAPPED_STEP):
                     self._owned.step_some(groups, owned)
+            if failure is None:  # as an ordinary step moves the averages of all
+                self._owned.average.update(param for param, grad in gradients.items() if grad is None)
         except BaseException as error:
             failure = failure or error
             raise
