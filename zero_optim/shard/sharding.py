@@ -111,12 +111,11 @@ class Sharding:
         """Plan groups, and check that all ranks have the same plan; all ranks call. `add` carries it out.
 
         Args:
-            groups: all public groups, of which ``before`` have been planned already.
+            groups: all public groups.
             costs: the cost function of each group to plan.
-            before: see ``groups``.
+            before: groups that have been planned already.
             about: further descriptions to agree on.
-            why_whole: called if there is something to cut; a parameter is cut if all ranks say that it may.
-                None cuts nothing, and evens out the model alone, not each bucket.
+            why_whole: asked before cuts, on all ranks. None cuts nothing, and evens out the model alone.
 
         Raises:
             ValueError: on every rank, a parameter cannot be sharded; or TypeError.
