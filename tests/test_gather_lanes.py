@@ -162,7 +162,7 @@ def test_gathers_beside_an_overlapped_step_do_not_use_its_lanes() -> None:
         with broadcasts() as ordinary:
             optimizer.gather_parameters()
     used, others = ({name for name, _ in sent} for sent in (overlapped, ordinary))
-    lanes = optimizer.overlap().lanes.groups
+    lanes = optimizer.steps.overlap().lanes.groups
     assert {lane.process_group.group_name for lane in lanes} <= used
     assert len(others) == 2
     assert others.isdisjoint({*used, given_group()})
@@ -246,10 +246,10 @@ def test_gathers_under_way_take_no_memory_or_that_of_four_large_buckets(as_view:
     with mock.patch.object(gathers, "start_gather", noted):
         step(optimizer)
     assert not under_way
-    assert len(optimizer._sharding.buckets) > 6
+    assert len(optimizer.core.sharding.buckets) > 6
     assert most[0] == (6 if as_view else 4)
     if as_view:
-        assert most[1] == len(optimizer._sharding.buckets)
+        assert most[1] == len(optimizer.core.sharding.buckets)
 
 
 # ---------------------------------------------------------------------- where a bucket is one launch
@@ -285,7 +285,7 @@ def launches() -> tuple[int, int]:
     ):
         optimizer.step()
     assert len(works) > started  # several owners in a bucket
-    return started, len(optimizer._sharding.buckets)
+    return started, len(optimizer.core.sharding.buckets)
 
 
 def test_a_step_launches_as_often_with_four_ranks_as_with_two(ranks2: Ranks, ranks4: Ranks) -> None:

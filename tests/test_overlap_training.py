@@ -124,7 +124,7 @@ def test_without_a_thread_kinds_of_parameters_and_loops_give_the_same_bits(wrapp
         if name in (*SHARED, *loops):
             with fake_streams():
                 _, optimizer = assert_same_run(Setting(wrapper, **arguments), step, 5, moves, where=name)
-                assert not optimizer.overlap().takes_thread
+                assert not optimizer.steps.overlap().takes_thread
 
 
 @on_ranks(4)

@@ -308,8 +308,8 @@ def test_a_step_has_no_collective_but_its_gathers() -> None:
 @on_ranks(1)
 def test_one_rank_alone_has_no_stamps() -> None:
     optimizer = make()
-    assert optimizer._sharding.gathers.stamps is None
-    assert not any(bucket.layout.rooms for bucket in optimizer._sharding.buckets)
+    assert optimizer.core.sharding.gathers.stamps is None
+    assert not any(bucket.layout.rooms for bucket in optimizer.core.sharding.buckets)
     step(optimizer)
 
 
