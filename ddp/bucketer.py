@@ -3,19 +3,10 @@
 The interface is that of FairScale's class of the same name, which its FullyShardedDataParallel uses.
 
 Note [Not for gradients]
-    What reduces gradients to owners here, `ShardedDataParallel` and the hooks `reduce_to_owners` and
-    `zero_step`, makes the same sums with the same `RowSum`, but does not send through this class.
-
-    - There is nothing to collect. A bucket of gradients is a collection already; the small ones that are left
-      differ in dtype, and no two dtypes can be sent together.
-    - What this class is given stays the caller's, and the sum is the callback's to keep. So it cannot sum in
-      place: each bucket would take one more row of memory, and one more copy of a row, back into the bucket.
-    - Its sums are waited for by later calls, on the caller's thread. With `zero_step` a thread waits for a
-      bucket while the backward pass launches the next one. In `ShardedDataParallel` the bucket before is
-      waited for, as its memory is needed.
-    - With NCCL it sends on a process group of its own. Two groups in use at once may wait for each other for
-      ever, so reductions in the backward pass use the given one.
-    - Sparse gradients have no chunks of lengths that are known beforehand.
+    Reductions of gradients make the same sums with `RowSum`, but do not send through this class. A bucket of
+    gradients is a collection already. What this class is given stays the caller's, so it cannot sum in place:
+    one more row, and one more copy. With NCCL it sends on a process group of its own, and two groups in use
+    at once may wait for each other for ever.
 """
 
 from collections import deque
@@ -53,14 +44,8 @@ class _Kind(NamedTuple):
     device: torch.device
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Waiting:
-    """What becomes of one call's sum.
-
-    Attributes:
-        shape: of this rank's chunk.
-        callback: receives the sum.
-    """
+class _Call(NamedTuple):
+    """What becomes of one call's sum: the shape of this rank's chunk, and who receives it."""
 
     shape: torch.Size
     callback: Callback | None
@@ -76,15 +61,15 @@ class _Bucket:
 
     rows: list[list[Tensor]]
     device: torch.device
-    waiting: list[_Waiting] = field(default_factory=list)
+    calls: list[_Call] = field(default_factory=list)
     nbytes: int = 0
     ready: dict[Stream | None, Event | None] = field(default_factory=dict)
 
-    def add(self, chunks: Sequence[Tensor], waiting: _Waiting) -> None:
+    def add(self, chunks: Sequence[Tensor], call: _Call) -> None:
         for row, chunk in zip(self.rows, chunks, strict=True):
             row.append(chunk.detach().reshape(-1))
         self.ready[current_stream(self.device)] = recorded_event(self.device)
-        self.waiting.append(waiting)
+        self.calls.append(call)
         self.nbytes += _nbytes(chunks)
 
     def packed(self) -> list[Tensor]:
@@ -95,21 +80,6 @@ class _Bucket:
         for row in self.rows:
             record_use(*row)  # perhaps made on other streams, and dropped before this one has got here
         return packed
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Sent:
-    """A bucket that is being summed."""
-
-    total: RowSum
-    waiting: list[_Waiting]
-
-    def finish(self) -> None:
-        """Wait for the sum, and hand each call its part."""
-        lengths = [waiting.shape.numel() for waiting in self.waiting]
-        for waiting, part in zip(self.waiting, torch.split(self.total.wait(), lengths), strict=True):
-            if waiting.callback is not None:
-                waiting.callback(part.view(waiting.shape))
 
 
 class ReduceScatterBucketer:
@@ -129,7 +99,7 @@ class ReduceScatterBucketer:
         self._cap_nbytes = int(max(0.0, bucket_cap_mb) * 2**20)
         self._ranks: dict[tuple[dist.ProcessGroup | None, torch.device], tuple[RankGroup, Lease]] = {}
         self._buckets: dict[_Kind, _Bucket] = {}
-        self._sent: deque[_Sent] = deque()
+        self._sent: deque[tuple[RowSum, list[_Call]]] = deque()
 
     @torch.no_grad()
     def reduce_scatter_async(
@@ -167,7 +137,7 @@ class ReduceScatterBucketer:
             bucket = None
         if bucket is None:
             bucket = _Bucket([[] for _ in range(ranks.size)], kind.device)
-        bucket.add(input_list, _Waiting(input_list[ranks.rank].shape, callback_fn))
+        bucket.add(input_list, _Call(input_list[ranks.rank].shape, callback_fn))
         if goes_at_once:
             self._send(kind, bucket)
         else:
@@ -180,7 +150,7 @@ class ReduceScatterBucketer:
         for kind, bucket in buckets.items():
             self._send(kind, bucket)
         while self._sent:
-            self._sent.popleft().finish()
+            self._finish_first()
 
     def teardown(self) -> None:
         """Let go of what has collected, and of process groups. Sends nothing, and calls nothing back.
@@ -189,23 +159,30 @@ class ReduceScatterBucketer:
         """
         self._buckets = {}
         while self._sent:
-            self._sent.popleft().total.wait()
+            self._sent.popleft()[0].wait()
         self._ranks = {}
 
     def _ranks_for(self, kind: _Kind) -> tuple[RankGroup, Lease]:
         """Give the ranks, and the groups beside them on which such inputs are sent, whatever the dtype."""
         place = kind.group, kind.device
-        found = self._ranks.get(place)
-        if found is None:
+        if place not in self._ranks:
             ranks = RankGroup.of(kind.group, kind.device)
-            found = self._ranks[place] = ranks, lanes_beside(ranks)
-        return found
+            self._ranks[place] = ranks, lanes_beside(ranks)
+        return self._ranks[place]
 
     def _send(self, kind: _Kind, bucket: _Bucket) -> None:
         ranks, lease = self._ranks_for(kind)
         if len(self._sent) == _NUM_UNDER_WAY:
-            self._sent.popleft().finish()
-        self._sent.append(_Sent(RowSum(ranks, lease.groups, bucket.packed()), bucket.waiting))
+            self._finish_first()
+        self._sent.append((RowSum(ranks, lease.groups, bucket.packed()), bucket.calls))
+
+    def _finish_first(self) -> None:
+        """Wait for the sum that was sent first, and hand each call its part."""
+        total, calls = self._sent.popleft()
+        parts = torch.split(total.wait(), [call.shape.numel() for call in calls])
+        for call, part in zip(calls, parts, strict=True):
+            if call.callback is not None:
+                call.callback(part.view(call.shape))
 
 
 def _nbytes(chunks: Sequence[Tensor]) -> int:

@@ -1,16 +1,15 @@
 """`DistributedDataParallel`: PyTorch's own class, with our `Reducer` where its C++ one was.
 
-Forward, buffers, ``no_sync``, ``Join`` and the state dict are PyTorch's maintained code, and
-``isinstance`` holds for the libraries that look for it. This file, `rebindable` and `torch_adapters` are the
-only ones that touch private names of that class; they are checked against the installed PyTorch when it is
-imported.
+Forward, buffers, ``no_sync``, ``Join`` and the state dict are PyTorch's maintained code, and ``isinstance``
+holds. This file, `rebindable` and `torch_adapters` alone touch private names of that class, which are checked
+against the installed PyTorch when they are imported.
 """
 
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,16 +21,15 @@ from torch.nn.parallel import distributed
 
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.traffic import Waitable
 from zero_optim.compat.engine import after_backward, eager, eager_itself, require
-from zero_optim.ddp.precision.mixed_precision import Casting, Precision, cast_buffers
+from zero_optim.ddp.precision.casting import Casting, cast_buffers
+from zero_optim.ddp.precision.precision import PrecisionPolicy
 from zero_optim.ddp.rebindable import RebindableWrapper
 from zero_optim.ddp.reducer.assignment import ReducerOptions
-from zero_optim.ddp.reducer.logging_data import LoggingSource, about_wrapper
 from zero_optim.ddp.reducer.model_agreement import agree_on_model
 from zero_optim.ddp.reducer.reducer import Reducer
-from zero_optim.ddp.reducer.reduction import Hook, hook_name
-from zero_optim.ddp.torch_adapters import TorchLoggerAdapter, TorchReducerAdapter
+from zero_optim.ddp.reducer.reduction import Hook
+from zero_optim.ddp.torch_adapters import TorchLoggerAdapter, TorchReducerAdapter, logging_data
 from zero_optim.plan.description import describe_hook
 from zero_optim.step.unreduced import FrozenParams
 
@@ -43,7 +41,6 @@ _OVERRIDDEN = (
     "_post_forward",
     "_register_builtin_comm_hook",
     "_run_ddp_forward",
-    "_set_sparse_metadata",
     "_setup_in_backward_optimizers",
     "register_comm_hook",
 )
@@ -80,30 +77,24 @@ _DEFAULTS = {
 class DistributedDataParallel(RebindableWrapper):
     """Average gradients over ranks during the backward pass: PyTorch's ``DistributedDataParallel``.
 
-    Arguments, defaults, methods and attributes are those of the installed PyTorch, for one device a
-    rank. What differs:
+    Arguments, defaults, methods and attributes are those of the installed PyTorch, for one device a rank. All
+    ranks of the group construct it with the same arguments, and run forward and backward passes together.
+    Two arguments more, by name: ``timeout`` and ``on_stall``, as of `ZeroRedundancyOptimizer`. What differs:
 
-    - A backward pass that does not give every parameter a gradient raises when it ends, on every rank,
-      with the parameters' names. PyTorch's raises in the next forward pass, on that rank alone. On a GPU
-      the second forward pass after it raises, or `check_finished`, so that the CPU need not wait; until then
+    - A backward pass that does not give every parameter a gradient raises when it ends, on every rank, with
+      the parameters' names. On a GPU the second forward pass after it raises, or `check_finished`; until then
       its gradients are handed out.
     - ``no_sync`` may be around the backward pass alone.
     - Several forward passes, each backpropagated on its own, are all reduced.
     - Models that differ between ranks are refused with the name of the first parameter that does.
-    - Unused parameters are found without wrapping the outputs, so outputs are not copied.
+    - Unused parameters are found without wrapping, or copying, the outputs.
     - In a context of ``torch.distributed.autograd``, which keeps gradients itself, forward raises. After a
       forward pass outside of one ``torch.distributed.autograd.backward`` does, with the reason in a warning.
 
-    All ranks of the group must construct it with the same arguments, and run forward and backward
-    passes together.
-
-    With ``mixed_precision``, modules find casts of their parameters in the forward pass, and again while
-    the backward pass runs, for activations computed again. The parameters stay what they are. Gradients have
-    their dtype, and ``no_sync`` adds up in it; to be reduced they are rounded to ``reduce_dtype``, then
-    divided and summed in it. Comm hooks find buckets of that dtype. Floating-point buffers are cast for good
-    at construction, as in PyTorch's.
-
-    Two arguments more, by name: ``timeout`` and ``on_stall``, as of `ZeroRedundancyOptimizer`.
+    With ``mixed_precision``, modules find casts of their parameters in forward passes, and in backward passes
+    for activations computed again; parameters and gradients keep their dtype. To be reduced, gradients are
+    rounded to ``reduce_dtype``, then divided and summed in it; comm hooks find buckets of that dtype.
+    Floating-point buffers are cast for good.
 
     Raises:
         TypeError: on every rank: ``mixed_precision`` is no ``_MixedPrecision``, or the module is scripted.
@@ -114,9 +105,8 @@ class DistributedDataParallel(RebindableWrapper):
 
     # PyTorch's constructor leaves this out where it delays the reduction of all parameters, and needs it.
     _lazy_init_ran = True
-    _precision: Precision | None = None
+    _precision: PrecisionPolicy | None = None
     _casting: Casting | None = None
-    _may_be_freed: ClassVar[bool] = False  # parameters are on their owners alone
 
     @wraps(TorchDistributedDataParallel.__init__)  # type: ignore[misc]
     def __init__(
@@ -129,27 +119,16 @@ class DistributedDataParallel(RebindableWrapper):
     ) -> None:
         bound = _SIGNATURE.bind(self, module, *args, **kwargs)
         given = _DEFAULTS | bound.arguments
-        agree_on_model(given, self, timeout, on_stall, may_be_freed=self._may_be_freed)
+        agree_on_model(given, self, timeout, on_stall, may_be_freed=False)
         vars(self).update(_timeout=timeout, _on_stall=on_stall)  # nn.Module is not set up yet
-        self._precision = Precision.of(given)
+        self._precision = PrecisionPolicy.of_ddp(given)
         if self._precision is None:
             super().__init__(module, *args, **kwargs)
             return
         bound.arguments["mixed_precision"] = None  # PyTorch's constructor would set up its own
         super().__init__(*bound.args[1:], **bound.kwargs)
         self.mixed_precision = given["mixed_precision"]  # PyTorch's forward casts the inputs
-        cast_buffers(self.module, self._precision.buffer_dtype, self.parameters_to_ignore)
-
-    def _agree_on_model(
-        self,
-        module: nn.Module,
-        timeout: float | None = None,
-        on_stall: str = "raise",
-        **options: Any,  # noqa: ANN401 - PyTorch's
-    ) -> None:
-        """See `agree_on_model`; for a subclass that has something to do between that and the constructor."""
-        given = _DEFAULTS | {"module": module, **options}
-        agree_on_model(given, self, timeout, on_stall, may_be_freed=self._may_be_freed)
+        cast_buffers(self.module, self._precision.buffers, self.parameters_to_ignore)
 
     # ------------------------------------------------------------------ built by PyTorch's constructor
 
@@ -186,7 +165,7 @@ class DistributedDataParallel(RebindableWrapper):
         )
         reducer = self._make_reducer(pairs, options, sparse)
         self.reducer: Any = TorchReducerAdapter(reducer)
-        self.logger: Any = TorchLoggerAdapter(LoggingSource(reducer, about_wrapper(self)))
+        self.logger: Any = TorchLoggerAdapter(reducer)
         for hook, state in self.__dict__.get("_comm_hooks", ()):  # when a copy is made whole
             self._set_comm_hook(state, hook)
         self._passing_sync_batchnorm_handle(self.module)  # type: ignore[no-untyped-call]
@@ -199,7 +178,8 @@ class DistributedDataParallel(RebindableWrapper):
         )
         if self._precision is not None:
             with_sparse = [param for name, param in pairs if name in sparse]
-            self._casting = Casting(self.module, self._precision, self.parameters_to_ignore, with_sparse)
+            ignored = self.parameters_to_ignore
+            self._casting = Casting(self.module, self._precision.params, ignored, with_sparse)
 
     def _make_reducer(
         self, pairs: Sequence[tuple[str, Tensor]], options: ReducerOptions, sparse: Sequence[str]
@@ -209,15 +189,25 @@ class DistributedDataParallel(RebindableWrapper):
 
     def _wanted(self) -> Callable[[bool], bool]:
         """Make what tells whether a pass is to be reduced; it does not keep the wrapper."""
-        own = weakref.ref(self)
-        return lambda was_expected: was_expected and _wants_reduction(own())
+        reference = weakref.ref(self)
+
+        def wanted(was_expected: bool) -> bool:
+            own = reference()
+            if own is None or not was_expected:
+                return False
+            syncs: bool = own.require_backward_grad_sync
+            if not syncs and own._join_config.enable:
+                raise RuntimeError(
+                    "no_sync() around backward() alone cannot be used inside Join: ranks that ran out of "
+                    "inputs were told in forward() that this pass would be reduced. Put forward() under "
+                    "no_sync() too"
+                )
+            return syncs
+
+        return wanted
 
     def _own(self) -> Reducer:
-        """Give our reducer.
-
-        Raises:
-            RuntimeError: there is none, as PyTorch builds none where every parameter is delayed.
-        """
+        """Give our reducer, or raise: PyTorch builds none where every parameter is delayed."""
         if self._delay_all_reduce_all_params:
             raise RuntimeError(
                 "delay_all_reduce_named_params holds every parameter, so there are no buckets: comm hooks "
@@ -291,17 +281,20 @@ class DistributedDataParallel(RebindableWrapper):
         buffer.div_(dist.get_world_size(self.process_group))
         group = RankGroup.of(self.process_group, buffer).within(self._timeout)
         _, work = group.during("reduce").start_sum(buffer, "delayed gradients")
-        after_backward(lambda: _wait(work))
+
+        def wait() -> None:
+            work.wait()
+
+        after_backward(wait)
         return grad
 
     # ------------------------------------------------------------------ hooks and refusals
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Let a hook reduce the buckets in the place of all-reduce; see `Reducer.register_comm_hook`.
+        """Let a hook reduce the buckets in the place of all-reduce; any that runs on PyTorch's DDP runs here.
 
-        Any hook that runs on PyTorch's DDP runs here. All ranks register the same, before the first
-        backward pass, once. Communicates, so that they notice if they do not. A hook that reduces to the
-        owners of a sharded optimizer brings buckets of its own: ``bucket_cap_mb`` has no effect then.
+        All ranks register the same, once, before the first backward pass. Communicates, so that they notice
+        if they do not. One that reduces to owners brings buckets of its own: ``bucket_cap_mb`` has no effect.
 
         Raises:
             RankMismatchError: on every rank, if hooks have other code, or states other options.
@@ -317,7 +310,6 @@ class DistributedDataParallel(RebindableWrapper):
 
     def _set_comm_hook(self, state: object, hook: Hook) -> None:
         self._own().register_comm_hook(state, hook)
-        self.logger.journal.note("comm_hook", hook_name(hook))
 
     def _register_builtin_comm_hook(self, comm_hook_type: object) -> None:
         kinds = {
@@ -327,7 +319,6 @@ class DistributedDataParallel(RebindableWrapper):
         if comm_hook_type not in kinds:
             raise ValueError(f"expected one of {', '.join(map(str, kinds))}, got {comm_hook_type!r}")
         self.register_comm_hook(self.process_group, kinds[comm_hook_type])
-        self.logger.journal.note("comm_hook", str(comm_hook_type))
 
     def _setup_in_backward_optimizers(self) -> None:
         if any(hasattr(param, "_in_backward_optimizers") for param in self._module_parameters):
@@ -336,11 +327,6 @@ class DistributedDataParallel(RebindableWrapper):
                 "supported by zero_optim.ddp: use ZeroRedundancyOptimizer with zero_optim.hooks.zero_step, "
                 "which steps any optimizer during the backward pass"
             )
-
-    def _set_sparse_metadata(self, global_unique_ids: object) -> None:
-        raise RuntimeError(
-            "sparse metadata is not supported by zero_optim.ddp: sparse gradients are reduced without it"
-        )
 
     # ------------------------------------------------------------------ uneven inputs
 
@@ -352,14 +338,10 @@ class DistributedDataParallel(RebindableWrapper):
         return hook
 
     def check_finished(self) -> None:
-        """Raise, on every rank, if the gradients of the last backward passes were incomplete; all ranks call.
+        """Raise `ReductionError`, on every rank, if gradients were incomplete; all ranks call.
 
-        On a CPU ``backward()`` has raised by itself. On a GPU the CPU does not wait for a pass, and what went
-        wrong in it is raised by the second forward pass after it: so call this after the last pass, or before
-        a checkpoint is written. Waits for the device.
-
-        Raises:
-            ReductionError: with what every rank that failed has to say.
+        On a CPU ``backward()`` has raised by itself. On a GPU the second forward pass after it raises: so
+        call this after the last pass, or before a checkpoint is written. Waits for the device.
         """
         if not self._delay_all_reduce_all_params:
             self._own().check_finished()
@@ -373,45 +355,20 @@ class DistributedDataParallel(RebindableWrapper):
     # ------------------------------------------------------------------ statistics
 
     def get_ddp_logging_data(self) -> dict[str, int | str]:
-        """Tell how the wrapper and its buckets were built; does not communicate.
+        """Tell about comm hook and buckets, and whether the graph looks static; does not communicate.
 
         Names as in PyTorch's ``_get_ddp_logging_data``, of which it tells a part: sizes in bytes, counts, and
         flags as 0 and 1. It takes no times: a profiler does.
         """
-        self._own()
-        data = self.logger.journal.data()
-        return {**data.strs_map, **data.ints_map}
+        return logging_data(self._own())
 
     def metrics(self, *, reset: bool = True) -> dict[str, float]:
         """Tell what the reductions on this rank communicated since the last call. Does not communicate.
 
-        The keys are those of `ZeroRedundancyOptimizer.metrics`, which explains them, and the figures of both
-        can be added up. The phases are ``reduce`` (gradients), ``agree`` (failures, unused parameters),
-        ``order`` (in which buckets are made anew) and ``total``. ``passes`` is how many backward passes were
-        reduced. With a comm hook ``exposed_seconds/reduce`` is what the hook takes, and the wait for it. What
-        it sends is not counted here. Nor are buffers, which PyTorch's code broadcasts.
-
-        Args:
-            reset: count from zero again; False leaves the counts alone.
+        The keys are those of `ZeroRedundancyOptimizer.metrics`; the figures of both can be added up. The
+        phases are ``reduce`` (gradients), ``agree`` (failures, unused parameters), ``order`` (in which
+        buckets are made anew) and ``total``. ``passes`` is how many backward passes were reduced. With a comm
+        hook ``exposed_seconds/reduce`` is what the hook takes, and the wait for it. Not counted: what the
+        hook sends, and buffers, which PyTorch's code broadcasts. ``reset=False`` leaves the counts alone.
         """
         return self._own().metrics(reset=reset)
-
-
-def _wait(work: Waitable) -> None:
-    work.wait()
-
-
-def _wants_reduction(wrapper: DistributedDataParallel | None) -> bool:
-    """Decide, when a backward pass begins that was expected, whether it is to be reduced.
-
-    Args:
-        wrapper: ours, if it still exists.
-    """
-    if wrapper is None:
-        return False
-    if not wrapper.require_backward_grad_sync and wrapper._join_config.enable:
-        raise RuntimeError(
-            "no_sync() around backward() alone cannot be used inside Join: ranks that ran out of inputs were "
-            "told in forward() that this pass would be reduced. Put forward() under no_sync() too"
-        )
-    return wrapper.require_backward_grad_sync

@@ -12,9 +12,9 @@ from torch.nn.parallel import distributed
 
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.watchdog import unwatch, watch
 from zero_optim.compat.engine import eager, require
 from zero_optim.ddp.reducer.model_agreement import agree_on_model
+from zero_optim.health.watchdog import unwatch, watch
 
 _USED = (
     "_build_debug_param_to_name_mapping",
@@ -67,7 +67,8 @@ class RebindableWrapper(TorchDistributedDataParallel):
             return
         if not self._delay_all_reduce_all_params:  # else there is no reducer
             self._remove_autograd_hooks()  # type: ignore[no-untyped-call]
-            self.reducer.own.cut_if_failed()  # see Note [Groups that end] in `zero_optim.comm.works`
+            works = self.reducer.own.group.works
+            works.log.cut_if_failed(works.ranks)  # see Note [Groups that end] in `zero_optim.comm.works`
             unwatch(self.reducer.own)
         unwatch(self)
         self._comm_hooks = []  # PyTorch makes none where every parameter is delayed
@@ -105,7 +106,7 @@ class RebindableWrapper(TorchDistributedDataParallel):
         if self._delay_all_reduce_all_params:  # there is no reducer, which has the label's group
             super()._sync_module_buffers(authoritative_rank)  # type: ignore[no-untyped-call]
             return
-        record = self.reducer.own.begin_work("")
+        record = self.reducer.own.group.begin_work("")
         record.phase = "buffers"
         record.runs_hook = hasattr(self, "buffer_hook")  # one of the user's, for buffers
         with record.waiting():

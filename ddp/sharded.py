@@ -1,8 +1,7 @@
 """`ShardedDataParallel`: data parallelism whose gradients are sharded, for an optimizer that is sharded."""
 
-import inspect
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -16,36 +15,18 @@ from zero_optim.comm.mesh import RankMesh, agree_between_replicas
 from zero_optim.compat.engine import eager
 from zero_optim.ddp.data_parallel import DistributedDataParallel
 from zero_optim.ddp.owners.owner_reducer import Accumulate, OwnerReducer
+from zero_optim.ddp.owners.wrapper_checks import (
+    REFUSED,
+    check_arguments,
+    check_group,
+    check_module,
+    check_optimizer,
+)
 from zero_optim.ddp.reducer.assignment import ReducerOptions
 from zero_optim.ddp.reducer.model_agreement import refuse_freed
 from zero_optim.ddp.reducer.report import names_text
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 from zero_optim.step.unreduced import NOT_REDUCED
-
-_OPTIONS = (
-    "broadcast_buffers",
-    "device_ids",
-    "dim",
-    "find_unused_parameters",
-    "init_sync",
-    "mixed_precision",
-    "on_stall",
-    "output_device",
-    "static_graph",
-    "timeout",
-)
-_REFUSED = {
-    "batched_grad_copy": "gradients are copied as they come, so that they can be dropped",
-    "bucket_cap_mb": "buckets are those of the optimizer: give it bucket_cap_mb",
-    "bucket_cap_mb_list": "buckets are those of the optimizer: give it bucket_cap_mb",
-    "check_reduction": "it has had no effect for long",
-    "delay_all_reduce_named_params": "every gradient goes to its owner, and none can be averaged elsewhere",
-    "device_mesh": "the ranks are those of the optimizer: give it process_group=mesh.get_group(), and a 2-D "
-    "mesh of replicas by the name of mesh",
-    "gradient_as_bucket_view": "an owner's gradients are views already, and nobody else has whole ones",
-    "param_to_hook_all_reduce": "every gradient goes to its owner, and none can be averaged elsewhere",
-    "skip_all_reduce_unused_params": "the ranks have to reduce the same buckets",
-}
 
 
 class ShardedDataParallel(DistributedDataParallel):
@@ -56,35 +37,28 @@ class ShardedDataParallel(DistributedDataParallel):
         optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, lr=1e-3)
         model = ShardedDataParallel(module, optimizer)
 
-    The loop stays as it is: ``backward()``, ``optimizer.clip_grad_norm_()``, ``GradScaler``,
-    ``optimizer.step()``, ``zero_grad()``. After a backward pass the owner of a parameter has the averaged
-    gradient in ``param.grad``. On other ranks a `PartialGradient` stands there, without memory. What reads it
-    raises: ``torch.nn.utils.clip_grad_norm_`` does, ``optimizer.clip_grad_norm_`` is right. A parameter
-    that no rank used has None on every rank.
+    The loop stays as it is, but for ``optimizer.clip_grad_norm_()`` in the place of PyTorch's function. After
+    a backward pass the owner of a parameter has the averaged gradient in ``param.grad``. On other ranks a
+    `PartialGradient` stands there, without memory; what reads it raises. A parameter that no rank used has
+    None on every rank.
 
     A gradient is multiplied by one over the number of ranks, then the ranks' gradients are added up in the
     order of ranks: bf16 and fp16 in float32, and the sum is rounded once. On two ranks that gives, bit for
     bit, what ``DistributedDataParallel`` gives. With a mesh, the sum of a replica is rounded too.
 
     Each bucket is sent while the next one fills, and takes half the bytes of an all-reduce. On the CPU a
-    rank holds its own gradients, two buckets (with two ranks 1.5) and one gradient. On an accelerator it
-    holds less than three buckets, with two ranks 1.5. Where the rows of a bucket are uneven, such as a
-    matrix that one rank owns whole, it is at most three buckets anywhere. Note [Memory of sharded gradients]
-    in `zero_optim.ddp.owners.owner_bucket` says exactly. The first pass with ``static_graph=True`` holds all
-    gradients, as it is there to learn.
+    rank holds its own gradients, two buckets (with two ranks 1.5) and one gradient; on an accelerator, or
+    where the rows of a bucket are uneven, at most three buckets: Note [Memory of sharded gradients] in
+    `zero_optim.ddp.owners.owner_bucket`. The first pass with ``static_graph=True`` holds all gradients.
 
-    All ranks of the optimizer's group must construct it, with the same arguments, and run forward and
-    backward passes together. Errors of a backward pass, ``Join``, checkpointing, and parameters that are
-    unused are as in `DistributedDataParallel`. Sparse gradients are summed on every rank, and kept by their
-    owners. Inside ``Join`` each reduced pass has a step, as ranks that ran out of inputs take part in both:
-    the next forward pass raises on every rank if there was none.
+    All ranks of the optimizer's group construct it, with the same arguments, and run forward and backward
+    passes together. Errors of a backward pass, ``Join``, checkpointing, and unused parameters are as in
+    `DistributedDataParallel`. Sparse gradients are summed on every rank, and kept by their owners. Inside
+    ``Join`` each reduced pass has a step: the next forward pass raises on every rank if there was none.
 
     On the CPU a pass that raises leaves what earlier passes have added up as it was. On an accelerator call
-    ``zero_grad()`` behind it: see Note [Sums apart] in `zero_optim.ddp.owners.owner_bucket`.
-
-    A hook by ``param.register_post_accumulate_grad_hook`` that was registered after wrapping runs when the
-    gradient of this rank may have been taken: it finds None in ``param.grad`` where the gradient is large.
-    Register it before wrapping, or use ``param.register_hook``, which is given the gradient.
+    ``zero_grad()`` behind it. A hook by ``param.register_post_accumulate_grad_hook`` that was registered
+    after wrapping may find None in ``param.grad``. Register it before, or use ``param.register_hook``.
 
     Args:
         module: what to train. The optimizer has all of its parameters that require a gradient.
@@ -93,16 +67,13 @@ class ShardedDataParallel(DistributedDataParallel):
             add up. That sends each time, and needs little more memory on an accelerator (on the CPU that of
             its own gradients once more); ``no_sync()`` is refused. "local": passes
             under ``no_sync()`` add up whole gradients on each rank, and the next one outside of it reduces
-            the sums. The bits differ: "owner" adds over ranks first, then over passes; "local" over passes
-            first, on each rank, then over ranks.
+            the sums. The bits differ: "owner" adds over ranks first, "local" over passes first.
         process_group: that of the optimizer; need not be given.
         mesh: a 2-D ``DeviceMesh``, (replicas, ranks of a replica), for several groups of ranks that each
-            shard everything, such as one for each machine. The optimizer is built over one row of it,
-            ``process_group=mesh.get_group(1)``. All ranks of the mesh construct, and train together.
-            An owner's sum goes on over the owners of the same rows in all replicas, in an all-reduce beside
-            the next bucket. So gradients are averaged over all ranks, parameters and state are equal in all
-            replicas, and what goes across replicas is a row: the gradients' bytes divided by the ranks
-            of a replica, times 2 (R-1)/R for R replicas.
+            shard everything. The optimizer is built over one row of it, ``process_group=mesh.get_group(1)``.
+            All ranks of the mesh construct, and train together. Gradients are averaged over all ranks, and
+            parameters and state are equal in all replicas. What goes across replicas is a row: the gradients'
+            bytes divided by the ranks of a replica, times 2 (R-1)/R for R replicas.
         **options: ``device_ids``, ``output_device``, ``dim``, ``broadcast_buffers``, ``init_sync``,
             ``find_unused_parameters``, ``static_graph``, ``mixed_precision``, ``timeout`` and
             ``on_stall``, as in `DistributedDataParallel`.
@@ -117,8 +88,6 @@ class ShardedDataParallel(DistributedDataParallel):
     """
 
     _mesh: RankMesh | None
-    _refused: ClassVar[Mapping[str, str]] = _REFUSED  # options, each with what to do instead
-    _may_split_state = False  # over all ranks of a mesh
 
     def __init__(
         self,
@@ -133,20 +102,17 @@ class ShardedDataParallel(DistributedDataParallel):
         """Check, agree with the other ranks, and wrap."""
         require_ours(optimizer)
         with optimizer.ranks.doing("ShardedDataParallel()"):
-            vars(self)["_mesh"] = RankMesh.of(  # nn.Module is not set up yet
-                mesh, optimizer.ranks, may_split=self._may_split_state
-            )
+            vars(self)["_mesh"] = RankMesh.of(mesh, optimizer.ranks)  # nn.Module is not set up yet
             everyone = self._everyone(optimizer)
             with failing_together(everyone):
-                self._check_arguments(accumulate, options)
-                _check_group(optimizer, process_group)
-                _check_module(module, optimizer)
-                more = self._check_more(module)
-            items = [f"accumulate={accumulate!r}", *more]
-            agree(everyone, items, f"the arguments of {type(self).__name__}")
+                check_arguments(type(self), accumulate, options, REFUSED)
+                check_group(optimizer, process_group)
+                check_module(module)
+                check_optimizer(module, optimizer)
+                refuse_freed(module)
+            agree(everyone, [f"accumulate={accumulate!r}"], "the arguments of ShardedDataParallel")
         self._optimizer = optimizer
         self._accumulate = accumulate
-        options = self._prepared(module, options)
         base: Any = super()
         base.__init__(module, process_group=everyone.process_group, **options)
         optimizer.mesh = None if self._mesh is None else self._mesh.of_owners
@@ -155,25 +121,6 @@ class ShardedDataParallel(DistributedDataParallel):
     def _everyone(self, optimizer: ZeroRedundancyOptimizer) -> RankGroup:
         """Give all ranks that train the model: those of the optimizer, or of the mesh."""
         return optimizer.ranks if self._mesh is None else self._mesh.everyone
-
-    def _check_arguments(self, accumulate: object, options: Mapping[str, object]) -> None:
-        if accumulate not in ("owner", "local"):
-            raise ValueError(f'expected accumulate to be "owner" or "local", got {accumulate!r}')
-        for name in options:
-            if name in self._refused:
-                raise TypeError(f"{type(self).__name__} takes no {name}: {self._refused[name]}")
-            if name not in _OPTIONS:
-                every = ", ".join(sorted({*_OPTIONS, *_keywords(type(self))}))
-                raise TypeError(f"expected options among {every}, got {name}")
-
-    def _check_more(self, module: nn.Module) -> list[str]:
-        """Check what a subclass is given, and describe what must be alike; does not communicate."""
-        refuse_freed(module)
-        return []
-
-    def _prepared(self, module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
-        """Do what comes before PyTorch's constructor; gives the options for that. All ranks call."""
-        return options
 
     def _make_reducer(
         self, pairs: Sequence[tuple[str, Tensor]], options: ReducerOptions, sparse: Sequence[str]
@@ -190,14 +137,9 @@ class ShardedDataParallel(DistributedDataParallel):
             sparse=sparse,
             wanted=self._wanted(),
             mesh=mesh,
-            outermost=self._in_no_unit(),
         )
         made.expect(True)  # modules may be called by themselves, before the first forward pass of the whole
         return made
-
-    def _in_no_unit(self) -> Collection[Tensor] | None:
-        """Give the parameters of the outermost unit; None where there are no units."""
-        return None
 
     @eager
     def _post_forward(self, output: object) -> object:
@@ -206,14 +148,10 @@ class ShardedDataParallel(DistributedDataParallel):
         return super()._post_forward(output)
 
     def _refuse_unfrozen(self) -> None:
-        """Refuse parameters that nobody reduces, before each rank trains them with gradients of its own.
-
-        Raises:
-            RuntimeError: a parameter that was frozen when it was wrapped requires a gradient now.
-        """
-        found = [name for name, _ in self._frozen.unfrozen()]
-        if found:
-            raise RuntimeError(f"{names_text(found)} {NOT_REDUCED}")
+        """Refuse parameters that were frozen when they were wrapped, and that nobody reduces."""
+        names = [name for name, _ in self._frozen.unfrozen()]
+        if names:
+            raise RuntimeError(f"{names_text(names)} {NOT_REDUCED}")
 
     def _caps(self) -> tuple[int, ...]:
         return (self._optimizer.bucket_cap_nbytes,)
@@ -228,10 +166,7 @@ class ShardedDataParallel(DistributedDataParallel):
             param.grad = None
 
     def rebind(self, process_group: dist.ProcessGroup | None = None) -> None:
-        """Go on with the optimizer's new process group, as in `DistributedDataParallel`.
-
-        Args:
-            process_group: that of the optimizer, which is bound already; need not be given.
+        """Go on with the process group of the optimizer, which is bound already; it need not be given.
 
         Raises:
             RuntimeError: the optimizer is detached, or there is a mesh; or as in `DistributedDataParallel`.
@@ -243,16 +178,16 @@ class ShardedDataParallel(DistributedDataParallel):
             )
         ranks = self._optimizer.ranks
         with failing_together(ranks):
-            _check_group(self._optimizer, process_group)
-            _check_module(self.module, self._optimizer)
+            check_group(self._optimizer, process_group)
+            check_module(self.module)
+            check_optimizer(self.module, self._optimizer)
             refuse_freed(self.module)
         super().rebind(ranks.process_group)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ANN401 - PyTorch's
-        """Take part in ``Join``, as in `DistributedDataParallel`.
+        """Take part in ``Join``, as in `DistributedDataParallel`; raises RuntimeError with a mesh.
 
-        Raises:
-            RuntimeError: there is a mesh: steps are those of a replica, and the sums those of all.
+        Steps are those of a replica there, and the sums those of all.
         """
         if self._mesh is not None:
             raise RuntimeError(
@@ -262,18 +197,11 @@ class ShardedDataParallel(DistributedDataParallel):
         return super().join_hook(**kwargs)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, **options: Any) -> Tensor:  # noqa: ANN401 - as there
-        """Clip the gradients as ``optimizer.clip_grad_norm_`` does, which this calls; all ranks call.
-
-        PyTorch's ``FullyShardedDataParallel`` has it at the wrapper.
-        """
+        """Call ``optimizer.clip_grad_norm_``; all ranks call."""
         return self._optimizer.clip_grad_norm_(max_norm, norm_type, **options)
 
     def no_sync(self) -> Any:  # noqa: ANN401 - PyTorch's context
-        """Add up gradients on each rank, whole, in the passes of this context; with ``accumulate="local"``.
-
-        Raises:
-            RuntimeError: ``accumulate`` is "owner".
-        """
+        """Add up whole gradients on each rank in this context; RuntimeError with ``accumulate="owner"``."""
         if self._accumulate == "owner":
             raise RuntimeError(
                 'accumulate="owner" adds several backward passes up in the rows of the owners, without '
@@ -282,11 +210,7 @@ class ShardedDataParallel(DistributedDataParallel):
         return super().no_sync()
 
     def register_comm_hook(self, state: object, hook: object) -> NoReturn:
-        """Refuse a comm hook: gradients are reduced to owners here.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Refuse a comm hook with a RuntimeError: gradients are reduced to owners here."""
         raise RuntimeError(
             "ShardedDataParallel reduces gradients to their owners, and takes no comm hook: use "
             "zero_optim.ddp.DistributedDataParallel with it"
@@ -298,46 +222,4 @@ class ShardedDataParallel(DistributedDataParallel):
     def _update_process_group(self, new_process_group: object) -> None:
         raise RuntimeError(
             "ShardedDataParallel has the process group of its optimizer: build both anew for other ranks"
-        )
-
-
-def _keywords(wrapper: type[ShardedDataParallel]) -> set[str]:
-    """Name the keyword-only arguments of the constructors of a wrapper and its base classes here."""
-    classes = wrapper.__mro__[: wrapper.__mro__.index(ShardedDataParallel) + 1]
-    arguments = [argument for each in classes for argument in inspect.signature(each).parameters.values()]
-    return {argument.name for argument in arguments if argument.kind is argument.KEYWORD_ONLY}
-
-
-def _check_group(optimizer: ZeroRedundancyOptimizer, process_group: dist.ProcessGroup | None) -> None:
-    if process_group is not None and process_group is not optimizer.ranks.process_group:
-        raise ValueError(
-            "process_group is another group than that of the optimizer, whose ranks own the gradients: leave "
-            "it out, or give both the same"
-        )
-
-
-def _check_module(module: object, optimizer: ZeroRedundancyOptimizer) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"expected a module to wrap, got {type(module).__name__}")
-    if any(isinstance(each, nn.parallel.DistributedDataParallel) for each in module.modules()):
-        raise ValueError(
-            "the module is, or contains, a DistributedDataParallel, which reduces gradients itself: wrap "
-            "what is inside of it, its .module"
-        )
-    if optimizer.overlaps_with_ddp:
-        raise ValueError(
-            "the optimizer has overlap_with_ddp=True, and would wait for a comm hook that steps it: leave "
-            "that out"
-        )
-    known = optimizer.pieces()
-    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-    unknown = [
-        name
-        for name, param in module.named_parameters()
-        if param.requires_grad and name not in ignored and param not in known
-    ]
-    if unknown:
-        raise ValueError(
-            f"the optimizer does not have {names_text(unknown)}, so nobody owns the gradients: add them to "
-            "it, or freeze them (requires_grad=False) before wrapping"
         )

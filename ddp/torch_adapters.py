@@ -1,6 +1,7 @@
-"""Our reducer and journal behind the method names by which PyTorch's class knows its own."""
+"""Our reducer behind the method names by which PyTorch's class knows its own, and its logger."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch.distributed as dist
 from torch import Tensor
@@ -8,7 +9,6 @@ from torch.futures import Future
 
 from zero_optim.compat.engine import eager
 from zero_optim.compat.streams import HostCopy, is_asynchronous
-from zero_optim.ddp.reducer.logging_data import LoggingData, LoggingSource
 from zero_optim.ddp.reducer.reducer import Reducer
 
 
@@ -16,11 +16,7 @@ from zero_optim.ddp.reducer.reducer import Reducer
 class TorchReducerAdapter:
     """Our reducer under the method names by which PyTorch's class, and Lightning, know PyTorch's.
 
-    Args:
-        own: our reducer.
-
-    Attributes:
-        num_forwards: forward passes that have begun, and whose gradients are reduced.
+    ``num_forwards`` counts forward passes that have begun, and whose gradients are reduced.
     """
 
     own: Reducer
@@ -45,9 +41,8 @@ class TorchReducerAdapter:
     @eager
     def _set_forward_pass_work_handle(self, work: dist.Work, use_static_world_size: bool) -> None:
         """Take the count of ranks that have not joined, which is still under way."""
-        size = dist.get_world_size(self.own.process_group)
-        record = self.own.begin_work("ranks that have not joined")
-        record.group.is_uneven = True  # those that have joined begin no work for it
+        size = dist.get_world_size(self.own.group.process_group)
+        record = self.own.group.begin_work("ranks that have not joined")
 
         def wait() -> None:
             with record.waiting():
@@ -74,6 +69,9 @@ class TorchReducerAdapter:
     def _push_all_rebuilt_params(self) -> None:
         """Do nothing: the order is agreed when buckets are rebuilt."""
 
+    def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
+        """Do nothing: no times are taken."""
+
     def _install_post_backward_futures(self, futures: list[Future[object]]) -> None:
         for future in futures:
             self.own.wait_also(future)
@@ -84,18 +82,6 @@ class TorchReducerAdapter:
     def _check_reducer_finalized(self) -> None:
         self.own.check_finished()
 
-    def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
-        """Check the rate as PyTorch does, and do nothing: no times are taken, see `logging_data`.
-
-        Raises:
-            TypeError: it is no whole number.
-            ValueError: it is below 1.
-        """
-        if not isinstance(rate, int):
-            raise TypeError(f"expected the sample rate to be a whole number, got {rate!r}")
-        if rate < 1:
-            raise ValueError(f"expected a sample rate of at least 1, got {rate}")
-
     def _reset_state(self) -> None:
         self.own.reset()
 
@@ -105,25 +91,32 @@ class TorchReducerAdapter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TorchLoggerAdapter:
-    """Our journal under the method names by which PyTorch's class knows its logger.
+    """Our reducer under the method names by which PyTorch's class knows its logger; it takes no times."""
 
-    Args:
-        journal: ours.
-    """
+    own: Reducer
 
-    journal: LoggingSource
+    def _ignore(self, *_: object) -> None:
+        """Do nothing: errors are raised, and the rest is asked of the reducer."""
 
-    def set_runtime_stats_and_log(self) -> None:
-        """Do nothing: no times are taken, see `logging_data`."""
+    set_runtime_stats_and_log = set_error_and_log = _set_static_graph = _set_uneven_input_join = _ignore
 
-    def set_error_and_log(self, error: str) -> None:
-        """Do nothing: the error is raised."""
+    def _get_ddp_logging_data(self) -> SimpleNamespace:
+        return SimpleNamespace(strs_map=logging_data(self.own), ints_map={})
 
-    def _set_static_graph(self) -> None:
-        """Do nothing: the reducer's options are told."""
 
-    def _set_uneven_input_join(self) -> None:
-        self.journal.note("join_uneven_inputs", 1)
-
-    def _get_ddp_logging_data(self) -> LoggingData:
-        return self.journal.data()
+def logging_data(reducer: Reducer) -> dict[str, int | str]:
+    """Tell about comm hook and buckets under the names of PyTorch's logger; does not communicate."""
+    history = reducer.history
+    sizes = ", ".join(str(bucket.nbytes) for bucket in reducer.assignment.buckets)
+    rebuilt = {"rebuilt_bucket_sizes": sizes} if history.has_rebuilt else {}
+    hook = {"comm_hook": reducer.hook_name} if reducer.hook_name else {}
+    return {
+        "world_size": reducer.group.size,
+        "bucket_cap_bytes": reducer.options.bucket_caps_nbytes[-1],
+        "bucket_sizes": sizes,
+        "has_rebuilt_buckets": int(history.has_rebuilt),
+        "num_buckets_reduced": history.num_buckets_reduced,
+        "can_set_static_graph": int(history.looks_static),
+        **rebuilt,
+        **hook,
+    }

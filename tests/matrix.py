@@ -85,16 +85,11 @@ OUTCOMES = {
         True,
     ),
     "apart": Outcome(
-        "`StalledError`: who waits for what, and which rank made a call more often or less often than "
-        "others; where two agreements meet, or after a step of a fully sharded model, `RankMismatchError`, "
-        "which says how many calls each rank has made",
-        r"StalledError: .*times of .* on rank {bad}\b|(?!StalledError)\w+: .*rank {bad}\b",
-        False,
-    ),
-    "apart, late": Outcome(
-        "the same after the timeout: under `Join` it is not proven that waits cannot end",
-        r"StalledError: .*times of .* on rank {bad}\b",
-        True,
+        "`StalledError`: after the timeout, who waits for what, and which rank made a call more or less "
+        "often than others; where two agreements meet, or after a step of a fully sharded model, "
+        "`RankMismatchError`, which says how many calls each rank has made",
+        r"StalledError: stalled for .*times of .* on rank {bad}\b|(?!StalledError)\w+: .*rank {bad}\b",
+        None,
     ),
     "shape": Outcome(
         "`RankMismatchError` or `StateMismatchError`, which names the tensor and its shapes",
@@ -161,8 +156,6 @@ _OTHER = {
     # Stamps are those of a replica, and the other one sees it end.
     ("mesh: step", "skipped"): "raised, ended",
     ("mesh: step", "extra"): "raised, ended",
-    ("Join", "skipped"): "apart, late",
-    ("Join", "extra"): "apart, late",
 }
 _NO_MEANING = {
     ("forward", "shape"): "inputs may differ in shape between ranks; what a module refuses is an exception",

@@ -15,10 +15,10 @@ from torch import nn
 from forked import fork_context
 from waiting import wait_until
 from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.comm.verdicts import Verdicts
-from zero_optim.comm.works import Record
+from zero_optim.comm.records import Record
 from zero_optim.compat.engine import default_store
 from zero_optim.errors import RemoteRankError
+from zero_optim.health.verdicts import Verdicts
 from zero_optim.run.host import use_loopback
 
 LIMIT = 200.0  # seconds that only a hang reaches: the timeouts are a few

@@ -13,11 +13,9 @@ import torch
 import torch.distributed as dist
 
 from zero_optim import ZeroRedundancyOptimizer, checkpoint, cli
-from zero_optim.demo import prepare, saved
+from zero_optim.demo import prepare
 from zero_optim.demo.config import RunConfig, flag
-from zero_optim.demo.elastic import importing_from
 from zero_optim.demo.model import GPT
-from zero_optim.errors import InterruptedRunError
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -35,7 +33,7 @@ def nothing_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def start(config: RunConfig) -> None:
         raise Started(config)
 
-    monkeypatch.setattr("zero_optim.demo.elastic.launch", start)
+    monkeypatch.setattr(cli, "launch", lambda work, nproc, config, **options: start(config))
     monkeypatch.setattr("zero_optim.demo.worker.run_under_torchrun", start)
     monkeypatch.chdir(tmp_path)
     for name in LAUNCHER:
@@ -78,8 +76,9 @@ def write(config: RunConfig, step: int) -> None:
     try:
         model = GPT(config.shape)
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD)
-        extra = saved.extra(config, step, "")
-        checkpoint.save(saved.folder_of(config.out, step), model=model, optimizer=optimizer, extra=extra)
+        extra = prepare.extra(config, step, "")
+        folder = prepare.checkpoint_folder(config.out, step)
+        checkpoint.save(folder, model=model, optimizer=optimizer, extra=extra)
     finally:
         dist.destroy_process_group()
 
@@ -260,20 +259,21 @@ def test_a_name_in_a_checkpoint_cannot_add_words_to_a_command_that_is_proposed(
 def test_a_run_that_was_ended_says_which_class_of_the_users_to_name_again(
     capsys: pytest.CaptureFixture[str], planted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(config: RunConfig) -> None:
+    def interrupted(work: object, nproc: int, config: RunConfig, **options: object) -> None:
         save(config.out, optimizer=config.optimizer)
-        raise InterruptedRunError(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr("zero_optim.demo.elastic.launch", interrupted)
+    monkeypatch.setattr(cli, "launch", interrupted)
     assert cli.main(["train", "--optimizer", "planted:Mine", "--out", "there"]) == 128 + signal.SIGTERM
     command = "zero-optim train --resume there --optimizer planted:Mine"
     assert capsys.readouterr().err.endswith(f"resume with: {command}\n")
 
 
-def test_ranks_import_from_where_the_launcher_does_and_not_from_the_current_folder(planted: Path) -> None:
-    path = [entry for entry in sys.path if entry]
-    command = [sys.executable, "-c", importing_from(path, "import planted")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="this Python always looks in the current folder")
+def test_new_processes_of_the_launcher_import_nothing_from_the_current_folder(planted: Path) -> None:
+    with cli._as_launcher():
+        command = [sys.executable, "-c", "import planted"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert "ModuleNotFoundError" in done.stderr
     assert not planted.exists()
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drawn import SAME
-from pool import Pool, Ranks
+from pool import Pool, on_ranks
 from zero_optim.comm.lanes import lanes_beside
 from zero_optim.ddp import ReduceScatterBucketer, bucketer
 
@@ -79,67 +79,51 @@ def run(
     return sends, order, right
 
 
-def test_every_rank_gets_its_own_chunk_summed_in_the_order_of_ranks(ranks_2_and_4: Ranks) -> None:
-    size = ranks_2_and_4.size
-    calls = [Call((n,) * size) for n in (1, 7, 0, 64, 1000)]
-    for sends, order, right in ranks_2_and_4.run(run, calls, 1024):
-        assert sends == [[1072] * size]
-        assert order == [0, 1, 2, 3, 4]
-        assert all(right)
+HALF = torch.bfloat16
+# World size; capacity in KiB; calls; by send, the lengths of the rows; calls in the order of callbacks.
+CASES: dict[str, tuple[int, float, list[Call], list[list[int]], list[int]]] = {
+    "two ranks": (2, 1024, [Call((n,) * 2) for n in (1, 7, 0, 64, 1000)], [[1072] * 2], [0, 1, 2, 3, 4]),
+    "four ranks": (4, 1024, [Call((n,) * 4) for n in (1, 7, 0, 64, 1000)], [[1072] * 4], [0, 1, 2, 3, 4]),
+    "one rank gets its chunk back": (1, 1024, [Call((3,)), Call((2,))], [[5]], [0, 1]),
+    "chunks may differ in length": (
+        4, 1024, [Call((5, 0, 0, 3)), Call((0, 0, 9, 0)), Call((1, 2, 3, 4))], [[6, 2, 12, 7]], [0, 1, 2],
+    ),
+    "the capacity is over the chunks of all ranks": (
+        4, 8, [kilobytes(1, 1, 1, 1), kilobytes(1, 1, 1, 1), kilobytes(0, 0, 1, 0)],
+        [[512] * 4, [0, 0, 256, 0]], [0, 1, 2],
+    ),
+    "an input that does not fit sends the bucket first": (
+        2, 8, [kilobytes(2, 2), kilobytes(2, 2), kilobytes(1, 0), kilobytes(0, 7)],
+        [[1024, 1024], [256, 1792]], [0, 1, 2, 3],
+    ),
+    "an input larger than a bucket goes at once, ahead of what has collected": (
+        2, 8, [kilobytes(1, 1), kilobytes(5, 4), kilobytes(1, 1)], [[1280, 1024], [512, 512]], [1, 0, 2],
+    ),
+    "an input as large as a bucket waits in it": (
+        2, 8, [kilobytes(4, 4), kilobytes(0, 1), kilobytes(8, 0)],
+        [[1024, 1024], [0, 256], [2048, 0]], [0, 1, 2],
+    ),
+    **{
+        f"with capacity {cap} nothing collects": (
+            2, cap, [kilobytes(1, 1)] * 4, [[256, 256]] * 4, [0, 1, 2, 3],
+        )
+        for cap in (0, -1, -math.inf)
+    },
+    "dtypes do not share a bucket": (
+        2, 1024, [Call((3, 4)), Call((5, 6), HALF), Call((7, 8)), Call((1, 1), torch.float64)],
+        [[10, 12], [5, 6], [1, 1]], [0, 2, 1, 3],
+    ),
+}  # fmt: skip
 
 
-def test_chunks_may_differ_in_length(ranks4: Ranks) -> None:
-    calls = [Call((5, 0, 0, 3)), Call((0, 0, 9, 0)), Call((1, 2, 3, 4))]
-    for sends, order, right in ranks4.run(run, calls, 1024):
-        assert sends == [[6, 2, 12, 7]]
-        assert (order, right) == ([0, 1, 2], [True] * 3)
+@pytest.mark.parametrize("case", CASES)
+def test_each_sum_is_right_and_is_sent_with_what_fits(pool: Pool, case: str) -> None:
+    size, cap, calls, sends, order = CASES[case]
+    assert pool.run(size, run, calls, cap) == [(sends, order, [True] * len(calls))] * size
 
 
-def test_the_capacity_is_over_the_chunks_of_all_ranks(ranks4: Ranks) -> None:
-    calls = [kilobytes(1, 1, 1, 1), kilobytes(1, 1, 1, 1), kilobytes(0, 0, 1, 0)]
-    for sends, order, right in ranks4.run(run, calls, 8):
-        assert sends == [[512] * 4, [0, 0, 256, 0]]
-        assert (order, right) == ([0, 1, 2], [True] * 3)
-
-
-def test_an_input_that_does_not_fit_sends_the_bucket_first(ranks2: Ranks) -> None:
-    calls = [kilobytes(2, 2), kilobytes(2, 2), kilobytes(1, 0), kilobytes(0, 7)]
-    for sends, order, right in ranks2.run(run, calls, 8):
-        assert sends == [[1024, 1024], [256, 1792]]
-        assert (order, right) == ([0, 1, 2, 3], [True] * 4)
-
-
-def test_an_input_larger_than_a_bucket_goes_at_once_ahead_of_what_has_collected(ranks2: Ranks) -> None:
-    calls = [kilobytes(1, 1), kilobytes(5, 4), kilobytes(1, 1)]
-    for sends, order, right in ranks2.run(run, calls, 8):
-        assert sends == [[1280, 1024], [512, 512]]
-        assert (order, right) == ([1, 0, 2], [True] * 3)
-
-
-def test_an_input_as_large_as_a_bucket_waits_in_it(ranks2: Ranks) -> None:
-    calls = [kilobytes(4, 4), kilobytes(0, 1), kilobytes(8, 0)]
-    for sends, order, right in ranks2.run(run, calls, 8):
-        assert sends == [[1024, 1024], [0, 256], [2048, 0]]
-        assert (order, right) == ([0, 1, 2], [True] * 3)
-
-
-@pytest.mark.parametrize("cap", [0, -1, -math.inf])
-def test_without_capacity_nothing_collects(ranks2: Ranks, cap: float) -> None:
-    calls = [kilobytes(1, 1)] * 4
-    for sends, order, right in ranks2.run(run, calls, cap):
-        assert sends == [[256, 256]] * 4
-        assert (order, right) == ([0, 1, 2, 3], [True] * 4)
-
-
-def test_dtypes_do_not_share_a_bucket(ranks2: Ranks) -> None:
-    calls = [Call((3, 4)), Call((5, 6), torch.bfloat16), Call((7, 8)), Call((1, 1), torch.float64)]
-    for sends, order, right in ranks2.run(run, calls, 1024):
-        assert sends == [[10, 12], [5, 6], [1, 1]]
-        assert (order, right) == ([0, 2, 1, 3], [True] * 4)
-
-
-def lanes_of_two_dtypes() -> tuple[int, int, int]:
-    """How many leases were taken; how many sends there were, and over how many different sets of lanes."""
+@on_ranks(2)
+def test_dtypes_share_the_process_groups_on_which_they_are_sent() -> None:
     leases: list[Any] = []
     used: list[frozenset[int]] = []
 
@@ -158,15 +142,7 @@ def lanes_of_two_dtypes() -> tuple[int, int, int]:
             collected.reduce_scatter_async([torch.ones(3, dtype=dtype)] * 2)
         collected.flush()
     collected.teardown()
-    return len(leases), len(used), len(set(used))
-
-
-def test_dtypes_share_the_process_groups_on_which_they_are_sent(ranks2: Ranks) -> None:
-    assert ranks2.run(lanes_of_two_dtypes) == [(1, 2, 1)] * 2
-
-
-def test_one_rank_gets_its_chunk_back(ranks1: Ranks) -> None:
-    assert ranks1.run(run, [Call((3,)), Call((2,))], 1024) == [([[5]], [0, 1], [True, True])]
+    assert (len(leases), len(used), len(set(used))) == (1, 2, 1)
 
 
 @settings(SAME, max_examples=25)
@@ -189,31 +165,25 @@ def test_whatever_comes_each_sum_is_right_and_each_is_called_back_once(
     assert sum(map(sum, sends)) == sum(map(sum, lengths))
 
 
-def when_called_back() -> list[tuple[str, float]]:
-    """What each callback receives, between the moments of the caller."""
-    seen: list[tuple[str, float]] = []
+@on_ranks(2)
+def test_a_flush_sends_what_is_left_and_calls_each_callback_with_its_own_sum_in_order() -> None:
+    rank, seen = dist.get_rank(), list[tuple[str, float]]()
     collected = ReduceScatterBucketer()
     for number in range(3):
         chunks = [torch.tensor([10.0 * number + receiver]) for receiver in range(2)]
         collected.reduce_scatter_async(
             chunks, None, lambda total, name=f"call {number}": seen.append((name, total.item()))
         )
-    seen.append(("flush", 0.0))
+    assert seen == []
     collected.flush()
-    seen.append(("flushed", 0.0))
+    assert seen == [(f"call {number}", 2 * (10.0 * number + rank)) for number in range(3)]
     collected.flush()
     collected.teardown()
-    return seen
+    assert len(seen) == 3
 
 
-def test_a_flush_sends_what_is_left_and_calls_each_callback_with_its_own_sum_in_order(ranks2: Ranks) -> None:
-    for rank, seen in enumerate(ranks2.run(when_called_back)):
-        sums = [(f"call {number}", 2 * (10.0 * number + rank)) for number in range(3)]
-        assert seen == [("flush", 0.0), *sums, ("flushed", 0.0)]
-
-
-def called_back_after_each_call() -> list[list[int]]:
-    """The calls that were called back after each call, where nothing collects; and after the flush."""
+@on_ranks(2)
+def test_at_most_two_sums_are_under_way_after_a_call() -> None:
     called: list[int] = []
     seen: list[list[int]] = []
     collected = ReduceScatterBucketer(0)
@@ -224,15 +194,11 @@ def called_back_after_each_call() -> list[list[int]]:
         seen.append(called.copy())
     collected.flush()
     collected.teardown()
-    return [*seen, called]
+    assert [*seen, called] == [[], [], [0], [0, 1], [0, 1, 2], [0, 1, 2, 3, 4]]
 
 
-def test_at_most_two_sums_are_under_way_after_a_call(ranks2: Ranks) -> None:
-    want = [[], [], [0], [0, 1], [0, 1, 2], [0, 1, 2, 3, 4]]
-    assert ranks2.run(called_back_after_each_call) == [want] * 2
-
-
-def shapes_given_back() -> list[torch.Size]:
+@on_ranks(2)
+def test_a_sum_has_the_shape_of_the_chunk() -> None:
     shapes: list[torch.Size] = []
     collected = ReduceScatterBucketer()
     chunks = [torch.ones(2, 3).t(), torch.ones(4, 1, 2)]
@@ -241,66 +207,45 @@ def shapes_given_back() -> list[torch.Size]:
     assert shapes == []
     collected.flush()
     collected.flush()
-    return shapes
+    assert shapes == [chunks[dist.get_rank()].shape]
 
 
-def test_a_sum_has_the_shape_of_the_chunk(ranks2: Ranks) -> None:
-    assert ranks2.run(shapes_given_back) == [[torch.Size([3, 2])], [torch.Size([4, 1, 2])]]
-
-
-def in_a_sub_group() -> list[float]:
+@on_ranks(4)
+def test_groups_do_not_share_a_bucket() -> None:
+    rank, got = dist.get_rank(), list[float]()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    mine = pairs[dist.get_rank() // 2]
-    got: list[float] = []
     collected = ReduceScatterBucketer()
-    chunks = [torch.tensor([10.0 * dist.get_rank()]), torch.tensor([10.0 * dist.get_rank() + 1])]
-    collected.reduce_scatter_async(chunks, mine, lambda total: got.append(total.item()))
+    chunks = [torch.tensor([10.0 * rank]), torch.tensor([10.0 * rank + 1])]
+    collected.reduce_scatter_async(chunks, pairs[rank // 2], lambda total: got.append(total.item()))
     everyone = [torch.tensor([1.0])] * 4
     collected.reduce_scatter_async(everyone, None, lambda total: got.append(total.item()))
     collected.flush()
     collected.teardown()
-    return got
+    assert got == [[10.0, 12.0, 50.0, 52.0][rank], 4.0]
 
 
-def test_groups_do_not_share_a_bucket(ranks4: Ranks) -> None:
-    assert ranks4.run(in_a_sub_group) == [[10.0, 4.0], [12.0, 4.0], [50.0, 4.0], [52.0, 4.0]]
-
-
-def inputs_after_use() -> bool:
+@on_ranks(1, 2)
+def test_inputs_are_not_changed_and_the_sum_is_the_callers() -> None:
     chunks = chunks_of(Call((300,) * dist.get_world_size()), 0, dist.get_rank())
     before = [chunk.clone() for chunk in chunks]
     for cap in (0.0, 1.0):
         collected = ReduceScatterBucketer(cap)
         collected.reduce_scatter_async(chunks, None, Tensor.zero_)
         collected.flush()
-    return all(map(torch.equal, chunks, before))
+    assert all(map(torch.equal, chunks, before))
 
 
-def test_inputs_are_not_changed_and_the_sum_is_the_callers(ranks2: Ranks) -> None:
-    assert ranks2.run(inputs_after_use) == [True, True]
-
-
-def test_one_rank_may_keep_the_sum_and_change_it(ranks1: Ranks) -> None:
-    assert ranks1.run(inputs_after_use) == [True]
-
-
-def wrong_calls() -> list[str]:
+@on_ranks(2)
+def test_inputs_that_cannot_be_sent_are_refused() -> None:
     collected, one = ReduceScatterBucketer(), torch.ones(1)
-    messages = []
-    for chunks in ([one], [one, one.double()], [one, one.to_sparse()]):
-        try:
+    for chunks, message in (
+        ([one], "expected a chunk for each of 2 ranks, got 1"),
+        ([one, one.double()], r"got torch.float32 on cpu and torch.float64 on cpu$"),
+        ([one, one.to_sparse()], "expected dense chunks"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
             collected.reduce_scatter_async(chunks)
-        except (TypeError, ValueError) as error:
-            messages.append(str(error))
     collected.flush()
-    return messages
-
-
-def test_inputs_that_cannot_be_sent_are_refused(ranks2: Ranks) -> None:
-    for count, dtypes, sparse in ranks2.run(wrong_calls):
-        assert count == "expected a chunk for each of 2 ranks, got 1"
-        assert dtypes.endswith("got torch.float32 on cpu and torch.float64 on cpu")
-        assert sparse.startswith("expected dense chunks")
 
 
 @pytest.mark.parametrize("cap", [float("inf"), float("nan"), "25", None])
@@ -309,18 +254,18 @@ def test_a_capacity_that_is_no_number_is_refused(cap: Any) -> None:
         ReduceScatterBucketer(cap)
 
 
-def callbacks_after_teardown() -> list[float]:
+@on_ranks(2)
+def test_after_teardown_nothing_is_called_back_and_it_can_be_used_again() -> None:
     got: list[float] = []
     collected = ReduceScatterBucketer(8 / 2**20)
-    for value in (1.0, 2.0):
-        collected.reduce_scatter_async(
-            [torch.tensor([value])] * 2, None, lambda total: got.append(total.item())
-        )
+
+    def call(value: float) -> None:
+        chunks = [torch.tensor([value])] * 2
+        collected.reduce_scatter_async(chunks, None, lambda total: got.append(total.item()))
+
+    call(1.0)
+    call(2.0)
     collected.teardown()
-    collected.reduce_scatter_async([torch.tensor([3.0])] * 2, None, lambda total: got.append(total.item()))
+    call(3.0)
     collected.flush()
-    return got
-
-
-def test_after_teardown_nothing_is_called_back_and_it_can_be_used_again(ranks2: Ranks) -> None:
-    assert ranks2.run(callbacks_after_teardown) == [[6.0], [6.0]]
+    assert got == [6.0]

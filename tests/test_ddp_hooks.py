@@ -120,7 +120,6 @@ def test_builtin_hooks_work() -> None:
         pair = Pair.of(mlp(), bucket_cap_mb=SMALL_MB)
         for model in pair:
             model._register_builtin_comm_hook(kind)  # type: ignore[no-untyped-call]
-        assert pair.ours.get_ddp_logging_data()["comm_hook"] == str(kind)
         for number in range(3):
             for model in pair:
                 model.zero_grad()

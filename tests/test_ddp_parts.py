@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fake_streams import fake_streams
 from zero_optim.ddp.reducer import report
 from zero_optim.ddp.reducer.assignment import BucketAssignment, ReducedParams, ReducerOptions, assign
-from zero_optim.ddp.reducer.backward_pass import BackwardPass, PassTerms, Phase
+from zero_optim.ddp.reducer.backward_pass import BackwardPass, PassTerms
 from zero_optim.ddp.reducer.bucket import BATCH_NBYTES, LARGE_NBYTES, GradBucket, ReducerBucket, tensor_of
 from zero_optim.ddp.reducer.graph import UnusedSearch, nearest, reach, tensors_in
 from zero_optim.ddp.reducer.history import History
@@ -339,44 +339,6 @@ def test_a_gradient_that_comes_though_it_was_taken_for_unused() -> None:
         assert current.reductions.num_launched == int(is_late)
         current.arrived(1)
         assert "only once. A second gradient came in one backward pass" in str(current._troubles.message())
-
-
-def test_a_pass_goes_from_phase_to_phase_as_it_may_and_not_otherwise() -> None:
-    params = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
-    terms = PassTerms("every", [1, 1, 1], False, False, 1.0, [False] * 3)
-    finished, broken = (BackwardPass(assigned(params, ReducerOptions()), terms, landed) for _ in range(2))
-    assert finished.phase is Phase.RUNNING
-    finished.end()
-    assert finished.phase is Phase.ENDING
-    broken.break_off()
-    assert broken.phase is Phase.BROKEN_OFF
-    broken.break_off()  # that is known
-    broken.end()
-    for ended in (finished, broken):
-        phase = ended.phase
-        with pytest.raises(AssertionError, match="cannot follow"):
-            ended.end()
-        ended.break_off()
-        assert ended.phase is phase
-
-
-def test_a_history_learns_the_order_and_what_is_unused() -> None:
-    static = ReducerOptions(static_graph=True)
-    history = History(4)
-    assert history.terms(static, 2.0, can_carry_word=True).kind == "learning"
-    history.conclude([1, 0, 2, 0], [2, 0], [False, True, False, True], static)
-    assert (history.learnt, history.order(), history.rebuild_is_due) == ([1, 0, 2, 0], [2, 0, 1, 3], False)
-    learnt = PassTerms("learnt", [1, 0, 2, 0], False, True, 2.0, [False] * 4)
-    assert history.terms(static, 2.0, can_carry_word=True) == learnt
-    history.conclude([1, 1, 2, 0], [2, 0, 1], [False] * 4, static)
-    assert (history.looks_static, history.num_passes, history.rebuild_is_due) == (False, 2, True)
-    assert history.unused == [False, True, False, True]
-    unused = ReducerOptions(find_unused_parameters=True, skip_all_reduce_unused_params=True)
-    some = PassTerms("some", [1], True, False, 1.0, [False])
-    assert History(1).terms(unused, 1.0, can_carry_word=True) == some
-    finding = History(1)
-    finding.conclude([1], [0], [False], unused)
-    assert not finding.rebuild_is_due
 
 
 # ---------------------------------------------------------------------- texts

@@ -11,19 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from rich.console import Console
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from pool import Ranks
-from zero_optim.demo import display, elastic, metrics, schedule, worker
-from zero_optim.demo.config import ModelShape, RunConfig
+from zero_optim.demo import display, metrics, prepare, trainer
+from zero_optim.demo.config import ModelShape, RunConfig, Schedule
 from zero_optim.demo.metrics import Metric, MetricsFile
 from zero_optim.demo.model import GPT, generate
-from zero_optim.demo.ranks import Ranks as DemoRanks
 from zero_optim.demo.text import Corpus
 from zero_optim.demo.trainer import Shard, Trainer
-from zero_optim.errors import DivergedError, RemoteRankError, StalledError, heard_of
+from zero_optim.errors import RemoteRankError, StalledError, heard_of
 from zero_optim.run import host
 
 SHAPE = ModelShape(context=16, layers=2, width=16, heads=2)
@@ -71,17 +68,17 @@ def test_generated_text_goes_on_beyond_the_context_and_repeats_with_its_seed() -
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
-def test_the_learning_rate_rises_then_follows_its_schedule(kind: schedule.Schedule) -> None:
-    factors = [schedule.factor(step, kind, warmup=4, steps=20) for step in range(20)]
+def test_the_learning_rate_rises_then_follows_its_schedule(kind: Schedule) -> None:
+    factors = [trainer.rate_factor(step, kind, warmup=4, steps=20) for step in range(20)]
     assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert factors[-1] == pytest.approx(1.0 if kind == "constant" else schedule.FINAL)
+    assert factors[-1] == pytest.approx(1.0 if kind == "constant" else trainer.FINAL)
     assert factors[4:] == sorted(factors[4:], reverse=True)
     assert factors[8] == pytest.approx({"cosine": 0.851, "linear": 0.76, "constant": 1.0}[kind], abs=1e-3)
 
 
 @pytest.mark.parametrize(("warmup", "steps"), [(0, 1), (5, 3), (3, 3)])
 def test_short_runs_have_a_schedule_too(warmup: int, steps: int) -> None:
-    factors = [schedule.factor(step, "cosine", warmup, steps) for step in range(steps)]
+    factors = [trainer.rate_factor(step, "cosine", warmup, steps) for step in range(steps)]
     assert all(0 < factor <= 1 for factor in factors)
 
 
@@ -89,18 +86,18 @@ def test_records_go_on_after_the_checkpoint_without_a_step_twice(tmp_path: Path)
     book = MetricsFile(tmp_path)
     for step in range(6):
         book.add(Metric(step=step, train_loss=1.5 * step))
-    with (tmp_path / metrics.METRICS).open("a") as file:
+    with (tmp_path / prepare.METRICS).open("a") as file:
         file.write('{"step": 6, "train_lo')  # what a killed process may leave
     again = MetricsFile(tmp_path, metrics.read(tmp_path, through=3))
     again.add(Metric(step=4, val_loss=0.1 + 0.2))
-    lines = [json.loads(line) for line in (tmp_path / metrics.METRICS).read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / prepare.METRICS).read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
     assert lines[-1] == {"step": 4, "val_loss": 0.1 + 0.2}
     assert again.validations() == [(4, 0.1 + 0.2)]
 
 
 def test_a_line_that_is_no_record_is_refused_unless_it_is_the_last(tmp_path: Path) -> None:
-    (tmp_path / metrics.METRICS).write_text('{"step": 1}\nhello\n{"step": 2}\n')
+    (tmp_path / prepare.METRICS).write_text('{"step": 1}\nhello\n{"step": 2}\n')
     with pytest.raises(ValueError, match="line 2 is no record"):
         metrics.read(tmp_path, through=9)
     assert metrics.read(tmp_path / "nowhere", through=9) == []
@@ -178,45 +175,6 @@ def test_times_are_written_as_clocks_do(seconds: float, shown: str) -> None:
     assert display.clock(seconds) == shown
 
 
-def failure(
-    folder: Path, rank: int, exitcode: int, time_ns: int | None = None, heard: str = ""
-) -> ProcessFailure:
-    path = folder / f"{rank}-{exitcode}.json"
-    if time_ns is not None:
-        info = {"timestamp": "1", "time_ns": str(time_ns), "text": f":\ntraceback of {rank}", "heard": heard}
-        path.write_text(json.dumps({"message": {"message": "", "extraInfo": info}}))
-    return ProcessFailure(rank, 1000 + rank, exitcode, str(path))
-
-
-def test_a_killed_rank_is_the_cause_even_if_others_complained_first(tmp_path: Path) -> None:
-    failures = {0: failure(tmp_path, 0, 1, 5), 1: failure(tmp_path, 1, -9), 2: failure(tmp_path, 2, -15)}
-    assert elastic.describe(failures) == "rank 1 was killed by SIGKILL (process 1001)"
-
-
-def test_else_the_first_traceback_is(tmp_path: Path) -> None:
-    failures = {0: failure(tmp_path, 0, 1, 7), 1: failure(tmp_path, 1, 1, 5), 2: failure(tmp_path, 2, -15)}
-    assert elastic.describe(failures) == "rank 1 failed:\ntraceback of 1"
-
-
-def test_who_only_heard_of_a_failure_is_not_the_cause_even_if_it_raised_first(tmp_path: Path) -> None:
-    failures = {0: failure(tmp_path, 0, 1, 5, "yes"), 1: failure(tmp_path, 1, 1, 7)}
-    assert elastic.describe(failures) == "rank 1 failed:\ntraceback of 1"
-
-
-def test_a_rank_that_told_why_it_failed_is_not_one_that_was_killed(tmp_path: Path) -> None:
-    aborted = {0: failure(tmp_path, 0, 1, 5, "yes"), 1: failure(tmp_path, 1, -6, 7)}  # as it ended
-    assert elastic.describe(aborted) == "rank 1 failed:\ntraceback of 1"
-    ended = {0: failure(tmp_path, 0, 1, 5, "yes"), 1: failure(tmp_path, 1, -15, 7)}  # by the launcher
-    assert elastic.describe(ended) == "rank 1 failed:\ntraceback of 1"
-
-
-def test_a_rank_that_heard_of_others_while_it_dealt_with_its_own_failure_comes_before_those_that_only_heard(
-    tmp_path: Path,
-) -> None:
-    failures = {0: failure(tmp_path, 0, 1, 5, "yes"), 1: failure(tmp_path, 1, 1, 7, "later")}
-    assert elastic.describe(failures) == "rank 1 failed:\ntraceback of 1"
-
-
 def raised(*errors: Exception) -> Exception:
     """Give the last of some exceptions, as if each had been raised while the one before was dealt with."""
     for before, error in pairwise(errors):
@@ -251,49 +209,14 @@ def test_what_a_rank_only_heard_of_is_told_from_what_it_did(error: Exception, or
 
 
 def test_a_rank_that_only_heard_of_a_failure_waits_until_all_ranks_have_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name, value in (("LOCAL_WORLD_SIZE", "2"), ("WORLD_SIZE", "2")):
-        monkeypatch.setenv(name, value)
-    reports = [tmp_path / str(rank) / "error.json" for rank in range(2)]
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(reports[0]))
     looks: list[float] = []
-
-    def sleep(seconds: float) -> None:
-        looks.append(seconds)
-        if len(looks) == 3:
-            reports[1].touch()
-
-    monkeypatch.setattr(host.time, "sleep", sleep)
-    for report in reports:
-        report.parent.mkdir()
-    worker.record_failure(RemoteRankError("rank 1 failed"))
+    monkeypatch.setattr(host.time, "sleep", looks.append)
+    host.let_the_cause_end_first(RemoteRankError("rank 1 failed"), lambda: len(looks) == 3)
     assert len(looks) == 3
-    worker.record_failure(KeyError("b"))  # a cause waits for nobody
+    host.let_the_cause_end_first(KeyError("b"), lambda: False)  # a cause waits for nobody
     assert len(looks) == 3
-
-
-def test_a_rank_that_said_nothing_is_named_with_its_status(tmp_path: Path) -> None:
-    failures = {0: failure(tmp_path, 0, -15), 1: failure(tmp_path, 1, 3)}
-    assert elastic.describe(failures) == "rank 1 ended with status 3 (process 1001)"
-
-
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
-        (DivergedError("the loss became nan"), "rank 0 failed: the loss became nan"),
-        (BrokenPipeError("output was closed"), "rank 0 failed: output was closed"),
-        (KeyError("b"), "rank 0 failed:\nKeyError: 'b'"),
-    ],
-    ids=["diverged", "closed", "other"],
-)
-def test_a_failure_a_rank_records_is_told_in_a_line_if_that_says_it_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, line: str
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    worker.record_failure(error)
-    failures = {0: ProcessFailure(0, 1000, 1, str(tmp_path / "error.json")), 1: failure(tmp_path, 1, -15)}
-    assert elastic.describe(failures) == line
 
 
 class Ended(Exception):
@@ -344,11 +267,10 @@ def test_a_rank_whose_parent_is_gone_already_ends_at_once(monkeypatch: pytest.Mo
 def num_buckets(shard: Any) -> int:
     corpus = Corpus("text", *(torch.arange(400, dtype=torch.uint8) for _ in range(2)), digest="")
     config = RunConfig(out="any", shard=shard, context=8, optimizer="SGD", device="cpu")
-    ranks = DemoRanks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    trainer = Trainer(config, ranks, corpus)
-    expected = sum(param.numel() for param in trainer.gpt.parameters())
-    assert [kept.num_parameters for kept in trainer.shards()] == [expected]
-    return len(trainer._optimizer.bucket_members())
+    made = Trainer(config, torch.device("cpu"), corpus)
+    expected = sum(param.numel() for param in made.gpt.parameters())
+    assert [kept.num_parameters for kept in made.shards()] == [expected]
+    return len(made._optimizer.bucket_members())
 
 
 def test_sharded_gradients_of_the_default_model_have_several_buckets_to_reduce(ranks1: Ranks) -> None:

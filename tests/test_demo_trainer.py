@@ -7,14 +7,12 @@ from typing import get_args
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from pool import Pool, RankError
 from zero_optim import checkpoint
-from zero_optim.demo import saved, text
+from zero_optim.demo import prepare, text
 from zero_optim.demo.config import CommHook, RunConfig, Sharded
 from zero_optim.demo.metrics import Metric
-from zero_optim.demo.ranks import Ranks
 from zero_optim.demo.trainer import Shard, Trainer
 from zero_optim.plan.plan import ALIGNMENT_NBYTES
 
@@ -41,15 +39,14 @@ def config(tmp_path: Path) -> RunConfig:
 
 
 def make(config: RunConfig) -> Trainer:
-    place = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    return Trainer(config, place, text.load(config.text, config.context))
+    return Trainer(config, torch.device("cpu"), text.load(config.text, config.context))
 
 
 def run(config: RunConfig, until: int, resume: bool = False) -> list[Metric]:
     """Update to a step, save there in the run folder, and give the records, seconds apart."""
     trainer = make(config)
     if resume:
-        trainer.restore(str(saved.locate(config.out)))
+        trainer.restore(str(prepare.locate(config.out)))
     made = []
     while trainer.step < until:
         record = trainer.update()
@@ -204,7 +201,7 @@ def test_an_option_changes_what_is_learned(pool: Pool, config: RunConfig, change
 def test_bf16_stays_near_and_keeps_its_weights_in_fp32(pool: Pool, config: RunConfig) -> None:
     exact = losses(train(pool, 2, config))
     assert losses(train(pool, 2, replace(config, bf16=True))) == pytest.approx(exact, rel=2e-2)
-    manifest = checkpoint.Reader(saved.locate(config.out)).manifest
+    manifest = checkpoint.Reader(prepare.locate(config.out)).manifest
     dtypes = {entry.dtype for key, entry in manifest.entries.items() if key.startswith("model/")}
     assert dtypes == {torch.float32}
 

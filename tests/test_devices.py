@@ -30,7 +30,7 @@ from device_names import (
 )
 from pool import on_ranks
 from zero_optim import RemoteRankError, ZeroRedundancyOptimizer
-from zero_optim.comm import ranks as comm_ranks
+from zero_optim.comm import collectives
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.backends import (
     backend_for,
@@ -215,7 +215,7 @@ def test_the_backends_of_a_group_are_those_that_it_really_has() -> None:
 @on_ranks(1)
 def test_after_a_plain_init_on_a_gpu_host_small_tensors_lie_with_the_parameters() -> None:
     with (
-        mock.patch.object(comm_ranks, "backends_of", return_value=parse_config(PLAIN_ON_GPU_HOST)),
+        mock.patch.object(collectives, "backends_of", return_value=parse_config(PLAIN_ON_GPU_HOST)),
         mock.patch.object(dist, "get_backend", return_value="undefined"),
         mock.patch.object(torch.cuda, "current_device", return_value=0),
     ):
@@ -230,8 +230,8 @@ def test_parameters_on_a_device_without_a_backend_are_refused_on_every_rank() ->
     params = list(nn.Linear(2, 2).parameters())
     optimizer = ZeroRedundancyOptimizer(params[:1], torch.optim.SGD, lr=0.1)
     with (
-        mock.patch.object(comm_ranks, "backends_of", return_value={"cpu": "gloo"}),
-        mock.patch.object(comm_ranks, "devices_of", found),
+        mock.patch.object(collectives, "backends_of", return_value={"cpu": "gloo"}),
+        mock.patch.object(collectives, "devices_of", found),
     ):
         with pytest.raises(ValueError, match=r"on cuda:3, and the group has no backend for cuda tensors"):
             ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)

@@ -85,7 +85,9 @@ def test_training_gives_the_bits_of_whole_parameters(ranks2: Ranks, how: str, re
     ranks2.run(trains_alike, how, reshards)
 
 
-def counts_live_bytes(reshards: bool | int, kept: int) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize(("reshards", "kept"), [(True, 0), (False, 3), (1, 1)])
+def test_only_what_is_used_or_next_is_there(reshards: bool | int, kept: int) -> None:
     """One unit is whole at a time, and the next one on its way; the outermost stays in training."""
     model = Tower()
     optimizer = adamw(model)
@@ -131,12 +133,8 @@ def counts_live_bytes(reshards: bool | int, kept: int) -> None:
         assert live == forward[where], (where, live, forward[where])
 
 
-@pytest.mark.parametrize(("reshards", "kept"), [(True, 0), (False, 3), (1, 1)])
-def test_only_what_is_used_or_next_is_there(ranks2: Ranks, reshards: bool | int, kept: int) -> None:
-    ranks2.run(counts_live_bytes, reshards, kept)
-
-
-def reads_and_writes() -> None:
+@on_ranks(2)
+def test_parameters_are_read_and_written_where_they_are_whole() -> None:
     model = Tower()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     optimizer = adamw(model)
@@ -162,10 +160,6 @@ def reads_and_writes() -> None:
         assert torch.equal(tensor, 2 * before[name]), name
     with pytest.raises(RuntimeError, match="cannot be copied or pickled"):
         copy.deepcopy(wrapped)
-
-
-def test_parameters_are_read_and_written_where_they_are_whole(ranks2: Ranks) -> None:
-    ranks2.run(reads_and_writes)
 
 
 class Failing(nn.Module):
@@ -200,7 +194,11 @@ def test_it_goes_on_after_a_forward_pass_that_raised() -> None:
     train(wrapped, optimizer)
 
 
-def compiles() -> None:
+# torch.compile warns of its own innards here and there.
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
+def test_compiled_units_train_alike() -> None:
     torch._dynamo.reset()
     model = Tower()
     whole = DistributedDataParallel(copy.deepcopy(model))
@@ -213,13 +211,6 @@ def compiles() -> None:
     with unsharded(model):
         for param, want in zip(model.parameters(), whole.module.parameters(), strict=True):
             assert torch.equal(param, want)
-
-
-# torch.compile warns of its own innards here and there.
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.slow
-def test_compiled_units_train_alike(ranks2: Ranks) -> None:
-    ranks2.run(compiles)
 
 
 @on_ranks(2)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pool import Ranks, on_ranks
+from pool import on_ranks
 from test_fully_sharded import Tower, adamw, batch
 from test_fully_sharded_models import assert_alike, loss_of, train
 from zero_optim import ZeroRedundancyOptimizer, checkpoint
@@ -36,7 +36,9 @@ def later(model: Any, **options: Any) -> tuple[FullyShardedDataParallel, ZeroRed
     return wrapped, adamw(wrapped)
 
 
-def trains_with_a_later_optimizer(how: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["", "reentrant"])
+def test_an_optimizer_that_is_built_later_gives_the_bits_of_one_built_before(how: str) -> None:
     model = Tower(how=how)
     whole = DistributedDataParallel(copy.deepcopy(model))
     one = adamw(whole)
@@ -44,11 +46,6 @@ def trains_with_a_later_optimizer(how: str) -> None:
     assert train(wrapped, optimizer, loss_of) == train(whole, one, loss_of)
     assert_alike(model, whole.module)
     assert wrapped.units.nbytes_live() == 0
-
-
-@pytest.mark.parametrize("how", ["", "reentrant"])
-def test_an_optimizer_that_is_built_later_gives_the_bits_of_one_built_before(ranks2: Ranks, how: str) -> None:
-    ranks2.run(trains_with_a_later_optimizer, how)
 
 
 @on_ranks(2)
@@ -90,7 +87,9 @@ class Odd(nn.Module):
         return (second(x.double()).float() @ self.turned.t()) * self.scale * self.one + self.none.sum()
 
 
-def trains_odd_ones(first: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("first", [True, False])
+def test_parameters_of_any_form_become_units(first: bool) -> None:
     model = Odd()
     whole = DistributedDataParallel(copy.deepcopy(model))
     one = ZeroRedundancyOptimizer(whole.parameters(), torch.optim.AdamW, lr=1e-2, ema_decay=0.5)
@@ -109,11 +108,6 @@ def trains_odd_ones(first: bool) -> None:
         assert model.blocks[0].weight.is_contiguous(memory_format=torch.channels_last)
     with optimizer.averaged_weights(), one.averaged_weights():
         assert_alike(model, whole.module)
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_parameters_of_any_form_become_units(ranks2: Ranks, first: bool) -> None:
-    ranks2.run(trains_odd_ones, first)
 
 
 @on_ranks(2)
@@ -237,7 +231,9 @@ class Written(Tower):
         return super().forward(x)
 
 
-def trains_in_place(first: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_module_that_is_sharded_in_place_trains_as_a_wrapped_one(first: bool) -> None:
     model = Written()
     whole = DistributedDataParallel(copy.deepcopy(model))
     one = adamw(whole)
@@ -270,11 +266,6 @@ def trains_in_place(first: bool) -> None:
         copy.deepcopy(model)
     with pytest.raises(ValueError, match="was not given to fully_shard"):
         fully_sharded(whole)
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_a_module_that_is_sharded_in_place_trains_as_a_wrapped_one(ranks2: Ranks, first: bool) -> None:
-    ranks2.run(trains_in_place, first)
 
 
 # ---------------------------------------------------------------------- other memory

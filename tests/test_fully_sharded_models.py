@@ -144,23 +144,17 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def trains_kind(kind: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("kind", CASES)
+def test_blocks_are_used_in_any_way(kind: str) -> None:
     trains_alike(Kinds(kind.removesuffix(" nested")), **CASES[kind])
 
 
-@pytest.mark.parametrize("kind", CASES)
-def test_blocks_are_used_in_any_way(ranks2: Ranks, kind: str) -> None:
-    ranks2.run(trains_kind, kind)
-
-
-def with_four() -> None:
+@on_ranks(4)
+@pytest.mark.slow
+def test_four_ranks_give_the_bits_of_sharded_gradients() -> None:
     trains_alike(Tower())
     trains_alike(Kinds("tied"), units=nested)
-
-
-@pytest.mark.slow
-def test_four_ranks_give_the_bits_of_sharded_gradients(ranks4: Ranks) -> None:
-    ranks4.run(with_four)
 
 
 def trained(model: nn.Module) -> Iterator[Tensor]:
@@ -251,7 +245,9 @@ def test_modules_return_anything() -> None:
     trains_alike(Forms())
 
 
-def accumulates(how: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["local", "owner"])
+def test_passes_add_up_before_a_step(how: str) -> None:
     (whole, one), (fully, other) = both(Tower(), accumulate=how)
     for wrapped, optimizer in ((whole, one), (fully, other)):
         for step in range(2):
@@ -261,11 +257,6 @@ def accumulates(how: str) -> None:
                     loss_of(wrapped, 10 * step + number).backward()
             optimizer.step()
     assert_alike(fully.module, whole.module)
-
-
-@pytest.mark.parametrize("how", ["local", "owner"])
-def test_passes_add_up_before_a_step(ranks2: Ranks, how: str) -> None:
-    ranks2.run(accumulates, how)
 
 
 def twice_and_between(model: nn.Module, step: int) -> Tensor:
@@ -282,7 +273,8 @@ def test_a_graph_is_gone_through_twice() -> None:
     trains_alike(Tower(), twice_and_between, accumulate="owner")
 
 
-def scales() -> None:
+@on_ranks(2)
+def test_a_scaler_skips_a_step() -> None:
     (whole, one), (fully, other) = both(Tower())
     for wrapped, optimizer in ((whole, one), (fully, other)):
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
@@ -300,21 +292,14 @@ def scales() -> None:
     assert_alike(fully.module, whole.module)
 
 
-def test_a_scaler_skips_a_step(ranks2: Ranks) -> None:
-    ranks2.run(scales)
-
-
 def bf16_loss(model: nn.Module, step: int) -> Tensor:
     return model(batch(step).bfloat16()).float().square().mean()
 
 
-def with_masters() -> None:
+@on_ranks(2)
+def test_masters_stay_with_their_owners() -> None:
     options = {"of_optimizer": {"master_dtype": torch.float32, "ema_decay": 0.5}}
     trains_alike(Tower().bfloat16(), bf16_loss, **options)
-
-
-def test_masters_stay_with_their_owners(ranks2: Ranks) -> None:
-    ranks2.run(with_masters)
 
 
 @on_ranks(2)

@@ -160,7 +160,8 @@ def test_gradients_are_reduced_in_the_dtype_of_the_parameters_if_none_is_given(r
     ranks2.run(follows, PrecisionPolicy(params=BF16, outputs=FP32), "", 2)
 
 
-def cuts() -> None:
+@on_ranks(2)
+def test_cut_parameters_keep_the_bits() -> None:
     hand, tower = ByHand(BF16, FP32, width=96), Tower(96)
     optimizer = adamw(tower)
     units = [block.up for block in tower.blocks]
@@ -177,11 +178,8 @@ def cuts() -> None:
     assert torch.allclose(norms[-1], wanted, rtol=1e-5)
 
 
-def test_cut_parameters_keep_the_bits(ranks2: Ranks) -> None:
-    ranks2.run(cuts)
-
-
-def averages() -> None:
+@on_ranks(2)
+def test_averages_are_those_of_what_owners_keep() -> None:
     model = Tower()
     model.blocks[0].requires_grad_(False)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, ema_decay=0.5)
@@ -195,10 +193,6 @@ def averages() -> None:
     with optimizer.averaged_weights():
         assert equal(as_kept(wrapper), want)
         assert wrapper(batch(0)).isfinite().all()
-
-
-def test_averages_are_those_of_what_owners_keep(ranks2: Ranks) -> None:
-    ranks2.run(averages)
 
 
 @pytest.mark.slow

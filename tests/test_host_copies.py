@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from device_names import CPU, GPU3, META, XPU1, tensor_on
 from zero_optim.checkpoint.content import RankContent, random_state, set_random_state
 from zero_optim.checkpoint.names import Objects
-from zero_optim.comm import copies, wire
+from zero_optim.comm import wire
 from zero_optim.compat import streams
 from zero_optim.compat.pinned import pinned_in_full
 
@@ -96,7 +96,7 @@ def test_a_save_in_the_background_pins_one_piece_at_a_time_and_keeps_ordinary_me
     part.add(
         "state", [torch.arange(15, dtype=torch.int16).reshape(3, 5).t(), torch.arange(7.0), torch.ones(0)]
     )
-    with counting() as accelerator, mock.patch.object(copies, "PIECE_NBYTES", 16):
+    with counting() as accelerator, mock.patch.object(wire, "PIECE_NBYTES", 16):
         make = accelerator.host_tensor
         accelerator.host_tensor = lambda like: pinned.append(make(like)) or pinned[-1]  # type: ignore[method-assign]
         staged = part.staged()

@@ -23,6 +23,7 @@ from waiting import LIMIT, wait_until
 from zero_optim import RemoteRankError, ZeroRedundancyOptimizer, checkpoint
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import encode
+from zero_optim.comm.exchange import exchange, start_recv, start_send
 from zero_optim.comm.lanes import Lease, lanes_beside, lease, num_started
 from zero_optim.comm.wire import recv_value, send_value
 from zero_optim.compat.engine import timeout_of
@@ -130,7 +131,7 @@ def counts_after_exchanges() -> list[int]:
     group = RankGroup.of(None)
     lanes = lanes_beside(group)
     for _ in range(2):
-        works, _ = group.exchange([torch.ones(2)] * group.size, lanes.groups)
+        works, _ = exchange(group, [torch.ones(2)] * group.size, lanes.groups)
         for work in works:
             work.wait()
     return [num_started(lane) for lane in lanes.groups]
@@ -314,7 +315,7 @@ def drops_what_is_under_way() -> int:
         lanes += [lane.process_group for lane in held.groups]
         there, back = (held.groups[sender] for sender in (group.rank, other))
         sent, room = torch.full((2**20,), float(group.rank)), torch.empty(2**20)
-        held.under_way += [back.start_recv(room, other), there.start_send(sent, other)]
+        held.under_way += [start_recv(back, room, other), start_send(there, sent, other)]
         del held, there, back, sent
         again = lease(group, 2, "gloo")
         lanes += [lane.process_group for lane in again.groups]

@@ -24,12 +24,12 @@ from zero_optim.comm import collectives
 from zero_optim.comm.backends import parse_config
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import encode
+from zero_optim.comm.records import Verdict
 from zero_optim.comm.started import Work
-from zero_optim.comm.watchdog import Watchdog
 from zero_optim.comm.wire import recv_value, send_value
-from zero_optim.comm.works import Verdict
 from zero_optim.compat import streams
 from zero_optim.compat.engine import aborts_of
+from zero_optim.health.watchdog import Watchdog
 
 
 class Handle:

@@ -108,7 +108,9 @@ def step_by_hand(plain: nn.Module, one: torch.optim.Optimizer, step: int) -> Ten
     return loss
 
 
-def trains_as_by_hand(stage: str) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("stage", WAYS)
+def test_gradients_are_summed_inside_a_replica_and_then_across(stage: str) -> None:
     plain = Tower()
     model = copy.deepcopy(plain)
     with torch.no_grad():
@@ -122,11 +124,6 @@ def trains_as_by_hand(stage: str) -> None:
         assert train(wrapped, optimizer, step, 1) == [want.item()]
     assert_alike(model, plain)
     assert_equal_everywhere(model)
-
-
-@pytest.mark.parametrize("stage", WAYS)
-def test_gradients_are_summed_inside_a_replica_and_then_across(ranks4: Ranks, stage: str) -> None:
-    ranks4.run(trains_as_by_hand, stage)
 
 
 @on_ranks(2)
@@ -185,7 +182,11 @@ def test_passes_add_up_on_owners_or_on_ranks(ranks4: Ranks, how: str) -> None:
     ranks4.run(accumulates, OVER_ALL, how)
 
 
-def clips_and_scales(stage: str) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize(
+    "stage", [pytest.param("gradients", marks=pytest.mark.exhaustive), "fully", OVER_ALL]
+)
+def test_clipping_and_scaling_are_those_of_the_averages(stage: str) -> None:
     """An infinity on one rank is in the sums of all replicas, so all of them skip the step."""
     plain = Tower()
     wrapped, optimizer = built(copy.deepcopy(plain), stage, mesh_of(2), {"cuts": False})
@@ -212,13 +213,6 @@ def clips_and_scales(stage: str) -> None:
     assert_equal_everywhere(wrapped.module)
 
 
-@pytest.mark.parametrize(
-    "stage", [pytest.param("gradients", marks=pytest.mark.exhaustive), "fully", OVER_ALL]
-)
-def test_clipping_and_scaling_are_those_of_the_averages(ranks4: Ranks, stage: str) -> None:
-    ranks4.run(clips_and_scales, stage)
-
-
 class Uneven(nn.Module):
     """Rank 3 alone uses one layer, nobody another; a buffer counts, and an embedding is sparse."""
 
@@ -237,7 +231,9 @@ class Uneven(nn.Module):
         return (self.by_one(x) if rank == 3 else x).square().mean()
 
 
-def agrees_about_use(stage: str) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("stage", ["gradients"])
+def test_ranks_of_all_replicas_agree_about_buffers_and_unused_parameters(stage: str) -> None:
     plain = Uneven()
     given = {"optimizer_class": torch.optim.SGD, "lr": 0.1}
     wrapped, optimizer = built(copy.deepcopy(plain), stage, mesh_of(2), given, find_unused_parameters=True)
@@ -261,11 +257,6 @@ def agrees_about_use(stage: str) -> None:
     assert_equal_everywhere(wrapped.module)
     for got, want in zip(whole(wrapped.module), whole(plain), strict=True):
         torch.testing.assert_close(got, want)  # a sparse gradient is summed over all ranks at once
-
-
-@pytest.mark.parametrize("stage", ["gradients"])
-def test_ranks_of_all_replicas_agree_about_buffers_and_unused_parameters(ranks4: Ranks, stage: str) -> None:
-    ranks4.run(agrees_about_use, stage)
 
 
 @on_ranks(4)

@@ -18,8 +18,9 @@ import zero_optim.hooks
 from zero_optim import errors
 from zero_optim.compat import engine
 from zero_optim.ddp import data_parallel, rebindable
+from zero_optim.ddp.full import parts
 
-LISTS = (engine.NEEDED, data_parallel.NEEDED, rebindable.NEEDED, zero_optim.hooks.NEEDED)
+LISTS = (engine.NEEDED, data_parallel.NEEDED, rebindable.NEEDED, parts.NEEDED, zero_optim.hooks.NEEDED)
 NOT_PYTORCH = {"_ArgumentGroup", "_exit", "_replace"}  # of argparse, os, and named tuples
 READ_WITH_A_DEFAULT = {"_ExperimentalConfig", "_current_context", "_distributed_autograd"}
 

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from waiting import LIMIT, wait_until
-from zero_optim.comm import verdicts as verdicts_module
-from zero_optim.comm.peers import Message, Presence
+from zero_optim.comm.records import Record, Verdict
 from zero_optim.comm.traffic import Phase
-from zero_optim.comm.verdicts import Verdicts
-from zero_optim.comm.works import GroupWorks, Record, Verdict, WorkLog
+from zero_optim.comm.works import GroupWorks, WorkLog
+from zero_optim.health import verdicts as verdicts_module
+from zero_optim.health.peers import Message, Presence
+from zero_optim.health.verdicts import Verdicts
 
 EVERYONE = (0, 1, 2, 3)
 ROWS, COLUMNS = ((0, 1), (2, 3)), ((0, 2), (1, 3))

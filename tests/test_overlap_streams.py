@@ -14,7 +14,7 @@ from fake_streams import FakeAccelerator, FakeStream, fake_streams
 from overlap import WRAPPERS, Grads, Setting, adamw, assert_same_run, grads_of, loss_of, plain_step
 from pool import on_ranks
 from zero_optim import RemoteRankError, ZeroRedundancyOptimizer
-from zero_optim.comm.pending import Pending
+from zero_optim.comm.started import Pending
 from zero_optim.hooks import zero_step
 from zero_optim.hooks.overlap import owners, steps, task
 from zero_optim.shard import storage

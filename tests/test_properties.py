@@ -22,7 +22,7 @@ from zero_optim.checkpoint import manifest
 from zero_optim.checkpoint.manifest import Chunk, DataFile, Entry, Manifest
 from zero_optim.checkpoint.safetensors import DTYPES as KNOWN_DTYPES
 from zero_optim.checkpoint.safetensors import Box, lay_out
-from zero_optim.comm import copies, encoding
+from zero_optim.comm import encoding, wire
 from zero_optim.plan.buckets import assign_buckets
 from zero_optim.plan.layout import spans, whole
 from zero_optim.plan.partition import assign_owners, rank_loads
@@ -183,7 +183,7 @@ def test_a_nested_value_comes_back_as_it_was_sent(value: Any) -> None:
     received = encoding.skeleton_from_bytes(encoding.skeleton_to_bytes(skeleton))
     blanks = encoding.blank_tensors(received)
     for blank, tensor in zip(blanks, held, strict=True):
-        copies.memory_of(blank).copy_(copies.memory_of(tensor))
+        wire.memory_of(blank).copy_(wire.memory_of(tensor))
     assert_same_value(encoding.decode(received, iter(blanks)), value)
 
 
@@ -217,7 +217,7 @@ def test_joining_gives_back_the_state_that_rows_were_picked_from(
             skeleton, held = encoding.encode({7: rows}, "state")
             blanks = encoding.blank_tensors(skeleton, target.places_of(piece.owner))
             for blank, tensor in zip(blanks, held, strict=True):
-                copies.memory_of(blank).copy_(copies.memory_of(tensor))
+                wire.memory_of(blank).copy_(wire.memory_of(tensor))
             parts.append(encoding.decode(skeleton, iter(blanks)))
     joined = target.merge(parts)[7]
     assert torch.equal(joined["avg"], whole)
@@ -245,8 +245,8 @@ def assert_same_value(got: Any, expected: Any) -> None:
 
 @given(st.lists(st.integers(0, 3 * 2**24), max_size=8))
 def test_pieces_hold_every_byte_once_and_in_order_within_the_bound(sizes: list[int]) -> None:
-    pieces = list(copies.pieces_of(sizes))
-    assert all(sum(stop - start for _, start, stop in piece) <= copies.PIECE_NBYTES for piece in pieces)
+    pieces = list(wire.pieces_of(sizes))
+    assert all(sum(stop - start for _, start, stop in piece) <= wire.PIECE_NBYTES for piece in pieces)
     places = [0] * len(sizes)
     last = 0
     for index, start, stop in (part for piece in pieces for part in piece):

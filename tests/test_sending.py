@@ -19,6 +19,7 @@ from pool import on_ranks
 from zero_optim.comm import collectives, lanes
 from zero_optim.comm.backends import parse_config
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.exchange import _exchange_packed, exchange
 from zero_optim.comm.lanes import lanes_beside
 from zero_optim.compat.engine import coalesced, coalesces, make_group
 
@@ -36,7 +37,7 @@ def test_gloo_exchanges_what_is_not_on_the_cpu_as_one_tensor_of_bytes() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.uint8):
         sent = pieces_of(group.rank, dtype)
         into = [torch.empty_like(sent[group.rank]) for _ in range(2)]
-        works, came = group._exchange_packed(sent, into, group)
+        works, came = _exchange_packed(sent, into, group)
         for work in works:
             work.wait()
         assert came[group.rank] is sent[group.rank]
@@ -50,7 +51,7 @@ def test_another_backend_exchanges_at_once_whatever_the_device() -> None:
     sent = pieces_of(group.rank, torch.float32)
     started = mock.Mock(spec=dist.Work)
     with mock.patch.object(dist, "all_to_all", return_value=started) as asked:
-        works, came = group.exchange(sent, [replace(group, backends={"cpu": "nccl"})])
+        works, came = exchange(group, sent, [replace(group, backends={"cpu": "nccl"})])
     assert [work.handle for work in works] == [started]
     into, pieces = asked.call_args.args
     assert [part.numel() for part in pieces] == [0 if to == group.rank else to * 3 for to in range(2)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sharded import new_rows
-from zero_optim.ddp.owners.owner_layout import OwnerLayout
+from zero_optim.ddp.owners.rows import RowPlan
 from zero_optim.plan.pieces import Piece
 from zero_optim.step.partial import PartialGradient
 
@@ -107,7 +107,7 @@ def test_autograd_cannot_add_to_a_partial_gradient() -> None:
 def test_rows_hold_every_element_once_at_aligned_places() -> None:
     params = [torch.arange(15.0).view(5, 3), torch.arange(4.0), torch.tensor(7.0), torch.zeros(2, 0)]
     pieces = [PIECES, (Piece(1, 0, 4),), (Piece(0, 0, 1),), (Piece(1, 0, 2),)]
-    layout = OwnerLayout.of(params, pieces, 4, torch.float32, carries_word=True)
+    layout = RowPlan.of(params, pieces, 4, torch.float32, carries_word=True)
     rows = new_rows(layout, params[0])
     assert [len(row) for row in rows] == [16 + 1 + 1, 16 + 1, 9 + 1, 1]
     for param, parts in zip(params, layout.parts, strict=True):
@@ -123,7 +123,7 @@ def test_rows_hold_every_element_once_at_aligned_places() -> None:
 def test_rows_keep_the_strides_of_parameters() -> None:
     image = torch.rand(4, 3, 5, 5).contiguous(memory_format=torch.channels_last)
     pieces = (Piece(0, 0, 1), Piece(1, 1, 4))
-    layout = OwnerLayout.of([image], [pieces], 2, torch.float32, carries_word=False)
+    layout = RowPlan.of([image], [pieces], 2, torch.float32, carries_word=False)
     rows = new_rows(layout, image)
     for part in layout.parts[0]:
         seen = part.seen_in(rows[part.owner])

@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from fractions import Fraction
-from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +17,11 @@ from sharded import Setting, new_rows
 from test_sharded_errors import goes_on_after_a_failure, keeps_sums
 from test_sharded_join import epochs_alike
 from test_sharded_training import summed_in_rank_order, trains_alike
-from zero_optim.ddp.owners import owner_line, owner_reducer, owner_route, owner_rows
+from zero_optim.ddp.owners import owner_line, owner_reducer
+from zero_optim.ddp.owners import rows as owner_rows
 from zero_optim.ddp.owners.bucket_owners import BucketOwners
 from zero_optim.ddp.owners.owner_bucket import OwnerBucket
-from zero_optim.ddp.owners.owner_layout import OwnerLayout
-from zero_optim.ddp.owners.owner_rows import OwnerRows, Portions, most_portions, num_portions
+from zero_optim.ddp.owners.rows import OwnerRows, RowPlan, most_portions, num_portions
 from zero_optim.plan.pieces import Piece
 
 
@@ -45,7 +44,7 @@ def test_no_portion_is_larger_than_those_of_the_largest_bucket_or_very_small() -
     )
 
 
-def some_layout(*, carries_word: bool) -> tuple[list[Tensor], OwnerLayout]:
+def some_plan(count: int, *, carries_word: bool) -> tuple[list[Tensor], RowPlan]:
     image = torch.rand(20, 3, 5, 5).contiguous(memory_format=torch.channels_last)
     params = [
         torch.rand(50, 3),
@@ -63,20 +62,19 @@ def some_layout(*, carries_word: bool) -> tuple[list[Tensor], OwnerLayout]:
         (Piece(0, 0, 6), Piece(1, 6, 20)),
         (Piece(2, 0, 64),),
     ]
-    return params, OwnerLayout.of(params, pieces, 4, torch.float32, carries_word=carries_word)
+    return params, RowPlan.of(params, pieces, 4, torch.float32, carries_word=carries_word, count=count)
 
 
 @pytest.mark.parametrize("carries_word", [False, True])
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_portions_together_are_the_rows(count: int, carries_word: bool) -> None:
-    params, layout = some_layout(carries_word=carries_word)
-    whole = new_rows(layout, params[0])
-    portions = Portions.of(layout, count)
-    rows = [OwnerRows(portions, rank, params[0]) for rank in range(2)]
+    params, plan = some_plan(count, carries_word=carries_word)
+    whole = new_rows(plan, params[0])
+    rows = [OwnerRows(plan, rank, params[0]) for rank in range(2)]
     for slot, param in enumerate(params):
-        for part in layout.parts[slot]:
+        for part in plan.parts[slot]:
             part.seen_in(whole[part.owner]).copy_(part.taken_from(param))
-        for number, part in portions.parts[slot]:
+        for number, part in plan.cells[slot]:
             for of_rank in rows:
                 of_rank.place(number, part).copy_(part.taken_from(param))
     if carries_word:
@@ -91,10 +89,8 @@ def test_portions_together_are_the_rows(count: int, carries_word: bool) -> None:
 
 def test_portions_of_a_row_are_about_equally_long() -> None:
     params = [torch.rand(100, 16), torch.rand(100)]
-    layout = OwnerLayout.of(
-        params, [(Piece(0, 0, 100),), (Piece(0, 0, 100),)], 2, torch.float32, carries_word=False
-    )
-    (bounds, empty) = Portions.of(layout, 4).bounds
+    pieces = [(Piece(0, 0, 100),)] * 2
+    bounds, empty = RowPlan.of(params, pieces, 2, torch.float32, carries_word=False, count=4).bounds
     assert empty == (0,) * 5
     lengths = [stop - start for start, stop in pairwise(bounds)]
     assert sum(lengths) == 1700
@@ -103,20 +99,19 @@ def test_portions_of_a_row_are_about_equally_long() -> None:
 
 def test_a_gradient_whose_rows_do_not_follow_each_other_in_memory_is_not_split() -> None:
     param = torch.rand(64, 4).t()  # dimension 0 is innermost
-    layout = OwnerLayout.of([param], [(Piece(0, 0, 4),)], 1, torch.float32, carries_word=False)
-    ((_, part),) = Portions.of(layout, 3).parts[0]
+    plan = RowPlan.of([param], [(Piece(0, 0, 4),)], 1, torch.float32, carries_word=False, count=3)
+    ((_, part),) = plan.cells[0]
     assert part.is_whole
 
 
 def test_other_ranks_portions_are_made_when_gradients_come() -> None:
-    params, layout = some_layout(carries_word=False)
-    portions = Portions.of(layout, 4)
-    rows = OwnerRows(portions, 1, params[0])
-    with mock.patch.object(OwnerRows, "_made", wraps=rows._made) as made:
+    params, plan = some_plan(4, carries_word=False)
+    rows = OwnerRows(plan, 1, params[0])
+    with mock.patch.object(OwnerRows, "_new", wraps=rows._new) as made:
         for _ in range(2):
-            rows.place(*portions.parts[1][0])  # of rank 1 itself
+            rows.place(*plan.cells[1][0])  # of rank 1 itself
             assert not made.called
-        rows.place(*portions.parts[2][0])
+        rows.place(*plan.cells[2][0])
         assert made.call_count == 1
 
 
@@ -180,7 +175,7 @@ def told_of_sums() -> Iterator[list[str]]:
         def wait(self) -> None:
             told.append(f"end {self.about}")
 
-    with mock.patch.object(owner_route, "RowSum", Recorded):
+    with mock.patch.object(owner_line, "RowSum", Recorded):
         yield told
 
 
@@ -191,7 +186,7 @@ def buckets_and_line(
     buckets = [OwnerBucket([0], [torch.rand(4, 2)], owners, num_portions=num_portions) for _ in range(count)]
     nobody: Any = SimpleNamespace(groups=())
     labels = [f"bucket {number}" for number in range(count)]
-    route = partial(owner_route.DirectRoute, nobody, nobody)
+    route = owner_line.SumRoute(nobody, nobody)
     return buckets, owner_line.OwnerLine(route, labels, nobody, is_apart=is_apart)
 
 

@@ -15,9 +15,8 @@ from pool import on_ranks
 from training import MIXED, assert_same_bits, make_params, train_both, twin
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.copies import PIECE_NBYTES
 from zero_optim.comm.encoding import decode, encode
-from zero_optim.comm.wire import recv_value, send_value
+from zero_optim.comm.wire import PIECE_NBYTES, recv_value, send_value
 
 
 class OddState(torch.optim.SGD):

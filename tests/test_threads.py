@@ -98,8 +98,8 @@ from zero_optim.ddp import DistributedDataParallel
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
 model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
-optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
-model = DistributedDataParallel(model)
+optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, timeout=5)
+model = DistributedDataParallel(model, timeout=5)
 try:
     for number in range(6):
         model(torch.ones(2, 64)).sum().backward()

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from stalling import outcomes
-from test_crosswise_runs import soon
+from stalling import TIMEOUT, about_to_stall, outcomes
 from test_unit_marks import WHAT, check, said
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import FullyShardedDataParallel, PrecisionPolicy
@@ -124,8 +123,8 @@ def an_error_in_forward() -> None:
     step()
 
 
-def an_error_in_backward(place: str = "loss") -> None:
-    _, _, step = trained()
+def an_error_in_backward(place: str = "loss", **options: Any) -> None:
+    _, _, step = trained(**options)
     Stops.place = place if is_first() else ""
     with suppress(ArithmeticError):
         step()
@@ -134,8 +133,8 @@ def an_error_in_backward(place: str = "loss") -> None:
 
 
 def an_error_in_the_model_in_backward() -> None:
-    soon()
-    an_error_in_backward("model")
+    about_to_stall()
+    an_error_in_backward("model", timeout=TIMEOUT)
 
 
 def state_of_another_module() -> None:

@@ -27,21 +27,29 @@ from sockets import listening
 from stalling import Others, linear, outcomes, sharded, with_gradients
 from waiting import LIMIT, wait_until
 from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.comm import verdicts as verdicts_module
-from zero_optim.comm.awake import AwakeTime
 from zero_optim.comm.backends import raised_by_backend
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.diagnosis import Status
-from zero_optim.comm.directory import Directory
-from zero_optim.comm.peers import Address, Listener, Message, Presence, ask, host_towards, in_threads
+from zero_optim.comm.records import Verdict
 from zero_optim.comm.started import Work
-from zero_optim.comm.verdicts import EXIT_CODE, Verdicts
-from zero_optim.comm.watchdog import Watchdog, unwatch
-from zero_optim.comm.works import Verdict, WorkLog, explain_nothing
+from zero_optim.comm.works import WorkLog, explain_nothing
 from zero_optim.compat.engine import default_store
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.ddp.reducer.reducer import Reducer
 from zero_optim.errors import StalledError
+from zero_optim.health import verdicts as verdicts_module
+from zero_optim.health.diagnosis import Status
+from zero_optim.health.peers import (
+    Address,
+    Directory,
+    Listener,
+    Message,
+    Presence,
+    ask,
+    host_towards,
+    in_threads,
+)
+from zero_optim.health.verdicts import EXIT_CODE, Verdicts
+from zero_optim.health.watchdog import AwakeTime, Watchdog, unwatch
 from zero_optim.hooks.exchange import start_average
 
 
@@ -198,18 +206,17 @@ def test_a_long_run_with_pauses_up_to_half_of_the_timeout_raises_no_alarm(ranks2
 
 
 @contextmanager
-def patient_in(*modules: str) -> Iterator[None]:
-    """Let these wait for an answer as long as it takes: a busy machine may need more than they would give."""
+def patient_questions() -> Iterator[None]:
+    """Have questions wait for as long as a busy machine takes."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in modules:
-            patch.setattr(f"zero_optim.comm.{module}.ANSWER_LIMIT", LIMIT)
+        patch.setattr("zero_optim.health.peers.ANSWER_LIMIT", LIMIT)
         yield
 
 
 def ask_each_other() -> tuple[str, Status]:
     _optimizer = ZeroRedundancyOptimizer(linear().parameters(), torch.optim.SGD, lr=0.1)
     group = RankGroup.of(None)
-    with patient_in("peers", "directory"):
+    with patient_questions():
         found = Directory(lambda: True).ask_all(group.works.ranks, {"ranks": group.works.ranks})
     dist.barrier()
     (answer,) = found.values()
@@ -245,7 +252,7 @@ def test_who_does_not_have_the_token_is_not_answered(listener: Listener) -> None
     server.start()
     known = listener.address
     stranger = Address(known.host, known.port, "guess", known.node, known.pid)
-    with patient_in("peers"):
+    with patient_questions():
         assert ask(stranger, {"verdict": ["end", []]}) is Presence.ENDED  # the connection is closed
     server.join()
     assert answered == []
@@ -430,7 +437,6 @@ def test_a_wait_of_a_minute_is_warned_of_whatever_the_timeout_is() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verdicts_module, "_beside", lambda work: work())
         patch.setattr(judging, "_warn", lambda _, seconds: warned.append(seconds))
-        patch.setattr(judging, "_prove", lambda _: None)
         for seconds in (1.0, 59.0, 60.0, 61.0):
             judging.judge_wait(record, seconds)
     assert warned == [60.0]
@@ -586,7 +592,7 @@ def test_calls_beside_each_other_give_what_comes_in_time(monkeypatch: pytest.Mon
     now = iter(
         [0.0, 0.0, 0.0, 2.0]
     )  # when it begins, and before it waits for each: time is over for the last
-    monkeypatch.setattr("zero_optim.comm.peers.time", SimpleNamespace(monotonic=lambda: LIMIT * next(now)))
+    monkeypatch.setattr("zero_optim.health.peers.time", SimpleNamespace(monotonic=lambda: LIMIT * next(now)))
 
     def fail() -> int:
         raise OSError("gone")

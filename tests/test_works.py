@@ -18,16 +18,16 @@ from stalling import linear
 from waiting import wait_until
 from worlds import enter, leave
 from zero_optim import StalledError, ZeroRedundancyOptimizer
-from zero_optim.comm.activity import OVERLAPPED_STEP, Activity
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.diagnosis import Status, judge
 from zero_optim.comm.lanes import gloo_lanes_beside
-from zero_optim.comm.peers import Presence
+from zero_optim.comm.records import OVERLAPPED_STEP, Activity, Record, Verdict
 from zero_optim.comm.started import Work
-from zero_optim.comm.works import KEPT, Record, Verdict
+from zero_optim.comm.works import KEPT
 from zero_optim.compat.engine import default_store
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 from zero_optim.ddp.reducer.bucket import GradBucket
+from zero_optim.health.diagnosis import Status, judge
+from zero_optim.health.peers import Presence
 
 
 def ring() -> list[Record]:

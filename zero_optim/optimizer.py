@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
-from zero_optim.comm.agreement import SharedCall
-from zero_optim.comm.arguments import raise_together, ranks_of
+from zero_optim.comm.agreement import SharedCall, raise_together, ranks_of
 from zero_optim.comm.backends import held
-from zero_optim.comm.watchdog import OnStall
 from zero_optim.compat.kinship import make_known
+from zero_optim.health.watchdog import OnStall
 from zero_optim.plan.costs import Cost, CostName
 from zero_optim.shard.claims import group_of_claim
 from zero_optim.state.given import Params, ShardingOptions
@@ -207,7 +206,7 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
         """Whether a ``GradScaler`` calls `step` after an infinity too; see Note [Infinities] in `step.amp`.
 
         Only inside ``Join``, and where a step was begun in the backward pass, which raises. Otherwise the
-        question is counted: Note [What a count cannot tell] in `zero_optim.shard.stamps`.
+        question is counted: Note [What a count cannot tell] in `zero_optim.health.stamps`.
         """
         if self._join_config.enable or (self._overlap is not None and self._overlap.current is not None):
             return True

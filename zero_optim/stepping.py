@@ -13,11 +13,11 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.errors import RankMismatchError, RemoteRankError
+from zero_optim.health.stamps import Call, Origins
+from zero_optim.health.unit_stamps import UnitStamps
 from zero_optim.plan.groups import ParamGroup
 from zero_optim.plan.options import Plain
 from zero_optim.plan.pieces import Pieces
-from zero_optim.shard.stamps import Call, Origins
-from zero_optim.shard.unit_stamps import UnitStamps
 from zero_optim.state.unit_rows import UnitRowsOptimizer
 from zero_optim.step.amp import Scaling, drop_scale
 from zero_optim.step.clip import ClipArguments, clip_together

@@ -46,16 +46,7 @@ class Offload:
 
 
 def keeping_for(offload: object, params: Iterable[Tensor]) -> RowKeeping | None:
-    """Make what keeps the rows of parameters; None for memory where the parameters are.
-
-    Args:
-        offload: as given to `FullyShardedDataParallel`.
-        params: of the units.
-
-    Raises:
-        TypeError: ``offload`` is none.
-        ValueError: it does not fit the parameters' device; or this system cannot do it.
-    """
+    """Return what keeps the rows of the units' parameters; None for memory where the parameters are."""
     if offload is None:
         return None
     if offload == "cpu":

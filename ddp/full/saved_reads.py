@@ -2,40 +2,26 @@
 
 Note [Reads that no output announces]
     A hook on a unit's output makes it whole before the backward pass comes to it. But a module may keep a
-    tensor aside, in an attribute or in a list of somebody else's, and the loss may use that one: the backward
-    pass then comes to the unit unseen. Or it reads a parameter after all gradients of the unit have come, as
-    for ``linear(x, weight.detach())``. What it would read is an empty storage: a crash, on the CPU as well.
+    tensor aside, in an attribute, and the loss may use that one; or the backward pass reads a parameter after
+    all gradients of the unit have come, as for ``linear(x, weight.detach())``. It would read an empty
+    storage: a crash, on the CPU as well. So each tensor that autograd saves in a forward pass gets a hook of
+    ``torch.autograd.graph``: if it lies in a unit that is not whole, the unit is gathered before it is read.
+    It costs about 2 µs of the CPU for each saved tensor: 46 µs for a block of a transformer, which saves 24.
 
-    So each tensor that autograd saves in a forward pass gets a hook of ``torch.autograd.graph``. When the
-    backward pass reads one that lies in a unit's flat tensor, and the unit is not whole, it is gathered first
-    (a storage may have its memory already, while the rows are under way). Ranks that run the same program
-    read in the same order, so they gather in the same order; those whose own row is all of it too. It costs
-    about 2 µs of the CPU for each saved tensor, both passes together: 46 µs for a block of a transformer,
-    which saves 24.
-
-    Autograd does not look at versions of tensors with hooks, so that is done here: in-place writes to what
-    is needed raise as always.
-
-    One pair of hooks is active at a time, the innermost. Those of others, such as of checkpointing, are left
-    alone: what is computed again calls the units again. While ours are active, ``torch.func.grad`` and
-    ``torch.func.vjp`` raise, as PyTorch does not take them together.
-
-    A forward pass that reads a parameter while it is freed computes NaN. If autograd saves the parameter for
-    that, the hook raises at once, and tells whose it is.
+    Autograd does not look at versions of tensors with hooks, so that is done here. Hooks of others, such as
+    of checkpointing, are left alone: what is computed again calls the units again. PyTorch raises for
+    ``torch.func.grad`` and ``torch.func.vjp`` while such hooks are active.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from zero_optim.compat.engine import has_saved_tensors_hooks, in_backward
+from zero_optim.ddp.full.unit import Unit
 from zero_optim.shard.freed import is_freed
-
-if TYPE_CHECKING:
-    from zero_optim.ddp.full.unit import Unit
 
 _WRITTEN = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: a "
@@ -62,7 +48,7 @@ class SavedReads:
         is_on: False never has hooks.
     """
 
-    def __init__(self, units: "Sequence[Unit]", need: Callable[[int], None], *, is_on: bool) -> None:
+    def __init__(self, units: Sequence[Unit], need: Callable[[int], None], *, is_on: bool) -> None:
         self._units = units
         self._need = need
         self._is_on = is_on
@@ -81,7 +67,7 @@ class SavedReads:
         """Have no hooks any more; only after `begin` said so."""
         self._hooks.__exit__()
 
-    def _pack(self, tensor: Tensor) -> tuple[Tensor, int, "Unit | None"]:
+    def _pack(self, tensor: Tensor) -> tuple[Tensor, int, Unit | None]:
         if is_freed(tensor):
             self._refuse_freed(tensor)
         unit = None
@@ -90,7 +76,7 @@ class SavedReads:
         # What an operation saves of its own output refers to the operation: a cycle that nobody would free.
         return tensor.detach(), tensor._version, unit
 
-    def _unpack(self, packed: tuple[Tensor, int, "Unit | None"]) -> Tensor:
+    def _unpack(self, packed: tuple[Tensor, int, Unit | None]) -> Tensor:
         tensor, version, unit = packed
         if unit is not None and unit.is_whole:
             unit.arrive()  # perhaps it was gathered on another stream

@@ -1,33 +1,60 @@
-"""The state dict of a fully sharded model as this rank has it: its own rows, with their place."""
+"""State dicts of a fully sharded model: whole on some ranks, or of each rank its own rows."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zero_optim.comm.agreement import failing_together
-from zero_optim.ddp.full.unit_state import asked_of, freed_state, module_and_units
-from zero_optim.ddp.full.units import UnitsInUse
+from zero_optim.comm.agreement import agree, failing_together, raise_together
+from zero_optim.ddp.full.in_use import UnitsInUse
+from zero_optim.ddp.full.module_hooks import units_in
+from zero_optim.ddp.full.state_hooks import values_of
+from zero_optim.ddp.fully_sharded import FullyShardedDataParallel
 from zero_optim.errors import StateMismatchError
 from zero_optim.shard.units import UnitBucket
 
 ROWS, WHOLE = "rows", "whole"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Own:
-    """Rows of a parameter that this rank owns."""
+def full_state_dict(model: nn.Module, *, ranks: Sequence[int] = (0,)) -> dict[str, Any] | None:
+    """Collect the state dict of a fully sharded model on some ranks; all ranks call.
 
-    first: int
-    shape: tuple[int, ...]
-    values: Tensor
+    Communicates as a forward pass: each unit is gathered by itself, copied where it is asked for, and freed.
+    So other ranks need the memory of the largest unit alone.
 
-    @property
-    def place(self) -> tuple[int, int, tuple[int, ...]]:
-        """The first row, the number of rows, and the shape of the whole."""
-        return self.first, self.values.shape[0] if self.shape else 1, self.shape
+    Args:
+        model: the wrapper, or its module; names are those of the module.
+        ranks: the group ranks that get it; the same on every rank.
+
+    Returns:
+        The state dict, whose tensors are copies in CPU memory; None on other ranks.
+
+    Raises:
+        TypeError: on every rank: the model is no module on any.
+        ValueError: likewise: the model is not fully sharded, or ``ranks`` are none of the group.
+        RankMismatchError: likewise, ranks were given others.
+    """
+    module, units = _asked_of(model)
+    group = units.supply.group
+    with failing_together(group):
+        if not ranks or not set(ranks) <= set(range(group.size)):
+            raise ValueError(f"expected ranks from 0 to {group.size - 1}, got {ranks!r}")
+    agree(group, [f"ranks={sorted(set(ranks))}"], "the arguments of full_state_dict()")
+    is_asked = group.rank in ranks
+    names, state = _freed_state(module, units)
+    copies: dict[Tensor, Tensor] = {}
+    for unit in units.units:
+        with values_of(units, unit) as values:
+            if is_asked:
+                copies.update((param, _copied(value)) for param, value in values.items())
+    if not is_asked:
+        return None
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            state[name] = copies[names[name]] if name in names else _copied(value)
+    return state
 
 
 def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -48,12 +75,13 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
         ValueError: the model is not fully sharded.
         RuntimeError: parameters are whole for somebody to read or write.
     """
-    module, units = module_and_units(model)
+    module, units = _module_and_units(model)
     units.supply.check_unpinned()
-    own, names, rest = _own_rows(units), *_named(module, units)
-    rows = {name: own[param] for name, param in names.items() if param in own}
-    told = {n: {"first": each.first, "shape": each.shape, "values": each.values} for n, each in rows.items()}
-    return {ROWS: told, WHOLE: rest}
+    rows, rest = _own_state(module, units)
+    entries = {
+        n: {"first": own.first, "shape": own.shape, "values": own.values} for n, (_, own) in rows.items()
+    }
+    return {ROWS: entries, WHOLE: rest}
 
 
 def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
@@ -75,52 +103,90 @@ def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
         RuntimeError: parameters are whole for somebody to read or write.
         Exception: a module refuses its extra state; buffers have changed then.
     """
-    module, units = asked_of(model)
-    with failing_together(units.group):
+    module, units = _asked_of(model)
+    group = units.supply.group
+    with failing_together(group):
         units.supply.check_unpinned()
-        own, names, rest = _own_rows(units), *_named(module, units)
-        wanted = {name: own[param].place for name, param in names.items() if param in own}
-        found = _checked(state, wanted, rest)
-    with failing_together(units.group), units.supply.left_freed():
+        rows, rest = _own_state(module, units)
+        loaded = _checked(state, {name: own.place for name, (_, own) in rows.items()}, rest)
+    with failing_together(group), units.supply.left_freed():
         module.load_state_dict(state[WHOLE], strict=False)
-    values = {names[name]: each for name, each in found.items()}
-    for unit in units.units:
-        for bucket in unit.buckets:
-            _load_bucket(bucket, values)
+    values = {rows[name][0]: own for name, own in loaded.items()}
+    for bucket in units.supply.buckets:
+        _load_bucket(bucket, values)
 
 
-def _own_rows(units: UnitsInUse) -> dict[Tensor, _Own]:
-    """List the parameters of which this rank owns rows."""
-    found = {}
-    for bucket in (bucket for unit in units.units for bucket in unit.buckets):
+@dataclass(frozen=True, slots=True, eq=False)
+class _Own:
+    """Rows of a parameter that this rank owns."""
+
+    first: int
+    shape: tuple[int, ...]
+    values: Tensor
+
+    @property
+    def place(self) -> tuple[int, int, tuple[int, ...]]:
+        """The first row, the number of rows, and the shape of the whole."""
+        return self.first, self.values.shape[0] if self.shape else 1, self.shape
+
+
+def _module_and_units(model: nn.Module) -> tuple[nn.Module, UnitsInUse]:
+    """Return the module of a fully sharded model, and its units; raises TypeError or ValueError."""
+    units = units_in(model, "this {name} is not fully sharded: take its state_dict()")
+    return model.module if isinstance(model, FullyShardedDataParallel) else model, units
+
+
+def _asked_of(model: nn.Module) -> tuple[nn.Module, UnitsInUse]:
+    """Do as `_module_and_units`; all ranks call, and it communicates if it raises: the others wait."""
+    try:
+        return _module_and_units(model)
+    except (TypeError, ValueError) as error:
+        raise_together(error)
+
+
+def _freed_state(module: nn.Module, units: UnitsInUse) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Take the state dict without communication; return the parameters of units by name, and all of it."""
+    with units.supply.left_freed():
+        state = dict(module.state_dict())
+    params = {param.data_ptr(): param for unit in units.units for param in unit.params if param.numel()}
+    names = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.data_ptr() in params:
+            names[name] = params[value.data_ptr()]
+    return names, state
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(torch.device("cpu"), copy=True)
+
+
+def _own_state(module: nn.Module, units: UnitsInUse) -> tuple[dict[str, tuple[Tensor, _Own]], dict[str, Any]]:
+    """Return by name the parameters of which this rank owns rows, with these, and what every rank has."""
+    own: dict[Tensor, _Own] = {}
+    for bucket in units.supply.buckets:
         kept = dict(bucket.kept())
-        mine = (row.extents for row in bucket.layout.rows if row.owner == units.group.rank)
+        mine = (row.extents for row in bucket.layout.rows if row.owner == units.supply.group.rank)
         for extent in (extent for extents in mine for extent in extents):
             param = bucket.params[extent.param]
             shape = tuple(param.shape)
             first = extent.start // max(1, param.shape[1:].numel()) if shape else 0
-            found[param] = _Own(first, shape, kept[param].detach())
-    return found
-
-
-def _named(module: nn.Module, units: UnitsInUse) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Give the parameters of units by name, and the rest of the state dict; does not communicate."""
-    names, state = freed_state(module, units)
-    return names, {name: value for name, value in state.items() if name not in names}
+            own[param] = _Own(first, shape, kept[param].detach())
+    names, state = _freed_state(module, units)
+    rest = {name: value for name, value in state.items() if name not in names}
+    return {name: (param, own[param]) for name, param in names.items() if param in own}, rest
 
 
 def _checked(
-    state: object,
-    wanted: Mapping[str, tuple[int, int, tuple[int, ...]]],
-    rest: Mapping[str, Any],
+    state: object, wanted: Mapping[str, tuple[int, int, tuple[int, ...]]], rest: Mapping[str, Any]
 ) -> dict[str, _Own]:
-    """Check that a dict has what this rank owns; gives the rows by name."""
+    """Check that a dict has what this rank owns; return the rows by name."""
     if not isinstance(state, Mapping) or {*state} != {ROWS, WHOLE}:
         raise StateMismatchError("expected a dict that sharded_state_dict() returned on this rank")
     rows = {
-        name: _Own(told["first"], tuple(told["shape"]), told["values"]) for name, told in state[ROWS].items()
+        name: _Own(entry["first"], tuple(entry["shape"]), entry["values"])
+        for name, entry in state[ROWS].items()
     }
-    places = {name: each.place for name, each in rows.items()}
+    places = {name: own.place for name, own in rows.items()}
     wrong = [name for name in {**places, **wanted} if places.get(name) != wanted.get(name)]
     wrong += [name for name in {**state[WHOLE], **rest} if not _alike(name, state[WHOLE], rest)]
     if wrong:
@@ -134,17 +200,17 @@ def _checked(
 
 
 def _alike(name: str, some: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
-    one, other = (entries.get(name) for entries in (some, others))
+    one, other = some.get(name), others.get(name)
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape
     return name in some and name in others and isinstance(one, Tensor) == isinstance(other, Tensor)
 
 
 @torch.no_grad()
-def _load_bucket(bucket: UnitBucket, found: Mapping[Tensor, _Own]) -> None:
+def _load_bucket(bucket: UnitBucket, rows: Mapping[Tensor, _Own]) -> None:
     flat = bucket.flat_as_kept()
     for param, view in zip(bucket.params, bucket.views(flat), strict=True):
-        own = found.get(param)
+        own = rows.get(param)
         if own is not None:
             first, num_rows, shape = own.place
             (view[first : first + num_rows] if shape else view).copy_(own.values)

@@ -1,10 +1,9 @@
 """Who owns the gradients of a bucket, and what stands in ``param.grad`` on this rank.
 
 Note [Gradients set by hand]
-    A user may put whole gradients in ``param.grad`` before a pass that is reduced, such as zeros. They are
-    not reduced, as those are that passes under ``no_sync()`` made. Each owner adds its rows of what stands
-    there on this rank to what is reduced, once. What stands there on the other ranks is dropped. Where all
-    ranks put the same there, DDP gives the same. Otherwise DDP averages what they put there.
+    Whole gradients that a user puts in ``param.grad`` before a pass are not reduced. Each owner adds its rows
+    of what stands there on this rank to what is reduced, once; on other ranks it is dropped. Where all ranks
+    put the same there, DDP gives the same.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,68 +21,40 @@ from zero_optim.step.partial import Agree, PartialGradient, owned
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BucketOwners:
-    """Who owns the gradients of a bucket.
+    """Who owns the gradients of a bucket."""
 
-    Attributes:
-        names: of the parameters, for messages.
-        pieces: of each parameter.
-        rank: this one.
-        size: number of ranks.
-        dtype: in which owners keep reduced gradients; None for that of the parameters.
-        keeping: keeps the rows of this rank; None for ordinary memory.
-        agree: tells all ranks what a scaler has found; see `PartialGradient`.
-    """
-
-    names: tuple[str, ...]
-    pieces: tuple[Pieces, ...]
+    names: tuple[str, ...]  # of the parameters
+    pieces: tuple[Pieces, ...]  # of each
     rank: int
     size: int
-    dtype: torch.dtype | None = None
-    keeping: RowKeeping | None = None
-    agree: Agree | None = None
+    dtype: torch.dtype | None = None  # in which owners keep reduced gradients; None for the parameters'
+    keeping: RowKeeping | None = None  # keeps the rows of this rank; None for ordinary memory
+    agree: Agree | None = None  # tells all ranks what a scaler has found; see `PartialGradient`
 
     def _keeps_another(self, param: Tensor) -> bool:
         """Whether reduced gradients have another dtype or place, so that the parameter cannot show them."""
-        return self.dtype not in (None, param.dtype) or self._host is not None
+        return self.dtype not in (None, param.dtype) or isinstance(self.keeping, HostKeeping)
 
-    @property
-    def _host(self) -> HostKeeping | None:
-        return self.keeping if isinstance(self.keeping, HostKeeping) else None
-
-    def copies(self, found: Iterable[tuple[Tensor, torch.dtype]]) -> Iterator[Tensor]:
-        """Take sums of this rank's rows to where they are kept.
-
-        Args:
-            found: each with the dtype to keep it in. In ordinary memory it stays as it is, if it has that.
-        """
-        converted = (tensor.to(dtype) for tensor, dtype in found)
+    def copies(self, sums: Iterable[tuple[Tensor, torch.dtype]]) -> Iterator[Tensor]:
+        """Take sums of this rank's rows to where they are kept, each in a dtype."""
+        converted = (tensor.to(dtype) for tensor, dtype in sums)
         return converted if self.keeping is None else self.keeping.copies(converted)
 
     def shown(self, slot: int, param: Tensor, reduced: Tensor | None) -> Tensor:
         """Make what stands in ``param.grad``: the gradient on the owner of the whole, else a partial one.
 
-        It is a partial one everywhere if owners keep gradients in another dtype, or on the host.
-
-        Args:
-            slot: of the parameter.
-            param: the parameter.
-            reduced: the rows of this rank; None if it owns none.
+        A partial one everywhere if owners keep gradients in another dtype, or on the host.
         """
-        pieces = self.pieces[slot]
+        pieces, keeping = self.pieces[slot], self.keeping
         if reduced is not None and len(pieces) == 1 and not self._keeps_another(param):
             return owned(reduced, self.agree)
-        comes = None if self._host is None else self._host.wait
+        comes = keeping.wait if isinstance(keeping, HostKeeping) else None
         return PartialGradient(param, pieces, reduced, self.names[slot], self.dtype, comes, self.agree)
 
     def added(self, slot: int, param: Tensor, kept: Tensor, reduced: Tensor | None) -> Tensor:
         """Add what was reduced to the gradient of earlier passes, in place; gives what ``param.grad`` is.
 
-        Args:
-            slot: of the parameter.
-            param: the parameter.
-            kept: as `shown` gave it; or a whole gradient that the user put there, of which this rank's own
-                rows count, see Note [Gradients set by hand].
-            reduced: the rows of this rank; None if it owns none, or if they were added before.
+        That may be a whole one, put there by the user: Note [Gradients set by hand].
         """
         if not isinstance(kept, PartialGradient):
             piece = piece_of(self.pieces[slot], self.rank)
@@ -106,13 +77,7 @@ class BucketOwners:
 
 
 def give_back(params: Sequence[Tensor], kept: Mapping[int, Tensor], *, drops: bool) -> None:
-    """Make gradients that were put aside the parameters' own again.
-
-    Args:
-        params: of a bucket.
-        kept: by slot, what was put aside.
-        drops: the other parameters have none afterwards.
-    """
+    """Make gradients that were put aside, by slot, the parameters' own again; ``drops`` all others."""
     for slot, param in enumerate(params):
         if drops or slot in kept:
             param.grad = kept.get(slot)

@@ -1,24 +1,13 @@
 """Where in a backward pass buckets of gradients are launched, between the gathers of units.
 
 Note [Places of launches]
-    On one communicator all ranks must start the same collectives in one order. Gathers are in one order, as
-    all ranks call the same units. A bucket that is launched when its last gradient has come is not, where
-    ranks may use different parameters: a rank that uses none of a bucket has it full when the pass begins,
-    another one some gathers later. One starts an exchange, the other one a gather, and both wait for ever.
-    On gloo, where the two go apart, they did as well: a rank waits for the exchange of a bucket before it
-    launches the next one, and the others come to that exchange behind a gather that waits for this rank.
-
-    So with ``find_unused_parameters`` or a static graph full buckets are held. They are launched where the
-    backward pass reaches the output of a call whose unit it had to gather: behind that gather, and before the
-    next one. By then all gradients of units that were called only later have come, as the engine takes
-    operations in the reverse order of the forward pass. All ranks make the same calls. When each unit that
-    was called has been gathered, no gather follows, and buckets are launched as soon as they are full.
-
-    Parameters in no unit may be used anywhere. Their buckets come last, and wait for the last gather. Each
-    bucket is sent as one portion, as ranks that wait for a part of it would wait in places of their own.
-
-    A graph may reach back to an earlier forward pass. So a bucket also waits for gradients that the engine
-    still has to accumulate.
+    All ranks must start collectives in one order, on gloo too. Gathers are in one, as all ranks call the same
+    units. Where ranks may use different parameters, a bucket is full at different places. So with
+    ``find_unused_parameters`` or a static graph full buckets are held, and launched where the backward pass
+    reaches the output of a call whose unit it had to gather, behind that gather. By then all gradients of
+    units that were called only later have come. When each unit has been gathered, buckets are launched as
+    soon as they are full. Parameters in no unit come last. Each bucket is sent as one portion, and waits for
+    gradients that the engine still has to accumulate, as a graph may reach back to an earlier forward pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -81,9 +70,7 @@ class LaunchPlaces:
     def reached(self, number: int, place: int | None) -> None:
         """Take note that a unit is whole in the backward pass, before the next one is fetched.
 
-        Args:
-            number: of the unit.
-            place: of its call, whose output was reached; None if something else needs it.
+        The place is that of its call, whose output was reached; None if something else needs the unit.
         """
         self.gathered(number)
         current = self._running()

@@ -2,24 +2,19 @@
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease, lanes_for_rows
 from zero_optim.comm.mesh import RankMesh
 from zero_optim.compat.engine import backward_number
 from zero_optim.ddp.owners.bucket_owners import BucketOwners
-from zero_optim.ddp.owners.owner_bucket import OwnerBucket
-from zero_optim.ddp.owners.owner_line import OwnerLine
-from zero_optim.ddp.owners.owner_route import DirectRoute, SumRoute
-from zero_optim.ddp.owners.owner_rows import most_portions, num_portions
+from zero_optim.ddp.owners.owner_bucket import OwnerBucket, SparseOwnerBucket
+from zero_optim.ddp.owners.owner_line import OwnerLine, SumRoute
 from zero_optim.ddp.owners.replica_check import ReplicaCheck
-from zero_optim.ddp.owners.sparse_owner_bucket import SparseOwnerBucket
-from zero_optim.ddp.owners.split_sum import SplitRoute
+from zero_optim.ddp.owners.rows import most_portions, num_portions
 from zero_optim.ddp.reducer.assignment import (
     BucketAssignment,
     ReducedParams,
@@ -48,18 +43,10 @@ class OwnerReducer(Reducer):
     yet to be reduced. So a pass has to begin before autograd adds its first gradient. Not every pass goes
     through an output of the forward pass, nor through that first: a parameter may be used by the loss alone.
 
-    Args:
-        params: see `Reducer`.
-        optimizer: has every parameter.
-        options: see `Reducer`.
-        sparse: see `Reducer`.
-        wanted: see `Reducer`.
-        mesh: of all ranks that train the model; None if those of the optimizer are all.
-        outermost: parameters in no unit; None where there are no units.
-
-    Attributes:
-        places: where buckets are launched if ranks may use different parameters of units; see Note [Places of
-            launches] in `launch_places`.
+    Arguments are those of `Reducer`; the optimizer, which has every parameter; the mesh of all ranks that
+    train the model, if those of the optimizer are not all; and the parameters in no unit, where there are
+    units. ``places`` says where buckets are launched if ranks may use different parameters of units, see
+    `launch_places`.
     """
 
     checks_first = True
@@ -78,27 +65,29 @@ class OwnerReducer(Reducer):
         self._optimizer = optimizer
         self._outermost = outermost
         self.places: LaunchPlaces | None = None
-        self._mesh = mesh
         self._check: ReplicaCheck | None = None
         self._num_steps_before: int | None = None  # those of the optimizer before the last pass in Join
         self._local_number = -1  # of the last backward pass that was not reduced
-        self._exchanging = optimizer.ranks  # which of them exchange rows
-        self._lanes_across: Lease | None = None  # for rows that go on to owners in other replicas
-        if mesh is not None and mesh.splits_state:
-            self._exchanging = mesh.inner
-            self._lanes_across = lanes_for_rows(mesh.across, optimizer.owners())
-        self._lanes = lanes_for_rows(self._exchanging, optimizer.owners())
-        super().__init__(
-            params,
-            (optimizer.ranks if mesh is None else mesh.everyone).process_group,
-            options,
-            sparse=sparse,
-            wanted=wanted,
-            checks=False,
-        )
-        if mesh is not None and not mesh.splits_state:
-            self._check = ReplicaCheck(replace(mesh.across, phase=self._group.phase), optimizer)
+        splits_state = mesh is not None and mesh.splits_state
+        exchanging = mesh.inner if mesh is not None and splits_state else optimizer.ranks
+        lanes_across: Lease | None = None  # for rows that go on to owners in other replicas
+        if mesh is not None and splits_state:
+            lanes_across = lanes_for_rows(mesh.across, optimizer.owners())
+        lanes = lanes_for_rows(exchanging, optimizer.owners())
+        self._has_lanes = lanes.groups[0] is not exchanging
+        everyone = optimizer.ranks if mesh is None else mesh.everyone
+        super().__init__(params, everyone.process_group, options, sparse=sparse, wanted=wanted, checks=False)
+        phase = self._summing.phase
+        across = None if mesh is None else replace(mesh.across, phase=phase)
+        places = () if mesh is None else mesh.places
+        self._route = SumRoute(replace(exchanging, phase=phase), lanes, across, lanes_across, places)
+        if mesh is not None and not splits_state:
+            self._check = ReplicaCheck(replace(mesh.across, phase=self.group.phase), optimizer)
         self._inbox.announce(weakly(self._coming))
+
+    def follow(self, came: Callable[[int], None]) -> None:
+        """Tell of each gradient, by its parameter's place, when it was taken; `came` is made by `weakly`."""
+        self._inbox.follower = came
 
     def rebuild(self) -> bool:
         """Do nothing: buckets are those of the optimizer."""
@@ -133,27 +122,14 @@ class OwnerReducer(Reducer):
     @property
     def _is_apart(self) -> bool:
         """Whether rows travel on process groups of their own, and wait for nothing that waits for them."""
-        waits_for_places = self._outermost is not None and self._may_differ
-        return self._lanes.groups[0] is not self._exchanging and not waits_for_places
+        return self._has_lanes and not (self._outermost is not None and self._may_differ)
 
     def _launcher(self) -> Launch:
-        everyone = self._summing
-        line = OwnerLine(self._routes(everyone), self._assignment.labels, everyone, is_apart=self._is_apart)
-        for bucket in self._assignment.buckets:
+        line = OwnerLine(self._route, self.assignment.labels, self._summing, is_apart=self._is_apart)
+        for bucket in self.assignment.buckets:
             if isinstance(bucket, OwnerBucket):
                 bucket.pace_by(line.keep_pace)
         return line.launch
-
-    def _routes(self, everyone: RankGroup) -> Callable[[], SumRoute]:
-        """Give what makes the route of a bucket: owners are ranks of this replica, or of all."""
-        mesh, lanes = self._mesh, self._lanes
-        inner = replace(self._exchanging, phase=everyone.phase)
-        if mesh is None:
-            return partial(DirectRoute, inner, lanes)
-        across = replace(mesh.across, phase=everyone.phase)
-        if self._lanes_across is None:
-            return partial(DirectRoute, inner, lanes, across)
-        return partial(SplitRoute, inner, across, (lanes, self._lanes_across), mesh)
 
     def check_finished(self, *, waits: bool = True) -> None:
         """Raise, on every rank, what went wrong; see `Reducer.check_finished`.
@@ -189,7 +165,8 @@ class OwnerReducer(Reducer):
         try:
             return super()._begin()
         except BaseException:
-            self._give_back(drops=False)
+            for bucket in self.assignment.buckets:
+                bucket.give_back(drops=False)
             raise
 
     def _finish(self, current: BackwardPass) -> None:
@@ -216,16 +193,8 @@ class OwnerReducer(Reducer):
                     kept[slot], param.grad = param.grad, None
             bucket.begin(kept, adds_at_once=adds_at_once)
 
-    def _give_back(self, *, drops: bool) -> None:
-        for bucket in self.assignment.buckets:
-            bucket.give_back(drops=drops)
-
     def _check_local(self) -> None:
-        """Look at the gradients, once in a pass whose gradients are added up on this rank alone.
-
-        Raises:
-            RuntimeError: there are gradients of a pass that was reduced. Nothing has been added to any.
-        """
+        """Refuse, once in a pass that is not reduced, gradients of one that was, before any is added to."""
         number = backward_number()
         if number == self._local_number:
             return
@@ -267,69 +236,54 @@ def assign_to_owners(
     optimizer: ZeroRedundancyOptimizer,
     most: int,
 ) -> BucketAssignment:
-    """Make buckets; in each the last parameter is the first. Does not communicate.
+    """Make buckets of the parameters at some places; in each the last parameter is the first.
 
-    Args:
-        reduced: the parameters whose gradients are reduced.
-        options: of the reducer.
-        members: the places of each bucket's parameters.
-        optimizer: owns the parameters.
-        most: portions in which the largest bucket is sent.
+    The largest bucket is sent in ``most`` portions. Does not communicate.
     """
     group, pieces = optimizer.ranks, optimizer.pieces()
     names, params = reduced.names, reduced.params
     listed = [sorted(indices, reverse=True) for indices in members]
-    is_sparse = [names[indices[0]] in reduced.sparse for indices in listed]
+    is_sparse = [reduced.is_sparse(indices[0]) for indices in listed]
     if False in is_sparse:  # the last one carries the word of a failure, see `OwnerBucket`
         last = len(listed) - 1 - is_sparse[::-1].index(False)
         listed.append(listed.pop(last))
+    sizes = [_nbytes(reduced, options, indices) for indices in listed]
     buckets = list[ReducerBucket]()
-    counts = _portions(reduced, options, listed, most)
-    for indices, count in zip(listed, counts, strict=True):
+    for indices, nbytes in zip(listed, sizes, strict=True):
         of_bucket = [params[index] for index in indices]
         owners = BucketOwners(
             tuple(names[index] for index in indices),
             tuple(pieces[param] for param in of_bucket),
             group.rank,
             group.size,
-            _gradient_dtype(of_bucket[0], optimizer.kept_dtype(of_bucket[0]), options),
+            _kept_dtype(of_bucket[0], optimizer.kept_dtype(of_bucket[0]), options),
             optimizer.row_keeping,
             optimizer.agree_on_infinity,
         )
-        dtype = options.reduce_dtype if of_bucket[0].is_floating_point() else None
-        if names[indices[0]] in reduced.sparse:
+        dtype = options.dtype_of(of_bucket[0])
+        if reduced.is_sparse(indices[0]):
             buckets.append(SparseOwnerBucket(indices[0], of_bucket[0], owners, dtype=dtype))
-        else:
-            is_last = indices is listed[-1]
-            buckets.append(
-                OwnerBucket(indices, of_bucket, owners, dtype=dtype, carries_word=is_last, num_portions=count)
-            )
+            continue
+        is_last, count = indices is listed[-1], num_portions(nbytes, max(sizes), most)
+        buckets.append(
+            OwnerBucket(indices, of_bucket, owners, dtype=dtype, carries_word=is_last, num_portions=count)
+        )
     return BucketAssignment.of(names, buckets)
 
 
-def _gradient_dtype(param: Tensor, kept: torch.dtype, options: ReducerOptions) -> torch.dtype | None:
-    """Tell in which dtype owners keep the reduced gradient of a parameter; None for the parameter's own.
+def _kept_dtype(param: Tensor, kept: torch.dtype, options: ReducerOptions) -> torch.dtype | None:
+    """Tell in which dtype owners, who keep a parameter in some dtype, keep its reduced gradient.
 
-    Args:
-        param: the parameter.
-        kept: the dtype in which owners keep the parameter.
-        options: of the reducer.
+    None is the parameter's own.
     """
     if kept == param.dtype:
         return None
     return torch.promote_types(kept, options.reduce_dtype or param.dtype)
 
 
-def _portions(
-    reduced: ReducedParams, options: ReducerOptions, listed: Sequence[Sequence[int]], most: int
-) -> list[int]:
-    """Tell in how many portions each bucket is sent; a sparse one is not."""
-    sizes = []
-    for indices in listed:
-        params = [reduced.params[index] for index in indices]
-        dtype = options.reduce_dtype if params[0].is_floating_point() else None
-        is_sparse = reduced.names[indices[0]] in reduced.sparse
-        sizes.append(
-            0 if is_sparse else sum(param.numel() * (dtype or param.dtype).itemsize for param in params)
-        )
-    return [num_portions(nbytes, max(sizes), most) for nbytes in sizes]
+def _nbytes(reduced: ReducedParams, options: ReducerOptions, indices: Sequence[int]) -> int:
+    """Return the bytes of a bucket that are sent in portions; none of a sparse one."""
+    params = [reduced.params[index] for index in indices]
+    if reduced.is_sparse(indices[0]):
+        return 0
+    return sum(param.numel() * (options.dtype_of(params[0]) or param.dtype).itemsize for param in params)

@@ -1,70 +1,58 @@
 """Replicas of a mesh make sure that they take the same steps with the same options.
 
 Note [Replicas that drift]
-    The gradients of replicas have equal bits, as all get those of one sum. So what a replica concludes from
-    them inside of itself, such as a norm, or that a ``GradScaler`` skips a step as one rank has found an
-    infinity in its rows, all conclude; and parameters stay equal as long as each replica takes the same
-    steps. Inside a replica ranks hear of each other in their gathers. Across replicas nothing is gathered. A
-    scheduler that goes by the loss of one replica, or a step that one replica leaves out, would let them
-    drift apart without a word. So the owners of the same rows compare how many steps they have taken and a
-    digest of all options, in a sum of 240 bytes that travels beside each backward pass. Their conclusion
-    depends on the sum and on what a rank has added to it. So where digests differ all of them exchange more,
-    and all raise. Where one rank of a replica differs from its own replica too, only its column raises here;
-    the other columns miss it in their next gather.
+    The gradients of replicas have equal bits, so what a replica concludes from them (a norm, an infinity),
+    all conclude, and parameters stay equal as long as each replica takes the same steps. Inside a replica
+    ranks hear of each other in their gathers; across replicas nothing is gathered. So the owners of the same
+    rows gather their stamps, which have the number of steps and a digest of all options, beside each backward
+    pass. Where these differ, they exchange more, and all raise. If one rank differs from its own replica too,
+    only its column raises here; the other columns miss it in their next gather. On an accelerator the stamps
+    are read when the next pass begins, so that the CPU does not wait for the device.
 
-    On an accelerator the sum is read when the next pass begins, so that the CPU does not wait for the device.
-    Beside it travels the word of a failure: Note [Failures in one replica] in `replica_word`.
+Note [Failures in one replica]
+    A rank that raises a failure of its replica sends its next stamp at once, with an excerpt of the error,
+    and waits for nothing: it may never begin another backward pass. If it does go on, its next pass begins a
+    new gather, as that of a rank does that has read the failure and raised, so gathers meet as before. On the
+    CPU the stamps are read before the pass has launched anything: an error in the middle would leave
+    reductions that nobody meets. On an accelerator they are read when the next pass begins, if a failed
+    replica goes on so far; if not, the sums of gradients stall, and the watchdog tells. All ranks of the
+    replica tell, each across its own column, so only failures of which all of them hear are told: those that
+    were sent in gathers.
 """
 
-import hashlib
-import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.collectives import RankGroup, bytes_to_tensor, tensor_to_bytes
 from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
-from zero_optim.ddp.owners.replica_word import WORD_LENGTH, failure_in, word_of
 from zero_optim.ddp.reducer.inbox import weakly
-from zero_optim.errors import RankMismatchError
+from zero_optim.errors import RankMismatchError, RemoteRankError, message_of
+from zero_optim.health.stamp import STAMP_NBYTES, Stamp, failed_ranks, stamps_in
+from zero_optim.health.stamps import shortened
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.options import OptionValues, Plain, differing, held_by, text_of
 
 if TYPE_CHECKING:
     from zero_optim.comm.traffic import Waitable
 
-_NUM_PARTS = 4  # of the digest, 16 bits each: their sums are exact for any number of replicas
-_SHOWN = 4  # options in a message
+_EXCERPT = 192  # bytes of the message of an error
+_DRIFTED = "Parameters of replicas may differ by now: load a checkpoint on all"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Asked:
-    """What this rank has told in one pass, and the sum that is on its way.
+    """What this rank has told in one pass, and the stamps of all replicas, which are on their way."""
 
-    Attributes:
-        parts: of the digest.
-        num_steps: that were taken.
-        options: of each group.
-        total: the sum over replicas.
-        work: of the sum.
-    """
-
-    parts: list[int]
     num_steps: int
     options: list[dict[str, Plain]]
-    total: Tensor
+    stamps: Tensor  # (replicas, STAMP_NBYTES + _EXCERPT), uint8
     work: "Waitable"
 
 
 class ReplicaCheck:
-    """Compares the optimizers of the ranks that own the same rows. All of them make the same calls.
-
-    Args:
-        across: these ranks.
-        optimizer: of this rank.
-    """
+    """Compares the optimizers of the ranks that own the same rows. All of them make the same calls."""
 
     def __init__(self, across: RankGroup, optimizer: ZeroRedundancyOptimizer) -> None:
         self._across = across.during("agree")
@@ -76,76 +64,63 @@ class ReplicaCheck:
         optimizer.tell_replicas_by(weakly(self.tell))
 
     def start(self) -> None:
-        """Read what the last call began, and begin anew; with each backward pass. Communicates.
-
-        On the CPU it waits until all replicas have begun; see Note [Failures in one replica].
-
-        Raises:
-            RankMismatchError: see `read`.
-            RemoteRankError: on every rank of the replicas that did not fail: a step has, in another one.
-        """
+        """Read what the last call began, and begin anew; with each backward pass. Raises as `read`."""
         self.read()
-        self._asked = self._begun([0] * WORD_LENGTH)
+        self._asked = self._begun(None)
         if not is_asynchronous(self._across.device):
             self._hear()
 
     def tell(self, error: BaseException) -> None:
-        """Tell other replicas that a step has failed in this one; all of its ranks call. Waits for nothing.
-
-        Args:
-            error: what this rank raises. What the ranks raise of the same step later is not told again.
-        """
+        """Tell other replicas what all ranks of this one raise of a step, once. Waits for nothing."""
         if self._told_after != self._optimizer.num_steps:
             self._told_after = self._optimizer.num_steps
-            self._told.append(self._begun(word_of(self._across.rank, error)))
+            self._told.append(self._begun(error))
 
-    def _begun(self, word: list[int]) -> _Asked:
+    def _begun(self, error: BaseException | None) -> _Asked:
         values, num_steps = self._values, self._optimizer.num_steps
         values.follow(self._optimizer.param_groups, ())
-        told = hashlib.blake2b(values.digest + num_steps.to_bytes(8, "little"), digest_size=2 * _NUM_PARTS)
-        octets = told.digest()
-        parts = [int.from_bytes(octets[2 * at : 2 * at + 2], "little") for at in range(_NUM_PARTS)]
-        total = to_device(torch.tensor([*parts, *word], dtype=torch.int64), self._across.device)
-        _, work = self._across.start_sum(total, "the options of replicas")
-        return _Asked(parts, num_steps, values.by_group, total, work)
+        failed = None if error is None else type(error).__name__
+        told = message_of(error) if isinstance(error, RemoteRankError) else f"{failed}: {error}"
+        excerpt = b"" if error is None else told.encode()[:_EXCERPT]
+        stamp = Stamp.of(num_steps, values.digest, "step()", failed).packed() + excerpt.ljust(_EXCERPT, b"\0")
+        mine = to_device(bytes_to_tensor(stamp), self._across.device)
+        stamps, work = self._across.start_gather(mine, "the options of replicas")
+        return _Asked(num_steps, values.by_group, stamps, work)
 
-    def _hear(self) -> list[int]:
-        """Wait for what was begun; gives the sum of the parts.
-
-        Raises:
-            RemoteRankError: see `start`.
-        """
+    def _hear(self) -> dict[int, Stamp]:
+        """Wait for the stamps; raises RemoteRankError if a step has failed in another replica."""
         assert self._asked is not None  # asked by the caller
         self._asked.work.wait()
-        total = self._across.read(HostCopy(self._asked.total)).tolist()
-        failure = failure_in(total[_NUM_PARTS:], self._across.size)
-        if failure is not None:
-            self._asked = None
-            raise failure
-        return total[:_NUM_PARTS]
+        rows = [tensor_to_bytes(row) for row in self._across.read(HostCopy(self._asked.stamps))]
+        stamps = {replica: next(stamps_in(row[:STAMP_NBYTES])) for replica, row in enumerate(rows)}
+        failed = failed_ranks(stamps)
+        if not failed or len(failed) == len(stamps):  # each has raised
+            return stamps
+        self._asked = None
+        said = rows[failed[0]][STAMP_NBYTES:].rstrip(b"\0").decode(errors="ignore")
+        told = f"a step has failed in replica {failed[0]} of the mesh: {said}"
+        if len(failed) > 1:
+            told = f"{len(failed)} replicas of the mesh have failed in a step; their own output has more"
+        raise RemoteRankError(f"{told}. {_DRIFTED}")
 
     def read(self) -> None:
         """Wait for what was begun, if there is something. The CPU waits.
 
-        Raises:
-            RankMismatchError: on every rank that owns these rows: replicas have taken different numbers of
-                steps, or have different options.
-            RemoteRankError: see `start`.
+        Raises RankMismatchError if replicas have taken different steps or have different options, and
+        RemoteRankError if a step has failed in another one.
         """
         asked = self._asked
         if asked is None:
             return
-        sums, self._asked = self._hear(), None
-        if sums == [self._across.size * part for part in asked.parts]:
+        stamps, self._asked = self._hear(), None
+        if len({(stamp.number, stamp.digest) for stamp in stamps.values()}) == 1:
             return
-        told = json.dumps([asked.num_steps, asked.options]).encode()
-        everyone: list[Any] = [json.loads(payload) for payload in self._across.all_gather_bytes(told)]
+        everyone = self._across.all_gather_json([asked.num_steps, asked.options])
         wrong = _differences([of_rank[0] for of_rank in everyone], [of_rank[1] for of_rank in everyone])
         if wrong:
-            more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
             raise RankMismatchError(
-                f"the replicas of the mesh differ: {'; '.join(wrong[:_SHOWN])}{more}. Parameters may differ "
-                "by now: load a checkpoint on all. Take the same steps on all, and run schedulers alike"
+                f"the replicas of the mesh differ: {shortened(wrong)}. Parameters may differ by now: load a "
+                "checkpoint on all. Take the same steps on all, and run schedulers alike"
             )
 
 

@@ -1,14 +1,16 @@
-"""`PrecisionPolicy`: in which dtypes a fully sharded model computes, sends, and reduces gradients."""
+"""`PrecisionPolicy`: in which dtypes a model computes, is sent, and reduces gradients."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import distributed
 
 from zero_optim.compat.engine import eager
-from zero_optim.ddp.precision.mixed_precision import cast_buffers
+from zero_optim.ddp.precision.casting import cast_buffers
 from zero_optim.ddp.reducer.graph import replaced
 from zero_optim.ddp.reducer.report import names_text
 
@@ -56,10 +58,7 @@ class PrecisionPolicy:
             dtype = getattr(self, name)
             if dtype is not None and not isinstance(dtype, torch.dtype):
                 raise TypeError(f"expected {name} to be a torch.dtype or None, got {dtype!r}")
-            if dtype not in (None, *_DTYPES):
-                raise ValueError(
-                    f"expected {name} to be None or one of {', '.join(map(str, _DTYPES))}, got {dtype!r}"
-                )
+            _check_dtype(name, dtype)
         if self.casts_inputs not in _WHERE:
             raise ValueError(f"expected casts_inputs to be one of {_WHERE}, got {self.casts_inputs!r}")
         if self.casts_inputs == "nowhere" and self.inputs is not None:
@@ -69,14 +68,8 @@ class PrecisionPolicy:
     def of(cls, given: object, module: nn.Module) -> "PrecisionPolicy | None":
         """Read the argument ``mixed_precision`` of `FullyShardedDataParallel`.
 
-        Args:
-            given: a policy; what PyTorch has for its own wrappers, ``MixedPrecisionPolicy``,
-                ``MixedPrecision`` or ``_MixedPrecision``, of which attributes are read; or None.
-            module: the model.
-
-        Raises:
-            TypeError: it is something else.
-            ValueError: it asks for something that is not there.
+        That is a policy; or what PyTorch has for its own wrappers, ``MixedPrecisionPolicy``,
+        ``MixedPrecision`` or ``_MixedPrecision``, of which attributes are read; or None.
         """
         if given is None or isinstance(given, cls):
             return given
@@ -102,6 +95,31 @@ class PrecisionPolicy:
             casts_inputs="units" if casts_units else "model" if casts_model else "nowhere",
         )
 
+    @classmethod
+    def of_ddp(cls, arguments: Mapping[str, Any]) -> "PrecisionPolicy | None":
+        """Read ``mixed_precision`` of DDP, and check that its other arguments, by name, go with it."""
+        given, module = arguments.get("mixed_precision"), arguments["module"]
+        if given is None:
+            return None
+        if not isinstance(given, distributed._MixedPrecision):
+            raise TypeError(
+                "expected mixed_precision to be a torch.nn.parallel.distributed._MixedPrecision, got "
+                f"{type(given).__name__}"
+            )
+        for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+            _check_dtype(f"mixed_precision's {name}", getattr(given, name))
+        if arguments.get("delay_all_reduce_named_params"):
+            raise ValueError(
+                "mixed_precision does not go with delay_all_reduce_named_params: these gradients are reduced "
+                "in the parameters' own dtype. Leave one of the two out"
+            )
+        if any(isinstance(layer, torch.jit.ScriptModule) for layer in module.modules()):
+            raise TypeError(
+                "mixed_precision cannot cast the parameters of modules compiled by TorchScript: wrap the "
+                "model itself, or use torch.compile"
+            )
+        return cls.of(given, module)
+
     def describe(self) -> str:
         """Describe it, so that ranks can compare it."""
         return ", ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
@@ -112,17 +130,7 @@ class PrecisionPolicy:
         return self.params if self.gradients is None else self.gradients
 
     def check(self, names: Mapping[Tensor, str], sparse: Collection[str], accumulate: str) -> None:
-        """Refuse what makes no sense with a model.
-
-        Args:
-            names: of the parameters that are to be sharded.
-            sparse: names of those whose gradients are sparse.
-            accumulate: of the wrapper.
-
-        Raises:
-            ValueError: it computes in a wider dtype than owners keep; gradients are sparse; or they would be
-                added up in a narrower dtype than they are reduced in.
-        """
+        """Refuse what makes no sense with a model, whose parameters to be sharded have names."""
         if self.params is None:
             return
         wrong = [name for param, name in names.items() if self._loses(param)]
@@ -160,32 +168,23 @@ class PrecisionPolicy:
     # ------------------------------------------------------------------ casts
 
     def cast_for_good(self, module: nn.Module, ignored: Collection[str]) -> None:
-        """Cast the buffers of a model, and parameters that no optimizer has: they are whole on every rank.
-
-        Args:
-            module: the model.
-            ignored: names of those to leave alone.
-        """
+        """Cast the buffers of a model, and parameters that no optimizer has: they are whole on every rank."""
         cast_buffers(module, self.buffers, ignored)
         for name, param in module.named_parameters():
             if self.params and self.narrows(param) and name not in ignored:
                 param.data = param.data.to(self.params)
 
     def hook_up(self, modules: Iterable[nn.Module]) -> None:
-        """Register the hooks that cast inputs and outputs of calls.
-
-        Args:
-            modules: the units, the outermost first.
-        """
+        """Register the hooks that cast inputs and outputs of calls of units, the outermost first."""
         outermost, *inner = modules
         of_model = self.params if self.inputs is None else self.inputs
         if of_model is not None and self.casts_inputs != "nowhere":
-            outermost.register_forward_pre_hook(_CastInputs(of_model), with_kwargs=True)
+            outermost.register_forward_pre_hook(partial(_cast_inputs, of_model), with_kwargs=True)
         if self.params is not None and self.casts_inputs == "units":
             for module in inner:
-                module.register_forward_pre_hook(_CastInputs(self.params), with_kwargs=True)
+                module.register_forward_pre_hook(partial(_cast_inputs, self.params), with_kwargs=True)
         if self.outputs is not None:
-            outermost.register_forward_hook(_CastOutputs(self.outputs))
+            outermost.register_forward_hook(partial(_cast_outputs, self.outputs))
 
 
 def sparse_names(model: nn.Module) -> set[str]:
@@ -209,29 +208,23 @@ def _refuse_left_out(module: nn.Module, classes: Iterable[type], params: torch.d
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _CastInputs:
-    """The hook in front of a call."""
-
-    dtype: torch.dtype
-
-    @eager
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:  # noqa: ANN401 - anything
-        """Cast the floating-point tensors among the arguments."""
-        return _cast(args, self.dtype), _cast(kwargs, self.dtype)
+def _check_dtype(name: str, dtype: object) -> None:
+    if dtype not in (None, *_DTYPES):
+        raise ValueError(
+            f"expected {name} to be None or one of {', '.join(map(str, _DTYPES))}, got {dtype!r}"
+        )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _CastOutputs:
-    """The hook behind a call."""
+@eager
+def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:  # noqa: ANN401
+    return _cast(args, dtype), _cast(kwargs, dtype)
 
-    dtype: torch.dtype
 
-    @eager
-    def __call__(self, module: nn.Module, inputs: object, output: Any) -> Any:  # noqa: ANN401 - anything
-        """Cast the floating-point tensors in what it returned."""
-        return _cast(output, self.dtype)
+@eager
+def _cast_outputs(dtype: torch.dtype, module: nn.Module, inputs: object, output: Any) -> Any:  # noqa: ANN401
+    return _cast(output, dtype)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401 - anything
+    """Cast the floating-point tensors in something."""
     return replaced(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

@@ -1,31 +1,28 @@
 """What is settled before a backward pass: the options, and which gradient travels in which bucket.
 
 Note [PyTorch's buckets]
-    Sums over more than two ranks round as the place of an element in its bucket has it. So buckets hold what
-    those of PyTorch's DDP hold, in the same order, in every pass. The first ones are filled in the order of
-    registration, and reduced from the last to the first. Where parameters may be unused they stay.
-    Otherwise there is one for each dtype, without a limit, until the order in which gradients come is known:
-    after the first pass, with a static graph after the second. Then buckets are filled in that order.
+    Sums over more than two ranks round as the place of an element in its bucket has it. So buckets are those
+    of PyTorch's DDP, in every pass. The first ones are filled in the order of registration, and reduced from
+    the last to the first. Where parameters may be unused they stay. Otherwise there is one for each dtype
+    until the order of gradients is known: after the first pass, with a static graph after the second.
 
 Note [Buckets in rows]
-    A comm hook that reduces gradients to the owners of their parameters adds them up in the order of ranks,
-    so that no bits depend on the buckets. It sends a row to each rank. So it may name buckets, see
-    `Members`: those of the optimizer, which are even over the ranks, with the parameters in the order of
-    rows. Then a row is one contiguous part of the bucket: it is sent from there, and its sum is there.
-    PyTorch's DDP does not ask, and the hook copies what it sends. Rows are not padded, as hooks are given
-    buckets in which gradients follow each other without gaps.
+    A comm hook that reduces to owners adds up in the order of ranks, so no bits depend on the buckets. It may
+    name those of the optimizer, with the parameters in the order of rows. Then a row is one part of the
+    bucket, sent from there and summed there. PyTorch's DDP does not ask, and the hook copies. Rows are not
+    padded.
 """
 
 import sys
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from zero_optim.comm.watchdog import check_patience
 from zero_optim.ddp.reducer.bucket import ReducerBucket
+from zero_optim.health.watchdog import check_patience
 from zero_optim.plan.buckets import assign_buckets
 from zero_optim.plan.groups import bucket_text
 from zero_optim.plan.memory import dense_strides
@@ -41,7 +38,7 @@ class ReducerOptions:
     Attributes:
         bucket_caps_nbytes: capacity of the first, second, … bucket in bytes, the last for all that follow.
         limits_first_buckets: these capacities hold for the first pass's buckets too; otherwise there is one
-            for each dtype, unless parameters may be unused. See Note [PyTorch's buckets].
+            for each dtype, unless parameters may be unused.
         find_unused_parameters: parameters without a gradient are nothing wrong.
         static_graph: every pass is like the first, which is watched: parameters may be unused, or get several
             gradients.
@@ -79,16 +76,16 @@ class ReducerOptions:
         """Whether each parameter must get a gradient in every backward pass."""
         return not (self.find_unused_parameters or self.static_graph)
 
+    def dtype_of(self, param: Tensor) -> torch.dtype | None:
+        """Tell in which dtype a parameter's gradient travels; None for its own."""
+        return self.reduce_dtype if param.is_floating_point() else None
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReducedParams:
     """The parameters whose gradients are reduced; the same on every rank, in the same order.
 
-    Attributes:
-        names: of the parameters.
-        params: the parameters.
-        sparse: names of those with sparse gradients.
-        index_of: for the id of each parameter, its place.
+    ``sparse`` names those with sparse gradients; ``index_of`` has the place of each by its id.
     """
 
     names: Sequence[str]
@@ -100,19 +97,14 @@ class ReducedParams:
     def of(
         cls, params: Iterable[tuple[str, Tensor]] | Iterable[Tensor], sparse: Collection[str] = ()
     ) -> "ReducedParams":
-        """Give parameters that come without names some, and check that all can be reduced.
-
-        Args:
-            params: (name, parameter) pairs, or parameters alone.
-            sparse: names of those with sparse gradients.
-
-        Raises:
-            ValueError: there are none, or some are on several devices, or do not require a gradient.
-            TypeError: something is not a tensor.
-        """
+        """Name parameters that come without names, and check that all can be reduced."""
         pairs = _name_params(params)
         index_of = {id(param): index for index, (_, param) in enumerate(pairs)}
         return cls([name for name, _ in pairs], [param for _, param in pairs], frozenset(sparse), index_of)
+
+    def is_sparse(self, index: int) -> bool:
+        """Whether the gradients of a parameter are sparse."""
+        return self.names[index] in self.sparse
 
     def describe(self) -> list[str]:
         """Describe them as they have to be the same on every rank."""
@@ -124,11 +116,8 @@ class ReducedParams:
 class BucketAssignment:
     """Where the gradient of each parameter travels; the same on every rank.
 
-    Attributes:
-        names: of the parameters.
-        buckets: in the order of reduction.
-        places: of each parameter, its bucket, that bucket's number, and its slot there.
-        labels: name the buckets in messages.
+    Buckets are in the order of reduction. A place is a parameter's bucket, that bucket's number, and the
+    parameter's slot there. Labels name the buckets in messages.
     """
 
     names: Sequence[str] = ()
@@ -157,39 +146,44 @@ def assign(
     order: Sequence[int] | None = None,
     members: Members | None = None,
 ) -> BucketAssignment:
-    """Make the buckets. A sparse gradient travels alone.
+    """Make the buckets. A sparse gradient travels alone. The order of gradients may not be known yet.
 
-    Args:
-        reduced: the parameters.
-        options: capacities and kinds.
-        order: in which gradients come; None as long as that is not known.
-        members: of buckets that a comm hook names, see Note [Buckets in rows]; not used unless each parameter
-            is in one of them. None for PyTorch's buckets.
+    Members of buckets that a comm hook names are not used unless each parameter is in one of them: Note
+    [Buckets in rows].
     """
-    names, params, sparse = reduced.names, reduced.params, reduced.sparse
-    keys = [
-        (param.dtype, name if name in sparse else None) for name, param in zip(names, params, strict=True)
-    ]
-    nbytes = [param.numel() * param.element_size() for param in params]
-    named = [] if members is None else indices_of_members(reduced, members, order)
-    if sum(map(len, named)) == len(params):
-        listed = named
-    elif order is None:
-        listed = _first_buckets(keys, nbytes, options)
-    else:
-        listed = assign_buckets(keys, nbytes, options.bucket_caps_nbytes, order, overflow=True)
+    params = reduced.params
+    listed = [] if members is None else indices_of_members(reduced, members, order)
+    if sum(map(len, listed)) != len(params):
+        listed = _pytorchs_buckets(reduced, options, order)
     buckets = [
         ReducerBucket(
             indices,
             [params[index] for index in indices],
-            is_sparse=names[indices[0]] in sparse,
+            is_sparse=reduced.is_sparse(indices[0]),
             as_views=options.gradient_as_bucket_view,
             batched=options.batched_grad_copy,
-            dtype=options.reduce_dtype if params[indices[0]].is_floating_point() else None,
+            dtype=options.dtype_of(params[indices[0]]),
         )
         for indices in listed
     ]
-    return BucketAssignment.of(names, buckets)
+    return BucketAssignment.of(reduced.names, buckets)
+
+
+def _pytorchs_buckets(
+    reduced: ReducedParams, options: ReducerOptions, order: Sequence[int] | None
+) -> list[list[int]]:
+    """Fill buckets as PyTorch's DDP does; see Note [PyTorch's buckets]."""
+    params = list(enumerate(reduced.params))
+    keys = [(param.dtype, index if reduced.is_sparse(index) else None) for index, param in params]
+    nbytes = [param.numel() * param.element_size() for _, param in params]
+    caps = options.bucket_caps_nbytes
+    if order is not None:
+        return assign_buckets(keys, nbytes, caps, order, overflow=True)
+    may_be_unused = options.find_unused_parameters and not options.static_graph
+    if not (options.limits_first_buckets or may_be_unused):
+        caps = (sys.maxsize,)
+    listed = assign_buckets(keys, nbytes, caps, range(len(keys)), overflow=True)
+    return sorted(listed, key=min, reverse=True)
 
 
 def indices_of_members(
@@ -197,35 +191,19 @@ def indices_of_members(
 ) -> list[list[int]]:
     """Find the parameters of given buckets, in the order in which the buckets become full.
 
-    Parameters that are not reduced are left out. A sparse gradient has a bucket of its own.
-
-    Args:
-        reduced: the parameters.
-        members: of the buckets.
-        order: in which gradients come; None for the last parameter first, which is about right.
+    Parameters that are not reduced are left out. A sparse gradient has a bucket of its own. Without an order
+    of gradients the last parameter comes first, which is about right.
     """
-    index_of, names = reduced.index_of, reduced.names
     listed: list[list[int]] = []
     for of_bucket in members:
-        here = [index_of[id(param)] for param in of_bucket if id(param) in index_of]
-        listed += [[index] for index in here if names[index] in reduced.sparse]
-        dense = [index for index in here if names[index] not in reduced.sparse]
+        here = [reduced.index_of[id(param)] for param in of_bucket if id(param) in reduced.index_of]
+        listed += [[index] for index in here if reduced.is_sparse(index)]
+        dense = [index for index in here if not reduced.is_sparse(index)]
         listed += [dense] if dense else []
     if order is None:
         return sorted(listed, key=min, reverse=True)
     places = {index: place for place, index in enumerate(order)}
     return sorted(listed, key=lambda indices: max(map(places.__getitem__, indices)))
-
-
-def _first_buckets(
-    keys: Sequence[Hashable], nbytes: Sequence[int], options: ReducerOptions
-) -> list[list[int]]:
-    """Fill buckets as long as the order of gradients is not known; see Note [PyTorch's buckets]."""
-    may_be_unused = options.find_unused_parameters and not options.static_graph
-    is_limited = options.limits_first_buckets or may_be_unused
-    caps = options.bucket_caps_nbytes if is_limited else (sys.maxsize,)
-    listed = assign_buckets(keys, nbytes, caps, range(len(keys)), overflow=True)
-    return sorted(listed, key=min, reverse=True)
 
 
 def _name_params(params: Iterable[tuple[str, Tensor]] | Iterable[Tensor]) -> list[tuple[str, Tensor]]:

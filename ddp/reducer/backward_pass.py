@@ -1,13 +1,13 @@
 """One backward pass: which gradients have come, which buckets are on their way, what went wrong.
 
 Note [Phases of a backward pass]
-    A `BackwardPass` is made when the first sign of a pass is seen, and dropped at its end. Nothing about a
-    pass is remembered anywhere else. It is in ``Phase.RUNNING`` while gradients come. The engine's call at
-    the end brings it to ``Phase.ENDING``. If an exception ends the pass, it is in ``Phase.BROKEN_OFF`` until
-    the next forward or backward pass brings it to ``Phase.ENDING``, together with the other ranks.
+    A `BackwardPass` is made at the first sign of a pass, and dropped at its end; nothing else remembers it.
+    It is ``RUNNING`` while gradients come, and ``ENDING`` when the engine has called. If an exception ends
+    the pass, it is ``BROKEN_OFF`` until the next forward or backward pass ends it, together with the other
+    ranks.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -36,12 +36,6 @@ class Phase(Enum):
     ENDING = "the rest is launched, and the results are handed out"
 
 
-_MAY_FOLLOW = {
-    Phase.RUNNING: (Phase.BROKEN_OFF, Phase.ENDING),
-    Phase.BROKEN_OFF: (Phase.ENDING,),
-    Phase.ENDING: (),
-}
-
 _UNCOUNTED = nullcontext()
 
 # every: each parameter must get one gradient. some: it may get none. learning: nothing is known yet, so
@@ -51,56 +45,32 @@ Kind = Literal["every", "some", "learning", "learnt"]
 
 @dataclass(frozen=True, slots=True)
 class PassTerms:
-    """How a backward pass is to go.
-
-    Attributes:
-        kind: which gradients are waited for.
-        expected: how many gradients each parameter gets; none while that is being learnt, so that whatever
-            comes is unusual.
-        skips_unused: buckets that this rank did not use are not reduced.
-        failure_word_in_last_bucket: the last bucket waits for the end of the pass, and carries word of
-            whether something went wrong; see Note [Word of a failure] in `report`.
-        divisor: of the gradients; 1 where a comm hook divides.
-        carried: by parameter, whether it has a gradient from passes that were not reduced (``no_sync``).
-        undefined: parameters of a static graph that took part in the pass that was there to learn, without
-            anybody having a gradient for them, as where an ``autograd.Function`` gives None.
-    """
+    """How a backward pass is to go."""
 
     kind: Kind
-    expected: Sequence[int]
-    skips_unused: bool
-    failure_word_in_last_bucket: bool
-    divisor: float
-    carried: Sequence[bool]
-    undefined: Sequence[int] = ()
+    expected: Sequence[int]  # gradients of each parameter; 0 while that is learnt: whatever comes is unusual
+    skips_unused: bool  # buckets that this rank did not use are not reduced
+    failure_word_in_last_bucket: bool  # it waits for the end: Note [Word of a failure] in `report`
+    divisor: float  # of the gradients; 1 where a comm hook divides
+    carried: Sequence[bool]  # by parameter, whether it has a gradient from passes that were not reduced
+    undefined: Sequence[int] = ()  # of a static graph: took part, but an ``autograd.Function`` gave None
 
     @property
     def asks_for_use(self) -> bool:
         """Whether ranks tell each other which parameters were used."""
         return self.kind in ("some", "learning")
 
+    def report(self, group: RankGroup, failure: str | None, used: Sequence[bool]) -> FailureReport:
+        """Have ranks tell each other what went wrong and what was used, after the last bucket; all call."""
+        used = used if self.asks_for_use else ()
+        return FailureReport(group, failure, used, in_last_bucket=self.failure_word_in_last_bucket)
+
 
 class BackwardPass:
-    """Counts gradients down and launches buckets in order, each as soon as it and all before it are full.
+    """Counts gradients down and launches buckets in order, each as soon as it and all before it are full."""
 
-    Args:
-        assignment: parameters and buckets.
-        terms: how the pass is to go.
-        launch: starts a bucket's reduction.
-        held_up: a context in which gradients are taken, whose time is counted; entered any number of times.
-
-    Attributes:
-        phase: where it stands.
-        calls: how many gradients each parameter got.
-        order: parameters in the order in which their gradients came.
-        reductions: what was launched.
-        keeps_graph: gradients are computed by a graph that autograd can go through again.
-        is_held: full buckets wait for `launch_due` or `release`; see Note [Places of launches] in
-            `launch_places`.
-    """
-
-    keeps_graph = False
-    is_held = False
+    keeps_graph = False  # gradients are computed by a graph that autograd can go through again
+    is_held = False  # full buckets wait for `launch_due` or `release`: Note [Places of launches]
 
     def __init__(
         self,
@@ -110,16 +80,15 @@ class BackwardPass:
         held_up: AbstractContextManager[None] = _UNCOUNTED,
     ) -> None:
         self.phase = Phase.RUNNING
-        self._held_up = held_up
-        self.calls = [0] * len(assignment.names)
-        self.order: list[int] = []
+        self.terms = terms
+        self.calls = [0] * len(assignment.names)  # how many gradients each parameter got
+        self.order: list[int] = []  # parameters as their gradients came
         self.reductions = BucketReductions(assignment.buckets, launch)
+        self._held_up = held_up  # entered where gradients are taken: the time is counted
         self._assignment = assignment
-        self._places = assignment.places
-        self._terms = terms
         self._expected = list(terms.expected)
         self._waiting = [len(bucket.indices) for bucket in assignment.buckets]  # gradients to come, by bucket
-        self._kept: dict[int, Tensor] = {}  # gradients of parameters that perhaps no rank used
+        self._set_aside: dict[int, Tensor] = {}  # gradients of parameters that perhaps no rank used
         self._troubles = PassTroubles()
         self._streams = StreamOrder.of(assignment.buckets[0].flat.device, len(assignment.buckets))
 
@@ -129,27 +98,14 @@ class BackwardPass:
         """Take note that an exception has ended the pass; does nothing if that is known."""
         if self.phase is not Phase.RUNNING:
             return
-        self._go_on_to(Phase.BROKEN_OFF)
+        self.phase = Phase.BROKEN_OFF
         self._troubles.fail("a backward pass ended with an exception before its gradients were reduced")
         self.give_back(drops=True)  # before the user looks, or calls zero_grad()
 
     def end(self) -> None:
-        """Take note that no more gradients come; `launch_rest`, `close` and `give` follow, in this order."""
-        self._go_on_to(Phase.ENDING)
-
-    def _go_on_to(self, phase: Phase) -> None:
-        assert phase in _MAY_FOLLOW[self.phase], f"{phase} cannot follow {self.phase}"
-        self.phase = phase
-
-    @property
-    def asks_for_use(self) -> bool:
-        """Whether ranks tell each other which parameters were used."""
-        return self._terms.asks_for_use
-
-    @property
-    def learns(self) -> bool:
-        """Whether later passes are to be like this one."""
-        return self._terms.kind == "learning"
+        """Take note that no more gradients come; `launch_rest`, `report` and `give` follow, in this order."""
+        assert self.phase is not Phase.ENDING, f"{Phase.ENDING} cannot follow {self.phase}"
+        self.phase = Phase.ENDING
 
     def give_back(self, *, drops: bool) -> None:
         """Have buckets give back what they put aside for this pass; see `ReducerBucket.give_back`."""
@@ -170,13 +126,13 @@ class BackwardPass:
             self._unusual(index)
             return
         self.order.append(index)
-        bucket, number, slot = self._places[index]
+        bucket, number, slot = self._assignment.places[index]
         streams = self._streams
         if streams is not None:
             streams.came(number)
         if slot in bucket.large_slots:
             with self._held_up:
-                bucket.take_one(slot, self._terms.divisor)
+                bucket.take_one(slot, self.terms.divisor)
         else:
             pending = bucket.pending
             pending.append(slot)
@@ -184,7 +140,7 @@ class BackwardPass:
                 if streams is not None and streams.join(number):
                     bucket.record_use(pending)
                 with self._held_up:
-                    bucket.take_pending(self._terms.divisor)
+                    bucket.take_pending(self.terms.divisor)
         waiting = self._waiting
         waiting[number] -= 1
         if not waiting[number]:
@@ -196,10 +152,10 @@ class BackwardPass:
         bucket, number, slot = self._assignment.places[index]
         if self._streams is not None:
             self._streams.came(number)
-        if self._terms.kind == "learning":
+        if self.terms.kind == "learning":
             if self.calls[index] == 1:
                 self.order.append(index)
-        elif self._terms.kind == "learnt":
+        elif self.terms.kind == "learnt":
             if self.calls[index] > self._expected[index]:
                 self.note(report.more, index)
         elif self._expected[index] or self.calls[index] > 1:
@@ -213,14 +169,13 @@ class BackwardPass:
         """Do not wait for some parameters' gradients; to be called before any has come."""
         for index in indices:
             self._expected[index] = 0  # whatever comes is unusual
-            _, number, _ = self._assignment.places[index]
-            self._waiting[number] -= 1
+            self._waiting[self._assignment.places[index][1]] -= 1
         self._launch_full()
 
     @property
     def _num_early(self) -> int:
         """How many buckets are launched as soon as they are full; the others when the pass ends."""
-        return len(self._waiting) - self._terms.failure_word_in_last_bucket
+        return len(self._waiting) - self.terms.failure_word_in_last_bucket
 
     def _launch_full(self) -> None:
         """Launch, in order, what is full and has nothing before it that is not."""
@@ -231,24 +186,18 @@ class BackwardPass:
             self._launch_next()
 
     def launch_due(self, is_due: Callable[[int], bool]) -> None:
-        """Launch, in order, the buckets that are due, as far as none of their gradients is still to come.
-
-        Args:
-            is_due: tells of a bucket's number.
-        """
+        """Launch, in order, the buckets whose number is due, as far as no gradient of them is to come."""
         reductions = self.reductions
         while reductions.num_passed < self._num_early and is_due(reductions.num_passed):
-            if self.learns or self._is_to_come(self._assignment.buckets[reductions.num_passed]):
+            bucket = self._assignment.buckets[reductions.num_passed]
+            is_to_come = any(
+                self.calls[index] < self._expected[index] and accumulates(param)
+                for index, param in zip(bucket.indices, bucket.params, strict=True)
+            )
+            if self.terms.kind == "learning" or is_to_come:
                 return
             with self._held_up:
                 self._launch_next()
-
-    def _is_to_come(self, bucket: ReducerBucket) -> bool:
-        """Whether a gradient of a bucket is still to come; called from a hook of the pass."""
-        return any(
-            self.calls[index] < self._expected[index] and accumulates(param)
-            for index, param in zip(bucket.indices, bucket.params, strict=True)
-        )
 
     def release(self) -> None:
         """Launch buckets as soon as they are full, from now on."""
@@ -260,13 +209,13 @@ class BackwardPass:
         number = self.reductions.num_passed
         bucket = self._assignment.buckets[number]
         used = list(map(self.calls.__getitem__, bucket.indices))
-        if self._terms.skips_unused and not any(used):
+        if self.terms.skips_unused and not any(used):
             self.reductions.leave_out_next()
             return
         if self._streams is not None and self._streams.join(number):
             bucket.record_use(range(len(bucket.params)))
         if bucket.is_sparse:
-            bucket.take_sparse(self._terms.divisor)
+            bucket.take_sparse(self.terms.divisor)
         else:
             self._take_rest(bucket, used)
         for slot in bucket.pop_misfits():
@@ -276,20 +225,18 @@ class BackwardPass:
         self.reductions.launch_next()
 
     def _take_rest(self, bucket: ReducerBucket, used: Sequence[int]) -> None:
-        """Copy what has not been copied yet: all of it, or the gradients that did not come.
-
-        Args:
-            bucket: to be launched.
-            used: by slot, how many gradients have come.
-        """
-        learns = self._terms.kind == "learning"
-        rest = range(len(used)) if learns else _zeros_in(used)
+        """Copy what has not been copied yet: all of it, or the gradients that did not come, by slot."""
+        rest: Sequence[int] = ()
+        if self.terms.kind == "learning":
+            rest = range(len(used))
+        elif 0 in used:
+            rest = [slot for slot, count in enumerate(used) if not count]
         for slot in rest:
             if not used[slot] and bucket.is_inside(slot):
-                self._kept[bucket.indices[slot]] = bucket.views[slot].clone()  # in case nobody used it
-        bucket.take_pending(self._terms.divisor)
+                self._set_aside[bucket.indices[slot]] = bucket.views[slot].clone()  # in case nobody used it
+        bucket.take_pending(self.terms.divisor)
         if rest:
-            bucket.take(rest, self._terms.divisor)
+            bucket.take(rest, self.terms.divisor)
 
     # ------------------------------------------------------------------ the end
 
@@ -300,13 +247,13 @@ class BackwardPass:
             self._launch_next()
 
     def _check_complete(self) -> None:
-        if self._terms.kind not in ("every", "learnt"):
+        if self.terms.kind not in ("every", "learnt"):
             return
         if self.calls != self._expected:
             for index, (calls, expected) in enumerate(zip(self.calls, self._expected, strict=True)):
-                if calls < expected and not self._terms.carried[index]:
-                    self.note(report.fewer if self._terms.kind == "learnt" else report.no_gradient, index)
-        for index in self._terms.undefined:  # would be handed out as it came, not reduced
+                if calls < expected and not self.terms.carried[index]:
+                    self.note(report.fewer if self.terms.kind == "learnt" else report.no_gradient, index)
+        for index in self.terms.undefined:  # would be handed out as it came, not reduced
             if self._has_gradient(index):
                 self.note(report.more, index)
 
@@ -314,23 +261,21 @@ class BackwardPass:
         bucket, _, slot = self._assignment.places[index]
         return bucket.has_gradient(slot)
 
-    def close(self, group: RankGroup) -> FailureReport:
+    def report(self, group: RankGroup) -> FailureReport:
         """Have ranks tell each other what was used and what went wrong, after the last bucket; all call."""
         used: list[bool] = []
-        if self.asks_for_use:
+        if self.terms.asks_for_use:
             used = [
-                self._terms.carried[index] or (calls > 0 and self._has_gradient(index))
+                self.terms.carried[index] or (calls > 0 and self._has_gradient(index))
                 for index, calls in enumerate(self.calls)
             ]
-        in_last_bucket = self._terms.failure_word_in_last_bucket
-        return FailureReport(group, self._troubles.message(), used, in_last_bucket=in_last_bucket)
+        return self.terms.report(group, self._troubles.message(), used)
 
     def check(self, report_to_come: FailureReport) -> None:
         """Raise, on every rank, what went wrong, before anything is handed out; all ranks call."""
         try:
             if report_to_come.in_last_bucket:
-                for _ in self._results(report_to_come):
-                    pass  # the last one has the word
+                self.reductions.drain(report_to_come)
             report_to_come.check()
         except ReductionError:
             self.reductions.drain()
@@ -339,38 +284,19 @@ class BackwardPass:
     def give(self, unused: Sequence[bool], report_to_come: FailureReport | None = None) -> None:
         """Wait for every bucket in order, and make the reduced gradients the parameters' own.
 
-        Args:
-            unused: by parameter, whether no rank used it; its gradient is left as it was.
-            report_to_come: of this pass; it is shown the last bucket, if that carries its word.
+        The gradient of a parameter that no rank used is left as it was.
         """
-        for bucket, reduced in self._results(report_to_come):
+        for bucket, reduced in self.reductions.results(report_to_come):
             bucket.give(reduced, unused)
-            for slot, index in enumerate(bucket.indices if self._kept else ()):
-                if unused[index] and index in self._kept:
-                    bucket.views[slot].copy_(self._kept[index])
-                    record_use(self._kept[index])
+            for slot, index in enumerate(bucket.indices if self._set_aside else ()):
+                if unused[index] and index in self._set_aside:
+                    bucket.views[slot].copy_(self._set_aside[index])
+                    record_use(self._set_aside[index])
 
     def drop(self, report_to_come: FailureReport) -> None:
-        """Wait for every bucket as `give` does, but leave the parameters' gradients alone, or zero.
-
-        Args:
-            report_to_come: of this pass.
-        """
-        for bucket, _ in self._results(report_to_come):
+        """Wait for every bucket as `give` does, but leave the parameters' gradients alone, or zero."""
+        for bucket, _ in self.reductions.results(report_to_come):
             bucket.clear()
-
-    def _results(self, report_to_come: FailureReport | None) -> Iterator[tuple[ReducerBucket, Tensor]]:
-        for bucket, reduced in self.reductions.results():
-            is_last = bucket is self._assignment.buckets[-1]
-            if is_last and report_to_come is not None and report_to_come.in_last_bucket:
-                report_to_come.read_word(reduced)
-            yield bucket, reduced
-
-
-def _zeros_in(counts: Sequence[int]) -> list[int]:
-    if 0 not in counts:  # told faster
-        return []
-    return [place for place, count in enumerate(counts) if not count]
 
 
 class PassWithGraph(BackwardPass):

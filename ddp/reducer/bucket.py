@@ -19,26 +19,14 @@ LARGE_NBYTES = 2**15
 
 
 class ReducerBucket:
-    """Some parameters' gradients in one flat tensor. Does not communicate.
+    """Some parameters' gradients in one flat tensor, whole on every rank. Does not communicate.
 
-    Args:
-        indices: the parameters' places among all, in the order in which they lie here.
-        params: the parameters: one dtype, one device.
-        is_sparse: the one parameter's gradient is sparse; it travels as it is.
-        as_views: gradients become views of the flat tensor.
-        batched: copy gradients only when the bucket is full, all in one call.
-        dtype: in which the gradients travel; None for the parameters' own. Views need the parameters' own.
-
-    Attributes:
-        pending: slots of gradients that have come and were not copied yet.
-        batch_length: how many of them are copied at a time.
-        large_slots: slots of gradients that are copied as soon as they come.
-        flat: the gradients, 1-D, as they travel; for a sparse bucket the last gradient given.
-        views: each parameter's place in ``flat``, with its shape and strides; none if sparse.
-        is_shadow: it takes part, without gradients of this rank, in a pass of the others.
+    Parameters, of one dtype and device, have indices among all, and slots here. Gradients travel in
+    ``dtype``, None for the parameters' own; a single sparse one as it is. They may become views of the flat
+    tensor, or be copied all in one call, when the bucket is full.
     """
 
-    is_shadow = False
+    is_shadow = False  # it takes part, without gradients of this rank, in a pass of the others
 
     def __init__(
         self,
@@ -55,24 +43,23 @@ class ReducerBucket:
         self.is_sparse = is_sparse
         dtype = params[0].dtype if dtype is None else dtype
         self.as_views = as_views and dtype == params[0].dtype
-        self.pending: list[int] = []
-        nbytes = [param.nbytes for param in params]
-        self.batch_length, self.large_slots = _batches(nbytes, all_at_once=batched or is_sparse)
+        self.pending: list[int] = []  # slots of gradients that have come and were not copied yet
+        self.batch_length, self.large_slots = _batches(
+            [param.nbytes for param in params], all_at_once=batched or is_sparse
+        )
         self._misfits: list[int] = []  # slots of sparse gradients among dense ones, or the other way round
-        if is_sparse:
-            self.flat = self._no_gradient(dtype)
-            self.views: list[Tensor] = []
-        else:
-            self.flat, self.views = self._allocate(dtype)
+        self.views: list[Tensor] = []  # each parameter's place in the flat tensor; none if sparse
+        self.flat = self._no_gradient(dtype) if is_sparse else self._allocate(dtype)
 
-    def _allocate(self, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    def _allocate(self, dtype: torch.dtype) -> Tensor:
         numel = sum(param.numel() for param in self.params)
         flat = self.params[0].new_zeros(numel, dtype=dtype, requires_grad=False)
-        return flat, self.views_of(flat)
+        self.views = self.views_of(flat)
+        return flat
 
     def zeros_like(self) -> "ReducerBucket":
         """Make another bucket for the same parameters, of zeros, or without entries if it is sparse."""
-        made = ReducerBucket(
+        like = ReducerBucket(
             self.indices,
             self.params,
             is_sparse=self.is_sparse,
@@ -80,8 +67,8 @@ class ReducerBucket:
             batched=True,
             dtype=self.dtype,
         )
-        made.is_shadow = True
-        return made
+        like.is_shadow = True
+        return like
 
     @property
     def dtype(self) -> torch.dtype:
@@ -110,12 +97,14 @@ class ReducerBucket:
         """Whether a parameter has a gradient; its hook is called for an undefined one too."""
         return self.params[slot].grad is not None
 
-    def take_pending(self, divisor: float) -> None:
-        """Copy what has come and was not copied yet, divided.
+    def is_inside(self, slot: int) -> bool:
+        """Whether a parameter's gradient is its view of this bucket."""
+        return self.params[slot].grad is self.views[slot]
 
-        Args:
-            divisor: 1 where a comm hook divides.
-        """
+    # ------------------------------------------------------------------ gradients come
+
+    def take_pending(self, divisor: float) -> None:
+        """Copy what has come and was not copied yet, divided; the divisor is 1 where a comm hook divides."""
         slots, self.pending = self.pending, []
         if not self.is_sparse:  # a sparse gradient travels as it is
             self.take(slots, divisor)
@@ -199,29 +188,18 @@ class ReducerBucket:
         misfits, self._misfits = self._misfits, []
         return misfits
 
+    # ------------------------------------------------------------------ results go
+
     def clear(self) -> None:
         """Make the gradients that are views of this bucket zero."""
         if self.as_views:
             self.flat.zero_()
 
     def give_back(self, *, drops: bool) -> None:
-        """Give parameters the gradients that were put aside for a pass which hands out none. Here: none.
-
-        Args:
-            drops: gradients that this pass has left at the parameters go, and those that it was to reduce.
-        """
-
-    def is_inside(self, slot: int) -> bool:
-        """Whether a parameter's gradient is its view of this bucket."""
-        return self.params[slot].grad is self.views[slot]
+        """Give parameters back the gradients of passes before, and drop others if asked to. Here: nothing."""
 
     def give(self, result: Tensor, skipped: Sequence[bool]) -> None:
-        """Make the reduced gradients the parameters' own.
-
-        Args:
-            result: what the reduction gave, as many elements as ``flat``, or a sparse gradient.
-            skipped: by parameter among all, whether to leave its gradient alone.
-        """
+        """Make the result of a reduction the parameters' gradients, but for those skipped, by index."""
         if self.is_sparse:
             if not skipped[self.indices[0]]:
                 self.params[0].grad = result.to(self.params[0].dtype)
@@ -234,11 +212,7 @@ class ReducerBucket:
         self._give_views(views, skipped)
 
     def give_joined(self, unused: Sequence[bool]) -> None:
-        """Do nothing with what was reduced in a pass of the other ranks: gradients here are left alone.
-
-        Args:
-            unused: by parameter among all, whether no rank used it.
-        """
+        """Do nothing with what was reduced in a pass of the other ranks: gradients here are left alone."""
 
     def _give_views(self, views: Sequence[Tensor], skipped: Sequence[bool]) -> None:
         if self.as_views and all(map(is_, [param.grad for param in self.params], views)):
@@ -262,12 +236,7 @@ class ReducerBucket:
 
 
 def _batches(nbytes: Sequence[int], *, all_at_once: bool) -> tuple[int, frozenset[int]]:
-    """Settle how many small gradients are copied at a time, and which slots hold large ones.
-
-    Args:
-        nbytes: of each slot.
-        all_at_once: copy all when the last one has come, however large they are.
-    """
+    """Return how many small gradients are copied at a time, and the slots of large ones."""
     if all_at_once:
         return len(nbytes), frozenset()
     large = frozenset(slot for slot, size in enumerate(nbytes) if size >= LARGE_NBYTES)
@@ -287,11 +256,7 @@ def _copied(targets: Sequence[Tensor | None], sources: Sequence[Tensor | None]) 
 class GradBucket:
     """What a comm hook is given: the methods of ``torch.distributed.GradBucket``.
 
-    Args:
-        bucket: whose gradients are to be reduced.
-        index: its place in the order of reduction, the same on every rank.
-        is_last: whether it is the last of this backward pass.
-        all_used: whether some rank is known to have used each parameter; for our own hooks.
+    For our own hooks ``all_used`` says whether some rank is known to have used each parameter.
     """
 
     __slots__ = ("_bucket", "_buffer", "_index", "_is_last", "all_used")
@@ -316,11 +281,7 @@ class GradBucket:
         self._buffer = tensor
 
     def gradients(self) -> list[Tensor]:
-        """Views of the buffer, one for each parameter, with its shape.
-
-        Raises:
-            RuntimeError: the buffer was replaced by one of another length.
-        """
+        """Views of the buffer, one for each parameter; RuntimeError if one of another length was set."""
         if self._bucket.is_sparse:
             return [self._buffer]
         if self._buffer is self._bucket.flat:

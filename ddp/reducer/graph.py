@@ -46,10 +46,7 @@ def _parts(item: object) -> Iterable[object]:
 
 
 def replaced(value: object, by: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401 - as the value
-    """Replace the tensors in an output.
-
-    Dicts, lists, tuples and dataclasses are built anew, other objects are left.
-    """
+    """Replace the tensors in an output; dicts, lists, tuples and dataclasses are built anew."""
     if isinstance(value, Tensor):
         return by(value)
     if isinstance(value, dict):
@@ -70,15 +67,7 @@ def replaced(value: object, by: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN
 
 
 def nearest(output: Tensor, leaves: Container[int]) -> Node | None:
-    """Find a leaf that an output depends on, by few steps if there is one near.
-
-    Args:
-        output: where to begin.
-        leaves: the id of each leaf looked for.
-
-    Returns:
-        The node that accumulates into one that was found. The graph of the output keeps it anyway.
-    """
+    """Find the node that accumulates into one of some leaves, by id; by few steps if there is one near."""
     assert output.grad_fn is not None  # asked for by the caller
     seen = {output.grad_fn}
     queue = deque(seen)
@@ -105,23 +94,15 @@ def reaches(node: Node) -> bool:
 
 
 def refuse_distributed_autograd() -> None:
-    """Make sure that leaves keep the gradients that come; costs next to nothing where there is no RPC.
-
-    Raises:
-        RuntimeError: inside a context of ``torch.distributed.autograd``.
-    """
+    """Raise RuntimeError inside a context of ``torch.distributed.autograd``, which keeps gradients itself."""
     if in_distributed_autograd():
         raise RuntimeError(_ON_DISTRIBUTED_AUTOGRAD)
 
 
 def refuse_distributed_backward() -> None:
-    """Make sure that a pass which gives leaves no gradient is none of ``torch.distributed.autograd``'s.
+    """Raise RuntimeError, from a hook, in a pass of ``torch.distributed.autograd``.
 
-    To be called from a hook of the pass. Costs next to nothing where there is no RPC.
-
-    Raises:
-        RuntimeError: this process runs such a pass. PyTorch drops the text of an error in one, so that a
-            warning says it first.
+    PyTorch drops the text of an error in one, so a warning says it first.
     """
     if runs_distributed_backward():
         warnings.warn(_ON_DISTRIBUTED_AUTOGRAD, stacklevel=2)
@@ -146,12 +127,10 @@ def warn_of_graph() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """What a backward pass from some outputs can reach.
+    """The leaves, by id, that a backward pass from some outputs can reach.
 
-    Attributes:
-        leaves: ids of the leaf tensors found.
-        is_complete: False where a node written in Python was met. Such a node may run a backward pass of
-            its own, as reentrant checkpointing does, and reach leaves that no walk can see.
+    It is not complete where a node written in Python was met. Such a node may run a backward pass of its own,
+    as reentrant checkpointing does, and reach leaves that no walk can see.
     """
 
     leaves: frozenset[int]

@@ -1,43 +1,34 @@
-"""What the backward passes so far have taught, as far as later ones need it."""
+"""What one backward pass leaves to the next: what was learnt, and what was settled for the next one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
+from typing import TYPE_CHECKING
 
 from zero_optim.ddp.reducer.assignment import ReducerOptions
 from zero_optim.ddp.reducer.backward_pass import Kind, PassTerms
+from zero_optim.ddp.reducer.graph import UnusedSearch
+from zero_optim.ddp.reducer.report import FailureReport
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.futures import Future
 
 
 @dataclass(slots=True)
 class History:
-    """Grows by `conclude` at the end of each pass; made anew by `Reducer.reset`.
-
-    Args:
-        num_params: how many parameters there are.
-
-    Attributes:
-        num_passes: backward passes that were reduced.
-        num_buckets_reduced: in the last one.
-        last_order: parameters in the order in which the gradients of this rank's last pass came.
-        looks_static: whether the same parameters were used in all passes.
-        rebuild_is_due: buckets are to follow the order of the pass that was the last.
-        has_rebuilt: they do by now.
-        learnt: how many gradients each parameter gets in a static graph, None until that is known.
-        unused: by parameter, whether no rank has a gradient for it in a static graph.
-        undefined: those of them that take part on this rank all the same.
-        carried: by parameter, whether it has a gradient from a pass that was not reduced.
-    """
+    """What the passes so far have taught; `Reducer.reset` makes it anew."""
 
     num_params: InitVar[int]
-    num_passes: int = 0
-    num_buckets_reduced: int = 0
-    last_order: list[int] = field(default_factory=list)
-    looks_static: bool = True
-    rebuild_is_due: bool = False
-    has_rebuilt: bool = False
-    learnt: list[int] | None = None
-    undefined: tuple[int, ...] = ()
-    unused: list[bool] = field(init=False)
-    carried: list[bool] = field(init=False)
+    num_passes: int = 0  # that were reduced
+    num_buckets_reduced: int = 0  # in the last one
+    last_order: list[int] = field(default_factory=list)  # parameters as gradients of the last pass came here
+    looks_static: bool = True  # the same parameters were used in all passes
+    rebuild_is_due: bool = False  # buckets are to follow the order of the last pass
+    has_rebuilt: bool = False  # they do by now
+    learnt: list[int] | None = None  # gradients of each parameter in a static graph, once that is known
+    undefined: tuple[int, ...] = ()  # those of the unused that take part on this rank all the same
+    unused: list[bool] = field(init=False)  # by parameter, in a static graph: no rank has a gradient
+    carried: list[bool] = field(init=False)  # by parameter: it has a gradient of a pass that was not reduced
 
     def __post_init__(self, num_params: int) -> None:
         self.unused = [False] * num_params
@@ -48,13 +39,7 @@ class History:
         return self.last_order + sorted(set(range(len(self.unused))) - set(self.last_order))
 
     def terms(self, options: ReducerOptions, divisor: float, can_carry_word: bool) -> PassTerms:
-        """Settle how the next pass is to go.
-
-        Args:
-            options: of the reducer.
-            divisor: of the gradients.
-            can_carry_word: whether the last bucket can carry word of a failure.
-        """
+        """Settle how the next pass is to go; the last bucket may be able to carry word of a failure."""
         kind: Kind = "some" if options.find_unused_parameters else "every"
         if options.static_graph:
             kind = "learning" if self.learnt is None else "learnt"
@@ -72,14 +57,7 @@ class History:
     def conclude(
         self, calls: Sequence[int], order: Sequence[int], unused: Sequence[bool], options: ReducerOptions
     ) -> None:
-        """Learn from a pass that has ended.
-
-        Args:
-            calls: by parameter, how many gradients it got.
-            order: parameters in the order in which their gradients came.
-            unused: by parameter, whether no rank used it.
-            options: of the reducer.
-        """
+        """Learn from a pass that has ended: gradients by parameter, their order, what no rank used."""
         is_usual = order == self.last_order  # compared faster than sets are made
         if self.num_passes and not is_usual and set(order) != set(self.last_order):
             self.looks_static = False
@@ -92,3 +70,30 @@ class History:
         num_watched = 2 if options.static_graph else 1  # as in PyTorch's reducer
         if self.num_passes == num_watched and (options.static_graph or not options.find_unused_parameters):
             self.rebuild_is_due = True
+
+
+@dataclass(slots=True, eq=False)
+class UpcomingPass:
+    """What was settled for the next backward pass, which takes each thing once."""
+
+    wanted: Callable[[bool], bool] | None  # see `Reducer`
+    is_expected: bool = False  # the last forward pass was one whose backward pass is to be reduced
+    divisor: Callable[[], float] | None = None  # of the gradients; None for the number of ranks
+    search: UnusedSearch = field(default_factory=UnusedSearch)
+    unread: list[FailureReport] = field(default_factory=list)  # of passes that have ended
+    futures: list["Future[object]"] = field(default_factory=list)  # waited for when the pass ends
+
+    def is_reduced(self, *, was_prepared: bool) -> bool:
+        """Whether a pass that begins is reduced; it may go through an output that `prepare` was given."""
+        return self.wanted is None or self.wanted(was_prepared or self.is_expected)
+
+    @property
+    def in_join(self) -> bool:
+        """Whether the last forward pass was inside ``Join``."""
+        return self.divisor is not None
+
+    def pop_unused(self, learnt: Sequence[int] | None, params: Sequence["Tensor"]) -> list[int]:
+        """Find the parameters that get no gradient in the pass that has just begun."""
+        if learnt is not None:
+            return [index for index, calls in enumerate(learnt) if not calls]
+        return self.search.pop_unused(params)

@@ -1,11 +1,9 @@
 """How gradients find who takes them: hooks on the parameters, and the backward pass under way.
 
 Note [Passes that break off]
-    The autograd engine keeps what it is to call at the end of a backward pass, and lets go of it when the
-    pass ends, however it does. A token among what it keeps shows by its death that the pass is over. If
-    the engine has not called by then, an exception has ended the pass. Nothing is sent at that moment, which
-    may be any; the next backward or forward pass finds the one that broke off, and ends it together with
-    the other ranks.
+    The autograd engine lets go of what it is to call at the end of a backward pass when the pass ends,
+    however it does. A token dies then. If the engine has not called by then, an exception has ended the pass.
+    Nothing is sent at that moment, which may be any; the next pass finds the one that broke off.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +12,6 @@ from typing import Any, ParamSpec
 from weakref import WeakMethod
 
 from torch import Tensor
-from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from zero_optim.compat.engine import after_backward
@@ -24,21 +21,23 @@ P = ParamSpec("P")
 
 
 class Inbox:
-    """Where the parameters' hooks find who takes their gradients.
+    """Where the parameters' hooks, which keep it, find who takes their gradients.
 
     Args:
-        params: these get hooks, which keep the inbox.
+        params: these get hooks.
         take_first: takes the gradient of a parameter, by its place, when no backward pass is under way;
             made by `weakly`.
 
     Attributes:
         current: the backward pass that is running, or has broken off and was not ended yet.
         handles: of the hooks.
+        follower: told of each gradient, by its parameter's place, when it was taken; made by `weakly`.
     """
 
     def __init__(self, params: Sequence[Tensor], take_first: Callable[[int], None]) -> None:
         self.current: BackwardPass | None = None
         self.handles: list[RemovableHandle] = []
+        self.follower: Callable[[int], None] | None = None
         self._take_first = take_first
         self._params = params
         self._tensors = [_tensor_of(param) for param in params]
@@ -49,36 +48,23 @@ class Inbox:
     def announce(self, coming: Callable[[int], None]) -> None:
         """Have a parameter's place told before autograd adds a gradient, while no backward pass is under way.
 
-        Args:
-            coming: told, with ``torch.autograd.grad`` too; made by `weakly`.
+        ``torch.autograd.grad`` tells too. The function is made by `weakly`.
         """
         for index, param in enumerate(self._params):
             untyped: Any = param
             self.handles.append(untyped.register_hook(self._early_hook_of(index, coming)))
 
     def swapped(self, calls: Sequence[int]) -> list[int]:
-        """List the parameters that are other tensors by now: a swap has taken the hooks away.
-
-        Args:
-            calls: how many gradients each has got: only those without one are looked at.
-        """
+        """List parameters that got no gradient and are other tensors by now: a swap took their hooks away."""
         if all(calls):
             return []
-        given = enumerate(zip(self._params, self._tensors, calls, strict=True))
-        return [index for index, (param, was, num) in given if not num and _tensor_of(param) != was]
+        pairs = enumerate(zip(self._params, self._tensors, calls, strict=True))
+        return [index for index, (param, was, num) in pairs if not num and _tensor_of(param) != was]
 
     @property
     def is_running(self) -> bool:
         """Whether a backward pass is running."""
         return self.current is not None and self.current.phase is Phase.RUNNING
-
-    def pop_broken_off(self) -> BackwardPass | None:
-        """Give, once, the pass that has broken off, if one has."""
-        current = self.current
-        if current is None or current.phase is not Phase.BROKEN_OFF:
-            return None
-        self.current = None
-        return current
 
     def _early_hook_of(self, index: int, coming: Callable[[int], None]) -> Callable[[Tensor], None]:
         running = Phase.RUNNING  # found faster here
@@ -99,6 +85,8 @@ class Inbox:
                 current.arrived(index)
             else:
                 self._take_first(index)
+            if self.follower is not None:
+                self.follower(index)
 
         return hook
 
@@ -112,17 +100,14 @@ def remove(handles: Sequence[RemovableHandle]) -> None:
 def _tensor_of(param: Tensor) -> int:
     """Tell the tensor behind a Python object."""
     untyped: Any = param
-    found: int = untyped._cdata
-    return found
+    address: int = untyped._cdata
+    return address
 
 
 class _Token:
-    """Alive as long as the engine keeps what it is to call at the end of a backward pass.
+    """Calls a function when it dies, unless that was set to None: when the engine lets go of it.
 
     `weakref.finalize` would do the same, but each of them takes as long as the hooks of ten gradients.
-
-    Args:
-        broke_off: called when it dies, unless it was set to None.
     """
 
     __slots__ = ("broke_off",)
@@ -138,9 +123,8 @@ class _Token:
 def when_backward_ends(finish: Callable[[], None], broke_off: Callable[[], None]) -> None:
     """Have one of two functions called when the backward pass under way is over; from one of its hooks.
 
-    Args:
-        finish: called when every gradient has been computed, as by `after_backward`.
-        broke_off: called if it never comes to that, see Note [Passes that break off].
+    ``finish`` when every gradient has been computed, ``broke_off`` if it never comes to that: see
+    Note [Passes that break off].
     """
     after_backward(partial(_end, _Token(broke_off), finish))
 
@@ -148,20 +132,6 @@ def when_backward_ends(finish: Callable[[], None], broke_off: Callable[[], None]
 def _end(token: _Token, finish: Callable[[], None]) -> None:
     token.broke_off = None
     finish()
-
-
-def output_hook(reached: Callable[[Node | None], None], witness: Node | None) -> Callable[[Tensor], None]:
-    """Make a hook for an output of a forward pass.
-
-    Args:
-        reached: told that a backward pass goes through the output; made by `weakly`.
-        witness: accumulates into a parameter that the output depends on, None if none was found.
-    """
-
-    def hook(_: Tensor) -> None:
-        reached(witness)
-
-    return hook
 
 
 def weakly(method: Callable[P, None]) -> Callable[P, None]:
@@ -177,6 +147,6 @@ def _call_if_there(
     *args: P.args,
     **kwargs: P.kwargs,
 ) -> None:
-    found = reference()
-    if found is not None:
-        found(*args, **kwargs)
+    method = reference()
+    if method is not None:
+        method(*args, **kwargs)

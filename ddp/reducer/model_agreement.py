@@ -8,12 +8,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import UninitializedParameter
 
-from zero_optim.comm.agreement import agree, failing_together
-from zero_optim.comm.arguments import check_flags, raise_together, ranks_of
+from zero_optim.comm.agreement import agree, check_flags, failing_together, raise_together, ranks_of
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.watchdog import check_patience, learn_addresses, patient, watch
-from zero_optim.ddp.precision.mixed_precision import Precision
+from zero_optim.ddp.precision.precision import PrecisionPolicy
 from zero_optim.ddp.reducer.assignment import describe_params
+from zero_optim.health.watchdog import check_patience, learn_addresses, patient, watch
 from zero_optim.shard.freed import is_freed
 
 # Arguments that ranks need not have in common, such as a device of their own, or that are compared by name.
@@ -35,19 +34,7 @@ def agree_on_model(
     """Make sure that all ranks wrap the same model; all ranks call. Communicates.
 
     With ``init_sync=False`` they only make sure that all of them have that, and devices that can be used.
-
-    Args:
-        given: the arguments of PyTorch's constructor, by name.
-        user: what is built.
-        timeout: see `ZeroRedundancyOptimizer`.
-        on_stall: likewise.
-        may_be_freed: parameters may be on their owners alone.
-
-    Raises:
-        RuntimeError: on every rank: parameters are not initialised yet.
-        TypeError: on every rank: there is no module to wrap, or an argument is of the wrong kind.
-        ValueError: on every rank: see `Precision.of`; or wrong devices, or see `refuse_freed`.
-        RankMismatchError: on every rank: models or arguments differ; names the first difference.
+    The arguments of PyTorch's constructor are given by name; ``user`` is what is built.
     """
     module, process_group, mesh = given["module"], given.get("process_group"), given.get("device_mesh")
     ranks_of(process_group)
@@ -87,7 +74,7 @@ def _described(group: RankGroup, given: dict[str, Any], timeout: object, on_stal
     """Describe what ranks must have in common; raises what is wrong with it."""
     pairs = seen_params(given["module"])
     group.check_serves([param for _, param in pairs])
-    Precision.of(given)
+    PrecisionPolicy.of_ddp(given)
     params = describe_params(pairs)
     delayed = [name for name, _ in given.get("delay_all_reduce_named_params") or ()]
     delayed_by = "no parameter" if given.get("param_to_hook_all_reduce") is None else "a parameter"
@@ -97,13 +84,7 @@ def _described(group: RankGroup, given: dict[str, Any], timeout: object, on_stal
 
 
 def _check_devices(module: nn.Module, device_ids: object, output_device: object) -> None:
-    """Refuse what PyTorch's constructor would refuse, but there on this rank alone.
-
-    Raises:
-        TypeError: ``device_ids`` is no list.
-        ValueError: several devices, or parameters that are not on one accelerator.
-        RuntimeError: no devices.
-    """
+    """Refuse what PyTorch's constructor would refuse, but there on this rank alone."""
     if device_ids is not None and not isinstance(device_ids, Sequence):
         raise TypeError(f"expected device_ids to be a list of one device, or None, got {device_ids!r}")
     if device_ids is not None and len(device_ids) > 1:
@@ -133,11 +114,7 @@ def seen_params(module: object) -> list[tuple[str, Tensor]]:
 
 
 def refuse_freed(module: object) -> None:
-    """Refuse a model whose parameters are on their owners alone.
-
-    Raises:
-        ValueError: it is fully sharded, or a part of it.
-    """
+    """Refuse a model that is fully sharded, or a part of it."""
     if any(is_freed(param) for _, param in seen_params(module)):
         raise ValueError(
             "the model is fully sharded already, or a part of it: its parameters are on their owners alone"

@@ -2,21 +2,20 @@
 
 Note [One backward pass]
     A hook on the output of the forward pass, or the first gradient, makes a `BackwardPass` and asks the
-    autograd engine to be called when the pass has ended. Each gradient is counted; a full bucket
-    is launched if all before it were, so that every rank launches in the same order. At the end what is
-    left is launched, and the results become the parameters' gradients. Ranks tell each other that something
-    went wrong by an element of the last bucket, which waits for the end for that; or by a small sum of its
+    autograd engine to be called when the pass has ended. A full bucket is launched if all before it were, so
+    that every rank launches in the same order. At the end the rest is launched, and the results become the
+    parameters' gradients. An element of the last bucket tells other ranks of a failure; or a small sum of its
     own where there is a comm hook, or where parameters may be unused.
 
 The behaviour is that of PyTorch's reducer (Li et al., "PyTorch Distributed: Experiences on Accelerating
-Data Parallel Training", VLDB 2020), but for this: a pass that lacks gradients raises when it
-ends, on every rank, and not in the forward pass after it. On a GPU the second forward pass after it raises.
+Data Parallel Training", VLDB 2020).
 """
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,12 +24,10 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.futures import Future
 
-from zero_optim.comm.activity import Activity
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.backends import held
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.watchdog import learn_addresses, watch
-from zero_optim.comm.works import Record
+from zero_optim.comm.records import Activity
 from zero_optim.compat.engine import in_backward
 from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
 from zero_optim.ddp.reducer.assignment import BucketAssignment, ReducedParams, ReducerOptions, assign
@@ -43,22 +40,21 @@ from zero_optim.ddp.reducer.graph import (
     tensors_in,
     warn_of_graph,
 )
-from zero_optim.ddp.reducer.history import History
-from zero_optim.ddp.reducer.inbox import Inbox, output_hook, remove, weakly, when_backward_ends
-from zero_optim.ddp.reducer.reduction import Hook, HookSlot, Launch, launching
+from zero_optim.ddp.reducer.history import History, UpcomingPass
+from zero_optim.ddp.reducer.inbox import Inbox, remove, weakly, when_backward_ends
+from zero_optim.ddp.reducer.reduction import BucketReductions, Hook, HookSlot, Launch
 from zero_optim.ddp.reducer.report import swapped
-from zero_optim.ddp.reducer.shadow import ShadowPass
-from zero_optim.ddp.reducer.upcoming import UpcomingPass
 from zero_optim.errors import ReductionError
+from zero_optim.health.watchdog import learn_addresses, watch
 
 
 class Reducer:
     """Average gradients over the ranks of a group in every backward pass.
 
     Usable without any wrapper: after ``reducer = Reducer(model.named_parameters())`` each
-    ``loss.backward()`` leaves averaged gradients. All ranks must construct it, and must run backward passes
-    together, each giving a gradient to every parameter unless the options say otherwise. Its hooks go
-    when it goes, or with `close`.
+    ``loss.backward()`` leaves averaged gradients. All ranks construct it, and run backward passes together,
+    each giving a gradient to every parameter unless the options say otherwise. Its hooks go when it goes, or
+    with `close`.
 
     Args:
         params: (name, parameter) pairs of those that require a gradient, or parameters alone; on one device.
@@ -70,9 +66,10 @@ class Reducer:
         checks: make sure, by a small collective, that all ranks were given the same parameters and options.
 
     Attributes:
-        options: as given.
+        group: the ranks averaged over.
         history: what the passes so far have taught.
-        defers_reports: read one pass later what other ranks found wrong in a pass: where the CPU would have
+        assignment: the buckets as they are now.
+        defers_reports: read one pass later what other ranks found wrong in a pass, where the CPU would have
             to wait for the device. See Note [Late reports] in `report`.
 
     Raises:
@@ -94,25 +91,22 @@ class Reducer:
     ) -> None:
         self.options = ReducerOptions() if options is None else options
         params = held(params)
-        self._group = RankGroup.of(process_group, params).within(self.options.timeout)
-        self._summing = self._group.during("reduce")
-        watch(self, self._group, self.options.on_stall)
-        if checks:
-            with failing_together(self._group):
-                self._reduced = ReducedParams.of(params, sparse)
-                self._group.check_serves(self._reduced.params)
-            agree(self._group, [repr(self.options), *self._reduced.describe()], "what the reducer was given")
-        else:
+        self._use(RankGroup.of(process_group, params).within(self.options.timeout))
+        with failing_together(self.group) if checks else nullcontext():
             self._reduced = ReducedParams.of(params, sparse)
+            if checks:
+                self.group.check_serves(self._reduced.params)
+        if checks:
+            agree(self.group, [repr(self.options), *self._reduced.describe()], "what the reducer was given")
         self.defers_reports = is_asynchronous(self.params[0].device)
         self.history = History(len(self.params))
         self._upcoming = UpcomingPass(wanted)
         self._slot = HookSlot()
-        self._assignment = self._assigned(None)
+        self.assignment = self._assigned(None)
         self._inbox = Inbox(self.params, weakly(self._first_arrived))
         weakref.finalize(self, remove, self._inbox.handles)
         if checks:  # then all ranks have got here
-            learn_addresses(self._group)
+            learn_addresses(self.group)
 
     def reset(self) -> None:
         """Begin anew: first buckets, nothing learnt. Must be called by all ranks, between iterations."""
@@ -121,6 +115,11 @@ class Reducer:
         self._upcoming = UpcomingPass(self._upcoming.wanted, self._upcoming.is_expected)
         self._slot.failure = None
         self._assign(None)
+
+    @property
+    def activity(self) -> Activity:
+        """What this process does, which other ranks hear of if they miss it."""
+        return self.group.works.log.activity
 
     @property
     def names(self) -> Sequence[str]:
@@ -137,41 +136,24 @@ class Reducer:
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The ranks averaged over."""
-        return self._group.process_group
+        return self.group.process_group
 
     def use_group(self, process_group: dist.ProcessGroup | None) -> None:
         """Average over other ranks from now on. All of these must call, between iterations, and `reset`."""
-        self._group = replace(RankGroup.of(process_group, self.params), phase=self._group.phase)
-        self._summing = self._group.during("reduce")
-        watch(self, self._group, self.options.on_stall)
+        self._use(replace(RankGroup.of(process_group, self.params), phase=self.group.phase))
+
+    def _use(self, group: RankGroup) -> None:
+        self.group, self._summing = group, group.during("reduce")
+        watch(self, group, self.options.on_stall)
 
     def metrics(self, *, reset: bool = True) -> dict[str, float]:
         """Tell what this rank communicated since the last call; see `DistributedDataParallel.metrics`."""
-        return self._group.phase.traffic.figures(("reduce", "agree", "order"), "passes", reset=reset)
-
-    @property
-    def activity(self) -> Activity:
-        """What this process does, which other ranks hear of if they miss it."""
-        return self._group.works.log.activity
-
-    def begin_work(self, about: str) -> Record:
-        """Begin the record of a collective that PyTorch's class started, see `RankGroup.begin_work`."""
-        return self._group.begin_work(about)
-
-    def cut_if_failed(self) -> None:
-        """Let no other rank wait for this one any more, if a wait has failed; see `WorkLog.cut_if_failed`."""
-        works = self._group.works
-        works.log.cut_if_failed(works.ranks)
-
-    @property
-    def assignment(self) -> BucketAssignment:
-        """The parameters and buckets as they are now."""
-        return self._assignment
+        return self.group.phase.traffic.figures(("reduce", "agree", "order"), "passes", reset=reset)
 
     def _assign(self, order: Sequence[int] | None) -> None:
         """Make buckets. The old ones go first, but for what gradients that are views of them still use."""
-        self._assignment = BucketAssignment()
-        self._assignment = self._assigned(order)
+        self.assignment = BucketAssignment()
+        self.assignment = self._assigned(order)
 
     def _assigned(self, order: Sequence[int] | None) -> BucketAssignment:
         return assign(self._reduced, self.options, order, self._slot.members())
@@ -179,12 +161,8 @@ class Reducer:
     def rebuild(self) -> bool:
         """Make buckets anew in the order in which gradients came on rank 0, once that is known.
 
-        So it does where the comm hook names buckets, and others than before.
-
-        All ranks call, at the same point; communicates when it is due.
-
-        Returns:
-            Whether buckets were rebuilt.
+        Or if the comm hook names other buckets than before. All ranks call; communicates when it is due.
+        Returns whether buckets were rebuilt in that order.
         """
         history = self.history
         if self._inbox.is_running:
@@ -194,11 +172,11 @@ class Reducer:
         if not history.rebuild_is_due:
             return False
         history.rebuild_is_due = False
-        agreed = to_device(torch.tensor(history.order(), dtype=torch.int64), self._group.device)
+        agreed = to_device(torch.tensor(history.order(), dtype=torch.int64), self.group.device)
         # Not "agree": where it meets an agreement, ranks have made different calls, which is to be seen.
-        for work in self._group.during("order").broadcast_rows([(0, agreed)], "gradients"):
+        for work in self.group.during("order").broadcast_rows([(0, agreed)], "gradients"):
             work.wait()
-        self._assign(self._group.read(HostCopy(agreed)).tolist())  # the CPU waits, this once
+        self._assign(self.group.read(HostCopy(agreed)).tolist())  # the CPU waits, this once
         history.has_rebuilt = True
         return True
 
@@ -211,14 +189,13 @@ class Reducer:
 
     # ------------------------------------------------------------------ what users set
 
+    @property
+    def hook_name(self) -> str:
+        """Names the comm hook; empty without one."""
+        return self._slot.name
+
     def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Let a hook reduce the buckets, and divide by the number of ranks, in the place of all-reduce.
-
-        If it names buckets, they are made; see Note [Buckets in rows] in `assignment`.
-
-        Args:
-            state: handed to the hook.
-            hook: ``hook(state, bucket) -> Future[Tensor]``, see `GradBucket`.
+        """Let ``hook(state, bucket) -> Future[Tensor]`` reduce buckets, and divide by the ranks' number.
 
         Raises:
             RuntimeError: there is one already, or a backward pass is under way.
@@ -236,11 +213,7 @@ class Reducer:
         self._upcoming.divisor = divisor
 
     def expect(self, is_expected: bool) -> None:
-        """Say whether backward passes are expected, to be told to ``wanted``.
-
-        Args:
-            is_expected: from now on, until said otherwise.
-        """
+        """Say whether backward passes are expected from now on, to be told to ``wanted``."""
         self._upcoming.is_expected = is_expected
 
     def set_static_graph(self) -> None:
@@ -261,11 +234,8 @@ class Reducer:
         """Look at a forward pass's output before it goes to the user. Optional in ordinary loops.
 
         It makes a difference where parameters may be unused, so that buckets need not wait for the end, and
-        where checkpointing is reentrant. Every rank calls it after the same forward passes. Does not
-        communicate.
-
-        Args:
-            outputs: whatever the forward pass gave; tensors in containers and dataclasses are found.
+        where checkpointing is reentrant. Every rank calls it after the same forward passes. Tensors in
+        containers and dataclasses are found. Does not communicate.
 
         Raises:
             RuntimeError: inside a context of ``torch.distributed.autograd``.
@@ -278,14 +248,10 @@ class Reducer:
         for tensor in tensors:
             if tensor.grad_fn is not None:
                 untyped: Any = tensor
-                untyped.register_hook(output_hook(reached, nearest(tensor, self._reduced.index_of)))
+                untyped.register_hook(partial(reached, nearest(tensor, self._reduced.index_of)))
 
-    def _output_reached(self, witness: Node | None) -> None:
-        """Begin a backward pass, if need be, as it goes through an output; called by that output's hook.
-
-        Args:
-            witness: accumulates into a parameter that the output depends on, None if none was found.
-        """
+    def _output_reached(self, witness: Node | None, _: Tensor) -> None:
+        """Begin a backward pass that goes through an output; the witness accumulates into our parameter."""
         # torch.autograd.grad goes through outputs too, but gives no parameter its gradient.
         is_known_backward = witness is not None and reaches(witness)
         if not is_known_backward:
@@ -299,10 +265,8 @@ class Reducer:
         """Raise, on every rank, if the last backward pass broke off; all ranks call.
 
         On a CPU it is free if all is well. On a GPU what went wrong is known one pass later, see Note [Late
-        reports] in `report`: call it after the last pass, or before a checkpoint is written.
-
-        Args:
-            waits: for the last pass too, on a device that may still be at it.
+        reports] in `report`: call it after the last pass, or before a checkpoint is written. Without
+        ``waits`` the last pass, which a device may still be at, is left out.
 
         Raises:
             ReductionError: a backward pass ended by an exception, or a comm hook failed, here or on another
@@ -310,12 +274,13 @@ class Reducer:
         """
         if self._slot.failure is not None:
             raise ReductionError(self._slot.failure)
-        if self._inbox.current is not None and not in_backward():
-            self._inbox.current.break_off()  # a thread of the engine may not have let go of it yet
-        broken_off = self._inbox.pop_broken_off()
-        if broken_off is not None:
-            self._finish(broken_off)
-        self._upcoming.read_reports(but=0 if waits else 1)
+        current, unread = self._inbox.current, self._upcoming.unread
+        if current is not None and not in_backward():
+            current.break_off()  # a thread of the engine may not have let go of it yet
+        if current is not None and current.phase is Phase.BROKEN_OFF:
+            self._finish(current)
+        while len(unread) > (0 if waits else 1):
+            unread.pop(0).check()
 
     def _first_arrived(self, index: int) -> None:
         """Take a gradient that came while no backward pass was under way; called by its parameter's hook."""
@@ -328,10 +293,13 @@ class Reducer:
         """Begin a backward pass, from one of its hooks."""
         self.check_finished(waits=False)
         self.rebuild()
-        terms = self._terms(self._upcoming.divisor_among(self._group.size) if self._slot.is_empty else 1)
+        divisor = 1.0
+        if self._slot.is_empty:
+            told = self._upcoming.divisor
+            divisor = self.group.size if told is None else told()
         kind = PassWithGraph if torch.is_grad_enabled() else BackwardPass
         self.activity.begin("backward pass")
-        current = kind(self._assignment, terms, self._launcher(), self._held_up())
+        current = kind(self.assignment, self._terms(divisor), self._launcher(), self._held_up())
         current.is_held = self._holds()
         self._inbox.current = current
         when_backward_ends(lambda: self._finish(current), current.break_off)
@@ -346,15 +314,12 @@ class Reducer:
         return False
 
     def _terms(self, divisor: float) -> PassTerms:
-        return self.history.terms(
-            self.options,
-            divisor,
-            can_carry_word=self._slot.is_empty and self._assignment.buckets[-1].can_carry_failure_word,
-        )
+        can_carry_word = self._slot.is_empty and self.assignment.buckets[-1].can_carry_failure_word
+        return self.history.terms(self.options, divisor, can_carry_word)
 
     def _launcher(self) -> Launch:
-        labels = self._assignment.labels
-        return launching(self._summing, self._slot, labels, all_used=self.options.wants_all_used)
+        all_used = self.options.wants_all_used
+        return self._slot.launching(self._summing, self.assignment.labels, all_used=all_used)
 
     @torch.no_grad()
     def _finish(self, current: BackwardPass) -> None:
@@ -371,34 +336,37 @@ class Reducer:
         return nullcontext() if self.defers_reports else self._summing.phase.held_up()
 
     def _conclude(self, current: BackwardPass) -> None:
-        broke_off = current.phase is Phase.BROKEN_OFF
+        terms, broke_off = current.terms, current.phase is Phase.BROKEN_OFF
         current.end()
         lost = self._inbox.swapped(current.calls)
         for index in lost:
             current.note(swapped, index)
-        if not (any(current.calls) or current.asks_for_use or broke_off or lost):
+        if not (any(current.calls) or terms.asks_for_use or broke_off or lost):
             return  # torch.autograd.grad went through the output, and computed no parameter's gradient
         self.history.carried = [False] * len(self.params)
-        self._group.phase.traffic.count_step()
-        defers = self.defers_reports and not self._upcoming.in_join and not current.learns
+        self.group.phase.traffic.count_step()
+        defers = self.defers_reports and not self._upcoming.in_join and terms.kind != "learning"
         self._upcoming.divisor = None
         current.launch_rest()
         self._slot.await_all(current.reductions)
-        report = current.close(self._group)
-        checks_first = not defers and (self.checks_first or current.asks_for_use)
+        report = current.report(self.group)
+        checks_first = not defers and (self.checks_first or terms.asks_for_use)
         if checks_first:
             current.check(report)
-        unused = [not used for used in report.used()] if current.asks_for_use else self.history.unused
+        unused = [not used for used in report.used()] if terms.asks_for_use else self.history.unused
         with self._slot.minding():
             if broke_off and defers:
                 current.drop(report)  # the next iteration has begun, and nobody is told yet
             else:
                 current.give(unused, report)
-        self._upcoming.wait_for_futures()
+        futures, self._upcoming.futures = self._upcoming.futures, []
+        for future in futures:
+            future.wait()
         self.history.num_buckets_reduced = current.reductions.num_launched
         self.history.conclude(current.calls, current.order, unused, self.options)
         if defers:
-            self._upcoming.put_off(report)
+            report.put_off()
+            self._upcoming.unread.append(report)
         elif not checks_first:
             report.check()
         if current.keeps_graph and any(current.calls):
@@ -408,18 +376,33 @@ class Reducer:
     def shadow(self) -> None:
         """Take part in the reductions of one backward pass of the others, with zeros; for ``Join``.
 
-        This rank's gradients are left alone.
+        This rank's gradients are left alone. Raises `ReductionError` with what every rank that failed has to
+        say; or as this rank had no pass to learn from, and buckets that are not used are left out.
         """
         self.check_finished()
         self.rebuild()
         self._upcoming.divisor = None
-        shadow = ShadowPass(self._assignment, self._terms(1), self._launcher())
-        shadow.launch(self.history.last_order)
-        self._slot.await_all(shadow.reductions)
-        used = shadow.close(self._group)
-        self.history.num_buckets_reduced = shadow.reductions.num_launched
+        terms, last_used = self._terms(1), frozenset(self.history.last_order)
+        if terms.skips_unused and not last_used:
+            raise ReductionError(
+                "skip_all_reduce_unused_params=True, and this rank had no batch to learn from which "
+                "parameters are used: give every rank a batch, or leave the option out inside Join"
+            )
+        buckets = [bucket.zeros_like() for bucket in self.assignment.buckets]
+        reductions = BucketReductions(buckets, self._launcher())
+        for bucket in buckets:  # the others use what this rank used in its last pass
+            if terms.skips_unused and last_used.isdisjoint(bucket.indices):
+                reductions.leave_out_next()
+            else:
+                reductions.launch_next()
+        self._slot.await_all(reductions)
+        report = terms.report(self.group, None, [False] * len(self.params))
+        reductions.drain(report)
+        report.check()
+        used = report.used()
         # A rank that has no pass to learn from takes it that the others' is what its own would have been.
         unused = [not flag for flag in used]
-        for bucket in shadow.reductions.buckets:
+        for bucket in buckets:
             bucket.give_joined(unused or self.history.unused)
+        self.history.num_buckets_reduced = reductions.num_launched
         self.history.conclude([int(flag) for flag in used], self.history.last_order, unused, self.options)

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
@@ -15,6 +14,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.started import Work
 from zero_optim.ddp.reducer.assignment import Members
 from zero_optim.ddp.reducer.bucket import GradBucket, ReducerBucket, tensor_of
+from zero_optim.ddp.reducer.report import FailureReport
 from zero_optim.errors import message_of
 
 Hook = Callable[[Any, Any], Future[Tensor]]  # (state, bucket), PyTorch's contract
@@ -47,17 +47,12 @@ Launch = Callable[[ReducerBucket, int, bool], Reduction]
 
 
 class BucketReductions:
-    """The reductions of one backward pass, launched in the order of the buckets.
-
-    Args:
-        buckets: all of them.
-        launch: starts one's reduction.
-    """
+    """The reductions of one backward pass, launched in the order of the buckets."""
 
     def __init__(self, buckets: Sequence[ReducerBucket], launch: Launch) -> None:
         self.buckets = buckets
         self._launch = launch
-        self._launched: list[Reduction | None] = []
+        self._launched: list[Reduction | None] = []  # None for a bucket that was left out
 
     @property
     def num_passed(self) -> int:
@@ -78,27 +73,23 @@ class BucketReductions:
         """Do not reduce the next bucket."""
         self._launched.append(None)
 
-    def results(self) -> Iterator[tuple[ReducerBucket, Tensor]]:
-        """Wait for each bucket that was launched, in order, and give it with its reduced gradients."""
+    def results(self, report: FailureReport | None = None) -> Iterator[tuple[ReducerBucket, Tensor]]:
+        """Wait for each launched bucket, and give it with its gradients; a report may read the last one."""
         for bucket, reduction in zip(self.buckets, self._launched, strict=True):
             if reduction is not None:
-                yield bucket, reduction.wait()
+                reduced = reduction.wait()
+                if report is not None and report.in_last_bucket and bucket is self.buckets[-1]:
+                    report.read_word(reduced)
+                yield bucket, reduced
 
-    def drain(self) -> None:
+    def drain(self, report: FailureReport | None = None) -> None:
         """Wait for every bucket that was launched, and drop what came."""
-        for reduction in self._launched:
-            if reduction is not None:
-                reduction.wait()
+        for _ in self.results(report):
+            pass
 
 
 class SumReduction:
-    """The sum over all ranks, in place; gradients were divided before.
-
-    Args:
-        group: the ranks.
-        bucket: whose gradients are summed.
-        label: names the bucket in messages.
-    """
+    """The sum of a bucket over all ranks, in place; gradients were divided before."""
 
     def __init__(self, group: RankGroup, bucket: ReducerBucket, label: str = "") -> None:
         self._bucket = bucket
@@ -107,36 +98,23 @@ class SumReduction:
     def wait(self) -> Tensor:
         """Wait for the sum."""
         self._work.wait()
-        if self._bucket.is_sparse:
-            return _result(self._handle)
-        return self._bucket.flat
+        if not self._bucket.is_sparse:
+            return self._bucket.flat
+        # Waited for, not only asked for: so the memory is kept until the current stream has read it.
+        result = tensor_of(self._handle.get_future().wait())
+        assert result is not None  # the sum of one tensor is one tensor
+        return result
 
 
 class HookReduction:
-    """Whatever a comm hook does; it divides too.
-
-    Args:
-        hook: the hook.
-        state: what it was registered with.
-        bucket: the gradients.
-        index: the bucket's place in the order of reduction.
-        is_last: whether none follows.
-        all_used: see `GradBucket`.
-        group: the ranks; the wait is counted in its phase. What the hook sends is not known here.
-        label: names the bucket in messages.
-
-    Raises:
-        RuntimeError: it did not return a future.
-    """
+    """Whatever a comm hook does; it divides too. The wait for it is counted; what it sends is not known."""
 
     def __init__(
         self,
         hook: Hook,
         state: object,
         bucket: ReducerBucket,
-        index: int,
-        is_last: bool,
-        all_used: bool,
+        given: GradBucket,
         group: RankGroup,
         label: str,
     ) -> None:
@@ -145,7 +123,7 @@ class HookReduction:
         record = group.begin_work(label)
         record.runs_hook = True
         with record.starting():
-            future = hook(state, GradBucket(bucket, index, is_last, all_used))
+            future = hook(state, given)
         if not isinstance(future, torch._C.Future):
             raise RuntimeError(  # noqa: TRY004 - PyTorch's type
                 "DDP communication hook's callback must return a torch.futures.Future object, but got "
@@ -155,12 +133,7 @@ class HookReduction:
         self._work = Work(future, group.phase, record)
 
     def wait(self) -> Tensor:
-        """Wait for the future.
-
-        Raises:
-            TypeError: it holds something else than one tensor.
-            ValueError: the tensor is not as long as the bucket.
-        """
+        """Wait for the future, and refuse anything but one tensor as long as the bucket."""
         value = self._work.wait()
         result = tensor_of(value)
         if result is None:
@@ -176,40 +149,16 @@ class HookReduction:
         return result
 
 
-def launching(group: RankGroup, slot: "HookSlot", labels: Sequence[str], *, all_used: bool) -> Launch:
-    """Make what starts a bucket's reduction: the comm hook, or a sum where there is none.
-
-    It does not keep the slot: a hook's state may hold the model, whose parameters hold a pass that broke off.
-
-    Args:
-        group: the ranks, in the phase that counts.
-        slot: of the hook. Whoever launches holds it.
-        labels: name the buckets in messages, by number.
-        all_used: see `GradBucket`.
-    """
-    reference = weakref.ref(slot)
-
-    def launch(bucket: ReducerBucket, number: int, is_last: bool) -> Reduction:
-        found = reference()
-        assert found is not None  # see above
-        if found.is_empty:
-            return SumReduction(group, bucket, labels[number])
-        return found.launch(bucket, number, is_last, all_used, group, labels[number])
-
-    return launch
-
-
 class HookSlot:
-    """The comm hook, at most one, and whether it has failed.
+    """The comm hook, at most one.
 
-    Attributes:
-        failure: what the hook failed with; it is not called again, as nobody knows which collectives it
-            has issued.
+    ``failure`` says what it failed with. It is not called again then, as nobody knows which collectives it
+    has issued.
     """
 
     def __init__(self) -> None:
         self._hook: tuple[Hook, object] | None = None
-        self._named: NamesBuckets | None = None
+        self._names: NamesBuckets | None = None
         self._version: object = None
         self.failure: str | None = None
 
@@ -218,14 +167,13 @@ class HookSlot:
         """Whether there is no hook."""
         return self._hook is None
 
-    def register(self, state: object, hook: Hook) -> None:
-        """Take a hook.
+    @property
+    def name(self) -> str:
+        """Names the hook; empty without one."""
+        return "" if self._hook is None else hook_name(self._hook[0])
 
-        Raises:
-            RuntimeError: there is one already.
-            TypeError: it cannot be called as a hook.
-            ValueError: it is annotated to take or return something else.
-        """
+    def register(self, state: object, hook: Hook) -> None:
+        """Take a hook; see `Reducer.register_comm_hook`."""
         _check_hook(hook)
         if self._hook is not None:
             raise RuntimeError(
@@ -234,35 +182,39 @@ class HookSlot:
                 f"register that instead of {hook_name(hook)}"
             )
         self._hook = (hook, state)
-        named = getattr(hook, "buckets", None)
-        self._named = named if isinstance(named, NamesBuckets) else None
+        names = getattr(hook, "buckets", None)
+        self._names = names if isinstance(names, NamesBuckets) else None
 
     @property
     def members_changed(self) -> bool:
         """Whether `members` has something else to give than the last time, or gives buckets at last."""
-        return self._named is not None and self._named.version() != self._version
+        return self._names is not None and self._names.version() != self._version
 
     def members(self) -> Members | None:
         """Give the parameters of the buckets that the hook names; None if it names none."""
-        if self._named is None:
+        if self._names is None:
             return None
-        self._version = self._named.version()
-        return self._named.members()
+        self._version = self._names.version()
+        return self._names.members()
 
-    def launch(
-        self,
-        bucket: ReducerBucket,
-        index: int,
-        is_last: bool,
-        all_used: bool,
-        group: RankGroup,
-        label: str,
-    ) -> HookReduction:
-        """Call the hook."""
-        assert self._hook is not None  # asked for by is_empty
-        hook, state = self._hook
-        with self.minding():
-            return HookReduction(hook, state, bucket, index, is_last, all_used, group, label)
+    def launching(self, group: RankGroup, labels: Sequence[str], *, all_used: bool) -> Launch:
+        """Make what starts a bucket's reduction: the comm hook, or a sum where there is none.
+
+        It does not keep this object, which the reducer holds: a hook's state may hold the model, whose
+        parameters hold a pass that broke off.
+        """
+        reference = weakref.ref(self)
+
+        def launch(bucket: ReducerBucket, number: int, is_last: bool) -> Reduction:
+            slot = reference()
+            assert slot is not None  # see above
+            if slot._hook is None:
+                return SumReduction(group, bucket, labels[number])
+            given = GradBucket(bucket, number, is_last, all_used)
+            with slot.minding():
+                return HookReduction(*slot._hook, bucket, given, group, labels[number])
+
+        return launch
 
     def await_all(self, reductions: BucketReductions) -> None:
         """Let nothing come before what hooks issue; on gloo PowerSGD's does so from other threads, later."""
@@ -280,22 +232,10 @@ class HookSlot:
             raise
 
 
-def _result(work: dist.Work) -> Tensor:
-    # Waited for, not only asked for its value: so the memory is kept until the current stream has read it.
-    result = tensor_of(work.get_future().wait())
-    assert result is not None  # the sum of one tensor is one tensor
-    return result
-
-
 def _check_hook(hook: object) -> None:
     """Refuse what cannot be called as ``hook(state, bucket)``, or is annotated as something else.
 
     Where PyTorch says what is wrong, its sentence comes first, as users match on it.
-
-    Raises:
-        TypeError: it cannot be called so.
-        ValueError: it is annotated to take something else than a bucket, or to return something else than
-            ``Future[Tensor]``.
     """
     if not callable(hook):
         raise TypeError(

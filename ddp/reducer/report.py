@@ -1,34 +1,25 @@
 """What ranks tell each other at the end of a backward pass: what was used, and what went wrong.
 
 Note [Word of a failure]
-    A rank that finds its gradients incomplete makes one element of the last bucket NaN before that is summed.
-    Then the sum is NaN on every rank, whatever the others put there. A rank that reads NaN takes part in
-    a gather of what went wrong. If the gradients were NaN by themselves, nobody has anything to say, and the
-    pass was a good one. So word costs no collective in a pass without NaN, and the bucket has the elements it
-    would have without: one more would shift the parts in which ring algorithms sum, and with them the last
-    bits on three ranks and more.
+    A rank that finds its gradients incomplete makes one element of the last bucket NaN before that is summed,
+    so the sum is NaN on every rank. A rank that reads NaN takes part in a gather of what went wrong; if the
+    gradients were NaN by themselves, no rank has anything to say. So a pass without NaN has no further
+    collective, and the bucket has as many elements: one more would shift the parts in which ring algorithms
+    sum, and with them the last bits.
 
 Note [Late reports]
-    To read a report the CPU waits for it. On a device with streams it would wait for the whole backward
-    pass, and then the device would have nothing to do. So there a report is put off: its copy to the CPU is
-    started behind the pass, and the CPU reads it when the device has the next pass to work on. On the CPU,
-    where nothing is under way any more, a report is read when its pass ends.
+    To read a report the CPU waits for it, on a device with streams for the whole backward pass. So there its
+    copy to the CPU is started behind the pass, and read when the device has the next pass to work on. Reading
+    may communicate, so all ranks read at the same points: when a forward pass through the module begins, and
+    with the first gradient of a backward pass, all reports but the last one. What pass n found raises in
+    forward pass n + 2, and the gradients of a pass that failed may be stepped with before; the error says so.
+    `Reducer.check_finished`, and the beginning of `Join`, read all that are left.
 
-    Reading may communicate: ranks that read of a failure gather what went wrong. So all ranks read at the
-    same points of their programs, however far their devices are. When a forward pass through the module
-    begins, and with the first gradient of a backward pass, they read all reports but the last one: what
-    pass n found raises in forward pass n + 2. `Reducer.check_finished`, and the beginning of `Join`, read
-    all that are left.
-
-    The price: the gradients of a pass that failed are handed out, and may be stepped with, before anybody
-    knows. The error says so. A pass that an exception broke off hands out none.
-
-    Some passes put nothing off, on any device: those in `Join`, and the first one of a static graph, which
-    teaches what is used. A rank that left parameters unused waits in the pass for what the others used, as
-    it has to know whether to change those gradients. It reads of failures later, with the others.
+    Some passes put nothing off: those in `Join`, and the first one of a static graph. A rank that left
+    parameters unused waits in the pass for what the others used, and reads of failures later, with the
+    others.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -47,17 +38,9 @@ if TYPE_CHECKING:
 class FailureReport:
     """How many ranks failed in a backward pass, and which parameters were used; all ranks make and read one.
 
-    Without it a rank that finds its gradients incomplete would raise alone, and the others would wait for
-    it in their next iteration, until the process group gives up.
-
-    Args:
-        group: the ranks.
-        failure: what went wrong here, if anything.
-        used: by parameter, whether it took part on this rank; empty where nobody needs to know.
-        in_last_bucket: an element of the last bucket says whether a rank failed, see Note [Word of a
-            failure]; `read_word` must be called before the report is read. Otherwise a small sum of the
-            report's own is launched. On gloo over loopback such a sum takes 1 to 7 ms beside the buckets,
-            whatever its size.
+    ``in_last_bucket``: an element of the last bucket says whether a rank failed, and `read_word` must be
+    called before the report is read. Otherwise the report launches a small sum, which on gloo over loopback
+    takes 1 to 7 ms.
     """
 
     def __init__(
@@ -79,11 +62,7 @@ class FailureReport:
             _, self._work = group.start_sum(self._counts)
 
     def read_word(self, reduced: Tensor) -> None:
-        """Copy the element that carries the word: the gradients are the user's from here on.
-
-        Args:
-            reduced: the sum of the last bucket.
-        """
+        """Copy the element of the last bucket's sum: the gradients are the user's from here on."""
         if is_asynchronous(reduced.device):
             self._answer = HostCopy(reduced[:1])
         else:
@@ -104,11 +83,7 @@ class FailureReport:
         return self._answer
 
     def check(self) -> None:
-        """Have the CPU wait for the answer; all ranks call, at the same point of their programs.
-
-        Raises:
-            ReductionError: on every rank, with what every rank that failed has to say.
-        """
+        """Have the CPU wait for the answer; raises ReductionError on every rank if one failed."""
         if self._tells_of_failure():
             self._raise()
 
@@ -119,10 +94,7 @@ class FailureReport:
         return bool((first.isnan() if self.in_last_bucket else first).item())
 
     def used(self) -> list[bool]:
-        """Tell, by parameter, whether any rank used it; nothing if nobody needed to know.
-
-        The CPU waits for the other ranks, and for the pass, unless this rank used every parameter.
-        """
+        """Tell, by parameter, whether any rank used it. The CPU waits, unless this rank used all."""
         if all(self._used):
             return list(self._used)
         _, *counts = self._group.read(self._read()).tolist()
@@ -130,8 +102,7 @@ class FailureReport:
 
     def _raise(self) -> None:
         """Raise what ranks have to say, if any has something; all ranks call."""
-        told = self._group.all_gather_bytes(json.dumps(self._failure).encode())
-        failures = [json.loads(payload) for payload in told]
+        failures = self._group.all_gather_json(self._failure)
         ranks: dict[str, list[int]] = {}
         for rank, failure in enumerate(failures):
             if failure is not None:
@@ -166,12 +137,7 @@ class PassTroubles:
         self._failures.append(message)
 
     def note(self, explain: Callable[[Sequence[str]], str], name: str) -> None:
-        """Note something wrong with a parameter's gradient.
-
-        Args:
-            explain: one of the functions below; makes a message for the names of all such parameters.
-            name: of the parameter.
-        """
+        """Note something wrong with a parameter's gradient, which one of the functions below explains."""
         names = self._explained.setdefault(explain, [])
         if name not in names:
             names.append(name)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.agreement import agree
+from zero_optim.comm.collectives import LET_GO
 from zero_optim.comm.lanes import lanes_for_rows
-from zero_optim.comm.ranks import LET_GO
 from zero_optim.compat.engine import after_backward, backward_number, in_backward, in_outer_backward
 from zero_optim.compat.streams import StreamBeside, future_on, record_use, recorded_event, wait_for_event
 from zero_optim.hooks.allreduce import mean_hook

@@ -10,8 +10,7 @@ from typing import Literal
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from zero_optim.comm.agreement import agree, failing_together
-from zero_optim.comm.arguments import check_flags, raise_together
+from zero_optim.comm.agreement import agree, check_flags, failing_together, raise_together
 from zero_optim.hooks.allreduce import mean_hook
 from zero_optim.hooks.bucket import GradBucket, Hook, name_of
 from zero_optim.hooks.overlap.owners import naming_buckets

@@ -25,9 +25,9 @@ from gpu.waits import waits_for_events
 from sync_calls import Event, cpu_as_accelerator
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel
+from zero_optim.health.stamp import Stamp
+from zero_optim.health.stamps import _Step
 from zero_optim.hooks import zero_step
-from zero_optim.shard.stamp import Stamp
-from zero_optim.shard.stamps import _Step
 
 MIB = 2**20
 WARM_UP = 4  # iterations: PyTorch's DDP makes its buckets anew after the first

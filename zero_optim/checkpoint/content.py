@@ -16,7 +16,7 @@ from zero_optim.checkpoint.names import Names, Objects, names_of, unwrapped
 from zero_optim.checkpoint.safetensors import Box, rows_box, whole
 from zero_optim.checkpoint.values import Json, key_of, pack
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.copies import all_copied_to_cpu
+from zero_optim.comm.wire import all_copied_to_cpu
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.groups import options_of
 from zero_optim.plan.memory import dense_strides, strides_of_rows

@@ -14,7 +14,7 @@ from torch import Tensor
 from zero_optim.checkpoint.files import open_regular
 from zero_optim.checkpoint.manifest import Chunk, DataFile, blamed_on
 from zero_optim.checkpoint.safetensors import Box, lay_out
-from zero_optim.comm.copies import PIECE_NBYTES, memory_of
+from zero_optim.comm.wire import PIECE_NBYTES, memory_of
 from zero_optim.errors import CheckpointError
 
 # A large tensor has a checksum for each block of rows of about this size. A load that wants some of its rows

@@ -38,8 +38,8 @@ from zero_optim.checkpoint.values import key_of, tensors_in
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import Nested
-from zero_optim.comm.watchdog import check_patience, watching
 from zero_optim.errors import StateMismatchError, message_of
+from zero_optim.health.watchdog import check_patience, watching
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.pieces import piece_of
 

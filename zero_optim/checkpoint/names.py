@@ -13,7 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from zero_optim.comm.backends import devices_of
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.mesh import RankMesh
-from zero_optim.comm.watchdog import patient
+from zero_optim.health.watchdog import patient
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.shard.freed import is_freed
 from zero_optim.shard.unit_forms import KeptRows

@@ -11,11 +11,10 @@ from zero_optim.checkpoint.folder import resolved
 from zero_optim.checkpoint.loading import load_from, open_together
 from zero_optim.checkpoint.names import Objects
 from zero_optim.checkpoint.storage import CheckpointReader
-from zero_optim.comm.agreement import failing_together
-from zero_optim.comm.arguments import ranks_of
+from zero_optim.comm.agreement import failing_together, ranks_of
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import Nested
-from zero_optim.comm.watchdog import check_patience, patient, watching
+from zero_optim.health.watchdog import check_patience, patient, watching
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 
 

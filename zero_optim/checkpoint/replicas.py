@@ -6,7 +6,7 @@ from dataclasses import replace
 from zero_optim.checkpoint.content import RANDOM, RankContent, random_state
 from zero_optim.checkpoint.names import Objects
 from zero_optim.checkpoint.values import key_of
-from zero_optim.comm.agreement import encoded, failure_of_others
+from zero_optim.comm.agreement import Failure, failure_of, failure_of_others
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import encode
 from zero_optim.comm.mesh import RankMesh
@@ -70,9 +70,9 @@ def write_once(mesh: RankMesh | None, write: Callable[[], str]) -> str:
     return next(told.decode() for told in mesh.everyone.all_gather_bytes(token.encode()) if told)
 
 
-def _own_word(failure: Exception | None) -> bytes:
+def _own_word(failure: Exception | None) -> Failure | None:
     """Tell the other replicas of a failure, unless it is that of another rank, which tells of it itself."""
-    return b"" if failure is None or message_of(failure).startswith("rank ") else encoded(failure)
+    return None if failure is None or message_of(failure).startswith("rank ") else failure_of(failure)
 
 
 def with_everyone(mesh: RankMesh | None, everyone: RankGroup) -> RankMesh | None:

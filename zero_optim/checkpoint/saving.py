@@ -27,9 +27,9 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import encode
 from zero_optim.comm.lanes import Lease, lease
 from zero_optim.comm.mesh import RankMesh
-from zero_optim.comm.watchdog import check_patience, watching
 from zero_optim.comm.wire import recv_value, send_value
 from zero_optim.errors import CheckpointError
+from zero_optim.health.watchdog import check_patience, watching
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 
 

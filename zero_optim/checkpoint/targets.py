@@ -13,7 +13,7 @@ from zero_optim.checkpoint.reading import Read
 from zero_optim.checkpoint.storage import Rows
 from zero_optim.checkpoint.values import Json
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.copies import PIECE_NBYTES, memory_of
+from zero_optim.comm.wire import PIECE_NBYTES, memory_of
 from zero_optim.plan.pieces import Pieces, is_whole, piece_of
 
 

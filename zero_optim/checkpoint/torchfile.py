@@ -22,7 +22,7 @@ from zero_optim.checkpoint.reading import with_strides
 from zero_optim.checkpoint.safetensors import DTYPES, Box, lay_out, whole
 from zero_optim.checkpoint.storage import CheckpointReader
 from zero_optim.checkpoint.values import Json, key_of, pack
-from zero_optim.comm.copies import memory_of
+from zero_optim.comm.wire import memory_of
 from zero_optim.errors import CheckpointError
 
 Advance = Callable[[int], object]

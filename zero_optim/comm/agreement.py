@@ -1,18 +1,16 @@
-"""Ranks agree before they begin, and fail together.
+"""Ranks agree before they begin, and fail together; arguments are checked together.
 
-A rank that fails alone leaves the others waiting in their next collective. Every room that communicates uses:
-
-- `agree`: compares what ranks are about to do; if it differs, raises on every rank and names the difference;
-- `said_by_all`: whether all ranks say yes;
-- `failing_together`: runs work that may raise on some ranks only, and then raises on all;
-- `SharedCall`: the same, for a function that other code calls.
+A rank that fails alone leaves the others waiting in their next collective.
 """
 
 import hashlib
-import json
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import wraps
+from typing import Any, NoReturn, ParamSpec, TypeVar
+
+import torch.distributed as dist
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.frames import ranks_text
@@ -26,48 +24,38 @@ from zero_optim.errors import (
     message_of,
 )
 
+P = ParamSpec("P")
+T = TypeVar("T")
+Failure = list[str]  # class and message of an exception, without the exception
+
 # Exceptions that can be made from a message alone, so that every rank raises the same class.
-_KINDS = (
-    ValueError,
-    TypeError,
-    RuntimeError,
-    NotImplementedError,
-    NotConsolidatedError,
-    RankMismatchError,
-    StateMismatchError,
-    CheckpointError,
-)
+_KINDS = {
+    kind.__name__: kind
+    for kind in (
+        ValueError,
+        TypeError,
+        RuntimeError,
+        NotImplementedError,
+        NotConsolidatedError,
+        RankMismatchError,
+        StateMismatchError,
+        CheckpointError,
+    )
+}
 
 
 def agree(group: RankGroup, items: Sequence[str], what: str, hints: Mapping[str, str] | None = None) -> None:
-    """Check that every rank has the same items. All ranks call; one small collective if they agree.
+    """Raise RankMismatchError on every rank unless all have the same items. All ranks call.
 
-    Args:
-        group: the ranks that must agree.
-        items: descriptions; their order counts.
-        what: what the items describe, for the message.
-        hints: what to do about a difference, by the first word of the item that differs.
-
-    Raises:
-        RankMismatchError: on every rank, with the first item that differs and which rank has what.
+    One small collective if they agree. The message names the first item that differs, with the hint for its
+    first word, if there is one.
     """
     digest = hashlib.sha256("\n".join(items).encode()).digest()
     if len(set(group.all_gather_fixed(digest))) > 1:
-        everyone = [
-            json.loads(payload) for payload in group.all_gather_bytes(json.dumps(list(items)).encode())
-        ]
+        everyone = group.all_gather_json(list(items))
         raise RankMismatchError(
             f"ranks disagree about {what}: {_first_difference(group, everyone, hints or {})}"
         )
-
-
-def said_by_all(group: RankGroup, answers: Sequence[bool]) -> list[bool]:
-    """Combine the answers to some questions: yes where every rank says yes.
-
-    All ranks call, with as many answers; one small collective, or none if nothing was asked.
-    """
-    everyone = group.all_gather_fixed(bytes(answers))
-    return [all(said) for said in zip(*everyone, strict=True)]
 
 
 def _first_difference(group: RankGroup, everyone: list[list[str]], hints: Mapping[str, str]) -> str:
@@ -81,6 +69,12 @@ def _first_difference(group: RankGroup, everyone: list[list[str]], hints: Mappin
             hint = next((hints[word] for item in held if (word := item.partition(" ")[0]) in hints), None)
             return difference if hint is None else f"{difference}. {hint}"
     raise AssertionError("digests differ and items do not")
+
+
+def said_by_all(group: RankGroup, answers: Sequence[bool]) -> list[bool]:
+    """Return for each answer whether every rank says yes. All ranks call; one small collective."""
+    everyone = group.all_gather_fixed(bytes(answers))
+    return [all(said) for said in zip(*everyone, strict=True)]
 
 
 @contextmanager
@@ -103,18 +97,32 @@ def failing_together(group: RankGroup) -> Iterator[None]:
         if mine is None:
             raise
         raise mine from unanswered  # it tells more, and may be why nobody answered: a device of no use
-    if not any(flag != b"\0" for flag in flags):
-        return
-    _raise_any(mine, group, group.all_gather_bytes(b"" if mine is None else encoded(mine)))
+    if any(flag != b"\0" for flag in flags):
+        other = failure_of_others(group, None if mine is None else failure_of(mine))
+        failure = other if mine is None else mine
+        if failure is not None:
+            raise failure
+
+
+def failure_of(error: BaseException, more: str = "") -> Failure:
+    """Return what other ranks are told of an exception, and more; nothing in it keeps the exception."""
+    return [type(error).__name__, message_of(error) + more]
+
+
+def failure_of_others(group: RankGroup, mine: Failure | None) -> Exception | None:
+    """Return what a rank raises where another one failed; None on one that failed. All ranks call."""
+    everyone = group.all_gather_json(mine)
+    failed = [(rank, told) for rank, told in zip(group.numbers, everyone, strict=True) if told is not None]
+    if mine is not None or not failed:
+        return None
+    rank, (name, message) = failed[0]
+    if name in _KINDS:
+        return heard_of(_KINDS[name](f"rank {rank}: {message}"))
+    return RemoteRankError(f"rank {rank} failed with {name}: {message}")
 
 
 class SharedCall:
-    """A function that other code calls, on every rank; the first call fails together.
-
-    Args:
-        group: the ranks.
-        function: called without arguments.
-    """
+    """A function that other code calls, on every rank; the first call fails together."""
 
     def __init__(self, group: RankGroup, function: Callable[[], Any]) -> None:
         self._group = group
@@ -137,43 +145,60 @@ class SharedCall:
                 pass
 
 
-def failure_of_others(group: RankGroup, mine: bytes) -> Exception | None:
-    """Make the exception to be raised where ranks know that one of them failed; all ranks call.
+# ------------------------------------------------------------------------------------ arguments
 
-    Communicates.
 
-    Args:
-        group: the ranks.
-        mine: what failed here, as `encoded` gives it; empty if nothing did.
+def check_flags(**flags: object) -> None:
+    """Raise TypeError for a flag that is not True or False: it was most likely meant for another argument."""
+    for name, value in flags.items():
+        if type(value) is not bool:
+            raise TypeError(f"expected {name} to be True or False, got {value!r}")
 
-    Returns:
-        What a rank raises that did not fail itself, as by `failing_together`; None on one that did.
+
+def ranks_of(process_group: object) -> RankGroup:
+    """Check a process group that a user gave, None for the default one; raises as `RankGroup.of`.
+
+    Communicates only if it is none: then all ranks of the default group raise TypeError if they use that.
     """
-    payloads = group.all_gather_bytes(mine)
-    failed = [(rank, payload) for rank, payload in zip(group.numbers, payloads, strict=True) if payload]
-    if mine or not failed:
-        return None
-    rank, payload = failed[0]
-    return _rebuild(rank, *json.loads(payload))
+    outside: object = dist.GroupMember.NON_GROUP_MEMBER  # what new_group() gives to ranks that it leaves out
+    is_outside = type(process_group) is type(outside) and process_group == outside
+    if process_group is None or isinstance(process_group, dist.ProcessGroup) or is_outside:
+        return RankGroup.of(process_group)  # type: ignore[arg-type]
+    is_option = isinstance(process_group, int | float) and not isinstance(process_group, bool)
+    hint = f"options are given by name: lr={process_group}" if is_option else _OF_A_MESH
+    wrong = (
+        "expected process_group to be a torch.distributed.ProcessGroup, or None for the default group, "
+        f"got {type(process_group).__name__} ({hint})"
+    )
+    return raise_together(TypeError(wrong))
 
 
-def encoded(error: BaseException, more: str = "") -> bytes:
-    """Give what other ranks are told of an exception, and more; nothing in it keeps the exception."""
-    return json.dumps([type(error).__name__, message_of(error) + more]).encode()
+_OF_A_MESH = "of a DeviceMesh, give mesh.get_group()"
 
 
-def _raise_any(mine: Exception | None, group: RankGroup, payloads: Sequence[bytes]) -> None:
-    """Raise this rank's error, or else the first one that another rank sent."""
-    if mine is not None:
-        raise mine
-    for rank, payload in zip(group.numbers, payloads, strict=True):
-        if payload:
-            raise _rebuild(rank, *json.loads(payload))
+def called_by_all(method: Callable[P, T]) -> Callable[P, T]:
+    """Have a method tell the other ranks of arguments that Python refuses, before it calls the method.
+
+    For methods of objects with ``ranks``, which all ranks call, and which begin with a short agreement.
+    """
+    signature = inspect.signature(method)
+
+    @wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            caller: Any = args[0]
+            raise_together(TypeError(f"{method.__name__}(): {error}"), caller.ranks)
+        return method(*args, **kwargs)
+
+    return call
 
 
-def _rebuild(rank: int, name: str, message: str) -> Exception:
-    """Make an exception of the class that another rank raised, else a `RemoteRankError`."""
-    known: dict[str, type[Exception]] = {kind.__name__: kind for kind in _KINDS}
-    if name in known:
-        return heard_of(known[name](f"rank {rank}: {message}"))
-    return RemoteRankError(f"rank {rank} failed with {name}: {message}")
+def raise_together(error: Exception, group: RankGroup | None = None) -> NoReturn:
+    """Raise an error on all ranks of a group; None for the default group, where the ranks are not known."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise error
+    with failing_together(RankGroup.of(None) if group is None else group):
+        raise error
+    raise AssertionError("it raises on this rank, hence on all")

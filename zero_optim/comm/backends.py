@@ -2,18 +2,15 @@
 
 Note [Devices of a group]
     A process group has a backend for each type of device whose tensors it can send. Its name does not tell
-    which: "undefined" after a plain ``init_process_group()`` is NCCL alone on a GPU host, and gloo alone on
-    others; a name of one's own may stand for anything. What tells is the group's configuration, such as
-    ``cpu:gloo,cuda:nccl``, and which types are really registered.
+    which: "undefined" after a plain ``init_process_group()`` is NCCL alone on a GPU host, gloo alone on
+    others. What tells is the group's configuration, such as ``cpu:gloo,cuda:nccl``, and which types are
+    really registered.
 
-    The library's own small tensors (flags, lengths, digests) lie on the CPU where the group has a backend for
-    it: they come from there, are read there, and then no CPU waits for a GPU. Otherwise they lie where the
-    parameters lie, with its index. The current device would be another one in scripts that never set it
-    (``model.to(rank)``): then all ranks would use GPU 0, which NCCL refuses. So whoever makes a `RankGroup`
-    hands in what it has; the current device is asked only where there is nothing.
-
-    How to send is decided by the backend that serves the tensor, not by the device: gloo takes CUDA tensors
-    too, but not everywhere (Note [gloo and CUDA] in `zero_optim.comm.collectives`).
+    The library's own small tensors lie on the CPU where the group has a backend for it: then no CPU waits for
+    a GPU. Otherwise they lie where the parameters lie. The current device would be another one in scripts
+    that never set it (``model.to(rank)``): all ranks would use GPU 0, which NCCL refuses. How to send is
+    decided by the backend that serves the tensor, not by the device: gloo takes CUDA tensors too (Note [gloo
+    and CUDA] in `comm.exchange`).
 """
 
 import re
@@ -34,22 +31,17 @@ _OF_GLOO = re.compile(r"\[[^\]]*\bgloo/[^\]]*:\d+\]|Application timeout caused p
 
 
 def devices_of(given: object) -> tuple[torch.device, ...]:
-    """List the devices of the tensors in something, each once, in the order of their first tensor.
+    """List the devices of tensors, devices, modules, parameter groups, and nested collections, in order.
 
-    Args:
-        given: tensors, devices, modules (their parameters count), parameter groups (likewise), and other
-            collections of them, nested. What can be read only once (a generator) is left alone, and so is
-            everything else.
+    Everything else, and what can be read only once (a generator), is left alone.
     """
     return tuple(dict.fromkeys(device for device in _found(given) if device.type != _PLACELESS))
 
 
 def held(given: T) -> T:
-    """Make parameters that can be read only once into some that can be read again; raises nothing.
+    """Make parameters that can be read only once into some that can be read again.
 
-    Args:
-        given: parameters, or groups of them, as ``torch.optim`` takes them. What an iterator in it raises,
-            the result raises when it is read; and so it does where nothing can be read.
+    Raises nothing: what an iterator raises, the result raises when it is read.
     """
     if not isinstance(given, Iterable):
         named = given.__name__ if isinstance(given, type) else type(given).__name__
@@ -97,7 +89,7 @@ def _found(given: object) -> Iterator[torch.device]:
 
 
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
-    """Tell the backend for each type of device that a group can send, such as ``{"cpu": "gloo"}``."""
+    """Return the backend for each type of device that a group can send, such as ``{"cpu": "gloo"}``."""
     configured = parse_config(dist.get_backend_config(group))
     registered = [device.type for device in group._device_types]
     if not registered:  # a subclass of ProcessGroup does everything itself
@@ -119,10 +111,7 @@ def device_for_small_tensors(
 ) -> torch.device:
     """Choose where the library's own small tensors lie, see Note [Devices of a group].
 
-    Args:
-        backends: by type of device.
-        data: devices of the parameters; empty where nothing is known.
-        bound: the device that the group was made for, with ``device_id=``.
+    ``data``: devices of the parameters, if known; ``bound``: the device that the group was made for.
     """
     if "cpu" in backends or not backends:
         return torch.device("cpu")
@@ -132,12 +121,7 @@ def device_for_small_tensors(
 
 
 def backend_for(backends: Mapping[str, str], data: Sequence[torch.device]) -> str:
-    """Name a backend that serves some devices, as `init_process_group` takes it: no more than they need.
-
-    Args:
-        backends: by type of device.
-        data: the devices; empty for all that ``backends`` serves.
-    """
+    """Name a backend that serves some devices, none for all, as `init_process_group` takes it."""
     types = {device.type for device in data} & backends.keys() or backends.keys()
     needed = {kind: name for kind, name in backends.items() if kind in types}
     if len(set(needed.values())) == 1:
@@ -162,9 +146,8 @@ def unserved(backends: Mapping[str, str], data: Sequence[torch.device]) -> str |
 
 
 def raised_by_backend(error: BaseException) -> bool:
-    """Whether a backend raised something, or a future of it; False where other code may have.
+    """Whether a backend raised something, or a future of it.
 
-    gloo raises plain `RuntimeError`, which names its source file in brackets, with one exception. What passed
-    through a callback of a future still has this text. Others raise classes of `torch.distributed`.
+    gloo raises plain `RuntimeError`, whose text survives callbacks of futures; others classes of `dist`.
     """
     return isinstance(error, dist.DistError) or _OF_GLOO.search(str(error)) is not None

@@ -28,16 +28,7 @@ Nested = Any  # dicts, lists and tuples of tensors and plain values
 
 
 def encode(value: object, where: str) -> tuple[Skeleton, list[Tensor]]:
-    """Split a nested value into a skeleton of plain values and its tensors.
-
-    Args:
-        value: dicts, lists, tuples, tensors (dense, sparse, subclasses), arrays, numbers, strings, None,
-            nested as deeply as needed.
-        where: what the value is, for the message.
-
-    Raises:
-        TypeError: something in it is none of these.
-    """
+    """Split a nested value into a skeleton of plain values and its tensors; TypeError for anything else."""
     tensors: list[Tensor] = []
     return _encode(value, where, tensors), tensors
 
@@ -106,8 +97,7 @@ def _inner(tensor: Tensor, attribute: str, where: str, tensors: list[Tensor]) ->
 def decode(skeleton: Skeleton, tensors: Iterator[Tensor]) -> Nested:  # noqa: PLR0911 - one a kind
     """Rebuild a value from its skeleton and its tensors, in order.
 
-    Raises:
-        TypeError: it holds a tensor subclass whose module has not been imported here.
+    Raises TypeError for a tensor subclass whose module has not been imported here.
     """
     kind, body = skeleton
     if kind == "plain":
@@ -147,7 +137,7 @@ def _decode_subclass(kind: str, body: list[Any], tensors: Iterator[Tensor]) -> T
 def _loaded_subclass(module: str, name: str) -> type[Tensor]:
     """Find a tensor subclass among what this process has imported. A file never causes an import.
 
-    Attributes are looked up without the module's ``__getattr__``, which may import something.
+    So attributes are looked up without the module's ``__getattr__``.
     """
     found: object = sys.modules.get(module)
     for part in name.split("."):

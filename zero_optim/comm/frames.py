@@ -1,13 +1,4 @@
-"""Short messages of one length, so that ranks in different calls can tell. Nothing here communicates.
-
-Note [Agreements that meet]
-    A rank that leaves out a call, or makes one twice, may be in one agreement while the others are in
-    another one. gloo takes the two for one collective. If their messages differ in length, it raises in a
-    thread of its own, where nobody can catch it, and the process ends (seen with a model that one rank
-    wrapped twice). So the short messages of agreements travel in *frames*: all of one length, with their own
-    in front. If that differs, every rank sees it, and raises. If it does not, what was said differs: such as
-    two digests. Messages that are longer follow upon a frame that told their length.
-"""
+"""Frames of short messages, and texts about ranks. Nothing here communicates."""
 
 from collections.abc import Mapping, Sequence
 
@@ -20,12 +11,12 @@ def is_short(message: bytes) -> bool:
 
 
 def framed(message: bytes) -> bytes:
-    """Put a short message in a frame."""
+    """Put a short message in a frame: its length, then its bytes."""
     return bytes([len(message)]) + message.ljust(_ROOM, b"\0")
 
 
 def unframed(frames: Sequence[bytes]) -> list[bytes] | None:
-    """Take the messages of all ranks out of their frames; None if these are not of one length."""
+    """Take the messages of all ranks out of their frames; None if they differ in length."""
     length = frames[0][0]
     return [frame[1 : 1 + length] for frame in frames] if {frame[0] for frame in frames} == {length} else None
 
@@ -36,11 +27,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def differences(counts: Mapping[int, Mapping[str, int]]) -> list[str]:
-    """Say what some ranks have begun more often than others: who left out a call, or made one too many.
-
-    Args:
-        counts: by rank and name, how often something was begun.
-    """
+    """Say what some ranks have begun more often than others, from counts by rank and name."""
     told = []
     for name in sorted(set[str]().union(*counts.values())):
         ranks_of: dict[int, list[int]] = {}
@@ -53,11 +40,7 @@ def differences(counts: Mapping[int, Mapping[str, int]]) -> list[str]:
 
 
 def met_otherwise(told: Mapping[int, tuple[Mapping[str, int], Sequence[str]]]) -> str:
-    """Say that ranks are in different calls.
-
-    Args:
-        told: by rank, how often each thing was begun there, by name; and the call that it is in, if any.
-    """
+    """Say that ranks are in different calls: by rank, the counts, and the call that it is in, if any."""
     inside = ", ".join(f"rank {rank} is in {name}" for rank, (_, names) in told.items() for name in names)
     known = [inside] * bool(inside) + differences({rank: counts for rank, (counts, _) in told.items()})
     what = f": {'; '.join(known)}" if known else ""

@@ -1,38 +1,25 @@
 """Process groups beside a given one, of the same ranks, lent to one user at a time.
 
-Gathers on gloo, the overlapped step where a thread steps, comm hooks on gloo, the background saver and the
-reduce-scatter bucketer take them; all ranks call, and it communicates on the given group.
-
 Note [Lanes]
     Collectives of two threads on one process group mix. So code that communicates beside the main thread, or
-    that must not wait behind its traffic, uses process groups of its own: lanes. A gloo group needs three
-    threads and several file descriptors for as long as it lives. So lanes are not made for each user; they
-    are kept, and lent. A user has its lanes until it drops its `Lease`, then the next user gets them.
+    must not wait behind its traffic, uses process groups of its own: lanes. A gloo group needs three threads
+    and several file descriptors, so lanes are kept and lent: a user has them until it drops its `Lease`. That
+    happens at another time on each rank, so the ranks tell each other which lanes are free, and take those
+    that are free on all. Sends and receives of a user that was dropped go on, and the next user waits for
+    them: without that gloo leaves the rest of a message unread.
 
-    A lease is dropped when Python collects garbage, and each rank does that at another time. So the ranks
-    tell each other which lanes are free, and take lanes that are free on all.
+    A rank that failed may have started fewer collectives than the others, so later ones would be paired
+    wrongly. A user that saw a failure abandons its lanes, and a lane is lent only if every rank has started
+    as many collectives on it, without sends and receives, of which the rank that a lane is for has more.
 
-    A user may be dropped while sends and receives from rank to rank are under way on its lanes. To drop these
-    too would break the lanes: gloo leaves the rest of a message unread. So they are kept, and the next user
-    waits for them before it gets the lanes. By then all ranks have dropped the user, so each has begun them.
-
-    A rank that failed may have started fewer collectives on its lanes than the others. The next collectives
-    would be paired wrongly. So a user that saw a failure abandons its lanes. Also, a lane is lent only if
-    every rank has started the same number of collectives on it. The backend counts sends and receives too,
-    of which the rank that a lane is for has more: those are subtracted.
-
-    Lanes end when the default group is destroyed, and all groups with it. They are not destroyed before:
-    if only its members make a group, PyTorch names it by the number of groups in the process. A lane that one
-    rank destroys earlier than another could make later names differ. For the same reason the ranks agree
-    here on the names of lanes. Names by number differ as soon as one rank is a member of more groups than
-    another, and then the ranks wait for each other in vain.
-
-    As lanes live longer than their users, a gloo thread never holds the last reference to one. It must not:
-    the end of a group waits for its threads.
+Note [Lanes end with the default group]
+    They are not destroyed before. If only its members make a group, PyTorch names it by the number of groups
+    in the process, so a lane that one rank destroys earlier could make later names differ, and ranks wait in
+    vain. For the same reason the ranks agree on the names of lanes. As lanes live longer than their users, a
+    gloo thread never holds the last reference to one; the end of a group would wait for that thread.
 """
 
 import gc
-import json
 import secrets
 import weakref
 from collections.abc import Collection, Iterable, Mapping
@@ -58,13 +45,7 @@ _MOST = 8  # lanes of one user on gloo
 class Lease:
     """The right of one user to some lanes, until this object is dropped.
 
-    Args:
-        lanes: the lanes by name.
-        free: receives the names when the lease ends, on any thread, each with what is under way then.
-
-    Attributes:
-        groups: the lanes.
-        under_way: sends and receives that nobody has waited for yet. Whoever begins them keeps them here.
+    ``under_way`` has sends and receives that nobody has waited for yet; whoever begins them keeps them here.
     """
 
     def __init__(self, lanes: Mapping[str, RankGroup], free: "_Free") -> None:
@@ -90,10 +71,7 @@ _Free: TypeAlias = dict[str, list[Waitable]]
 
 @dataclass(slots=True)
 class _Pool:
-    """The lanes of some ranks, and the names of those that are free on this rank.
-
-    PyTorch holds the lanes themselves: it registers every group until that is destroyed.
-    """
+    """The lanes of some ranks, which PyTorch registers until they are destroyed, and those that are free."""
 
     lanes: WeakValueDictionary[str, dist.ProcessGroup] = field(default_factory=WeakValueDictionary)
     free: _Free = field(default_factory=dict)
@@ -115,11 +93,10 @@ _POOLS: WeakKeyDictionary[dist.ProcessGroup, dict[object, _Pool]] = WeakKeyDicti
 
 
 def lanes_beside(group: RankGroup) -> Lease:
-    """Take lanes with the backend that sends a group's data, for what must not wait behind its own traffic.
+    """Take lanes with the backend that sends a group's data; all ranks call, communicates as `lease`.
 
-    On gloo one lane for each rank, up to eight, as a gloo group sends for few ranks at a time. On NCCL, and
-    whatever else there is, one: NCCL's groups gain nothing beside each other, and may wait for each other for
-    ever. All ranks call; communicates and raises as `lease`.
+    On gloo one for each rank, up to eight; else one: groups of NCCL gain nothing beside each other, and may
+    deadlock.
     """
     backend = group.data_backend
     return gloo_lanes_beside(group) if backend == "gloo" else lease(group, 1, backend)
@@ -131,45 +108,24 @@ def gloo_lanes_beside(group: RankGroup) -> Lease:
 
 
 def lanes_for_rows(group: RankGroup, params: Iterable[Tensor]) -> Lease:
-    """Take what rows of gradients are exchanged on: lanes on gloo, for the CPU; otherwise the group itself.
+    """Take gloo lanes for exchanging gradients of ``params`` on the CPU; elsewhere the group itself.
 
-    Elsewhere two communicators that are in use at once may wait for each other for ever. All ranks call;
-    communicates and raises as `lease`.
-
-    Args:
-        group: the ranks.
-        params: whose gradients they are.
+    There two communicators that are in use at once may wait for each other for ever. Communicates as `lease`.
     """
     return lanes_beside(group) if may_run_beside(group, params) else Lease.of(group)
 
 
 def may_run_beside(group: RankGroup, params: Iterable[Tensor]) -> bool:
-    """Whether lanes may be in use beside a group, and by another thread: on gloo, for tensors on the CPU.
-
-    The same on every rank. Does not communicate.
-
-    Args:
-        group: the ranks.
-        params: what is sent is of them, or where they are.
-    """
+    """Whether another thread may use lanes beside a group: on gloo, for tensors on the CPU."""
     if any(is_asynchronous(device) for device in {param.device for param in params}):
         return False
     return group.backend_of(torch.device("cpu")) == "gloo"
 
 
 def lease(group: RankGroup, number: int, backend: str) -> Lease:
-    """Take some lanes: groups of the same ranks as the given one, with its timeout. All ranks call.
+    """Take lanes of the same ranks and timeout as a group; all ranks call. A new gloo lane takes some 20 ms.
 
-    Communicates on ``group``. Making a new gloo lane takes some 20 ms.
-
-    Args:
-        group: the ranks.
-        number: how many lanes.
-        backend: of the lanes, such as ``"gloo"``.
-
-    Raises:
-        RankMismatchError: on every rank, if the ranks want different lanes.
-        RemoteRankError: a rank does not answer within the timeout, or has ended.
+    Raises RankMismatchError if ranks want different lanes, RemoteRankError if a rank does not come.
     """
     pool = _pool_of(group, backend)
     offered = pool.offer()
@@ -205,20 +161,14 @@ def _pool_of(group: RankGroup, backend: str) -> _Pool:
 def _exchange(
     group: RankGroup, pool: _Pool, offered: Collection[str], number: int, backend: str
 ) -> list[dict[str, Any]]:
-    """Tell every rank what this one wants and which lanes are free here.
-
-    Returns:
-        For each rank: ``want``; ``free``, the number of collectives started on each free lane, by name;
-        ``made``, how many lanes there are; ``token``, a text that no other lease has.
-    """
+    """Tell every rank how many lanes this one wants, how many there are, and which are free here."""
     wish = {
         "want": f"{number} on {backend}",
         "free": {name: num_started(RankGroup.of(pool.lanes[name])) for name in sorted(offered)},
         "made": len(pool.lanes),
         "token": secrets.token_hex(8),
     }
-    payloads = group.all_gather_bytes(json.dumps(wish).encode())
-    everyone: list[dict[str, Any]] = [json.loads(payload) for payload in payloads]
+    everyone: list[dict[str, Any]] = group.all_gather_json(wish)
     if len({str(wish["want"]) for wish in everyone}) > 1:
         wishes = zip(group.numbers, everyone, strict=True)
         wants = "; ".join(f"rank {rank} wants {wish['want']}" for rank, wish in wishes)
@@ -227,7 +177,7 @@ def _exchange(
 
 
 def _common(everyone: list[dict[str, Any]]) -> list[str]:
-    """List the lanes that are free, and have started as many collectives, on every rank; the same on all."""
+    """List the lanes that are free, and have started as many collectives, on every rank."""
     return [
         name
         for name, started in everyone[0]["free"].items()

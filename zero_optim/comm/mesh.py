@@ -1,16 +1,15 @@
 """A 2-D mesh of ranks: replicas, inside of which rows have owners, and copies of these owners across.
 
 Note [Whose state it is]
-    The ranks of the optimizer say how the state is divided; nothing else does. An optimizer over one row of
-    the mesh has all of it inside its replica, and the others have the same once more. One over all ranks of
-    the mesh has it once: each rank owns its part alone, and a replica only gathers parameters inside. Then
-    the optimizer works as without a mesh. Clipping, scaling, state dicts, checkpoints and stamps are those of
-    one group, and a class that needs whole parameters finds an owner for each among all ranks.
+    The ranks of the optimizer say how the state is divided. An optimizer over one row of the mesh has all of
+    it inside its replica, and the others have the same once more. One over all ranks has it once: a replica
+    only gathers parameters inside. Then clipping, scaling, state dicts, checkpoints and stamps are those of
+    one group.
 
 Note [Numbers in a mesh]
-    An owner is a rank within its replica. The owners of the same rows in all replicas must have the same
-    number there, but a process group numbers its ranks as they rise, whatever the mesh has in its order. So
-    a mesh is refused whose ranks do not rise along its rows and columns; `init_device_mesh` makes none.
+    The owners of the same rows in all replicas must have the same group rank, but a process group numbers its
+    ranks as they rise. So a mesh is refused whose ranks do not rise along its rows and columns;
+    `init_device_mesh` makes none.
 """
 
 import secrets
@@ -48,23 +47,10 @@ class RankMesh:
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None, owners: RankGroup, *, may_split: bool = False) -> "RankMesh | None":
-        """Find the ranks of a mesh; all ranks of it call. Communicates.
+        """Find the ranks of a 2-D mesh (replicas, ranks of a replica); all ranks call. Communicates.
 
-        Makes a process group where there is none of all ranks.
-
-        Args:
-            mesh: 2-D, (replicas, ranks of a replica); None for none.
-            owners: the ranks of the optimizer: those of this replica, or all of the mesh.
-            may_split: they may be all.
-
-        Returns:
-            None without a mesh, and where there is one replica alone.
-
-        Raises:
-            TypeError: on every rank of ``owners``: it is no mesh.
-            ValueError: likewise: it has another number of dimensions or another order, see Note [Numbers in a
-                mesh]; or ``owners`` has other ranks than this rank's row, and than all.
-            RankMismatchError: likewise: ranks have different ones.
+        ``owners`` are the ranks of the optimizer: those of this replica, or all where it ``may_split``. None
+        without a mesh, and for one replica. A mesh that does not fit raises on every rank of ``owners``.
         """
         with failing_together(owners):
             table = None if mesh is None else _table(mesh, owners, may_split=may_split)
@@ -143,30 +129,13 @@ def _everyone(ranks: list[int], inner: RankGroup, across: RankGroup) -> RankGrou
 
 
 def agree_between_replicas(everyone: RankGroup, items: Sequence[str]) -> None:
-    """Check that the replicas of a mesh have equal optimizers; all ranks of it call, as in `agree`.
-
-    Args:
-        everyone: the ranks of all replicas.
-        items: describe the optimizer of this replica.
-
-    Raises:
-        RankMismatchError: on every rank: they are not equal.
-    """
+    """Check that the replicas of a mesh have equal optimizers; all ranks of it call, as in `agree`."""
     hint = "Replicas must plan alike: build the optimizers with cuts=False, or on equal machines"
     agree(everyone, items, "the optimizers of the replicas", {"parameter": hint})
 
 
 def made_over(ranks: Sequence[int], inner: RankGroup, across: RankGroup) -> RankGroup:
-    """Make a process group of all ranks of a mesh, which call; communicates.
-
-    Args:
-        ranks: global ranks, rising.
-        inner: those of this rank's row.
-        across: those of its column.
-
-    Raises:
-        RemoteRankError: a rank does not answer within the timeout, or has ended.
-    """
+    """Make a process group of all ranks of a mesh, which call; communicates."""
     token = across.all_gather_fixed(secrets.token_hex(8).encode())[0]
     token = inner.all_gather_fixed(token)[0]  # that of the first rank of all
     name, timeout = f"zero_optim:{token.decode()}", timeout_of(inner.process_group)

@@ -1,9 +1,9 @@
 """Sums of rows: of W rows that every rank has, rank r receives the sum of everyone's row r.
 
 That is a reduce-scatter, made of an exchange between all pairs of ranks and additions in the order of ranks.
-So the bits do not depend on the backend, nor on what else is sent with a row, and rows may differ in length.
-Measured on gloo with two ranks: over loopback it takes a third of the time of a reduce-scatter, and over a
-link of 1 Gbit/s, with a lane for each sender, less than half.
+So the bits do not depend on the backend, and rows may differ in length. Measured on gloo with two ranks: over
+loopback it takes a third of the time of a reduce-scatter, and over 1 Gbit/s, with a lane for each sender,
+less than half.
 
 Note [Sums of 16 bits]
     In bf16 and fp16, W additions one after the other lose the small terms: of equal gradients, 0.03 at 64
@@ -11,15 +11,12 @@ Note [Sums of 16 bits]
     sum is rounded once. Two ranks get the bits of an addition in the dtype itself. What is sent has 16 bits.
 
 Note [Parts of long rows]
-    A rank receives its row from W - 1 others. If rows are even, these copies are as large as all W rows. But
-    an owner may have most of them, such as a whole matrix: then it would hold them almost W times over. So a
-    row that is longer than the mean, by more than that, is sent in parts, of which two are there at a time.
-    The copies never take more than all rows, or than `LEAST_PART_NBYTES` of each rank.
-
-    On gloo each send starts at once, as it needs no memory of the receiver, and parts are received while the
-    caller waits. On other backends the parts are exchanged when the sum is constructed, on a stream beside
-    the caller's. So their collectives are at the same place among all others on every rank. Where the CPU has
-    to wait for these, it does so there.
+    A rank receives its row from W - 1 others. An owner may have most of all rows, such as a whole matrix:
+    then it would hold them almost W times over. So a row that is longer than the mean, by more than that, is
+    sent in parts, of which two are there at a time. On gloo each send starts at once, as it needs no memory
+    of the receiver, and parts are received while the caller waits. On other backends the parts are exchanged
+    when the sum is constructed, on a stream beside the caller's, so that collectives are at the same place
+    among all others on every rank.
 """
 
 from collections import deque
@@ -31,6 +28,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.exchange import exchange, start_parts
 from zero_optim.comm.traffic import Waitable
 from zero_optim.compat.streams import StreamBeside, record_use, recorded_event, wait_for_event
 
@@ -39,12 +37,7 @@ _ADDED_AT_ONCE = 2**20  # elements that are added in float32
 
 
 def num_parts(lengths: Sequence[int], itemsize: int) -> list[int]:
-    """Return in how many parts each row is sent: Note [Parts of long rows].
-
-    Args:
-        lengths: of the rows, in elements.
-        itemsize: of an element, in bytes.
-    """
+    """Return in how many parts each row is sent, by lengths in elements: Note [Parts of long rows]."""
     others, total = len(lengths) - 1, sum(lengths)
     return [
         1
@@ -62,28 +55,19 @@ def _parts(row: Tensor, count: int) -> list[Tensor]:
 class RowExchange:
     """An exchange of rows, under way. All ranks construct it, in the same order; communicates.
 
-    Args:
-        group: the ranks.
-        lanes: groups of the same ranks for the exchange, see `RankGroup.exchange`.
-        rows: by the rank that receives it: 1-D, contiguous, of one dtype and device. Row r has the same
-            length on every rank. They are read until `wait` returns, and not changed.
-        about: what the rows belong to, for messages.
+    ``rows``, by the rank that receives it, are as of `exchange`; they are read until `wait` returns.
     """
 
     def __init__(
         self, group: RankGroup, lanes: Sequence[RankGroup], rows: Sequence[Tensor], about: str = ""
     ) -> None:
         self._rows = rows  # alive until they have been sent
-        self._works, self._came = group.during("reduce").exchange(rows, lanes, about)
+        self._works, self._came = exchange(group.during("reduce"), rows, lanes, about)
         # In a group of one nothing is sent, and no handle orders the stream that waits behind this one.
         self._made = None if self._works else recorded_event(rows[0].device)
 
     def wait(self) -> list[Tensor]:
-        """Wait, with the current stream, for what the others send; called once.
-
-        Returns:
-            The rows that came, by sending rank. That of this rank is the tensor given.
-        """
+        """Wait, with the current stream; called once. Returns the rows by sending rank, with the own one."""
         for work in self._works:
             work.wait()
         wait_for_event(self._rows[0].device, self._made)
@@ -94,14 +78,9 @@ class RowExchange:
 
 
 class RowSum:
-    """A sum of rows, under way. All ranks construct it, in the same order; communicates.
+    """A sum of rows, under way. All ranks construct sums, and wait for them, in the same order; communicates.
 
-    Args:
-        group: the ranks.
-        lanes: as of `RowExchange`.
-        rows: as of `RowExchange`. All ranks wait for sums in the order in which they construct them.
-        in_place: the sum is made in this rank's own row, which saves memory.
-        about: as of `RowExchange`.
+    Arguments are as of `RowExchange`; with ``in_place`` the sum is made in this rank's own row.
     """
 
     def __init__(
@@ -123,7 +102,7 @@ class RowSum:
         parts = [_parts(row, count) for row, count in zip(rows, counts, strict=True)]
         totals = _parts(self._total, counts[rank])
         if lanes[0].is_gloo_on_cpu(own.device):
-            sent, receive = group.during("reduce").start_parts(parts, lanes, about)
+            sent, receive = start_parts(group.during("reduce"), parts, lanes, about)
             coming = deque([receive(parts[rank][0])])
             self._finish = partial(_receive_parts, parts, rank, totals, coming, receive, sent)
         else:
@@ -137,13 +116,7 @@ class RowSum:
             self._finish = beside.join
 
     def wait(self) -> Tensor:
-        """Wait, with the current stream, for what the others send, and add it up in the order of ranks.
-
-        Called once.
-
-        Returns:
-            The sum of this rank's row: a tensor of its own; with ``in_place`` that row itself.
-        """
+        """Return the sum of this rank's row, with which the current stream waits; called once."""
         finish, total = self._finish, self._total
         del self._finish, self._total  # with what they hold
         finish()
@@ -164,16 +137,7 @@ def _receive_parts(
     receive: Callable[[Tensor], tuple[Waitable, list[Tensor]]],
     sent: Waitable,
 ) -> None:
-    """Receive the parts of this rank's row one after the other, and add them up.
-
-    Args:
-        parts: of all rows; alive until they have been sent.
-        rank: this one.
-        totals: where the sum of each part goes.
-        coming: the first part.
-        receive: see `RankGroup.start_parts`.
-        sent: likewise.
-    """
+    """Receive the parts of this rank's row one after the other, and add them up."""
     for number, total in enumerate(totals, 1):
         work, came = coming.popleft()
         work.wait()

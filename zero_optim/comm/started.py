@@ -1,15 +1,18 @@
-"""A collective that was started, as the code that started it holds it. Nothing here communicates."""
+"""Collectives that were started, as the code that started them holds them. Nothing here communicates."""
 
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from zero_optim.comm.records import Record
 from zero_optim.comm.traffic import Phase, Waitable
 from zero_optim.comm.unended import Paired
-from zero_optim.comm.works import Record
-from zero_optim.compat.streams import Event, is_capturing, recorded_event
+from zero_optim.compat.streams import Event, is_capturing, record_use, recorded_event, wait_for_event
 
 
 class Work:
@@ -20,12 +23,7 @@ class Work:
         phase: where waits are counted.
         record: the label.
         late_on: the device that does it, if the CPU does not wait for it; the watchdog asks the handle.
-        looks_up: it is a collective of gloo, see Note [Waits that nothing ends] in `zero_optim.comm.unended`.
-
-    Attributes:
-        handle: as given.
-        record: the label, and what is known of it.
-        late_on: as given.
+        looks_up: it is a collective of gloo, see Note [Waits that nothing ends] in `comm.unended`.
     """
 
     __slots__ = ("_looks_up", "_phase", "handle", "late_on", "record")
@@ -50,12 +48,8 @@ class Work:
     def wait(self, timeout: float | None = None) -> Any:  # noqa: ANN401 - what the handle gives
         """Wait for it: the caller, or on an accelerator the current stream.
 
-        Args:
-            timeout: seconds after which the watchdog gives up this wait, and the group; None for the timeout
-                that the work has. Has no effect where no watchdog runs.
-
-        Raises:
-            StalledError: a rank did not come in time, or has ended.
+        ``timeout`` replaces that of the work. Raises StalledError if a rank did not come in time, or has
+        ended.
         """
         if timeout is not None:
             self.record.timeout = timeout
@@ -68,10 +62,7 @@ class Work:
         return result
 
     def is_completed(self) -> bool:
-        """Tell whether it is over, well or not; waits for nothing.
-
-        What gloo sends from rank to rank is over as soon as somebody has waited for it.
-        """
+        """Whether it is over, well or not. Sends and receives of gloo are over once somebody has waited."""
         handle: Any = self.handle
         try:
             return bool(handle.done() if isinstance(handle, torch.futures.Future) else handle.is_completed())
@@ -79,40 +70,31 @@ class Work:
             return True
 
     def exception(self) -> Exception | None:
-        """Give what it failed with; None if it went well, or is not over. Waits for nothing, and asks nobody.
+        """Return what it failed with, or the verdict of its group; None if it went well, or is not over.
 
-        If its group was given up, that is the reason, as `wait` raises it. What is given refers to no frame:
-        see Note [Groups that end] in `zero_optim.comm.works`.
+        Waits for nothing. The error refers to no frame: see Note [Groups that end] in
+        `zero_optim.comm.works`.
         """
-        if not self.is_completed():
-            return None
-        found = self._found()
+        failure = self._failure() if self.is_completed() else None
         verdict = self.record.group.verdict
-        return found if found is None or verdict is None else verdict.error()
+        return failure if failure is None or verdict is None else verdict.error()
 
-    def _found(self) -> Exception | None:
-        """Give what the backend says of a work that is over."""
+    def _failure(self) -> Exception | None:
         handle: Any = self.handle
         with suppress(AttributeError, TypeError):  # a future has none; PyTorch 2.8 cannot hand it out
-            found = handle.exception()
-            if isinstance(found, Exception):
-                return found
+            failure = handle.exception()
+            if isinstance(failure, Exception):
+                return failure
         if self.late_on is None:  # else a stream would wait
             try:
                 handle.wait()
-            except Exception as error:  # noqa: BLE001 - given, not raised
+            except Exception as error:  # noqa: BLE001 - returned, not raised
                 return error.with_traceback(None)
         return None
 
 
 class Awaited:
-    """A collective that a stream waits for, in the place of its handle, which keeps all that it brings.
-
-    Args:
-        record: the label.
-        late_on: the device.
-        event: happens on the stream that waits, when the collective is over.
-    """
+    """A collective that a stream waits for, in the place of its handle, which keeps the tensors."""
 
     def __init__(self, record: Record, late_on: torch.device, event: Event) -> None:
         self.record = record
@@ -122,14 +104,14 @@ class Awaited:
 
     @classmethod
     def of(cls, work: Work) -> "Awaited | None":
-        """Make it just after a wait; None if a graph is being captured, as nobody may ask then."""
+        """Make it just after a wait; None while a graph is captured, as no event may be asked then."""
         device = work.late_on
         if device is None or is_capturing(device):
             return None
         return cls(work.record, device, recorded_event(device))
 
     def is_completed(self) -> bool:
-        """Tell whether it is over, well or not; waits for nothing."""
+        """Whether it is over, well or not; waits for nothing."""
         try:
             return bool(self._event.query())
         except RuntimeError as error:  # of a device that has failed
@@ -137,5 +119,47 @@ class Awaited:
             return True
 
     def exception(self) -> Exception | None:
-        """Give what the device failed with; what the backend says of a collective is in the handle alone."""
+        """Return what the device failed with; errors of the backend are in the handle alone."""
         return self._failure
+
+
+@dataclass(slots=True)
+class Pending:
+    """Collectives that have been started. Keeps their tensors, all on one device, until somebody has waited.
+
+    The first stream that waits, waits for the collectives, and calls ``then``; any other one waits for the
+    first. Only one thread may wait at a time.
+    """
+
+    works: Sequence[Waitable]
+    tensors: list[Tensor]
+    then: Callable[[], None]
+    is_unclaimed: bool = field(default=True, init=False)
+    _behind: tuple[torch.device, Event] | None = field(default=None, init=False)
+
+    def wait(self) -> bool:
+        """Let the current stream, on the CPU the caller, wait; True if no stream needs to wait any more."""
+        if not self.is_unclaimed:
+            return self._wait_behind()
+        self.is_unclaimed = False
+        tensors, self.tensors, works, self.works = self.tensors, [], self.works, ()
+        for work in works:
+            work.wait()
+        self.then()
+        self.then = _nothing  # and let go of what it keeps
+        device = tensors[0].device
+        record_use(*tensors)  # perhaps made on another stream, to which their memory goes back
+        event = recorded_event(device)
+        self._behind = None if event is None else (device, event)
+        return event is None
+
+    def _wait_behind(self) -> bool:
+        if self._behind is not None and self._behind[1].query():
+            self._behind = None
+        elif self._behind is not None:
+            wait_for_event(*self._behind)
+        return self._behind is None
+
+
+def _nothing() -> None:
+    pass

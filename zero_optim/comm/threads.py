@@ -13,16 +13,11 @@ _RUNNING: set[threading.Thread] = set()
 
 
 def start_thread(work: Callable[[], object], name: str) -> threading.Thread:
-    """Do something on a thread of its own.
+    """Do something on a thread of its own, which is waited for some seconds when the process ends.
 
-    A thread that comes back from PyTorch while the interpreter ends aborts the process (exit status 134), as
-    Python ends it inside PyTorch's code. When a verdict makes the waits of this process raise, the process
-    often ends at once, while such a thread still breaks connections. So it is waited for before, some
-    seconds.
-
-    Args:
-        work: to do.
-        name: of the thread.
+    A thread that comes back from PyTorch while the interpreter ends aborts the process (exit status 134).
+    When a verdict makes the waits of this process raise, the process often ends while such a thread breaks
+    connections.
     """
 
     def run() -> None:

@@ -1,35 +1,26 @@
 """What a rank sends, and how long its callers are held up by communication: counters, by phase.
 
 Note [Bytes sent]
-    What is counted is what this rank's network interface sends of the tensors, without the headers of
-    protocols. For gloo it is exact:
+    Counted is what this rank's network interface sends of the tensors, without headers. For gloo it is exact:
 
-    - A broadcast goes along a tree. The source sends its row ``ceil(log2(W))`` times, and some of the others
-      pass it on. The rank ``v`` places behind the source sends it once for each power of two above ``v``, if
-      there is a rank that many places further. All ranks together send it W-1 times.
+    - A broadcast goes along a tree: the rank ``v`` places behind the source sends it once for each power of
+      two above ``v``, if there is a rank that many places further. All ranks together send it W-1 times.
     - An exchange sends each other rank its piece. Rows of units are sent likewise, by their owners.
     - A gather of small tensors goes round a ring: W-1 times the tensor.
-    - A sum of n bytes goes round a ring twice: ``2 * (W-1) / W * n``, but for the rounding of its parts. Of a
-      sparse tensor the indices and values go round once.
+    - A sum of n bytes goes round a ring twice: ``2 * (W-1) / W * n``. Of a sparse tensor the indices and
+      values go round once.
 
-    For other backends a broadcast is taken to go round a ring too, where every rank but the last passes a row
-    on. What they really do is theirs to choose.
+    For other backends a broadcast is taken to go round a ring too.
 
 Note [Exposed seconds]
-    Time is exposed if a caller is held up: training stands still meanwhile. That is a wait, and where tensors
-    are on the CPU also what the calling thread does for communication itself: pack gradients into a bucket,
-    start collectives, add up what came, hand results out. The local optimizer's own step is not counted, nor
-    the norm for clipping, which take time without communication too.
+    Time is exposed if a caller is held up: by a wait, and where tensors are on the CPU also by what the
+    calling thread does for communication itself (pack, start, add up, hand out). Not counted: the local
+    optimizer's step, the norm for clipping, and what a thread of this library does during the backward pass;
+    the wait for that thread is. On an accelerator waits of the CPU alone are counted. With NCCL a stream
+    waits instead, which takes events to see.
 
-    Not counted is what a thread of this library does during the backward pass; the wait for that thread is.
-    Nor is it seen that forward and backward are slower while the backend's threads and the system use the
-    same cores. On an accelerator waits of the CPU alone are counted: it packs ahead of the device, and holds
-    nobody up. With NCCL the CPU does not wait either, a stream does. How long that was takes events to see,
-    or a profiler.
-
-    The clock is read some times for each bucket, not for each parameter, so the figures cost next to nothing.
-    Spans lie in each other (packing leads to a launch, which waits), and an inner one may count elsewhere: a
-    comm hook of the optimizer waits in the reducer's backward pass. A second counts once, in the innermost.
+    The clock is read some times for each bucket, not for each parameter. Spans lie in each other, and an
+    inner one may count elsewhere. A second counts once, in the innermost.
 """
 
 import threading
@@ -59,14 +50,7 @@ class _Counts:
 
 
 class Traffic:
-    """Counts of one optimizer, or one reducer. Several threads may add to it.
-
-    Args:
-        clock: gives seconds, from any start.
-
-    Attributes:
-        clock: as given.
-    """
+    """Counts of one optimizer, or one reducer. Several threads may add to it."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
@@ -90,13 +74,7 @@ class Traffic:
             counts.collectives += collectives
 
     def figures(self, phases: tuple[str, ...], steps: str, *, reset: bool) -> dict[str, float]:
-        """Give the counts, and their totals.
-
-        Args:
-            phases: that are in the result, whether or not anything was counted.
-            steps: the key under which steps are given.
-            reset: count from zero again.
-        """
+        """Return the counts of some phases, and the totals; with ``reset`` count from zero again."""
         with self._lock:
             counts, num_steps = self._counts, self._steps
             told = _told(counts, phases)
@@ -121,14 +99,7 @@ def _told(counts: Mapping[str, _Counts], phases: tuple[str, ...]) -> dict[str, f
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Where something is counted.
-
-    Attributes:
-        traffic: whose counts.
-        name: one of `PHASES`.
-        is_exposed: callers wait here, see Note [Exposed seconds].
-        timeout: seconds after which a wait is given up; None for the process group's own timeout.
-    """
+    """Where traffic and waits count: in a phase of `PHASES`, with the timeout of a wait in seconds."""
 
     traffic: Traffic = field(default_factory=Traffic)
     name: str = "agree"
@@ -140,26 +111,17 @@ class Phase:
         self.traffic.add(self.name, nbytes=nbytes, collectives=collectives)
 
     def held_up(self) -> AbstractContextManager[None]:
-        """Give a context in which this thread waits, or works for communication, and does nothing else.
-
-        See Note [Exposed seconds]. Contexts may lie in each other. One context can be entered any number of
-        times, by any thread, also while it is entered.
-        """
+        """Return a context in which this thread waits, or works for communication alone."""
         return _Span(self.traffic, self.name) if self.is_exposed else nullcontext()
 
 
 class _OpenSpans(threading.local):
-    """The spans that a thread is in, the innermost last.
-
-    Attributes:
-        seconds: two of each span: what was counted by spans inside of it, and when it began.
-    """
+    """The spans that a thread is in, two numbers each: seconds of spans inside of it, and its begin."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
 
 
-# What a thread does now is one thing, whatever counts it. So this is the thread's, and no object's.
 _OPEN = _OpenSpans()
 
 
@@ -187,14 +149,7 @@ class _Span:
 
 
 def broadcast_nbytes(nbytes: int, behind: int, size: int, *, is_gloo: bool) -> int:
-    """Count what one rank sends in a broadcast; see Note [Bytes sent].
-
-    Args:
-        nbytes: of the tensor.
-        behind: how many places the rank comes after the source, 0 for the source itself.
-        size: number of ranks.
-        is_gloo: whether it goes along gloo's tree; otherwise along a ring.
-    """
+    """Count what a rank sends in a broadcast, ``behind`` places after the source: Note [Bytes sent]."""
     if not is_gloo:
         return nbytes if behind < size - 1 else 0
     reach, times = 1, 0

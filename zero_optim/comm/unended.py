@@ -1,28 +1,21 @@
 """Waits for what gloo sends, which look up now and then.
 
 Note [Waits that nothing ends]
-    gloo forgets a send, for good, if the connection turns out to be closed just when its own thread begins
-    to write. It happens where the other rank had asked for the data before it closed: above all to a process
-    that was stopped while a collective was on its way, and goes on when the others have given up; seldom
-    where a rank is killed. The wait for such a collective raises nothing, and to break the connections
-    (Note [Waits that end] in `zero_optim.comm.works`) does not help, as they are broken. It ends with the
-    timeout of the process group, 30 minutes as a rule.
+    gloo forgets a send, for good, if the connection turns out to be closed just when its own thread begins to
+    write: above all to a process that was stopped while a collective was on its way, and goes on when the
+    others have given up. The wait then raises nothing, and to break the connections does not help. It ends
+    with the timeout of the process group, 30 minutes as a rule. So a wait for a collective returns each
+    `LOOK` seconds, and raises the verdict if the group was given up a look ago. A thread of gloo still hangs
+    in the collective, and the end of the group would wait for it. So the group is kept for ever; it goes with
+    the process.
 
-    So a wait for a collective returns each `LOOK` seconds to see whether the group was given up, and raises
-    the verdict if it was given up a look ago. For collectives that does no harm: only the caller's wait ends.
-    A wait that is over sooner costs nothing more.
-
-    A thread of gloo still hangs in the collective then. The end of the group would wait for that thread, and
-    the end of the process for the group. So the group is kept for ever, with its threads; they go with the
-    process.
-
-    What is sent from rank to rank is forgotten likewise. There a wait that takes too long breaks the
+Note [Sends that nothing ends]
+    A send from rank to rank is forgotten likewise, but a wait for it that takes too long breaks the
     connections of a group that may be well. So it is made without a limit, on a thread of its own, and the
-    caller waits for that thread (`Paired`). A thread whose send was forgotten stays until the timeout of the
-    group, and holds nobody up. A receive is never forgotten: its wait is made by the caller, meanwhile, so
-    that little is waited for afterwards. To start the thread takes some 50 µs, 200 on a busy host. So pieces
-    of gradients up to `SMALL` bytes are waited for without it: the system takes that at once. In trials up to
-    512 KiB came through, and 1 MiB was forgotten.
+    caller waits for that thread (`Paired`). A receive is never forgotten, so the caller waits for it
+    meanwhile. To start the thread takes some 50 µs, 200 on a busy host. So sends of up to `SMALL` bytes are
+    waited for without it: the system takes that at once. In trials up to 512 KiB came through, and 1 MiB was
+    forgotten.
 """
 
 import _thread  # as its threads start in a third less of the time
@@ -37,13 +30,7 @@ SMALL = 2**16
 
 
 class Paired:
-    """What gloo sends from rank to rank, and receives, as one handle. See Note [Waits that nothing ends].
-
-    Args:
-        sends: handles of the sends. They are kept.
-        receives: handles of the receives.
-        is_small: each send has `SMALL` bytes at most, so none is forgotten.
-    """
+    """What gloo sends from rank to rank, and receives, as one handle. See Note [Sends that nothing ends]."""
 
     __slots__ = ("_is_small", "_receives", "_sends")
 
@@ -55,11 +42,7 @@ class Paired:
         self._receives = receives
 
     def wait(self) -> None:
-        """Wait for all of them, and do not look up.
-
-        Raises:
-            RuntimeError: one has failed.
-        """
+        """Wait for all of them, and do not look up."""
         for work in (*self._sends, *self._receives):
             work.wait()
 
@@ -101,18 +84,7 @@ class Paired:
 
 
 def wait_and_look_up(handle: dist.Work | Paired, is_given_up: Callable[[], bool]) -> bool:
-    """Wait for a collective or sends of gloo. See Note [Waits that nothing ends].
-
-    Args:
-        handle: of the collective; not of a single send or receive.
-        is_given_up: whether its group was given up.
-
-    Returns:
-        Whether it has ended; False if its group was given up, and it does not end.
-
-    Raises:
-        RuntimeError: it failed.
-    """
+    """Wait for a collective or sends of gloo; False if the group was given up, and it does not end."""
     if isinstance(handle, Paired):
         return handle.wait_and_look_up(is_given_up)
     while True:

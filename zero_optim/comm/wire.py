@@ -1,16 +1,15 @@
-"""Send nested values with tensors from one rank to another without pickle.
+"""Nested values with tensors, sent from rank to rank without pickle; the memory of tensors, in pieces.
 
 The skeleton of a value travels first, see `comm.encoding`. The tensors' memory follows in pieces of bounded
 size, so neither side needs a second copy of the whole.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup, bytes_to_tensor, tensor_to_bytes
-from zero_optim.comm.copies import memory_of, pieces_of
 from zero_optim.comm.encoding import (
     Nested,
     Place,
@@ -21,40 +20,122 @@ from zero_optim.comm.encoding import (
     skeleton_from_bytes,
     skeleton_to_bytes,
 )
-from zero_optim.compat.streams import HostCopy
+from zero_optim.comm.exchange import recv, send
+from zero_optim.compat.engine import wraps_tensors
+from zero_optim.compat.streams import HostCopy, is_asynchronous
+from zero_optim.plan.memory import dense_strides
+
+PIECE_NBYTES = 16 * 2**20
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    """View a tensor's memory as 1-D bytes, in the order of its strides; a copy if it is not dense."""
+    dense = dense_strides(tensor)
+    held = tensor.detach().resolve_conj().resolve_neg()
+    if held.stride() != dense:
+        held = torch.empty_strided(tensor.shape, dense, dtype=tensor.dtype, device=tensor.device).copy_(held)
+    return held.as_strided((held.numel(),), (1,)).view(torch.uint8)
+
+
+def pieces_of(sizes: list[int]) -> Iterator[list[tuple[int, int, int]]]:
+    """Cut memories into pieces of `PIECE_NBYTES`: lists of (index, start, stop), alike on all ranks."""
+    piece: list[tuple[int, int, int]] = []
+    room = PIECE_NBYTES
+    for index, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            stop = min(size, start + room)
+            piece.append((index, start, stop))
+            room -= stop - start
+            start = stop
+            if room == 0:
+                yield piece
+                piece, room = [], PIECE_NBYTES
+    if piece:
+        yield piece
+
+
+def pack(tensors: Sequence[Tensor], into: Tensor) -> None:
+    """Copy the memory of tensors, on any devices, into 1-D bytes on the CPU; by way of pinned pieces."""
+    memories = [memory_of(tensor) for tensor in tensors]
+    if not into.numel():
+        return
+    if all(memory.device.type == "cpu" for memory in memories):
+        torch.cat(memories, out=into)
+        return
+    start = 0
+    for piece in pieces_of([memory.numel() for memory in memories]):
+        came = HostCopy(*(memories[index][first:last] for index, first, last in piece)).read()
+        into[start : start + came.numel()].copy_(came)
+        start += came.numel()
+
+
+def unpack(skeleton: Skeleton, packed: Tensor) -> list[Tensor]:
+    """Allocate the tensors that a skeleton describes, with the memory that `pack` has copied."""
+    tensors = blank_tensors(skeleton)
+    memories = [memory_of(tensor) for tensor in tensors]
+    torch._foreach_copy_(memories, list(torch.split(packed, [memory.numel() for memory in memories])))
+    return tensors
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """Copy a tensor with its strides, and the attributes of a subclass, detached from autograd."""
+    return _like(tensor, tensor.detach().clone())
+
+
+def copied_to_cpu(tensor: Tensor) -> Tensor:
+    """Copy a tensor as `copied` does, into CPU memory."""
+    return copied(tensor) if tensor.device.type == "cpu" else _like(tensor, tensor.detach().cpu())
+
+
+def all_copied_to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy plain dense tensors with their strides into CPU memory, those of an accelerator piece by piece.
+
+    Pieces come to pinned memory first. The copies are in ordinary memory: PyTorch keeps pinned memory,
+    rounded up.
+    """
+    copies = [
+        torch.empty_strided(tensor.shape, dense_strides(tensor), dtype=tensor.dtype, device="cpu")
+        if is_asynchronous(tensor.device)
+        else tensor.detach().to("cpu", copy=True)
+        for tensor in tensors
+    ]
+    staged = [i for i, tensor in enumerate(tensors) if is_asynchronous(tensor.device)]
+    sources, targets = ([memory_of(held[i]) for i in staged] for held in (tensors, copies))
+    for piece in pieces_of([memory.numel() for memory in sources]):
+        came = HostCopy(*(sources[i][start:stop] for i, start, stop in piece)).read()
+        places = [targets[i][start:stop] for i, start, stop in piece]
+        torch._foreach_copy_(places, list(torch.split(came, [place.numel() for place in places])))
+        del came  # its memory serves the next piece
+    return copies
+
+
+def _like(tensor: Tensor, copy: Tensor) -> Tensor:
+    if type(tensor) not in (Tensor, torch.nn.Parameter) and not wraps_tensors(tensor):
+        vars(copy).update(vars(tensor))
+    return copy
 
 
 def send_value(group: RankGroup, to: Sequence[int], skeleton: Skeleton, tensors: list[Tensor]) -> None:
-    """Send an encoded value to some ranks, which call `recv_value` or `recv_encoded`.
-
-    Waits as `RankGroup.send` does. Needs memory for one piece beyond the tensors themselves.
-    """
+    """Send an encoded value to some ranks, which call `recv_value` or `recv_encoded`."""
     header = bytes_to_tensor(skeleton_to_bytes(skeleton))
-    group.send(torch.tensor([header.numel()]), *to)
-    group.send(header, *to)
+    send(group, torch.tensor([header.numel()]), *to)
+    send(group, header, *to)
     memories = [memory_of(tensor) for tensor in tensors]
     for piece in pieces_of([memory.numel() for memory in memories]):
         parts = [memories[index][start:stop] for index, start, stop in piece]
-        group.send(_joined(parts, group.device), *to)
+        send(group, _joined(parts, group.device), *to)
 
 
 def _joined(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Make one tensor of a piece, on the device that it is sent from. Parts may lie on several devices.
-
-    Adam on CUDA keeps its step counts on the CPU.
-    """
+    """Make one tensor of a piece, on the device that sends. Parts may lie on several, as Adam's."""
     if device.type == "cpu" and any(part.device != device for part in parts):
         return HostCopy(*parts).read()
     return parts[0] if len(parts) == 1 else torch.cat([part.to(device) for part in parts])
 
 
 def recv_value(group: RankGroup, source: int, advance: Callable[[int], object] = int) -> Nested:
-    """Receive a value as `recv_encoded` does, and decode it.
-
-    Raises:
-        TypeError: as `decode` does, on this rank alone. Where a value may hold a tensor subclass, use
-            `recv_encoded`, and decode when nobody waits for this rank.
-    """
+    """Receive a value and decode it; may raise TypeError on this rank alone, for a tensor subclass."""
     skeleton, tensors = recv_encoded(group, source, advance)
     return decode(skeleton, iter(tensors))
 
@@ -62,18 +143,14 @@ def recv_value(group: RankGroup, source: int, advance: Callable[[int], object] =
 def recv_encoded(
     group: RankGroup, source: int, advance: Callable[[int], object] = int, place: Place = new_memory
 ) -> tuple[Skeleton, list[Tensor]]:
-    """Receive a value into CPU memory, for `decode`. Needs memory for one piece beyond the result.
+    """Receive a value into CPU memory, for `decode`.
 
-    Args:
-        group: the ranks.
-        source: the rank that sends.
-        advance: called after each piece with its number of bytes.
-        place: returns the memory to receive a tensor into, on the CPU, with the strides that it is given.
+    ``advance`` is called after each piece with its bytes; ``place`` returns memory with given strides.
     """
     length = torch.zeros(1, dtype=torch.int64)
-    group.recv(length, source)
+    recv(group, length, source)
     header = torch.empty(int(length), dtype=torch.uint8)
-    group.recv(header, source)
+    recv(group, header, source)
     skeleton = skeleton_from_bytes(tensor_to_bytes(header))
     tensors = blank_tensors(skeleton, place)
     memories = [memory_of(tensor) for tensor in tensors]
@@ -85,8 +162,8 @@ def recv_encoded(
 
 def _recv_piece(group: RankGroup, source: int, parts: list[Tensor]) -> None:
     if len(parts) == 1:
-        group.recv(parts[0], source)
+        recv(group, parts[0], source)
         return
     received = torch.empty(sum(part.numel() for part in parts), dtype=torch.uint8)
-    group.recv(received, source)
+    recv(group, received, source)
     torch._foreach_copy_(parts, list(torch.split(received, [part.numel() for part in parts])))

@@ -54,36 +54,7 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """Everything that a run depends on. Fields have the names of the options of ``zero-optim train``.
-
-    Attributes:
-        text: files to train on; empty for the Python language reference.
-        nproc: ranks on this host.
-        optimizer: a class, as `optimizers.find` understands it.
-        options: its keyword arguments, as sorted pairs.
-        steps: updates in the whole run.
-        batch_size: sequences in an update, over all ranks.
-        accumulate: micro-batches in each rank's part of an update.
-        schedule: how the learning rate falls after the warm-up.
-        warmup: updates over which the learning rate rises.
-        clip: largest norm of all gradients together; 0: no limit.
-        bf16: whether the forward pass runs under bfloat16 autocast.
-        seed: of the initial weights, the order of the text, and the sample text at the end; below 2**64.
-        out: the run folder.
-        resume: the checkpoint to continue from, or None.
-        eval_every: updates between validations; 0: only the first and the last.
-        save_every: updates between checkpoints; 0: only the last.
-        sample_length: bytes of text generated at the end.
-        device: where to train; "auto" takes GPUs if there is one for each rank of this host.
-        ddp: whose DistributedDataParallel averages the gradients.
-        hook: what reduces gradients, in the place of the wrapper's own all-reduce; "" for that one.
-        overlap: whether the optimizer steps during the backward pass, and whether gradients are then reduced
-            everywhere or only to their owners.
-        shard: what each rank keeps only a part of: the optimizer state, or the gradients too, or also the
-            parameters. With ``accumulate``, gradients are whole on each rank until the last micro-batch.
-        trace: whether one update is profiled and drawn.
-        context, layers, width, heads: see `ModelShape`.
-    """
+    """Everything that a run depends on: the options of ``zero-optim train``, whose help describes them."""
 
     out: str
     text: tuple[str, ...] = ()
@@ -115,10 +86,10 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         """Check every field, and which fields go together."""
-        for name in _COUNTS:
-            _check(name, getattr(self, name), least=1)
-        for name in _COUNTS_OR_ZERO:
-            _check(name, getattr(self, name), least=0)
+        for name in _COUNTS + _COUNTS_OR_ZERO:
+            least, value = int(name in _COUNTS), getattr(self, name)
+            if value < least:
+                raise ValueError(f"{flag(name)} must be at least {least}, got {value}")
         if self.seed >= 2**64:
             raise ValueError(f"--seed must be below 2**64, as PyTorch's seeds are, got {self.seed}")
         if not self.out:
@@ -159,21 +130,13 @@ class RunConfig:
         return ModelShape(context=self.context, layers=self.layers, width=self.width, heads=self.heads)
 
     def check_ranks(self, world_size: int) -> None:
-        """Check that ``world_size`` ranks can share a batch equally.
-
-        Raises:
-            ValueError: they cannot.
-        """
-        if not self.fits(world_size):
+        """Raise ValueError if ``world_size`` ranks cannot share a batch equally."""
+        if self.batch_size % (world_size * self.accumulate):
             raise ValueError(
                 f"--batch-size {self.batch_size} cannot be shared equally by {world_size} ranks"
                 + (f" x {self.accumulate} accumulated micro-batches" if self.accumulate > 1 else "")
                 + f": give a multiple of {world_size * self.accumulate}"
             )
-
-    def fits(self, world_size: int) -> bool:
-        """Whether ``world_size`` ranks can share a batch equally."""
-        return self.batch_size % (world_size * self.accumulate) == 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields by name."""
@@ -185,16 +148,11 @@ class RunConfig:
 
     @staticmethod
     def from_json(text: str) -> "RunConfig":
-        """Read what `to_json` wrote.
-
-        Raises:
-            ValueError: not JSON, or a value is refused.
-            TypeError: the fields are not those of this version.
-        """
-        given = {name: _tuples(value) for name, value in json.loads(text).items()}
+        """Read what `to_json` wrote; ValueError or TypeError for anything else."""
+        values = {name: _tuples(value) for name, value in json.loads(text).items()}
         for gone in ("survive", "hook_options"):  # in configs of earlier versions
-            given.pop(gone, None)
-        return RunConfig(**given)
+            values.pop(gone, None)
+        return RunConfig(**values)
 
 
 def defaults() -> dict[str, Any]:
@@ -207,11 +165,5 @@ def flag(name: str) -> str:
     return "--lr-schedule" if name == "schedule" else "--" + name.replace("_", "-")
 
 
-def _check(name: str, value: int, *, least: int) -> None:
-    if value < least:
-        raise ValueError(f"{flag(name)} must be at least {least}, got {value}")
-
-
 def _tuples(value: Any) -> Any:  # noqa: ANN401 - whatever JSON holds
-    """Turn JSON's lists back into tuples."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value

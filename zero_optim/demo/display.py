@@ -1,12 +1,8 @@
-"""What the user sees: a bar on a terminal, plain lines elsewhere, and a table at the end.
-
-Only rank 0 makes one. Needs rich, an extra.
-"""
+"""What the user sees: a bar on a terminal, plain lines elsewhere, a table at the end. Needs rich."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
@@ -27,24 +23,15 @@ _PLAIN_WIDTH = 100  # columns, where no terminal tells its width
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The result of a run.
+    """The result of a run."""
 
-    Attributes:
-        shards: what each rank keeps, by rank.
-        first_loss, last_loss: of the whole run, on the held-out text, in nats per byte.
-        seconds: of this part of the run, validation and checkpoints included.
-        folder: the run folder.
-        sample: the prompt and the text that the model generated; None for no sample.
-        stalls: seconds that training waited, for each checkpoint.
-    """
-
-    shards: Sequence["Shard"]
-    first_loss: float
+    shards: Sequence["Shard"]  # by rank
+    first_loss: float  # of the whole run, on the held-out text, in nats per byte
     last_loss: float
-    seconds: float
+    seconds: float  # of this part of the run, validation and checkpoints included
     folder: str
-    sample: tuple[str, str] | None
-    stalls: Sequence[float] = ()
+    sample: tuple[str, str] | None  # the prompt and the text that the model generated
+    stalls: Sequence[float] = ()  # seconds that training waited, for each checkpoint
 
 
 class _Console(Console):
@@ -54,7 +41,7 @@ class _Console(Console):
 
 
 class Display:
-    """Plain lines, for logs and pipes.
+    """A bar that moves, on a terminal; else plain lines for logs and pipes. Validations are lines in both.
 
     Args:
         console: where to write.
@@ -67,21 +54,30 @@ class Display:
         self._done = done
         self._steps = steps
         self._began = perf_counter()
+        self._bar: Progress | None = None
+        if console.is_terminal and not console.is_dumb_terminal:
+            self._bar = Progress(
+                TextColumn("{task.completed}/{task.total}"),
+                BarColumn(bar_width=None),
+                TaskProgressColumn(),
+                TextColumn("{task.description}"),
+                console=console,
+                expand=True,
+                refresh_per_second=4,  # drawing takes time from training
+            )
+            self._bar.add_task("starting", total=steps, completed=done)
 
     def __enter__(self) -> "Self":
-        """Start the clock."""
+        """Start the clock, and show the bar."""
         self._began = perf_counter()
+        if self._bar is not None:
+            self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Leave the terminal as it was."""
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the loop began."""
-        return perf_counter() - self._began
+    def __exit__(self, *error: object) -> None:
+        """Stop drawing; the bar stays as the last line."""
+        if self._bar is not None:
+            self._bar.stop()
 
     def say(self, line: str) -> None:
         """Write one line. It is never wrapped: a log has one line for each event."""
@@ -93,72 +89,32 @@ class Display:
 
     def update(self, record: "Metric") -> None:
         """Show an update, or the validation before the first."""
-        every = max(1, self._steps // _LINES)
-        if record.step % every == 0 or record.val_loss is not None or record.step == self._steps:
-            self.say(self._line(record))
-
-    def _line(self, record: "Metric") -> str:
-        width = len(str(self._steps))
-        parts = [f"update {record.step:>{width}}/{self._steps}"]
+        step, steps = record.step, self._steps
+        left = clock((perf_counter() - self._began) / max(1, step - self._done) * (steps - step))
+        rate = f"{record.tokens_per_second or 0:,.0f} tokens/s"
+        parts = [f"update {step:>{len(str(steps))}}/{steps}"]
         if record.train_loss is not None:
-            parts.append(f"loss {record.train_loss:.3f}")
-            parts.append(f"{record.tokens_per_second or 0:,.0f} tokens/s")
-            parts.append(f"{clock(self._seconds_left(record.step))} left")
+            parts += [f"loss {record.train_loss:.3f}", rate, f"{left} left"]
+            if self._bar is not None:
+                text = f"loss [b]{record.train_loss:.3f}[/b]  {rate}  {left} left"
+                self._bar.update(self._bar.task_ids[0], completed=step, description=text)
         if record.val_loss is not None:
             parts.append(f"validation {record.val_loss:.3f}")
-        return "   ".join(parts)
-
-    def _seconds_left(self, step: int) -> float:
-        return self.seconds / max(1, step - self._done) * (self._steps - step)
+        is_due = self._bar is None and (step % max(1, steps // _LINES) == 0 or step == steps)
+        if is_due or record.val_loss is not None:
+            self.say("   ".join(parts))
 
     def finish(self, summary: Summary) -> None:
         """Show the result of the run."""
         print_summary(self._console, summary)
 
 
-class BarDisplay(Display):
-    """A bar that moves, for terminals; validations stay above it as lines."""
-
-    def __init__(self, console: Console, done: int, steps: int) -> None:
-        super().__init__(console, done, steps)
-        self._bar = Progress(
-            TextColumn("{task.completed}/{task.total}"),
-            BarColumn(bar_width=None),
-            TaskProgressColumn(),
-            TextColumn("{task.description}"),
-            console=console,
-            expand=True,
-            refresh_per_second=4,  # drawing takes time from training
-        )
-        self._task = self._bar.add_task("starting", total=steps, completed=done)
-
-    def __enter__(self) -> "Self":
-        """Show the bar."""
-        self._bar.start()
-        return super().__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Stop drawing; the bar stays as the last line."""
-        self._bar.stop()
-
-    def update(self, record: "Metric") -> None:
-        """Move the bar."""
-        if record.val_loss is not None:
-            self.say(self._line(record))
-        if record.train_loss is not None:
-            rate, left = record.tokens_per_second or 0, clock(self._seconds_left(record.step))
-            text = f"loss [b]{record.train_loss:.3f}[/b]  {rate:,.0f} tokens/s  {left} left"
-            self._bar.update(self._task, completed=record.step, description=text)
-
-
 def make_display(done: int, steps: int) -> Display:
-    """Choose the display that suits standard output; see `Display` for the arguments."""
+    """Make the display that suits standard output; see `Display` for the arguments."""
     console = _Console(highlight=False)
-    if console.is_terminal and not console.is_dumb_terminal:
-        return BarDisplay(console, done, steps)
-    return Display(_Console(highlight=False, width=_PLAIN_WIDTH), done, steps)
+    if not console.is_terminal or console.is_dumb_terminal:
+        console = _Console(highlight=False, width=_PLAIN_WIDTH)
+    return Display(console, done, steps)
 
 
 def print_fact(console: Console, name: str, value: str) -> None:
@@ -171,29 +127,22 @@ def print_summary(console: Console, summary: Summary) -> None:
     console.print()
     console.print(_table(summary.shards, plain=not console.is_terminal))
     console.print()
-    _print_parameters(console, summary.shards)
-    losses = f"{summary.first_loss:.3f} -> {summary.last_loss:.3f} nats per byte"
-    print_fact(console, "validation", losses)
+    kept = [shard.parameter_nbytes for shard in summary.shards if shard.parameter_nbytes is not None]
+    if kept:
+        peak = max(shard.peak_nbytes or 0 for shard in summary.shards)
+        parts = f"a rank keeps at most {_bytes(max(kept))} of {_bytes(sum(kept))}"
+        print_fact(console, "parameters", f"{parts}; blocks in use take at most {_bytes(peak)}")
+    print_fact(console, "validation", f"{summary.first_loss:.3f} -> {summary.last_loss:.3f} nats per byte")
     print_fact(console, "time", f"{summary.seconds:.0f} s")
     if summary.stalls:
         mean, most = sum(summary.stalls) / len(summary.stalls), max(summary.stalls)
-        count = f"{len(summary.stalls)} written in the background"
         waits = f"training waited {1e3 * mean:.0f} ms for each (at most {1e3 * most:.0f})"
-        print_fact(console, "checkpoints", f"{count}; {waits}")
+        print_fact(console, "checkpoints", f"{len(summary.stalls)} written in the background; {waits}")
     print_fact(console, "run folder", summary.folder)
     if summary.sample is not None:
-        given, added = map(printable, summary.sample)
+        prompt, added = map(printable, summary.sample)
         console.print(Text("\nsample, which continues the start of the held-out text:", style="dim"))
-        console.print(Text.assemble((given, "dim"), ("|", "bold cyan"), added))
-
-
-def _print_parameters(console: Console, shards: Sequence["Shard"]) -> None:
-    """Write what ranks have of the parameters, if these are sharded."""
-    kept = [shard.parameter_nbytes for shard in shards if shard.parameter_nbytes is not None]
-    peaks = [shard.peak_nbytes for shard in shards if shard.peak_nbytes is not None]
-    if kept:
-        parts = f"a rank keeps at most {_bytes(max(kept))} of {_bytes(sum(kept))}"
-        print_fact(console, "parameters", f"{parts}; blocks in use take at most {_bytes(max(peaks))}")
+        console.print(Text.assemble((prompt, "dim"), ("|", "bold cyan"), added))
 
 
 def _table(shards: Sequence["Shard"], *, plain: bool) -> Table:

@@ -1,37 +1,36 @@
-"""The readable files of a run: ``metrics.jsonl``, one line for each update, and ``loss.png``."""
+"""What rank 0 writes of a run: ``metrics.jsonl``, one line an update, ``loss.png``, lines on the terminal."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING
 
-METRICS = "metrics.jsonl"
+import torch.distributed as dist
+
+from zero_optim.demo import trace
+from zero_optim.demo.display import Display, Summary, make_display
+from zero_optim.demo.prepare import METRICS, look, run_folder
+
+if TYPE_CHECKING:
+    from zero_optim.demo.trainer import Shard, Trainer
+
 PICTURE = "loss.png"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """One update. Step 0 is the state before the first update, and has only a validation loss.
+    """One update. Step 0 is the state before the first update, and has only a validation loss."""
 
-    Attributes:
-        step: number of the update, from 1.
-        train_loss: of its batch before the update, in nats per byte, over all ranks.
-        val_loss: after the update, if the run was validated then.
-        lr: its learning rate, if the optimizer has one.
-        grad_norm: of all gradients together, before clipping.
-        seconds: its duration, without validation.
-        tokens_per_second: over all ranks.
-        save_stall: seconds that training waited before it, for a checkpoint.
-    """
-
-    step: int
-    train_loss: float | None = None
-    val_loss: float | None = None
-    lr: float | None = None
-    grad_norm: float | None = None
-    seconds: float | None = None
-    tokens_per_second: float | None = None
-    save_stall: float | None = None
+    step: int  # from 1
+    train_loss: float | None = None  # of its batch before the update, in nats per byte, over all ranks
+    val_loss: float | None = None  # after the update, if the run was validated then
+    lr: float | None = None  # if the optimizer has one
+    grad_norm: float | None = None  # of all gradients together, before clipping
+    seconds: float | None = None  # without validation
+    tokens_per_second: float | None = None  # over all ranks
+    save_stall: float | None = None  # seconds that training waited before it, for a checkpoint
 
     def to_json(self) -> str:
         """Write as one line, without the fields that are None."""
@@ -39,13 +38,7 @@ class Metric:
 
 
 class MetricsFile:
-    """The records of a run folder; rank 0 writes them.
-
-    Args:
-        folder: the run folder, which exists.
-        earlier: the records up to the checkpoint that the run continues from; they replace the file's
-            content.
-    """
+    """The records of a run folder, which exists. ``earlier`` records replace the file's content."""
 
     def __init__(self, folder: Path, earlier: Iterable[Metric] = ()) -> None:
         self._folder = folder
@@ -85,8 +78,7 @@ def read(folder: Path, through: int) -> list[Metric]:
     """Read a run's records up to the step of the checkpoint that it resumes from.
 
     Raises:
-        ValueError: a line is no record. Not for the last line, since a process that was killed may leave half
-            a line.
+        ValueError: a line is no record. Not for the last, of which a killed process may leave half.
     """
     path = folder / METRICS
     lines = path.read_text().splitlines() if path.exists() else []
@@ -98,3 +90,72 @@ def read(folder: Path, through: int) -> list[Metric]:
             if number < len(lines):
                 raise ValueError(f"{path} line {number} is no record of zero-optim train") from error
     return [record for record in records if record.step <= through]
+
+
+class RunLog:
+    """Writes to the terminal and to the run folder; made once the trainer is restored. No communication."""
+
+    def __init__(self, trainer: "Trainer") -> None:
+        config = trainer.config
+        self._trainer = trainer
+        self._folder = Path(config.out)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / "config.json").write_text(config.to_json() + "\n")
+        earlier = [] if config.resume is None else read(run_folder(config.resume), trainer.step)
+        self._records = MetricsFile(self._folder, earlier)
+        self._began = perf_counter()
+        self._stalls: list[float] = []  # seconds that training waited, for each checkpoint
+        self.display: Display = make_display(trainer.step, config.steps)
+        self._show_header()
+
+    def _show_header(self) -> None:
+        trainer, config, corpus = self._trainer, self._trainer.config, self._trainer.corpus
+        numel = sum(parameter.numel() for parameter in trainer.gpt.parameters())
+        sizes = (
+            f"layers {config.layers}, width {config.width}, heads {config.heads}, context {config.context}"
+        )
+        fact = self.display.fact
+        fact("model", f"GPT of {numel:,} parameters: {sizes}")
+        fact("text", f"{corpus.name}, {corpus.numel:,} bytes, the last tenth held out")
+        fact("optimizer", f"{self._what_is_sharded()} ({trainer.device.type}, {dist.get_backend()})")
+        fact("updates", f"{config.steps:,}, each of {config.batch_size} x {config.context} bytes")
+        if config.resume is not None:
+            source = look(Path(config.resume))
+            fact("resumed", f"from update {source.step}, {config.resume}")
+            if source.text_digest != corpus.digest:
+                fact("note", "the text is not the one that the checkpoint was trained on")
+
+    def _what_is_sharded(self) -> str:
+        config, count = self._trainer.config, dist.get_world_size()
+        also = {"state": "", "gradients": " and gradients", "parameters": ", gradients and parameters"}[
+            config.shard
+        ]
+        return f"{config.optimizer}{also} sharded over {'1 rank' if count == 1 else f'{count} ranks'}"
+
+    def tell(self, record: Metric) -> None:
+        """Record and show one update."""
+        self._records.add(record)
+        self.display.update(record)
+
+    def tell_saved(self, stall: float) -> None:
+        """Draw the losses so far, as a save has begun; training waited ``stall`` seconds for it."""
+        self._stalls.append(stall)
+        self._records.draw(self._what_is_sharded())
+
+    def tell_traced(self, step: int) -> None:
+        """Draw the profiled update, and show how much of it overlapped with computing."""
+        spans = trace.spans_of(self._folder / trace.EVENTS)
+        trace.draw([(f"update {step} on rank 0", spans)], self._folder / trace.PICTURE)
+        self.display.say(
+            f"traced: {trace.hidden(spans):.0%} of reduce, step and gather overlapped with forward and "
+            f"backward, see {self._folder / trace.PICTURE}"
+        )
+
+    def close(self, shards: Sequence["Shard"]) -> None:
+        """Show the result of the run."""
+        losses = [loss for _, loss in self._records.validations()]
+        sample = self._trainer.sample() if self._trainer.config.sample_length else None
+        seconds = perf_counter() - self._began
+        self.display.finish(
+            Summary(shards, losses[0], losses[-1], seconds, str(self._folder), sample, self._stalls)
+        )

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -19,6 +18,8 @@ from zero_optim.demo.config import OptionValue
 from zero_optim.probe.probe import probe
 
 Options = tuple[tuple[str, OptionValue], ...]
+_PRESETS: dict[str, OptionValue] = {"lr": 4e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}  # of AdamW
+_WORDS: dict[str, OptionValue] = {"true": True, "false": False, "none": None}
 
 
 def find(name: str) -> type[Optimizer]:
@@ -29,21 +30,15 @@ def find(name: str) -> type[Optimizer]:
     """
     if ":" in name:
         return _find_in_module(name)
-    known = _classes(torch.optim)
+    known, hint = _classes(torch.optim), "class of torch.optim or torch_optimizer, or package.module:Class"
     if importlib.util.find_spec("torch_optimizer") is not None:
         known = _classes(importlib.import_module("torch_optimizer")) | known
+    else:
+        hint = "class of torch.optim or package.module:Class, or get those of torch_optimizer: pip install "
+        hint += "'zero-optim[optimizers]'"
     if name in known:
         return known[name]
-    raise ValueError(f"unknown optimizer {name}{_closest(name, known)}{_where_to_look()}")
-
-
-def _where_to_look() -> str:
-    if importlib.util.find_spec("torch_optimizer") is not None:
-        return "; give a class of torch.optim or torch_optimizer, or package.module:Class"
-    return (
-        "; give a class of torch.optim or package.module:Class, "
-        "or get those of torch_optimizer: pip install 'zero-optim[optimizers]'"
-    )
+    raise ValueError(f"unknown optimizer {name}{_closest(name, known)}; give a {hint}")
 
 
 def _find_in_module(name: str) -> type[Optimizer]:
@@ -51,20 +46,17 @@ def _find_in_module(name: str) -> type[Optimizer]:
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does: users try classes of their current folder
     try:
-        found = getattr(importlib.import_module(module_name), class_name)
+        kind = getattr(importlib.import_module(module_name), class_name)
     except Exception as error:  # importing runs the user's code, which may raise anything
         raise ValueError(f"cannot import {name}: {_one_line(error)}") from error
-    if not (inspect.isclass(found) and issubclass(found, Optimizer)):
+    if not (inspect.isclass(kind) and issubclass(kind, Optimizer)):
         raise ValueError(f"{name} is not a class derived from torch.optim.Optimizer")
-    return found
+    return kind
 
 
 def _classes(module: ModuleType) -> dict[str, type[Optimizer]]:
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if inspect.isclass(value) and issubclass(value, Optimizer) and value is not Optimizer
-    }
+    members = inspect.getmembers(module, inspect.isclass)
+    return {name: value for name, value in members if issubclass(value, Optimizer) and value is not Optimizer}
 
 
 def parse(arguments: Iterable[str]) -> dict[str, OptionValue]:
@@ -75,22 +67,18 @@ def parse(arguments: Iterable[str]) -> dict[str, OptionValue]:
     """
     options = {}
     for argument in arguments:
-        key, separator, value = argument.partition("=")
+        key, separator, text = argument.partition("=")
         if not separator or not key.isidentifier():
             raise ValueError(f"--opt takes KEY=VALUE, such as lr=3e-4, got {argument}")
-        options[key] = _literal(key, value)
+        if text.lower() in _WORDS:  # otherwise "false" would be a string, which counts as true
+            options[key] = _WORDS[text.lower()]
+            continue
+        try:
+            value = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            value = text
+        options[key] = _immutable(key, value)
     return options
-
-
-def _literal(key: str, text: str) -> OptionValue:
-    words: dict[str, OptionValue] = {"true": True, "false": False, "none": None}
-    if text.lower() in words:  # otherwise "false" would be a string, which counts as true
-        return words[text.lower()]
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
-    return _immutable(key, value)
 
 
 def _immutable(key: str, value: object) -> OptionValue:
@@ -103,15 +91,7 @@ def _immutable(key: str, value: object) -> OptionValue:
 
 def with_presets(optimizer: str, options: Mapping[str, OptionValue]) -> Options:
     """Add options that suit the demo's model, where the user gives none. Only for AdamW."""
-    presets: dict[str, OptionValue] = {}
-    if optimizer == "AdamW":
-        presets = {"lr": 4e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
-    return tuple(sorted({**presets, **options}.items()))
-
-
-def keywords(options: Options) -> dict[str, Any]:
-    """Return options as keyword arguments."""
-    return dict(options)
+    return tuple(sorted({**(_PRESETS if optimizer == "AdamW" else {}), **options}.items()))
 
 
 def has_rate(optimizer: Optimizer) -> bool:
@@ -120,42 +100,38 @@ def has_rate(optimizer: Optimizer) -> bool:
 
 
 def check(name: str, options: Options) -> Optimizer:
-    """Check that the class takes the options, steps a matrix with them, and can be sharded.
-
-    Returns:
-        The optimizer of the trial.
+    """Check that the class takes the options, steps a matrix with them, and can be sharded; return the trial.
 
     Raises:
         ValueError: the class does not know an option or refuses its value, needs more than a gradient (a
             closure, sparse gradients), or is not separable.
     """
     optimizer_class = find(name)
-    _check_names(name, optimizer_class, options)
+    _, *parameters = inspect.signature(optimizer_class).parameters.values()
+    known = [parameter.name for parameter in parameters]
+    if not any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters
+    ):  # else only the class can say
+        for key, _ in options:
+            if key not in known:
+                raise ValueError(
+                    f"{name} has no option {key}{_closest(key, known)}; it takes {', '.join(known)}"
+                )
     weight = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 12).view(4, 3))
     weight.grad = torch.full_like(weight, 0.5)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # rank 0 will show them
-            trial = optimizer_class([weight], **keywords(options))
+            trial = optimizer_class([weight], **dict(options))  # type: ignore[arg-type]
             trial.step()
     except Exception as error:  # a class may raise anything
         raise ValueError(f"{name} failed on a small trial: {_one_line(error)}") from error
-    traits = probe(optimizer_class, keywords(options))
+    traits = probe(optimizer_class, dict(options))
     if not traits.separable:
         raise ValueError(
             f"{name} cannot be sharded: {' '.join((traits.untried or traits.coupling or '').split())}"
         )
     return trial
-
-
-def _check_names(name: str, optimizer_class: type[Optimizer], options: Options) -> None:
-    _, *parameters = inspect.signature(optimizer_class).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return  # only the class itself can say
-    known = [parameter.name for parameter in parameters]
-    for key, _ in options:
-        if key not in known:
-            raise ValueError(f"{name} has no option {key}{_closest(key, known)}; it takes {', '.join(known)}")
 
 
 def _closest(name: str, known: Iterable[str]) -> str:

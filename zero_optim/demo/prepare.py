@@ -1,4 +1,7 @@
-"""Check a run before any process starts. Nothing here communicates."""
+"""Checks a run, and the checkpoint that it continues from, before any process starts. No communication.
+
+A checkpoint has the step, and in the config the seed; the order of samples follows from these two.
+"""
 
 import importlib.util
 import os
@@ -10,23 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from zero_optim.demo import optimizers, ranks, saved, text
-from zero_optim.demo.config import RunConfig, defaults, flag
-from zero_optim.demo.metrics import METRICS
+from zero_optim import CheckpointError, checkpoint
+from zero_optim.demo import optimizers, text
+from zero_optim.demo.config import Device, RunConfig, defaults, flag
 from zero_optim.demo.model import GPT
-from zero_optim.demo.saved import Saved
 from zero_optim.probe.probe import probe
 
-_EXTRAS = ("matplotlib", "rich")
-_FIXED = (
-    "optimizer",
-    "options",
-    "context",
-    "layers",
-    "width",
-    "heads",
-)  # these must be equal when a run is resumed
+METRICS = "metrics.jsonl"
+_CHECKPOINTS = "checkpoints"
+_KIND = "zero-optim train"
+_FIXED = ("optimizer", "options", "context", "layers", "width", "heads")  # equal when a run is resumed
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,30 +37,41 @@ class Started:
     local_world_size: int
 
 
-def prepare(given: Mapping[str, Any], started: Started | None) -> RunConfig:
-    """Make the configuration of a run from the command line, and check it. Starts no process.
+@dataclass(frozen=True, slots=True, eq=False)
+class Saved:
+    """What a checkpoint holds, read without loading it."""
+
+    run: RunConfig  # of the run that saved it
+    step: int  # updates made
+    text_digest: str  # of the text that the run trained on
+    shapes: dict[str, tuple[int, ...]]  # of the model's tensors
+
+
+def prepare(arguments: Mapping[str, Any], started: Started | None) -> RunConfig:
+    """Make the configuration of a run from the command line, and check it.
 
     Args:
-        given: the fields of `RunConfig` on the command line, with ``options`` still a list of KEY=VALUE and
-            ``resume`` as `saved.locate` takes it. The others come from the checkpoint that is resumed, or are
-            the defaults.
+        arguments: the fields of `RunConfig` on the command line, with ``options`` still a list of KEY=VALUE
+            and ``resume`` as `locate` takes it. The others come from the checkpoint, or are the defaults.
         started: this rank, if torchrun started it.
 
     Raises:
         ValueError: what is wrong, in one line.
     """
-    check_extras()
-    path = saved.locate(given["resume"]) if given.get("resume") is not None else None
-    found = saved.look(path) if path is not None else None
-    if found is not None:
-        _check_class(found.run.optimizer, named="optimizer" in given)
-    config = _merge(given, found, path, started)
-    if found is not None:
-        _check_fits(config, found)
+    missing = [name for name in ("matplotlib", "rich") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"{' and '.join(missing)} not installed: pip install 'zero-optim[demo]'")
+    path = locate(arguments["resume"]) if arguments.get("resume") is not None else None
+    source = look(path) if path is not None else None
+    if source is not None:
+        _check_class(source.run.optimizer, named="optimizer" in arguments)
+    config = _merge(arguments, source, path, started)
+    if source is not None:
+        _check_fits(config, source)
     config.check_ranks(config.nproc if started is None else started.world_size)
-    ranks.choose_device(config.device, config.nproc)
+    choose_device(config.device, config.nproc)
     trial = optimizers.check(config.optimizer, config.options)
-    scheduled = [flag(name) for name in ("schedule", "warmup") if name in given]
+    scheduled = [flag(name) for name in ("schedule", "warmup") if name in arguments]
     if scheduled and not optimizers.has_rate(trial):
         raise ValueError(
             f"{config.optimizer} has no fixed learning rate to schedule: leave out {' and '.join(scheduled)}"
@@ -75,26 +84,11 @@ def prepare(given: Mapping[str, Any], started: Started | None) -> RunConfig:
     return config
 
 
-def check_extras() -> None:
-    """Check that the packages for the display and the pictures are installed.
-
-    Raises:
-        ValueError: one is missing. The message has the command that installs it.
-    """
-    missing = [name for name in _EXTRAS if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(f"{' and '.join(missing)} not installed: pip install 'zero-optim[demo]'")
-
-
 def make_folder(config: RunConfig) -> None:
-    """Make the run folder, or check that an existing one belongs to this run. Only one process calls.
-
-    Raises:
-        ValueError: the folder holds another run, or cannot be written to.
-    """
+    """Make the run folder, in one process; ValueError if it holds another run or cannot be written to."""
     folder = Path(config.out)
-    own = config.resume is not None and saved.run_folder(config.resume) == folder
-    if not own and any((folder / name).exists() for name in (saved.FOLDER, METRICS)):
+    own = config.resume is not None and run_folder(config.resume) == folder
+    if not own and any((folder / name).exists() for name in (_CHECKPOINTS, METRICS)):
         raise ValueError(f"{folder} holds a run: resume it with --resume {folder}, or give another --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -102,6 +96,68 @@ def make_folder(config: RunConfig) -> None:
         raise ValueError(f"cannot make the run folder {folder}: {error.strerror}") from error
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(f"cannot write to the run folder {folder}")
+
+
+def choose_device(device: Device, local_world_size: int) -> str:
+    """Return "cuda" or "cpu"; ValueError if "cuda" was chosen and this host has fewer GPUs than ranks."""
+    usable = torch.cuda.is_available() and dist.is_nccl_available()
+    num_gpus = torch.cuda.device_count() if usable else 0
+    if device == "cuda" and num_gpus < local_world_size:
+        raise ValueError(
+            f"--device cuda needs a GPU for each of {local_world_size} ranks, this host has {num_gpus}"
+        )
+    return "cuda" if device != "cpu" and num_gpus >= local_world_size else "cpu"
+
+
+def checkpoint_folder(out: str, step: int) -> Path:
+    """Return the folder of a run's checkpoint."""
+    return Path(out) / _CHECKPOINTS / f"{step:08}"
+
+
+def run_folder(path: str | Path) -> Path:
+    """Return the run folder of a checkpoint."""
+    return Path(path).parent.parent
+
+
+def extra(config: RunConfig, step: int, text_digest: str) -> dict[str, Any]:
+    """Return what a checkpoint holds beside model, optimizer and scheduler."""
+    return {"kind": _KIND, "config": config.to_json(), "step": step, "text_digest": text_digest}
+
+
+def locate(place: str) -> Path:
+    """Find the newest complete checkpoint; ValueError if there is none.
+
+    Args:
+        place: a run folder, a checkpoint itself, or "" for the newest run in ``runs``.
+    """
+    if place == "":
+        runs = sorted(
+            Path("runs").glob(f"*/{_CHECKPOINTS}"), key=lambda path: path.stat().st_mtime, reverse=True
+        )
+        newest = next(filter(None, map(checkpoint.latest, runs)), None)
+        if newest is None:
+            raise ValueError(
+                f"--resume found no complete checkpoint in runs/*/{_CHECKPOINTS}: give a run folder"
+            )
+        return newest
+    path = Path(place)
+    inside = path / _CHECKPOINTS
+    newest = checkpoint.latest(inside if inside.is_dir() else path)
+    if newest is None or newest.parent not in (inside, path.parent):
+        raise ValueError(f"no checkpoint at {path}" + (" is complete" if inside.is_dir() else ""))
+    return newest
+
+
+def look(path: Path) -> Saved:
+    """Read what a checkpoint of ``zero-optim train`` holds, without loading it; ValueError for any other."""
+    try:
+        peek = checkpoint.peek(path)
+        if not isinstance(peek.extra, dict) or peek.extra.get("kind") != _KIND:
+            raise ValueError(f"{path} is no checkpoint of zero-optim train")
+        run = RunConfig.from_json(peek.extra["config"])
+    except (CheckpointError, TypeError, KeyError) as error:
+        raise ValueError(str(error)) from error
+    return Saved(run, peek.extra["step"], peek.extra["text_digest"], peek.shapes)
 
 
 def _check_class(name: object, *, named: bool) -> None:
@@ -116,27 +172,28 @@ def _check_class(name: object, *, named: bool) -> None:
 
 
 def _merge(
-    given: Mapping[str, Any], found: Saved | None, path: Path | None, started: Started | None
+    arguments: Mapping[str, Any], source: Saved | None, path: Path | None, started: Started | None
 ) -> RunConfig:
-    base = found.run.to_dict() if found is not None else defaults()
-    fields = base | dict(given)
+    base = source.run.to_dict() if source is not None else defaults()
+    fields = base | dict(arguments)
     if started is not None:
         here = started.local_world_size
-        if given.get("nproc", here) != here:
+        if arguments.get("nproc", here) != here:
             raise ValueError(
-                f"--nproc {given['nproc']}, but torchrun started {here} ranks on this host: leave --nproc out"
+                f"--nproc {arguments['nproc']}, but torchrun started {here} ranks on this host: "
+                "leave --nproc out"
             )
         fields["nproc"] = here
-    named = optimizers.parse(given.get("options", ()))
+    named = optimizers.parse(arguments.get("options", ()))
     if fields["optimizer"] == base["optimizer"]:
         named = dict(base["options"]) | named
     fields["options"] = optimizers.with_presets(fields["optimizer"], named)
-    if fields["overlap"] != "off" and "clip" not in given:
+    if fields["overlap"] != "off" and "clip" not in arguments:
         fields["clip"] = 0.0
     fields["text"] = tuple(str(Path(name).resolve()) for name in fields["text"])
     fields["resume"] = str(path) if path is not None else None
-    if "out" not in given:
-        fields["out"] = str(saved.run_folder(path)) if path is not None else _new_folder(fields["optimizer"])
+    if "out" not in arguments:
+        fields["out"] = str(run_folder(path)) if path is not None else _new_folder(fields["optimizer"])
     return RunConfig(**fields)
 
 
@@ -148,9 +205,9 @@ def _new_folder(optimizer: str) -> str:
     return f"{name}-{others + 1}" if others else str(name)
 
 
-def _check_fits(config: RunConfig, found: Saved) -> None:
+def _check_fits(config: RunConfig, source: Saved) -> None:
     for name in _FIXED:
-        now, then = getattr(config, name), getattr(found.run, name)
+        now, then = getattr(config, name), getattr(source.run, name)
         if now != then:
             raise ValueError(
                 f"the checkpoint is of another run: it has {_spell(name, then)}, "
@@ -158,10 +215,12 @@ def _check_fits(config: RunConfig, found: Saved) -> None:
             )
     with torch.device("meta"):  # sizes without memory
         expected = {name: tuple(tensor.shape) for name, tensor in GPT(config.shape).state_dict().items()}
-    if found.shapes != expected:
+    if source.shapes != expected:
         raise ValueError("the checkpoint's model has other tensors than this version's")
-    if config.steps <= found.step:
-        raise ValueError(f"the run has already made {found.step} updates: to continue, give a larger --steps")
+    if config.steps <= source.step:
+        raise ValueError(
+            f"the run has already made {source.step} updates: to continue, give a larger --steps"
+        )
 
 
 def _spell(name: str, value: Any) -> str:  # noqa: ANN401 - any field's value

@@ -36,13 +36,7 @@ _COLOURS: Mapping[Row, str] = {
 
 @dataclass(frozen=True, slots=True, order=True)
 class Span:
-    """A time interval of one event.
-
-    Attributes:
-        start, stop: in ms, from the start of the first span.
-        row: row of the picture.
-        name: in the profile.
-    """
+    """A time interval of one event, in ms from the start of the first one."""
 
     start: float
     stop: float
@@ -113,31 +107,21 @@ def hidden(spans: Iterable[Span]) -> float:
 
 
 def draw(pictures: Sequence[tuple[str, Sequence[Span]]], path: Path) -> None:
-    """Draw iterations below each other on one time axis, each with the rows compute, reduce, step, gather.
-
-    Args:
-        pictures: title and spans of each iteration.
-        path: of the PNG file.
-    """
+    """Draw iterations, each a title and spans, below each other on one time axis, into a PNG file."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
+    size = (10, 0.6 + 1.9 * len(pictures))
     figure, axes = plt.subplots(
-        len(pictures),
-        1,
-        figsize=(10, 0.6 + 1.9 * len(pictures)),
-        sharex=True,
-        squeeze=False,
-        layout="constrained",
+        len(pictures), 1, figsize=size, sharex=True, squeeze=False, layout="constrained"
     )
     for (title, spans), axis in zip(pictures, axes[:, 0], strict=True):
         for place, row in enumerate(ROWS):
             bars = [(span.start, max(span.stop - span.start, 0.05)) for span in spans if span.row == row]
-            axis.broken_barh(
-                bars, (place - 0.38, 0.76), facecolors=_COLOURS[row], edgecolor="white", linewidth=0.5
-            )
+            style = {"facecolors": _COLOURS[row], "edgecolor": "white", "linewidth": 0.5}
+            axis.broken_barh(bars, (place - 0.38, 0.76), **style)
         for span in spans:
             if span.row == "compute":
                 middle = (span.start + span.stop) / 2

@@ -1,26 +1,26 @@
-"""The training loop of one rank: DDP averages the gradients, the sharded optimizer steps.
-
-With ``--shard gradients`` only the owner of a parameter gets its average. With ``--shard parameters`` only
-the owner keeps the parameter too: a block of the model is gathered while it is used.
+"""The training of one rank: DDP averages the gradients, the sharded optimizer steps.
 
 Note [Bitwise resume]
-    On the same number of ranks, a resumed run equals the uninterrupted one bit for bit. It sees the same
-    samples (Note [Data order]), and no update draws random numbers. DDP must also sum in the same order. On
-    three ranks or more its first backward pass sums in another order than the later ones, since it then makes
-    other buckets. So every run, new or resumed, starts with a pass that trains nothing.
+    On the same number of ranks, a resumed run equals the uninterrupted one bit for bit: it sees the same
+    samples (Note [Data order]), and no update draws random numbers. On three ranks or more, DDP's first
+    backward pass sums in another order than later ones, since it then makes other buckets. So every run
+    starts with a pass that trains nothing.
 """
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.optim.lr_scheduler import LambdaLR
 from torch.profiler import record_function
 
 from zero_optim import ZeroRedundancyOptimizer, checkpoint
@@ -30,23 +30,20 @@ from zero_optim.ddp import (
     ShardedDataParallel,
     unsharded,
 )
-from zero_optim.demo import optimizers, saved, schedule
-from zero_optim.demo.config import RunConfig
+from zero_optim.demo import optimizers, prepare
+from zero_optim.demo.config import RunConfig, Schedule
 from zero_optim.demo.metrics import Metric
 from zero_optim.demo.model import GPT, generate
 from zero_optim.demo.text import Corpus, Samples, held_out_windows
 from zero_optim.demo.trace import BACKWARD, FORWARD
-from zero_optim.demo.unit_memory import UnitMeter
 from zero_optim.errors import DivergedError
 from zero_optim.hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook, zero_step
 from zero_optim.hooks.bucket import Hook
 from zero_optim.plan.pieces import numel_of, piece_of
 from zero_optim.step.partial import PartialGradient
 
-if TYPE_CHECKING:
-    from zero_optim.demo.ranks import Ranks
-
-
+FINAL = 0.1  # fraction of the full learning rate at the last update
+_KEPT = 2  # checkpoints: the newest, and the one before, in case the newest is damaged
 _CAP_MB = 32.0  # the optimizer's own default
 # Gradients are reduced bucket by bucket, and the default model has 3.4 MB of them: in one bucket all of them
 # would be reduced when the backward pass has ended.
@@ -61,53 +58,52 @@ _HOOKS: dict[str, Hook | None] = {
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one rank keeps.
+    """What one rank keeps; None for what it keeps whole. Bytes are measured."""
 
-    Attributes:
-        num_parameters: elements of the parameters that it owns.
-        state_nbytes: measured bytes of optimizer state.
-        gradient_nbytes: measured bytes of gradients after a backward pass; None if it keeps all of them.
-        parameter_nbytes: bytes of parameters that it keeps for good; None if it keeps all of them.
-        peak_nbytes: measured bytes of whole units beside these, where a pass had most; None likewise.
-    """
-
-    num_parameters: int
+    num_parameters: int  # elements of the parameters that it owns
     state_nbytes: int
-    gradient_nbytes: int | None = None
-    parameter_nbytes: int | None = None
-    peak_nbytes: int | None = None
+    gradient_nbytes: int | None = None  # after a backward pass
+    parameter_nbytes: int | None = None  # that it keeps for good
+    peak_nbytes: int | None = None  # of whole units beside these, where a pass had most
 
 
 class Trainer:
-    """A model, its sharded optimizer and the text. Every rank has a trainer and calls the same methods.
+    """A model, its sharded optimizer and the text. Every rank has one, and calls the same methods.
 
     Args:
-        config: of the run, equal on every rank.
-        ranks: this rank; the default process group exists.
+        config: of the run, equal on every rank; the default process group exists.
+        device: where this rank computes.
         corpus: the text.
     """
 
-    def __init__(self, config: RunConfig, ranks: "Ranks", corpus: Corpus) -> None:
+    def __init__(self, config: RunConfig, device: torch.device, corpus: Corpus) -> None:
         torch.manual_seed(config.seed)  # the same initial weights on any number of ranks
         self.config = config
-        self.ranks = ranks
+        self.device = device
         self.corpus = corpus
         self.step = 0
-        self.gpt = GPT(config.shape).to(ranks.device)
+        self.gpt = GPT(config.shape).to(device)
         self._optimizer = ZeroRedundancyOptimizer(
             self.gpt.parameters(),
             optimizers.find(config.optimizer),
             bucket_cap_mb=_CAP_MB if config.shard == "state" else _SHARDED_CAP_MB,
-            **optimizers.keywords(config.options),
+            **dict(config.options),  # type: ignore[arg-type]
         )
         self._ddp = self._wrapped()
-        self._scheduler = schedule.make(self._optimizer, config)
+        self._scheduler: LambdaLR | None = None
+        if optimizers.has_rate(self._optimizer):
+            shape = config.schedule, config.warmup, config.steps
+            self._scheduler = LambdaLR(self._optimizer, lambda step: rate_factor(step, *shape))
         self._saving: checkpoint.PendingSave | None = None
         self._samples = Samples(corpus.train, config.context, config.seed)
         self._pass_without_update()
-        self._register_hook()
+        hook = _HOOKS[config.hook]  # registered after the pass without an update, which must not step
+        if config.overlap != "off":
+            hook = zero_step(self._optimizer, hook, gradients=config.overlap)
+        if hook is not None:
+            self._ddp.register_comm_hook(None, hook)
 
-    def _wrapped(self) -> TorchDistributedDataParallel:
+    def _wrapped(self) -> TorchDistributedDataParallel | FullyShardedDataParallel:
         """Wrap the model in what reduces its gradients."""
         if self.config.shard == "gradients":
             return ShardedDataParallel(self.gpt, self._optimizer, accumulate="local")
@@ -117,22 +113,9 @@ class Trainer:
         kind = DistributedDataParallel if self.config.ddp == "ours" else TorchDistributedDataParallel
         return kind(self.gpt, gradient_as_bucket_view=True)
 
-    def _register_hook(self) -> None:
-        """Register the comm hook, if any. The pass without an update, which comes before, must not step."""
-        config = self.config
-        hook = _HOOKS[config.hook]
-        if config.overlap != "off":
-            hook = zero_step(self._optimizer, hook, gradients=config.overlap)
-        if hook is not None:
-            self._ddp.register_comm_hook(None, hook)
-
     def _pass_without_update(self) -> int:
-        """Run a pass that trains nothing, see Note [Bitwise resume]; all ranks call.
-
-        Returns:
-            The bytes of gradients that it left on this rank.
-        """
-        torch.autograd.backward(self._loss(*self._samples.take(0, 1)))
+        """Run a pass that trains nothing, see Note [Bitwise resume]; return the bytes of its gradients."""
+        torch.autograd.backward(self._entropy(self._ddp, *self._samples.take(0, 1), reduction="mean"))
         grads = [param.grad for param in self.gpt.parameters()]
         held = [grad.piece if isinstance(grad, PartialGradient) else grad for grad in grads]
         nbytes = sum(grad.nbytes for grad in held if grad is not None)
@@ -140,9 +123,11 @@ class Trainer:
         return nbytes
 
     def update(self) -> Metric:
-        """Make one update; all ranks call."""
+        """Make one update."""
         began = perf_counter()
-        loss = self.ranks.mean(self._backward())
+        mean = self._backward()
+        dist.all_reduce(mean)
+        loss = mean.item() / dist.get_world_size()
         if not math.isfinite(loss):
             raise DivergedError(f"the loss became {loss} at update {self.step + 1}: lower --opt lr")
         norm = self._clip()
@@ -153,13 +138,9 @@ class Trainer:
         self._optimizer.zero_grad()
         self.step += 1
         seconds = perf_counter() - began
+        speed = self.config.batch_size * self.config.context / seconds
         return Metric(
-            step=self.step,
-            train_loss=loss,
-            lr=rate,
-            grad_norm=norm,
-            seconds=seconds,
-            tokens_per_second=self.config.batch_size * self.config.context / seconds,
+            step=self.step, train_loss=loss, lr=rate, grad_norm=norm, seconds=seconds, tokens_per_second=speed
         )
 
     def _clip(self) -> float | None:
@@ -170,109 +151,125 @@ class Trainer:
             return self._optimizer.clip_grad_norm_(self.config.clip or math.inf).item()
         if self.config.clip:
             return clip_grad_norm_(self.gpt.parameters(), self.config.clip).item()
-        grads = [p.grad for p in self.gpt.parameters() if p.grad is not None]
-        return get_total_norm(grads).item()
+        return get_total_norm([p.grad for p in self.gpt.parameters() if p.grad is not None]).item()
 
     def _backward(self) -> Tensor:
         """Compute the gradients of this rank's part of a batch, and return its mean loss."""
         passes = self.config.accumulate
-        count = self.config.batch_size // self.ranks.world_size // passes
-        first = self.step * self.config.batch_size + self.ranks.rank * count * passes
-        total = torch.zeros((), device=self.ranks.device)
+        count = self.config.batch_size // dist.get_world_size() // passes
+        first = self.step * self.config.batch_size + dist.get_rank() * count * passes
+        total = torch.zeros((), device=self.device)
         for number in range(passes):
-            last = number == passes - 1
-            with nullcontext() if last else self._ddp.no_sync():
+            with nullcontext() if number == passes - 1 else self._ddp.no_sync():
                 with record_function(FORWARD):
-                    loss = self._loss(*self._samples.take(first + number * count, count)) / passes
+                    samples = self._samples.take(first + number * count, count)
+                    loss = self._entropy(self._ddp, *samples, reduction="mean") / passes
                 with record_function(BACKWARD):
                     torch.autograd.backward(loss)
             total += loss.detach()
         return total
 
-    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss in nats per byte, computed through DDP."""
-        return self._entropy(self._ddp, inputs, targets, reduction="mean")
-
     def _entropy(self, model: torch.nn.Module, inputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        device = self.ranks.device
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.config.bf16):
-            logits = model(inputs.to(device))
-        return F.cross_entropy(
-            logits.flatten(0, 1).float(), targets.to(device).flatten(), reduction=reduction
-        )
+        """Return the loss in nats per byte."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.bf16):
+            logits = model(inputs.to(self.device)).flatten(0, 1)
+        return F.cross_entropy(logits.float(), targets.to(self.device).flatten(), reduction=reduction)
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Return the loss on the held-out text, in nats per byte; all ranks call and share the work."""
-        sums = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)  # nats, bytes
-        parts = held_out_windows(
-            self.corpus.held_out, self.config.context, self.ranks.rank, self.ranks.world_size
-        )
-        for inputs, targets in parts:
+        """Return the loss on the held-out text, in nats per byte; ranks share the work."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # nats, bytes
+        place = dist.get_rank(), dist.get_world_size()
+        for inputs, targets in held_out_windows(self.corpus.held_out, self.config.context, *place):
             sums[0] += self._entropy(self.gpt, inputs, targets, reduction="sum")
             sums[1] += targets.numel()
-        nats, count = map(float, self.ranks.total(sums))
-        return nats / count
+        dist.all_reduce(sums)
+        nats, count = sums.tolist()
+        return float(nats / count)
 
     def save(self) -> float:
-        """Start a save in the background; all ranks call, and each writes what it owns.
+        """Start a save in the background; CheckpointError if the last one failed.
 
         Returns:
             Seconds that training waited on this rank.
-
-        Raises:
-            CheckpointError: on every rank, if the previous save failed.
         """
         self._saving = checkpoint.save_async(
-            saved.folder_of(self.config.out, self.step),
+            prepare.checkpoint_folder(self.config.out, self.step),
             model=self.gpt,
             optimizer=self._optimizer,
             scheduler=self._scheduler,
-            extra=saved.extra(self.config, self.step, self.corpus.digest),
-            keep=saved.KEPT,
+            extra=prepare.extra(self.config, self.step, self.corpus.digest),
+            keep=_KEPT,
         )
         return self._saving.stall
 
     def finish_saving(self) -> None:
-        """Wait until the last checkpoint is complete; all ranks call.
-
-        Raises:
-            CheckpointError: on every rank, if it could not be written.
-        """
+        """Wait until the last checkpoint is complete; CheckpointError if it could not be written."""
         if self._saving is not None:
             self._saving.wait()
 
     def restore(self, path: str) -> None:
-        """Load a checkpoint that any number of ranks saved; all ranks call with the same path."""
+        """Load a checkpoint that any number of ranks saved."""
         self.step = checkpoint.load(
             path, model=self.gpt, optimizer=self._optimizer, scheduler=self._scheduler, random=False
         )["step"]
 
     def shards(self) -> list[Shard]:
-        """Return what each rank keeps, by rank; all ranks call."""
+        """Return what each rank keeps, by rank."""
         owned = 0
         for param, pieces in self._optimizer.pieces().items():
-            piece = piece_of(pieces, self.ranks.rank)
+            piece = piece_of(pieces, dist.get_rank())
             if piece is not None:
                 owned += numel_of(piece, param.shape)
         numbers = [owned, self._optimizer.state_nbytes()]
         if isinstance(self._ddp, FullyShardedDataParallel):
-            meter = UnitMeter(self._ddp)
-            numbers += [self._pass_without_update(), meter.kept_nbytes, meter.stop()]
+            buckets = [bucket for unit in self._ddp.units.units for bucket in unit.buckets]
+            kept = sum(bucket.row.nbytes for bucket in buckets)
+            nbytes, peak = _peak_of_units(self._ddp, self._pass_without_update)
+            numbers += [nbytes, kept, peak]
         elif self.config.shard == "gradients":
             numbers.append(self._pass_without_update())
-        return [Shard(*kept) for kept in self.ranks.collect(*numbers)]
+        mine = torch.tensor(numbers, device=self.device)
+        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, mine)
+        return [Shard(*theirs.tolist()) for theirs in everyone]
 
     def whole(self) -> AbstractContextManager[None]:
         """Have the whole parameters on each rank for the time of a ``with``; all ranks enter and leave it."""
         return unsharded(self.gpt, writes=False) if self.config.shard == "parameters" else nullcontext()
 
     def sample(self) -> tuple[str, str]:
-        """Let the model continue the start of the held-out text; inside of `whole`. Does not communicate.
-
-        Returns:
-            The prompt, and the text that the model generated.
-        """
+        """Return the start of the held-out text, and how the model continues it; inside of `whole`."""
         prompt = self.corpus.held_out[: min(64, self.config.context)]
         added = generate(self.gpt, prompt, self.config.sample_length, self.config.seed)
         return bytes(prompt.tolist()).decode(errors="replace"), added.decode(errors="replace")
+
+
+def rate_factor(step: int, schedule: Schedule, warmup: int, steps: int) -> float:
+    """Return the fraction of the full learning rate that update ``step``, counted from 0, uses."""
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    done = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))
+    fall = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "constant": 1.0}[schedule]
+    return FINAL + (1 - FINAL) * fall
+
+
+def _peak_of_units(model: FullyShardedDataParallel, run: Callable[[], int]) -> tuple[int, int]:
+    """Run a pass; return what it returned, and the most bytes of whole units that this rank had at once.
+
+    It looks before each module is called and when each gradient comes: then the unit in use is whole, and the
+    next one may be on its way.
+    """
+    peak = 0
+
+    def look(*_: object) -> None:
+        nonlocal peak
+        peak = max(peak, model.units.nbytes_live())
+
+    hooks = [module.register_forward_pre_hook(look) for module in model.module.modules()]
+    trained: list[Any] = [param for param in model.module.parameters() if param.requires_grad]
+    hooks += [param.register_hook(look) for param in trained]
+    result = run()
+    for hook in hooks:
+        hook.remove()
+    return result, peak

@@ -1,21 +1,16 @@
 """Which parameters belong to the units of a model, as the parameters themselves tell.
 
-An optimizer is given parameters, and no model. If they are freed already, it has to know who keeps their
-values. So each parameter of a unit has an attribute: the `UnitsClaim` of its model.
+An optimizer is given parameters, and no model. If they are freed, it has to know who keeps their values. So
+each parameter of a unit has an attribute, the `UnitsClaim` of its model. A registry beside the parameters
+would do for that, but only an attribute makes ``pickle`` and ``copy`` of a freed parameter raise.
 
 Note [An optimizer that comes later]
-    A model may be wrapped before its optimizer is built. Then an optimizer that is never stepped stands in:
-    it has owners and buckets like any other. The constructor of the real one finds the claim, plans owners
-    that suit its class, and makes buckets for them. Where a former bucket is as planned, it is used again:
-    the stand-in's class bears cuts, so that is the rule for a class that does, and one list of parameters.
-    The other former buckets are gathered unit by unit, each rank copies the rows that it is to keep, and the
-    unit is freed. Until everything is checked the former rows stay, so a constructor that raises changes
-    nothing.
-
-    What the wrapper was given for the units goes over with them. Rows that are kept in another dtype than the
-    model computes in are gathered in that dtype, so nothing is rounded. Rows in files move to files of their
-    own; the former ones are gone with the former rows. Over a mesh each replica moves its own, and all
-    replicas fail together, and agree on the optimizers, before any rank has changed something.
+    A model may be wrapped before its optimizer is built. Then an optimizer that is never stepped stands in.
+    The constructor of the real one finds the claim, plans owners that suit its class, and makes buckets for
+    them; a former bucket that is as planned is used again. The others are gathered one by one, in the dtype
+    that owners keep; each rank copies the rows that it is to keep, and the bucket is freed. Until everything
+    is checked the former rows stay, so a constructor that raises changes nothing. Over a mesh each replica
+    moves its own, and all fail together, and agree, before any rank has changed something.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,8 +30,7 @@ from zero_optim.plan.memory import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE
 from zero_optim.plan.plan import Plan, describe_owners, describe_params
 from zero_optim.shard.gathers import start_gather
 from zero_optim.shard.unit_forms import UnitForms
-from zero_optim.shard.units import UnitBucket
-from zero_optim.shard.wide import WideBucket
+from zero_optim.shard.units import UnitBucket, WideBucket
 
 _CLAIM = "_zero_optim_claim"
 
@@ -47,25 +41,24 @@ class UnitsClaim:
     Args:
         units: the parameters, each with the number of its unit.
         num_units: how many units there are.
+        taken_over: called with an optimizer that has taken them over.
 
     Attributes:
-        units: as given, but for those that an optimizer that came later has left out.
         buckets: those of each unit. These lists stay; what is in them changes with the optimizer.
-        forms: how they keep them.
+        forms: how they keep the parameters.
         group: the ranks that keep the rows; None before anybody does.
         everyone: with a mesh, the ranks of all replicas; None without one.
         is_open: an optimizer may come and take them over.
-        told: called with an optimizer that has.
     """
 
-    def __init__(self, units: dict[Tensor, int], num_units: int) -> None:
+    def __init__(self, units: dict[Tensor, int], num_units: int, taken_over: Callable[[Any], None]) -> None:
         self.units = units
         self.buckets: list[list[UnitBucket]] = [[] for _ in range(num_units)]
         self.forms = UnitForms()
         self.group: RankGroup | None = None
         self.everyone: RankGroup | None = None
         self.is_open = False
-        self.told: Callable[[Any], None] | None = None
+        self._taken_over = taken_over
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be copied or pickled with a parameter."""
@@ -97,16 +90,7 @@ class UnitsClaim:
     # ------------------------------------------------------------------ an optimizer that comes later
 
     def check(self, params: Sequence[Tensor], group: RankGroup) -> None:
-        """Refuse an optimizer that cannot take the parameters over.
-
-        Args:
-            params: all that it was given.
-            group: its ranks.
-
-        Raises:
-            ValueError: another optimizer has the parameters, or it lacks some of them, or has other ranks.
-            RuntimeError: there are gradients for the former owners, or somebody needs parameters whole.
-        """
+        """Refuse an optimizer with these parameters and ranks that cannot take the units over."""
         if self.group is None:  # nobody keeps them yet
             return
         if not self.is_open:
@@ -138,12 +122,9 @@ class UnitsClaim:
                 bucket.refresh()
 
     def fill(self, buckets: Sequence[UnitBucket]) -> None:
-        """Copy the rows that this rank is to keep into new buckets; all ranks call, and it communicates.
+        """Copy the rows that this rank is to keep into buckets that are new; all ranks call; communicates.
 
         The parameters are freed when it returns, and are still those of the former buckets.
-
-        Args:
-            buckets: new ones, and former ones that are used again.
         """
         assert self.group is not None
         bucket_of = {param: bucket for bucket in buckets for param in bucket.params}
@@ -158,23 +139,11 @@ class UnitsClaim:
                             bucket_of[param].take_in({param: value})
 
     def failing_together(self) -> Any:  # noqa: ANN401 - a context
-        """Give a context that fails on the ranks of all replicas alike; all of them enter and leave it.
-
-        What is in it communicates inside each replica alone: another may have failed.
-        """
+        """Give a context that fails on the ranks of all replicas alike; inside, only replicas communicate."""
         return nullcontext() if self.everyone is None else failing_together(self.everyone)
 
     def agree(self, groups: Sequence[ParamGroup], about: Sequence[str], plan: Plan) -> None:
-        """Check that the replicas of a mesh are given equal optimizers; all ranks of it call.
-
-        Args:
-            groups: all public groups.
-            about: further descriptions.
-            plan: of this replica.
-
-        Raises:
-            RankMismatchError: on every rank: they are not equal.
-        """
+        """Check that the replicas of a mesh have equal optimizers; all ranks of it call."""
         if self.everyone is not None:
             described = [*describe_params(groups), *describe_options(groups), *about]
             items = [*described, *describe_owners(groups, plan)]
@@ -191,23 +160,18 @@ class UnitsClaim:
 
         Communicates if the optimizer lacks parameters: they become whole, for good.
 
-        Args:
-            buckets: the new ones.
-            forms: how they keep what they hold.
-            group: the ranks.
-            params: all of the optimizer.
-
         Returns:
             What is to be called with the optimizer when it is built.
         """
-        if self.is_open:
+        was_open = self.is_open
+        if was_open:
             self._make_whole(set(self.units).difference(params), group)
             for bucket in buckets:
                 bucket.let_go()
                 bucket.has_new_place()
         self.is_open, self.forms = False, forms
         self.place(buckets, group)
-        return self.told
+        return self._taken_over if was_open else None
 
     def _make_whole(self, params: AbstractSet[Tensor], group: RankGroup) -> None:
         for of_unit in self.buckets:
@@ -226,10 +190,7 @@ class UnitsClaim:
 
 @contextmanager
 def _values_as_kept(bucket: UnitBucket, group: RankGroup) -> Iterator[Mapping[Tensor, Tensor]]:
-    """Give the values of a bucket as its owners keep them, not rounded; all ranks enter and leave it.
-
-    Communicates at the start. The parameters are freed when it ends.
-    """
+    """Give the values of a bucket as its owners keep them, then free it; all ranks enter; communicates."""
     bucket.free()
     if bucket.is_rounded:
         wide = WideBucket(bucket)
@@ -251,20 +212,12 @@ def reusable_buckets(claim: UnitsClaim | None) -> list[UnitBucket]:
 
 
 def first_claim(params: object) -> UnitsClaim | None:
-    """Find the claim of the first parameter that has one.
-
-    Args:
-        params: as optimizers take them, but no iterators. What is wrong in them is passed over.
-    """
+    """Return the claim of the first of an optimizer's parameters that has one; what is wrong is ignored."""
     return next(filter(None, (getattr(param, _CLAIM, None) for param in _tensors_in(params))), None)
 
 
 def group_of_claim(params: object) -> dist.ProcessGroup | None:
-    """Find the process group of the fully sharded model that some parameters belong to; None if to none.
-
-    Args:
-        params: see `first_claim`.
-    """
+    """Return the process group of the fully sharded model that some parameters belong to, if any."""
     claim = first_claim(params)
     return None if claim is None or claim.group is None else claim.group.process_group
 
@@ -280,11 +233,7 @@ def _tensors_in(params: object) -> Iterator[Tensor]:
 
 
 def claim_of(params: Iterable[Tensor]) -> UnitsClaim | None:
-    """Find the claim of some parameters, if any belongs to a unit.
-
-    Raises:
-        ValueError: they belong to several models.
-    """
+    """Return the claim of some parameters, if any belongs to a unit; raises if they are of several models."""
     found = {id(claim): claim for param in params if (claim := getattr(param, _CLAIM, None)) is not None}
     if len(found) > 1:
         raise ValueError(

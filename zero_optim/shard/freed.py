@@ -13,16 +13,7 @@ from zero_optim.compat.streams import is_asynchronous
 
 
 class ShownWhenFreed:
-    """What the parameters of one bucket show while they are freed: an element for each, NaN, expanded.
-
-    Args:
-        params: the parameters.
-        dtype: of what they show.
-        device: likewise.
-
-    Attributes:
-        tensors: what each shows, with its shape.
-    """
+    """What the parameters of one bucket show while they are freed: an element for each, NaN, expanded."""
 
     def __init__(self, params: list[Tensor], dtype: torch.dtype, device: torch.device) -> None:
         self._params = params
@@ -34,7 +25,7 @@ class ShownWhenFreed:
         self._versions: list[int] = []  # of the parameters when they were freed
 
     def note_versions(self) -> None:
-        """Take note of the versions that the parameters have now: what comes later is somebody's write."""
+        """Note the versions that the parameters have now: what comes later is somebody's write."""
         self._versions = _versions(self._params)
 
     def was_written(self) -> bool:
@@ -43,7 +34,7 @@ class ShownWhenFreed:
         return self._versions != _versions(self._params) or self._has_other_values()
 
     def _has_other_values(self) -> bool:
-        """Whether somebody has written to ``param.data``, which changes no version; not known of a device."""
+        """Whether somebody has written to ``param.data``, which changes no version; unknown of a device."""
         octets = self._elements.view(torch.uint8)
         # On an asynchronous device the CPU would have to wait.
         if is_asynchronous(octets.device) or torch.equal(octets, self._octets):

@@ -49,11 +49,11 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease, gloo_lanes_beside
-from zero_optim.comm.pending import Pending
+from zero_optim.comm.started import Pending
 from zero_optim.comm.traffic import Waitable
 from zero_optim.compat.streams import is_asynchronous
+from zero_optim.health.stamps import Stamps
 from zero_optim.plan.layout import Layout, Span
-from zero_optim.shard.stamps import Stamps
 from zero_optim.shard.storage import ParamBucket, rows_of
 
 # Flat tensors of gathers under way take no more memory than so many of the largest bucket.

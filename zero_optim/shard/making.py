@@ -15,13 +15,7 @@ from zero_optim.shard.units import UnitBucket
 
 
 class BucketMaker:
-    """Makes the buckets of one plan after the other, with rooms for stamps.
-
-    Args:
-        as_views: whether to move parameters into their bucket, see `make_bucket`.
-        units: parameters that are whole only while their unit is in use, with the number of the unit.
-        forms: how these are kept.
-    """
+    """Makes the buckets of one plan after the other, with rooms for stamps; `forms`: how units are kept."""
 
     def __init__(self, as_views: bool, units: Mapping[Tensor, int], forms: UnitForms) -> None:
         self.units = units
@@ -34,14 +28,7 @@ class BucketMaker:
     def make(
         self, group: RankGroup, params: Sequence[Tensor], plan: Plan, labels: Sequence[str]
     ) -> list[ParamBucket]:
-        """Make the buckets of a plan, or take those that `make_units` has made of it.
-
-        Args:
-            group: the ranks.
-            params: of the plan.
-            plan: the plan.
-            labels: of each bucket, for messages.
-        """
+        """Make the buckets of a plan, or take those that `make_units` has made of it."""
         layouts, self._layouts_before = self._layouts_before or self._layouts(group, params, plan), []
         made: list[ParamBucket] = []
         for bucket, layout, label in zip(plan.buckets, layouts, labels, strict=True):
@@ -62,14 +49,9 @@ class BucketMaker:
         plan: Plan,
         former: Iterable[UnitBucket] = (),
     ) -> list[UnitBucket]:
-        """Make the buckets of a plan that hold units, for `make`, which is called next.
+        """Make the buckets of a plan that hold units, for `make`, which comes next.
 
-        Args:
-            group: the ranks.
-            params: of the plan.
-            plan: the plan.
-            former: buckets that are used again, in the place of new ones, where they are as planned. They
-                have the forms that this object has.
+        Former buckets are used again where they are as planned.
         """
         made = []
         there = {bucket.params[0]: bucket for bucket in former}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.copies import memory_of, pack
+from zero_optim.comm.wire import memory_of, pack
 from zero_optim.errors import RankMismatchError
 from zero_optim.plan.groups import ParamGroup, param_names, params_of
 from zero_optim.plan.memory import dense_strides
@@ -25,24 +25,14 @@ _NBYTES = 8  # of a digest
 
 
 class Alike(NamedTuple):
-    """Unnamed parameters that only their values tell apart.
-
-    Attributes:
-        kinds: indices of the parameters of each kind, at least two.
-        digests: of their values, one after the other.
-    """
+    """Unnamed parameters that only their values tell apart: their indices by kind, and all digests."""
 
     kinds: list[list[int]]
     digests: bytes
 
     @classmethod
     def among(cls, groups: Sequence[ParamGroup], apart: Collection[Tensor]) -> "Alike":
-        """Find them; does not communicate. Reads 64 elements of each; the CPU waits for them.
-
-        Args:
-            groups: parameter groups.
-            apart: parameters whose values are elsewhere.
-        """
+        """Find them by 64 elements of each that is not in ``apart``; the CPU waits for these."""
         params = params_of(groups)
         unnamed = [param for group in groups if "param_names" not in group for param in group["params"]]
         is_read = set(unnamed).difference(apart)
@@ -56,15 +46,7 @@ class Alike(NamedTuple):
     def check_order(self, group: RankGroup, groups: Sequence[ParamGroup]) -> None:
         """Refuse them if some ranks have the same values in another order; all ranks call.
 
-        One small collective, and another one where the ranks start with different values; none if no two
-        parameters are alike.
-
-        Args:
-            group: the ranks.
-            groups: the parameter groups, on all ranks with as many parameters of each kind.
-
-        Raises:
-            RankMismatchError: on every rank.
+        One small collective, and another one where the ranks start with different values.
         """
         if not self.kinds or len(set(group.all_gather_fixed(hashlib.sha256(self.digests).digest()))) == 1:
             return

@@ -19,10 +19,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from zero_optim.health.stamp import STAMP_NBYTES
 from zero_optim.plan.layout import Layout
 from zero_optim.plan.plan import Plan, alignment_of
 from zero_optim.plan.rooms import with_rooms, with_rooms_behind
-from zero_optim.shard.stamp import STAMP_NBYTES
 
 
 def layouts_with_rooms(

@@ -15,6 +15,7 @@ from zero_optim.comm.agreement import agree, failing_together, said_by_all
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.engine import eager
 from zero_optim.compat.streams import is_asynchronous
+from zero_optim.health.stamps import Call, Stamps
 from zero_optim.plan.costs import Cost
 from zero_optim.plan.groups import (
     ParamGroup,
@@ -39,7 +40,6 @@ from zero_optim.shard.freed import is_freed
 from zero_optim.shard.gathers import Gathers, UnderWay
 from zero_optim.shard.making import BucketMaker
 from zero_optim.shard.order import Alike
-from zero_optim.shard.stamps import Call, Stamps
 from zero_optim.shard.storage import ParamBucket, is_active
 from zero_optim.shard.unit_forms import UnitForms
 from zero_optim.shard.units import UnitBucket
@@ -61,7 +61,7 @@ class Sharding:
         cap_mb: capacity of a bucket in MiB, infinity for no limit.
         num_owners: the first so many ranks to be; None for all of the group.
         gathers: of the sharding that this one follows, so that whoever waits for them goes on doing so.
-        own_options: names of options that ranks need not have in common, see `zero_optim.shard.stamps`.
+        own_options: names of options that ranks need not have in common, see `zero_optim.health.stamps`.
         units: parameters that are whole only while their unit is in use, with the number of the unit.
         forms: how these are kept; None for their own dtypes and ordinary memory.
 
@@ -300,7 +300,7 @@ class Sharding:
 
         Raises:
             RankMismatchError: on every rank, ranks differ in their call or their options, see
-                `zero_optim.shard.stamps`.
+                `zero_optim.health.stamps`.
             Exception: where the call has not failed, what it raised on another rank.
         """
         active = self.active()

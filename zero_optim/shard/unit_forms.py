@@ -13,30 +13,19 @@ from zero_optim.shard.unit_memory import FreePages
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptRows:
-    """What a rank keeps of a parameter of a unit.
+    """What a rank keeps of a parameter of a unit."""
 
-    Attributes:
-        stride: of the parameter when it is whole, in elements.
-        rows: those that this rank owns, in memory that stays; None if it owns none.
-    """
-
-    stride: tuple[int, ...]
-    rows: Tensor | None
+    stride: tuple[int, ...]  # of the parameter when it is whole, in elements
+    rows: Tensor | None  # in memory that stays; None if it owns none
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnitForms:
-    """How the parameters of units are kept.
+    """How the parameters of units are kept."""
 
-    Attributes:
-        compute_dtypes: of those that have, or get, another dtype than their owners keep, see `UnitBucket`.
-        keeping: keeps their rows; None for memory where the parameters are.
-        pages: of the CPU, that flat tensors use in turn.
-    """
-
-    compute_dtypes: Mapping[Tensor, torch.dtype] = field(default_factory=dict)
-    keeping: RowKeeping | None = None
-    pages: FreePages = field(default_factory=FreePages)
+    compute_dtypes: Mapping[Tensor, torch.dtype] = field(default_factory=dict)  # if owners keep another one
+    keeping: RowKeeping | None = None  # None for memory where the parameters are
+    pages: FreePages = field(default_factory=FreePages)  # of the CPU, that flat tensors use in turn
 
     @property
     def files(self) -> Keeping | None:
@@ -53,8 +42,5 @@ class UnitForms:
         return "None" if self.keeping is None else '"cpu"' if self.on_host else "an Offload"
 
     def anew(self) -> "UnitForms":
-        """Give the same forms for another optimizer, which keeps what it owns in files of its own.
-
-        So the files of the former one are given up with its rows.
-        """
+        """Return the same for another optimizer, with files of its own."""
         return self if self.keeping is None else replace(self, keeping=self.keeping.anew())

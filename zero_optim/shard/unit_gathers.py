@@ -2,23 +2,17 @@
 
 Note [Held by a replica]
     With state over all ranks of a mesh (Note [Whose state it is] in `zero_optim.comm.mesh`) a parameter's
-    owner may be in another replica, across the slow network. So each replica holds everything: a rank keeps
-    its own row, and copies of the rows of its *column*, the ranks with its number in the other replicas.
-    A unit is gathered from these inside the replica: each rank broadcasts the rows of its column there. So
-    with R replicas of S ranks a rank holds 1/S of the parameters, and the state of 1/(R S).
+    owner may be in another replica, across the slow network. So each rank keeps its own row, and copies of
+    the rows of its *column*, the ranks with its number in the other replicas; units are gathered from these
+    inside the replica. With R replicas of S ranks a rank holds 1/S of the parameters, and the state of
+    1/(R S).
 
     Steps, loads and writes change rows on their owners alone. The first gather behind that *renews* the
-    copies: each owner broadcasts its rows in its column. The renewals of all units are started at once, in
-    the order of units, and each is waited for when its unit is gathered. So they run beside the units before.
-
-    A renewal is a collective, so all ranks must begin it at the same gather. They all see loads, writes and
-    calls of ``step()``. If one has left a step out, it would not renew; so what a reduced backward pass may
-    have led to is renewed too, step or no step. With ``accumulate="owner"`` each pass is reduced, and costs a
-    renewal. Both together take as many bytes across as the all-reduce of a mesh with state in each replica.
-
-    The copies have the stamps of the ranks that own them (`zero_optim.shard.unit_stamps`), as they were when
-    they were sent. So a bucket tells of the last call in the pass in which it was renewed, and in no other: a
-    rank's own stamp may be a newer one by then.
+    copies: each owner broadcasts its rows in its column, for all units at once, and each renewal is waited
+    for when its unit is gathered. All ranks must begin it at the same gather. They all see loads, writes and
+    calls of ``step()``; one that left a step out would not renew, so what a reduced backward pass may have
+    led to is renewed too. Copies have the stamps of their owners as they were when they were sent: so a
+    bucket tells of the last call only in the pass in which it was renewed.
 """
 
 from collections import deque
@@ -33,13 +27,13 @@ from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease
 from zero_optim.comm.mesh import RankMesh
-from zero_optim.comm.pending import Pending
+from zero_optim.comm.started import Pending
+from zero_optim.health.unit_marks import Marked, Purpose, UnitMarks
+from zero_optim.health.unit_stamps import UnitStamps
 from zero_optim.plan.layout import Layout, Span
 from zero_optim.shard.gathers import gather_into, start_broadcasts, start_gather
 from zero_optim.shard.keeping import RowKeeping
 from zero_optim.shard.storage import ParamBucket
-from zero_optim.shard.unit_marks import Marked, Purpose, UnitMarks
-from zero_optim.shard.unit_stamps import UnitStamps
 from zero_optim.shard.units import UnitBucket
 
 
@@ -52,21 +46,11 @@ class UnitGathers(Protocol):
         stamps: UnitStamps | None = None,
         purpose: Purpose = Purpose.REQUEST,
     ) -> Pending:
-        """Start the gather of a bucket; all ranks call, in one order.
-
-        Args:
-            bucket: the bucket.
-            stamps: travel with it; None for none.
-            purpose: what it is gathered for.
-        """
+        """Start the gather of a bucket, with stamps if there are any; all ranks call, in one order."""
         ...
 
     def check(self) -> None:
-        """Check that what has come is what this rank has gathered: Note [Marks of units] in `unit_marks`.
-
-        Raises:
-            RankMismatchError: it is not.
-        """
+        """Raise RankMismatchError if ranks gather different things: Note [Marks of units] in `unit_marks`."""
         ...
 
     def abandon(self) -> None:
@@ -76,16 +60,10 @@ class UnitGathers(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GathersFromOwners:
-    """Gathers among all ranks, each of which sends what it owns.
-
-    Args:
-        group: the ranks.
-        lanes: for gathers alone.
-        marks: of the units.
-    """
+    """Gathers among all ranks, each of which sends what it owns."""
 
     group: RankGroup
-    lanes: Lease
+    lanes: Lease  # for gathers alone
     marks: UnitMarks
 
     def start(
@@ -111,17 +89,7 @@ class GathersFromOwners:
 
 
 class _Column:
-    """What this rank holds of one bucket for its replica.
-
-    Args:
-        bucket: the bucket.
-        mesh: the ranks.
-        keeping: keeps the copies; None for ordinary memory.
-
-    Attributes:
-        bucket: as given.
-        renewed_in: the number of the pass in which it was renewed last.
-    """
+    """What this rank holds of one bucket for its replica; `renewed_in`: the pass of its last renewal."""
 
     def __init__(self, bucket: UnitBucket, mesh: RankMesh, keeping: RowKeeping | None) -> None:
         self.bucket = bucket
@@ -140,23 +108,15 @@ class _Column:
         return sum(copy.nbytes for copy in self._copies.values())
 
     def is_due(self, num_reduced: int) -> bool:
-        """Whether rows may have changed since they were renewed.
-
-        Args:
-            num_reduced: see `renew`.
-        """
+        """Whether rows may have changed since they were renewed; see `renew`."""
         return self._seen != (self.bucket.num_changes, num_reduced)
 
     def renew(
         self, across: Sequence[RankGroup], mesh: RankMesh, num_reduced: int, stamps: UnitStamps
     ) -> None:
-        """Start to renew the copies; all ranks of the column call.
+        """Start to renew the copies on lanes of the column, whose ranks all call.
 
-        Args:
-            across: lanes of the column.
-            mesh: the ranks.
-            num_reduced: how many backward passes were reduced that may have led to a change.
-            stamps: of this rank.
+        So many backward passes were reduced (`num_reduced`) that may have led to a change.
         """
         self.arrive()
         self._seen = (self.bucket.num_changes, num_reduced)
@@ -230,10 +190,7 @@ class GathersInReplicas:
         stamps: of this rank.
         trained: parameters that backward passes may lead to a change of.
         num_reduced: gives how many backward passes were reduced.
-        keeping: keeps the copies of other ranks' rows, on all ranks or none; None for ordinary memory.
-
-    Raises:
-        OSError: on the rank where the disk is too small for the copies; a `RemoteRankError` on the others.
+        keeping: keeps the copies of other ranks' rows, on all ranks or none; OSError if the disk is full.
     """
 
     def __init__(

@@ -2,30 +2,23 @@
 
 Note [Pages that move]
     On the CPU a flat tensor has addresses for good. When it is freed, the pages of memory behind them are
-    moved away (``mremap``), to be moved under the next unit that is gathered. What is left behind shows NaN:
-    few pages in all, of a file in memory, which are mapped again and again. (Zero, for dtypes without NaN.)
-    So a view that somebody keeps of a parameter can always be read. A write to what shows NaN is lost.
+    moved away (``mremap``), to be moved under the next unit that is gathered. What is left shows NaN (zero,
+    for dtypes without NaN): few pages, of a file in memory, mapped again and again. So a view that somebody
+    keeps of a parameter can always be read; a write to it is lost.
 
-    A page that comes from the system is zeroed first. On a virtual machine that took 0.4 to 0.9 ms a MiB,
-    more than all else that is done with a unit. To move pages takes 0.03 ms a MiB. Of *huge pages* (2 MiB) a
-    MiB took 0.04 to 0.2 ms to come and next to nothing to move; so tensors begin where these can, and ask for
-    them, where the system gives them on request (``transparent_hugepage/enabled``). In comparison, PyTorch's
-    own memory, emptied and grown, costs next to nothing up to 32 MiB, as the C library keeps it (Note [Blocks
-    that the C library keeps] in `zero_optim.compat.c_library`), and 0.5 to 1 ms a MiB beyond.
+    A page that comes from the system is zeroed first: on a virtual machine 0.4 to 0.9 ms a MiB, more than all
+    else that is done with a unit. To move pages takes 0.03 ms a MiB. Of *huge pages* (2 MiB) a MiB took 0.04
+    to 0.2 ms to come; so tensors begin where these can, and ask for them.
 
-    Moved pages lie apart from the C library's heap, so a unit never makes holes in that. How many wait for
-    the next unit is bounded. A *period* lasts from one moment when no unit is whole to the next, as a step
-    does. While units come and go as in the period before, pages wait that the rest of the period will need:
-    so in a backward pass that frees units and gathers no more, their memory goes back to the system, in time
-    for the gradients. While they do not, nothing waits. At the end of a period, what was not needed in the
-    last two goes back. So training keeps the pages that it needs again, and a model that was made whole once
-    leaves nothing.
+    A *period* lasts from one moment when no unit is whole to the next, as a step does. While units come and
+    go as in the period before, pages wait that the rest of the period will need; so in a backward pass that
+    gathers no more, memory goes back to the system in time for the gradients. Otherwise nothing waits. At the
+    end of a period, what was not needed in the last two goes back.
 
-    Addresses take no memory, but the system counts ranges of them with something of their own behind them: a
-    freed unit has up to 32. Where there are too many (``vm.max_map_count``), units show zeros.
-
-    Linux can move pages and keep the addresses since 5.7 (``MREMAP_DONTUNMAP``); in between no other thread
-    may get them. Elsewhere, and on accelerators, the storage is emptied and grown.
+    The system counts ranges of addresses with something of their own behind them: a freed unit has up to 32.
+    Where there are too many (``vm.max_map_count``), units show zeros. Linux can move pages and keep the
+    addresses since 5.7 (``MREMAP_DONTUNMAP``). Elsewhere, and on accelerators, the storage is emptied and
+    grown.
 """
 
 import mmap
@@ -64,16 +57,9 @@ _MOVED = (
 
 
 class UnitMemory:
-    """The memory of one flat tensor, which is emptied and grown by PyTorch.
+    """The memory of one flat tensor, alone in its storage, which PyTorch empties and grows.
 
-    Call `free` once views of the tensor were made: they cannot be made later.
-
-    Args:
-        flat: the tensor, alone in its storage.
-
-    Attributes:
-        flat: as given. While it is empty, nobody may read it.
-        is_there: whether the tensor has memory.
+    Views of the tensor have to be made before `free`. While it is empty, nobody may read it.
     """
 
     def __init__(self, flat: Tensor) -> None:
@@ -82,11 +68,7 @@ class UnitMemory:
         self.is_there = True
 
     def grow(self, *, stays: bool = False) -> None:
-        """Get memory, of any values; nothing if it is there.
-
-        Args:
-            stays: it will not be freed.
-        """
+        """Get memory, of any values, unless it is there; if it `stays`, it will not be freed."""
         self.flat.untyped_storage().resize_(self._nbytes)
         self.is_there = True
 
@@ -99,16 +81,7 @@ class UnitMemory:
 
 
 class PagedMemory(UnitMemory):
-    """The memory of one flat tensor of the CPU: Note [Pages that move].
-
-    Args:
-        numel: of the tensor, at least 1.
-        dtype: of the tensor.
-        pages: where pages come from, and go to.
-
-    Raises:
-        OSError: the system gives no addresses.
-    """
+    """The memory of one flat tensor of the CPU: Note [Pages that move]. OSError if there are no addresses."""
 
     def __init__(self, numel: int, dtype: torch.dtype, pages: "FreePages") -> None:
         nbytes = numel * torch.empty((), dtype=dtype).element_size()
@@ -126,22 +99,14 @@ class PagedMemory(UnitMemory):
         pages.show_freed(self._start, self._room, nan=self._shows_nan)
 
     def grow(self, *, stays: bool = False) -> None:
-        """See `UnitMemory`.
-
-        Raises:
-            RuntimeError: somebody has put other memory into the storage.
-        """
+        """See `UnitMemory`; RuntimeError if somebody has put other memory into the storage."""
         if not self.is_there:
             self._check()
             self._pages.take(self._start, self._room, stays=stays)
             self.is_there = True
 
     def free(self) -> None:
-        """See `UnitMemory`.
-
-        Raises:
-            RuntimeError: as `grow`.
-        """
+        """See `grow`."""
         if self.is_there:
             self._check()
             self.is_there = False
@@ -154,15 +119,7 @@ class PagedMemory(UnitMemory):
 
 
 class _Period:
-    """How much is in use after each change, from nothing to nothing: Note [Pages that move].
-
-    Args:
-        before: the same of the period before.
-        most_before: that was in use at once then.
-
-    Attributes:
-        in_use: bytes after each change, as far as they are noted.
-    """
+    """How many bytes are in use after each change, from nothing to nothing: Note [Pages that move]."""
 
     def __init__(self, before: Sequence[int] = (), most_before: int = 0) -> None:
         self.in_use: list[int] = []
@@ -200,11 +157,7 @@ class _Period:
 
 
 class FreePages:
-    """Pages that wait for the next flat tensor, and those that show NaN: Note [Pages that move].
-
-    Attributes:
-        nbytes_waiting: bytes of pages that wait.
-    """
+    """Pages that wait for the next flat tensor, and those that show NaN: Note [Pages that move]."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -241,16 +194,7 @@ class FreePages:
             weakref.finalize(self, _unmap, self._system.munmap, self._waiting).atexit = False
 
     def take(self, start: int, nbytes: int, *, stays: bool = False) -> None:
-        """Have pages at some addresses, of any values.
-
-        Args:
-            start: the first address.
-            nbytes: of whole pages.
-            stays: they will not be given back.
-
-        Raises:
-            MemoryError: the system gives none.
-        """
+        """Have whole pages at some addresses, of any values; MemoryError if the system gives none."""
         assert self._system is not None
         if stays:
             self._system.new_pages(start, nbytes)
@@ -293,13 +237,7 @@ class FreePages:
             self.nbytes_waiting -= there
 
     def show_freed(self, start: int, nbytes: int, *, nan: bool) -> None:
-        """Have some addresses, at which there are fresh pages, show NaN.
-
-        Args:
-            start: the first address.
-            nbytes: of whole pages.
-            nan: False leaves zeros.
-        """
+        """Have some addresses, at which there are fresh pages, show NaN; zeros without `nan`."""
         if not nan:
             return
         assert self._system is not None

@@ -1,4 +1,4 @@
-"""The row of a unit's bucket that a rank keeps for good. Nothing here communicates."""
+"""The memory of a unit's bucket: its flat tensor, and the row that a rank keeps. No communication."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -6,23 +6,85 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zero_optim.plan.layout import Layout
 from zero_optim.shard.keeping import RowKeeping
 from zero_optim.shard.padding import zero_padding
-from zero_optim.shard.unit_flat import UnitFlat
+from zero_optim.shard.places import Form, views_in
+from zero_optim.shard.unit_memory import FreePages
+
+
+class UnitFlat:
+    """A flat tensor with one storage for ever, which loses its memory and gets some again. It begins without.
+
+    Attributes:
+        views: the parameters in it.
+        span: where the row of this rank is.
+        own: this row, a view.
+        stays: it keeps its memory from now on, as it is what this rank keeps for good. Set by its `UnitRow`.
+    """
+
+    def __init__(
+        self,
+        forms: Sequence[Form],
+        layout: Layout,
+        rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        pages: FreePages,
+    ) -> None:
+        self.forms, self.layout = forms, layout
+        self._memory = pages.memory(layout.numel, dtype, device)
+        self.tensor = self._memory.flat
+        self.views = self.views_of(self.tensor)
+        rows = [slice(row.start, row.stop) for row in layout.rows if row.owner == rank]
+        self.span = rows[0] if rows else slice(0, 0)
+        self.own = self.tensor[self.span]
+        self._memory.free()
+        self.stays = False
+
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """View the parameters in a flat tensor of any dtype."""
+        return views_in(flat, self.forms, self.layout)
+
+    @property
+    def nbytes(self) -> int:
+        """The size while it has memory."""
+        return self.layout.numel * self.tensor.element_size()
+
+    @property
+    def nbytes_live(self) -> int:
+        """Its bytes right now, beside what this rank keeps: all, or none."""
+        return self.nbytes if self._memory.is_there and not self.stays else 0
+
+    def stay(self) -> None:
+        """Get memory for good, with zeros in the padding; the rest has any values."""
+        self._memory.grow(stays=True)
+        zero_padding(self.tensor, self.layout)
+
+    def grow(self) -> None:
+        """Get memory, with any values in it."""
+        if not self.stays:
+            self._memory.grow()
+
+    def empty(self) -> None:
+        """Give up the memory, with the values."""
+        if not self.stays:
+            self._memory.free()
+
+    def is_viewed_by(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a view of it that dies with its memory."""
+        if self.stays or tensor.layout is not torch.strided:
+            return False
+        address = self.tensor.untyped_storage().data_ptr()
+        return address != 0 and tensor.untyped_storage().data_ptr() == address
 
 
 class Place(NamedTuple):
-    """What this rank owns of one parameter.
+    """What this rank owns of one parameter."""
 
-    Attributes:
-        param: index of the parameter in the bucket.
-        first: the first of its rows that are here.
-        rows: these rows, a view of what is kept.
-    """
-
-    param: int
-    first: int
-    rows: Tensor
+    param: int  # index in the bucket
+    first: int  # of its rows that are here
+    rows: Tensor  # a view of what is kept
 
 
 class UnitRow:
@@ -31,18 +93,13 @@ class UnitRow:
     If it is everything, and is kept in memory in the dtype that is computed with, it is the flat tensor. That
     is never emptied then.
 
-    Args:
-        flat: the bucket's flat tensor.
-        dtype: of what is kept.
-        keeping: keeps it; None for memory beside the flat tensor.
-
     Attributes:
         values: the row, 1-D; empty before it is needed.
     """
 
     def __init__(self, flat: UnitFlat, dtype: torch.dtype, keeping: RowKeeping | None) -> None:
         self._flat = flat
-        self._keeping = keeping
+        self._keeping = keeping  # None for memory beside the flat tensor
         is_all = (flat.span.start, flat.span.stop) == (0, flat.layout.end_of_rows) and keeping is None
         flat.stays = is_all and flat.tensor.dtype == dtype
         self.values = flat.own if flat.stays else flat.tensor.new_empty(0, dtype=dtype)
@@ -92,11 +149,7 @@ class UnitRow:
 
     @torch.no_grad()
     def take_in(self, whole: Sequence[Tensor | None]) -> None:
-        """Copy what this rank owns out of whole parameters.
-
-        Args:
-            whole: by index; None for those to pass over.
-        """
+        """Copy what this rank owns out of whole parameters; None is passed over."""
         self.make()
         for index, first, place in self.places():
             values = whole[index]

@@ -5,54 +5,35 @@ there only while the parameters are *whole*; the rest of the time they are *free
 
 Note [Freed in place]
     Autograd saves a parameter as the tensor object, but a view of it, such as ``weight.t()``, by its storage.
-    If the parameter were only given other data, the old storage would live until the backward pass is over,
-    and nothing would be freed. A new storage at the second gather would not be what the backward pass reads.
-    So there is one flat tensor for ever, with one storage, which loses its memory when it is freed, and gets
-    some again when it is filled. All parameters of the bucket are ordinary views of it.
-
-    On the CPU the addresses stay, and show NaN meanwhile: Note [Pages that move] in
-    `zero_optim.shard.unit_memory`. On an accelerator the storage is emptied, and grown again. A view of an
-    empty storage must not be read: PyTorch does not check that.
+    If the parameter were only given other data, the old storage would live until the backward pass is over. A
+    new storage at the second gather would not be what the backward pass reads. So there is one flat tensor
+    for ever, with one storage, which loses its memory when it is freed, and gets some again when it is
+    filled. All parameters are ordinary views of it. On the CPU the addresses stay, and show NaN meanwhile:
+    Note [Pages that move] in `zero_optim.shard.unit_memory`. On an accelerator the storage is emptied, and
+    PyTorch does not check reads of an empty storage.
 
     So a freed parameter shows other data, of its shape: one element, NaN (zero for dtypes without NaN),
-    expanded. A read outside the unit's time gives NaN, and a write in place raises, as several elements have
-    one place in memory. Each parameter has such an element to itself, since some code knows parameters by
-    their address.
-
-    Values that come back are the same as before, unless the parameters were stepped or loaded in between.
-    Only then `settle` tells autograd that they changed: a backward pass through an older graph raises.
+    expanded. A write in place raises, as several elements have one place in memory. Only if the parameters
+    were stepped or loaded in between does `settle` tell autograd that they changed.
 
 Note [Views that somebody keeps]
-    A user may keep a view of a whole parameter, such as ``weight.t()`` in a list. While the unit is freed, a
-    read of it shows NaN on the CPU, whatever the operator; also one by NumPy. When the unit is whole again it
-    shows the values of then. A write to it while the unit is freed is lost. If autograd counts it as a write
-    to the parameter, as to ``weight.detach()``, the next gather or step raises.
-
-    On an accelerator such a view has no memory while the unit is freed, and what a read does is up to the
-    operator: many raise, others read address 0, which ends the use of the device. (So does a CPU where pages
-    cannot be moved: the process ends.) Nothing here can stand in between:
-
-    - No hook runs before an operator but a mode for all operators, which takes some µs for each.
-    - A storage can be told to raise, but only when it is written to.
-    - To count who refers to the storage does not tell such views from those that autograd saved, also for
-      graphs that are kept, or that a collective on another thread still holds. So nobody can be warned when
-      a view is kept.
-
-    What autograd reads is guarded (`zero_optim.ddp.full.saved_reads`), and what a module returns is copied.
+    A view of a whole parameter that a user keeps shows NaN on the CPU while the unit is freed, and the values
+    of then when it is whole again. A write to it meanwhile is lost; if autograd counts it as a write to the
+    parameter, the next gather or step raises. On an accelerator it has no memory meanwhile: many operators
+    raise, others read address 0. Nothing can stand in between: only a mode for all operators, which takes
+    some µs for each, runs before an operator; and counting who refers to the storage does not tell such views
+    from those that autograd saved. What autograd reads is guarded (`zero_optim.ddp.full.saved_reads`).
 
 Note [Kept in one dtype, computed with in another]
-    A bucket may have a compute dtype. Then the row that a rank keeps has the dtype that the parameters had,
-    and their values, not rounded. The flat tensor has the compute dtype: each owner rounds its row into it,
-    and so many bytes are sent. So have the parameters, whole and freed alike, since autograd would lose the
-    node that adds up a parameter's gradient if its dtype went to and fro. The optimizer steps the rows.
-    Whoever needs all values as they are kept makes another flat tensor, see `zero_optim.shard.wide`.
-
-    What was written to whole parameters is taken over as masters take it over (Note [Masters and their
-    parameters] in `zero_optim.step.leaves`): an element that is still the row's, rounded, leaves the row as
-    it is.
+    A bucket may have a compute dtype. Then the row has the dtype and the values that the parameters had, not
+    rounded. The flat tensor has the compute dtype: each owner rounds its row into it. So have the parameters,
+    whole and freed alike, since autograd would lose the node that adds up a parameter's gradient if its dtype
+    went to and fro. The optimizer steps the rows. What was written to whole parameters is taken over as
+    masters take it over (Note [Masters and their parameters] in `zero_optim.step.leaves`). Whoever needs all
+    values as they are kept makes a `WideBucket`.
 
 Note [Freed one by one]
-    A bucket is made without memory, and its parameters are left as they are. Then `take_in` copies the rows
+    A bucket begins without memory, and its parameters are left as they are. Then `take_in` copies the rows
     that this rank keeps out of one parameter after the other, and `let_go` releases the memory that it had.
     So whoever makes buckets never needs a second copy of the model, nor even of a unit.
 """
@@ -70,12 +51,11 @@ from zero_optim.plan.memory import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE, kept_dtype
 from zero_optim.shard.freed import ShownWhenFreed
 from zero_optim.shard.places import Form
 from zero_optim.shard.uncopied import Uncopied
-from zero_optim.shard.unit_flat import UnitFlat
 from zero_optim.shard.unit_forms import KeptRows, UnitForms
-from zero_optim.shard.unit_row import UnitRow
+from zero_optim.shard.unit_row import UnitFlat, UnitRow
 
 if TYPE_CHECKING:
-    from zero_optim.comm.pending import Pending
+    from zero_optim.comm.started import Pending
 
 _WRITE = (
     "a parameter of {name} was written to, or given other memory, while it was not whole, so no owner has "
@@ -89,7 +69,7 @@ _PINNED = (
 
 
 class UnitBucket(Uncopied):
-    """A bucket whose parameters can be freed; see Note [Freed in place].
+    """A `ParamBucket` whose parameters can be freed; see Note [Freed in place].
 
     It begins empty, and is used when all parameters were taken in and let go: Note [Freed one by one].
 
@@ -97,9 +77,8 @@ class UnitBucket(Uncopied):
         params: the parameters.
         layout: where each lies in the flat tensor.
         rank: this group rank.
-        label: see `ParamBucket`.
-        unit_forms: how its parameters are kept; None for their own dtype and ordinary memory. See Note [Kept
-            in one dtype, computed with in another].
+        label: names the bucket in messages.
+        unit_forms: how its parameters are kept; None for their own dtype and ordinary memory.
 
     Attributes:
         is_whole: the parameters can be read.
@@ -117,22 +96,17 @@ class UnitBucket(Uncopied):
         label: str = "",
         unit_forms: UnitForms | None = None,
     ) -> None:
-        """Note where everything is to be."""
         self.params = params
         self.label = label
-        first = params[0]
-        given = UnitForms() if unit_forms is None else unit_forms
-        dtype = given.compute_dtypes.get(first, first.dtype)
-        self._flat = UnitFlat(list(map(Form.of, params)), layout, rank, dtype, first.device, given.pages)
+        first, forms = params[0], UnitForms() if unit_forms is None else unit_forms
+        dtype = forms.compute_dtypes.get(first, first.dtype)
+        self._flat = UnitFlat(list(map(Form.of, params)), layout, rank, dtype, first.device, forms.pages)
         # The parameters have the compute dtype already where another bucket held them.
-        self._own = UnitRow(self._flat, kept_dtype(first), given.keeping)
+        self._own = UnitRow(self._flat, kept_dtype(first), forms.keeping)
         self._freed = ShownWhenFreed(params, dtype, first.device)
-        self.is_whole = False
+        self.is_whole = self.is_left = self._has_changed = False
         self.coming: Pending | None = None
-        self.is_left = False
-        self.num_pins = 0
-        self.num_changes = 0
-        self._has_changed = False
+        self.num_pins = self.num_changes = 0
         self._came: Pending | None = None  # the last gather, for streams that have not waited for it
         self._came_on: Stream | None = None  # the one that has
 
@@ -171,22 +145,32 @@ class UnitBucket(Uncopied):
         """Bytes of the flat tensor right now, beside the row: all, or none."""
         return self._flat.nbytes_live
 
-    # ------------------------------------------------------------------ made
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the parameters have another dtype than what this rank keeps of them."""
+        return self._own.is_rounded
+
+    @property
+    def storage_id(self) -> int:
+        """What tells the flat tensor's storage from others, also while it has no memory."""
+        return int(self._flat.tensor.untyped_storage()._cdata)
+
+    def shares_memory(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a view of the flat tensor, so that it dies when this is freed."""
+        return self._flat.is_viewed_by(tensor)
+
+    def shows_freed(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a view of what a parameter shows while it is freed."""
+        return self._freed.is_viewed_by(tensor)
+
+    # ------------------------------------------------------------------ rows
 
     def take_in(self, values: Mapping[Tensor, Tensor]) -> None:
-        """Copy what this rank owns of some parameters into its row; the parameters stay as they are.
-
-        Args:
-            values: of those parameters, whole; others than the bucket's are passed over.
-        """
+        """Copy what this rank owns into its row, out of whole values of some parameters."""
         self._own.take_in([values.get(param) for param in self.params])
 
     def let_go(self, params: AbstractSet[Tensor] | None = None) -> None:
-        """Have some parameters show NaN from now on, all by default; the memory they had is released.
-
-        Args:
-            params: others than the bucket's are passed over.
-        """
+        """Have some parameters, by default all, show NaN from now on; the memory they had is released."""
         for param, form, nan in zip(self.params, self._flat.forms, self._freed.tensors, strict=True):
             if params is None or param in params:
                 setattr(param, STRIDES_WHEN_WHOLE, form.stride)
@@ -196,10 +180,7 @@ class UnitBucket(Uncopied):
         self._freed.note_versions()
 
     def has_new_place(self) -> None:
-        """Take note that its parameters were in other buckets, whose flat tensors are gone.
-
-        Autograd is told when they are whole again: a graph of before must not be used any more.
-        """
+        """Take note that its parameters were in other buckets: autograd is told when they are whole again."""
         self._has_changed = True
 
     def kept(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -214,36 +195,41 @@ class UnitBucket(Uncopied):
         for param, form in zip(self.params, self._flat.forms, strict=True):
             yield param, KeptRows(form.stride, own.get(param))
 
-    def shares_memory(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a view of the flat tensor, so that it dies when this is freed."""
-        return self._flat.is_viewed_by(tensor)
+    def row_as_sent(self) -> Tensor:
+        """Copy this rank's row, in the dtype of the flat tensor."""
+        row = self._flat.tensor.new_empty(self._own.numel)
+        self._own.read(row)
+        return row
 
-    @property
-    def storage_id(self) -> int:
-        """What tells the flat tensor's storage from others, also while it has no memory."""
-        return self._flat.storage_id
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """View the parameters in a flat tensor of any dtype."""
+        return self._flat.views_of(flat)
 
-    def shows_freed(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a view of what a parameter shows while it is freed."""
-        return self._freed.is_viewed_by(tensor)
+    def flat_as_kept(self) -> Tensor:
+        """Make a flat tensor in the dtype that rows are kept in, with this rank's row; the rest is zero."""
+        flat = self._flat.tensor.new_zeros(self.layout.numel, dtype=self.row.dtype)
+        self._own.read(flat[self._flat.span])
+        return flat
 
-    # ------------------------------------------------------------------ steps and loads
-
-    def check_unpinned(self) -> None:
-        """Refuse to change what somebody needs whole.
+    def take_over(self, flat: Tensor) -> None:
+        """Take this rank's row out of what `flat_as_kept` made, and free the parameters.
 
         Raises:
-            RuntimeError: somebody does.
+            RuntimeError: somebody needs them whole. Nothing has changed.
         """
+        self.check_unpinned()
+        self._own.write(flat[self._flat.span])
+        self.has_changed()
+
+    # ------------------------------------------------------------------ steps and writes
+
+    def check_unpinned(self) -> None:
+        """Raise RuntimeError if somebody needs the parameters whole: nothing may change them."""
         if self.num_pins:
             raise RuntimeError(_PINNED.format(name=self.label))
 
     def refresh(self) -> None:
-        """Check that nobody has given a parameter other memory, or needs it whole; before a step.
-
-        Raises:
-            RuntimeError: somebody has, or has written to it while it was freed.
-        """
+        """Check, before a step, that nobody has given a parameter other memory, or needs it whole."""
         self.check_unpinned()
         self._check_untouched()
 
@@ -284,47 +270,10 @@ class UnitBucket(Uncopied):
                 param.data = view
         self._own.take_written()
 
-    # ------------------------------------------------------------------ values as they are kept
-
-    @property
-    def is_rounded(self) -> bool:
-        """Whether the parameters have another dtype than what this rank keeps of them."""
-        return self._own.is_rounded
-
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """View the parameters in a flat tensor of any dtype."""
-        return self._flat.views_of(flat)
-
-    def flat_as_kept(self) -> Tensor:
-        """Make a flat tensor in the dtype that rows are kept in, with this rank's row; the rest is zero."""
-        flat = self._flat.tensor.new_zeros(self.layout.numel, dtype=self.row.dtype)
-        self._own.read(flat[self._flat.span])
-        return flat
-
-    def take_over(self, flat: Tensor) -> None:
-        """Take this rank's row out of what `flat_as_kept` made, and free the parameters.
-
-        Raises:
-            RuntimeError: somebody needs them whole. Nothing has changed.
-        """
-        self.check_unpinned()
-        self._own.write(flat[self._flat.span])
-        self.has_changed()
-
     # ------------------------------------------------------------------ whole and freed
 
-    def row_as_sent(self) -> Tensor:
-        """Copy this rank's row, in the dtype of the flat tensor."""
-        row = self._flat.tensor.new_empty(self._own.numel)
-        self._own.read(row)
-        return row
-
     def fill(self, chosen: Collection[int] | None = None) -> Tensor:
-        """Make the flat tensor, with this rank's row in it; for a gather.
-
-        Args:
-            chosen: see `ParamBucket`; the whole row is filled all the same.
-        """
+        """See `ParamBucket`: give the flat tensor memory, with this rank's row in it."""
         self._check_untouched()
         if self._came is not None:  # what stays: this stream will write a stamp there
             self._came.wait()
@@ -368,3 +317,38 @@ class UnitBucket(Uncopied):
     def _show(self, tensors: list[Tensor]) -> None:
         for param, tensor in zip(self.params, tensors, strict=True):
             param.data = tensor
+
+
+class WideBucket:
+    """The values of a `UnitBucket` in the dtype that owners keep, for a state dict or a load.
+
+    It is gathered like a bucket, in memory of its own. The parameters of the model stay as they are. After
+    the gather `values` has, for each parameter, what stands for it.
+    """
+
+    def __init__(self, bucket: UnitBucket) -> None:
+        self._bucket = bucket
+        self._flat: Tensor | None = None
+        self.values: dict[Tensor, Tensor] = {}
+        self.params, self.layout, self.device = bucket.params, bucket.layout, bucket.device
+        self.label = f"{bucket.label}, as owners keep it"
+        self.nbytes = self.nbytes_to_gather = self.layout.numel * bucket.row.element_size()
+
+    def refresh(self) -> None:
+        """See `UnitBucket.refresh`."""
+        self._bucket.refresh()
+
+    def fill(self, chosen: Collection[int] | None = None) -> Tensor:
+        """Make the flat tensor, with this rank's row; raises as `UnitBucket.refresh`."""
+        self.refresh()
+        self._flat = self._bucket.flat_as_kept()
+        return self._flat
+
+    def settle(self, flat: Tensor, chosen: Collection[int] | None = None) -> None:
+        """Show the values, once the flat tensor has all rows."""
+        self.values = dict(zip(self.params, self._bucket.views(flat), strict=True))
+
+    def take_over(self) -> None:
+        """Have the owner of each row keep what was written to the values; the parameters are freed."""
+        assert self._flat is not None  # it was filled
+        self._bucket.take_over(self._flat)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zero_optim.comm.copies import copied_to_cpu
 from zero_optim.comm.encoding import Nested, Place, map_tensors, new_memory
+from zero_optim.comm.wire import copied_to_cpu
 from zero_optim.errors import StateMismatchError
 from zero_optim.plan.memory import dense_strides, strides_of_rows
 from zero_optim.plan.pieces import Piece, Pieces, piece_of

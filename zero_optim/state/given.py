@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_optim.comm.arguments import check_flags
-from zero_optim.comm.watchdog import check_patience
+from zero_optim.comm.agreement import check_flags
+from zero_optim.health.watchdog import check_patience
 from zero_optim.plan.costs import Cost, CostName, cost_named
 from zero_optim.plan.description import describe
 from zero_optim.plan.groups import ParamGroup

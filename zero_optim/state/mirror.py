@@ -47,10 +47,11 @@ from torch import Tensor
 
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup, bytes_to_tensor, tensor_to_bytes
-from zero_optim.comm.copies import pack, unpack
 from zero_optim.comm.encoding import Nested, Skeleton, decode, encode, skeleton_from_bytes, skeleton_to_bytes
+from zero_optim.comm.exchange import start_recv, start_send
 from zero_optim.comm.lanes import Lease, lease
 from zero_optim.comm.traffic import Waitable
+from zero_optim.comm.wire import pack, unpack
 from zero_optim.plan.pieces import Pieces
 from zero_optim.state.versions import Common, Kept
 
@@ -253,8 +254,8 @@ class Mirror:
         there, back = (self._lanes()[sender % NUM_LANES] for sender in (self._rank, before))
         into = arriving.reserve(nbytes + form_nbytes)
         arriving.nbytes = nbytes
-        received = [back.start_recv(into, before)] if into.numel() else []
-        sent = [there.start_send(room, buddy)] if room.numel() else []
+        received = [start_recv(back, into, before)] if into.numel() else []
+        sent = [start_send(there, room, buddy)] if room.numel() else []
         self._under_way = _UnderWay(arriving, form_nbytes, received, sent)
         assert self._lease is not None
         self._lease.under_way += [*received, *sent]

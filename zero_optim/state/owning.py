@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_optim.comm.agreement import failing_together
-from zero_optim.comm.arguments import called_by_all, check_flags
+from zero_optim.comm.agreement import called_by_all, check_flags, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.mesh import RankMesh
 from zero_optim.comm.traffic import PHASES
-from zero_optim.comm.watchdog import watch
 from zero_optim.explain import Explanation, explain
+from zero_optim.health.watchdog import watch
 from zero_optim.plan.groups import describe_options, param_names, params_of
 from zero_optim.plan.memory import kept_dtype
 from zero_optim.plan.pieces import Pieces, owned_by_text

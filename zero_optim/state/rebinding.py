@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_optim.comm.agreement import agree, failing_together
-from zero_optim.comm.arguments import check_flags, ranks_of
+from zero_optim.comm.agreement import agree, check_flags, failing_together, ranks_of
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.watchdog import learn_addresses, unwatch, watch
+from zero_optim.health.watchdog import learn_addresses, unwatch, watch
 from zero_optim.plan.description import describe
 from zero_optim.plan.groups import ParamGroup, param_names, params_of, short_names
 from zero_optim.plan.pieces import Pieces

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_optim.comm.agreement import failing_together
-from zero_optim.comm.arguments import called_by_all
+from zero_optim.comm.agreement import called_by_all, failing_together
 from zero_optim.comm.backends import held
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.watchdog import learn_addresses, patient, watch
+from zero_optim.health.watchdog import learn_addresses, patient, watch
 from zero_optim.plan.costs import cost_named
 from zero_optim.plan.groups import ParamGroup, params_of, short_names
 from zero_optim.plan.pieces import Piece, Pieces

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_optim.comm.agreement import agree, failing_together
-from zero_optim.comm.arguments import called_by_all
+from zero_optim.comm.agreement import agree, called_by_all, failing_together
 from zero_optim.plan.description import describe
 from zero_optim.plan.groups import ParamGroup, describe_options, param_names
 from zero_optim.probe.rows import CutRows

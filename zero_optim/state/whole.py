@@ -12,9 +12,8 @@ from torch import Tensor
 
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.copies import copied, copied_to_cpu
 from zero_optim.comm.encoding import decode, encode, inner_tensors, map_tensors
-from zero_optim.comm.wire import recv_encoded, send_value
+from zero_optim.comm.wire import copied, copied_to_cpu, recv_encoded, send_value
 from zero_optim.errors import NotConsolidatedError, StateMismatchError
 from zero_optim.plan.groups import ParamGroup
 from zero_optim.plan.pieces import Pieces, piece_of

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from zero_optim.comm.activity import OVERLAPPED_STEP
-from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.collectives import LET_GO, RankGroup
 from zero_optim.comm.lanes import Lease, lanes_beside, may_run_beside
-from zero_optim.comm.ranks import LET_GO
+from zero_optim.comm.records import OVERLAPPED_STEP
 from zero_optim.errors import RemoteRankError
 from zero_optim.plan.groups import ParamGroup
 from zero_optim.plan.layout import Span

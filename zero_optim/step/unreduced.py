@@ -1,11 +1,9 @@
 """Parameters that a data-parallel wrapper does not reduce: they were frozen when it was built.
 
 Note [Unfrozen later]
-    Such a parameter may train later. Each rank has a gradient of its own for it then, and the owner would
-    step with that. But the user may reduce it by hand, between ``backward()`` and ``step()``, and nobody can
-    know before ``step()``. So the wrapper registers what it does not reduce, and ``step()`` compares the
-    ranks' gradients of what trains all the same. Where nothing does, that costs a look at a flag for each
-    registered parameter.
+    Such a parameter may train later, and each rank has a gradient of its own. The owner would step with that,
+    but the user may reduce it by hand before ``step()``. So ``step()`` compares the ranks' gradients of what
+    trains all the same. Where nothing does, that costs a look at a flag for each registered parameter.
 """
 
 import hashlib
@@ -27,11 +25,7 @@ _HINT = f"It {NOT_REDUCED}; or average its gradient on every rank before step()"
 
 
 class FrozenParams:
-    """The parameters that one wrapper does not reduce, registered as long as this object lives.
-
-    Args:
-        pairs: their names and the parameters.
-    """
+    """The names and parameters that one wrapper does not reduce, as long as this object lives."""
 
     def __init__(self, pairs: Sequence[tuple[str, Tensor]]) -> None:
         self._pairs = pairs
@@ -47,24 +41,16 @@ _REGISTERED: WeakSet[FrozenParams] = WeakSet()
 
 
 def unreduced_among(params: Container[Tensor]) -> dict[str, Tensor]:
-    """Find the parameters that train and that a wrapper does not reduce, by name. No communication.
-
-    Args:
-        params: those of an optimizer.
-    """
+    """Find the parameters that train and that a wrapper does not reduce, by name. No communication."""
     found = (pair for frozen in list(_REGISTERED) for pair in frozen.unfrozen())
     return {name: param for name, param in found if param in params}
 
 
 def check_unreduced(group: RankGroup, unreduced: dict[str, Tensor], *, in_join: bool) -> None:
-    """Make sure that somebody has reduced the gradients of parameters that the wrapper does not reduce.
+    """Compare the gradients of parameters that the wrapper does not reduce; all ranks call.
 
-    All ranks call, with the same parameters. One small collective, none inside ``Join``, whose joined ranks
-    have no gradient to compare. The CPU waits for the gradients.
-
-    Raises:
-        RankMismatchError: on every rank: the gradient of a parameter differs between ranks.
-        RuntimeError: inside ``Join``, where nobody can average by hand.
+    One small collective; the CPU waits. Raises RankMismatchError if a gradient differs, RuntimeError in
+    ``Join``, whose joined ranks have none.
     """
     if in_join:
         raise RuntimeError(f"{next(iter(unreduced))} {NOT_REDUCED}")

@@ -1,7 +1,7 @@
-"""What ranks tell each other before a step that they cannot take without it: one word of each, a byte.
+"""What ranks tell each other before a step that they cannot take without it: a byte of each.
 
-An ordinary step has no such collective. Where gradients are scaled, or ranks may run out of inputs, it
-has one.
+An ordinary step has no such collective. Where gradients are scaled, or ranks may run out of inputs, it has
+one.
 """
 
 from collections.abc import Sequence
@@ -33,23 +33,10 @@ _BEFORE_STEP = Word.CLIPS | Word.UNSCALES | Word.JOINED
 def exchange(
     group: RankGroup, word: Word, *, found_inf: Tensor | None = None, failure: Exception | None = None
 ) -> list[Word]:
-    """Tell every rank this one's word; all ranks call; one collective of a byte, and more if a rank failed.
+    """Tell every rank this one's word, and return all by rank; all ranks call; one collective of a byte.
 
-    The CPU waits once. Where ``found_inf`` lies on an accelerator, or the group sends from one, that includes
-    the work that comes before it there, such as the backward pass.
-
-    Args:
-        group: the ranks.
-        word: what is known here without looking at a tensor.
-        found_inf: 0-d; `Word.INFINITE` is added to the word if it is not zero.
-        failure: raised here already.
-
-    Returns:
-        The words by rank.
-
-    Raises:
-        Exception: on every rank, the failure of any, see `failing_together`.
-        RuntimeError: likewise, active ranks are in different calls: some clip, for example, and others step.
+    The CPU waits, also for the work before ``found_inf``, which adds `Word.INFINITE` if it is not zero.
+    Raises on every rank the failure of any, or RuntimeError if active ranks are in different calls.
     """
     word |= Word.NOTHING if failure is None else Word.FAILED
     mine = to_device(bytes_to_tensor(bytes([word])), group.device)
@@ -71,10 +58,9 @@ def exchange(
 
 
 def is_skipped_by_all(words: Sequence[Word]) -> bool:
-    """Tell whether the ranks skip a step, as one found an infinity; the same on every rank, joined or active.
+    """Whether the ranks skip a step, as one found an infinity; the same on every rank.
 
-    Raises:
-        RuntimeError: on every rank, a scaler cannot be told: its scale would drift from the others'.
+    Raises RuntimeError on every rank if a scaler cannot be told: its scale would drift from the others'.
     """
     infinite = ranks_that(words, Word.INFINITE)
     deaf = sorted({*ranks_that(words, Word.DEAF)} - {*infinite})

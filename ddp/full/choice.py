@@ -1,0 +1,149 @@
+"""Which modules of a model are units, and which parameter belongs to which. Does not communicate.
+
+A unit is a module whose parameters are gathered and freed together: its own, and those below it that are in
+no unit further down. The outermost module is always one; it has number 0.
+"""
+
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+
+Kind = type[nn.Module]
+Units = (
+    Literal["auto"]
+    | nn.ModuleList
+    | nn.ModuleDict
+    | Kind
+    | Iterable[nn.Module | Kind]
+    | Callable[[nn.Module], bool]
+)
+
+# With "auto" a unit has at least this part of the model's bytes, unless it is the outermost one.
+AUTO_PART = 1 / 32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnitChoice:
+    """The units of a model."""
+
+    modules: tuple[nn.Module, ...]  # by number, the outermost one first
+    names: tuple[str, ...]  # of these in the model; "" for the outermost
+    unit_of: dict[Tensor, int]  # the number of each parameter's unit
+
+
+def choose_units(model: nn.Module, units: Units) -> UnitChoice:
+    """Choose the units of a model.
+
+    Args:
+        model: the outermost module.
+        units: modules, in a list or a container; or classes, whose instances are units; or a function that
+            tells of a module whether it is one; or "auto": as small as possible, but at least `AUTO_PART`.
+
+    Raises:
+        TypeError: ``units`` is something else.
+        ValueError: a module is none of the model's, or is never called itself, so that nobody sees its turn;
+            or no module is of a class.
+    """
+    named = {module: name for name, module in model.named_modules()}
+    read_by = _read_by_others(model)
+    if units == "auto":
+        chosen = _by_size(model, read_by)
+    elif isinstance(units, type):
+        chosen = _listed([units], named)
+    elif callable(units) and not isinstance(units, nn.Module):
+        chosen = {module for module in named if units(module)}
+    elif isinstance(units, nn.ModuleDict):
+        chosen = set(units.values())
+    elif isinstance(units, Iterable):  # ModuleList and Sequential too
+        chosen = _listed(units, named)
+    elif isinstance(units, nn.Module):
+        raise TypeError(f"expected units to be modules, got one, {type(units).__name__}: put it in a list")
+    else:
+        raise TypeError(
+            'expected units to be "auto", modules of the model, or a function that tells of a module whether '
+            f"it is a unit, got {units!r}"
+        )
+    for module in chosen:
+        if module not in named:
+            raise ValueError(f"a unit, {type(module).__name__}, is no module of the model")
+        if not _has_forward(module) and module is not model:
+            raise ValueError(
+                f"{named[module]} is a {type(module).__name__}, which is never called itself: give the "
+                "modules in it as units"
+            )
+        if module in read_by:
+            raise ValueError(
+                f"{named[module]} is never called itself: the {type(read_by[module]).__name__} around it "
+                "reads its parameters. Give that one as a unit"
+            )
+    modules = tuple(module for module in named if module is model or module in chosen)
+    names = tuple(named[module] for module in modules)
+    return UnitChoice(modules, names, _assigned(model, modules))
+
+
+def _listed(units: Iterable[object], model: Iterable[nn.Module]) -> set[nn.Module]:
+    """Take modules as they are, and for a class the model's modules of it."""
+    modules, chosen = [*model], set[nn.Module]()
+    for unit in units:
+        if isinstance(unit, nn.Module):
+            chosen.add(unit)
+        elif isinstance(unit, type):
+            of_kind = [module for module in modules if isinstance(module, unit)]
+            if not of_kind:
+                raise ValueError(f"no module of the model is a {unit.__name__}, which was given as a unit")
+            chosen.update(of_kind)
+        else:
+            raise TypeError(f"expected units to be modules, got {type(unit).__name__}")
+    return chosen
+
+
+def _has_forward(module: nn.Module) -> bool:
+    unimplemented = getattr(nn.modules.module, "_forward_unimplemented", None)
+    return type(module).forward is not unimplemented
+
+
+def _read_by_others(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Return modules whose parameters another one reads without calling them, as attention does."""
+    attentions = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
+    return {inner: outer for outer in attentions for inner in outer.modules() if inner is not outer}
+
+
+def _by_size(model: nn.Module, read_by: Container[nn.Module]) -> set[nn.Module]:
+    least = AUTO_PART * sum(param.nbytes for param in model.parameters())
+    chosen: set[nn.Module] = set()
+    seen: set[Tensor] = set()
+
+    def visit(module: nn.Module) -> int:
+        """Choose units in and below a module; return the bytes that are in none."""
+        own = [param for param in module.parameters(recurse=False) if param not in seen]
+        seen.update(own)
+        nbytes = sum(param.nbytes for param in own)
+        nbytes += sum(visit(child) for child in module.children())
+        may_be_one = module is not model and _has_forward(module) and module not in read_by
+        if nbytes >= least and nbytes and may_be_one:
+            chosen.add(module)
+            return 0
+        return nbytes
+
+    visit(model)
+    return chosen
+
+
+def _assigned(model: nn.Module, modules: tuple[nn.Module, ...]) -> dict[Tensor, int]:
+    """Give each parameter, in order of registration, the innermost unit around all modules that have it."""
+    number_of = {module: number for number, module in enumerate(modules)}
+    around: dict[Tensor, tuple[int, ...]] = {}
+
+    def visit(module: nn.Module, outer: tuple[int, ...]) -> None:
+        path = (*outer, number_of[module]) if module in number_of else outer
+        for param in module.parameters(recurse=False):
+            known = around.get(param, path)
+            common = [one for one, other in zip(known, path, strict=False) if one == other]
+            around[param] = tuple(common)
+        for child in module.children():
+            visit(child, path)
+
+    visit(model, ())
+    return {param: around[param][-1] for param in model.parameters()}

@@ -1,0 +1,241 @@
+"""How the parameters of a model come to be those of units: who keeps them, and how they get there.
+
+Note [Optimizers that know nothing of units]
+    An optimizer of PyTorch's may be built over freed parameters by mistake. Most steps would raise, as a
+    freed parameter cannot be written to. A fused one would write to memory that is not the parameter's. So as
+    long as there are fully sharded models, a hook of PyTorch's looks at every optimizer before it steps: at
+    the first and the last parameter of each group, which takes some microseconds.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from zero_optim.comm.agreement import agree, failing_together, ranks_of
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.ddp.full.choice import Units, choose_units
+from zero_optim.ddp.full.filling import (
+    Init,
+    UnitFiller,
+    back_to_meta,
+    check_init,
+    leave_meta,
+    take_values_of_first,
+)
+from zero_optim.ddp.full.module_hooks import units_of
+from zero_optim.ddp.full.offload import Offload, keeping_for
+from zero_optim.ddp.precision.precision import PrecisionPolicy, sparse_names
+from zero_optim.optimizer import ZeroRedundancyOptimizer
+from zero_optim.shard.claims import UnitsClaim, claim_of, first_claim
+from zero_optim.shard.unit_forms import UnitForms
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """Arguments of `FullyShardedDataParallel`, see there."""
+
+    units: Units
+    reshard_after_forward: bool | int
+    guards_reads: bool
+    offload: Offload | Literal["cpu"] | None
+    precision: PrecisionPolicy | object | None
+    accumulate: str
+    device: torch.device | str | None
+    init: Init | None
+    mesh: DeviceMesh | None
+
+    @property
+    def num_kept(self) -> int | None:
+        """How many units stay whole from the forward to the backward pass; None for all."""
+        number: object = self.reshard_after_forward
+        if isinstance(number, bool):
+            return 0 if number else None
+        if isinstance(number, int) and number >= 0:
+            return number
+        raise TypeError(
+            f"expected reshard_after_forward to be True, False or a number of units, got {number!r}"
+        )
+
+
+class UnitConstruction:
+    """The units of a model, until buckets hold their parameters. Checks what was asked for, and chooses them.
+
+    Args:
+        module: the model.
+        asked: the arguments.
+        taken_over: called with an optimizer that has taken the parameters over.
+
+    Attributes:
+        choice: with the parameters as they are now; those on the meta device were replaced.
+        claim: tells who keeps the parameters.
+        policy: the precision.
+        forms: how the parameters are kept.
+    """
+
+    def __init__(
+        self, module: nn.Module, asked: Asked, taken_over: Callable[[ZeroRedundancyOptimizer], None]
+    ) -> None:
+        if units_of(module) is not None:
+            raise ValueError(
+                "the model is fully sharded already, or a part of it: wrap the whole of it, once"
+            )
+        if first_claim([*module.parameters()]) is not None:
+            raise ValueError(
+                "some parameters are those of another fully sharded model, or of one whose wrapping broke "
+                "off: put all modules into one, or build the model anew"
+            )
+        choice = choose_units(module, asked.units)
+        _ = asked.num_kept  # raises if it is no number
+        self.policy = PrecisionPolicy.of(asked.precision, module) or PrecisionPolicy()
+        check_init(module, asked.init)
+        place = torch.get_default_device() if asked.device is None else torch.device(asked.device)
+        self._replaced = leave_meta(module, place)
+        unit_of = {self._replaced.get(param, param): number for param, number in choice.unit_of.items()}
+        self.choice = replace(choice, unit_of=unit_of)
+        self.claim = UnitsClaim({}, len(choice.modules), taken_over)
+        self.forms = UnitForms()
+        self.stands_in = self._is_filled = False
+        self._asked = asked
+        hook = register_optimizer_step_pre_hook(_refuse_others)
+        weakref.finalize(self.claim, hook.remove).atexit = False
+
+    @property
+    def module(self) -> nn.Module:
+        """The model."""
+        return self.choice.modules[0]
+
+    def take(self, optimizer: ZeroRedundancyOptimizer | None) -> None:
+        """Take the parameters that an optimizer has, None for all, for their units; does not communicate."""
+        names = self._names()
+        owned = set(names) if optimizer is None else set(optimizer.pieces())
+        self.claim.units = {param: n for param, n in self.choice.unit_of.items() if param in owned}
+        sharded = {param: name for param, name in names.items() if param in self.claim.units}
+        keeping = keeping_for(self._asked.offload, self.choice.unit_of)
+        self.policy.check(sharded, sparse_names(self.module), self._asked.accumulate)
+        self.forms = UnitForms(self.policy.compute_dtypes(sharded), keeping)
+
+    def _names(self) -> dict[Tensor, str]:
+        ignored = ignored_names(self.module)
+        return {param: name for name, param in self.module.named_parameters() if name not in ignored}
+
+    def describe(self) -> list[str]:
+        """Describe what all ranks must have in common."""
+        return [
+            f"accumulate={self._asked.accumulate!r}",
+            f"mixed_precision: {self.policy.describe()}",
+            f"offload={self.forms.describe()}",
+        ]
+
+    def stand_in(self, process_group: object, options: Mapping[str, object]) -> ZeroRedundancyOptimizer:
+        """Make an optimizer that is never stepped, and keeps all parameters until one comes for them.
+
+        All ranks call, and it communicates.
+        """
+        self.stands_in = True
+        self.claim.forms = self.forms
+        self.claim.mark()
+        limits = {name: options[name] for name in ("timeout", "on_stall") if options.get(name) is not None}
+        untyped: type = ZeroRedundancyOptimizer
+        params = [*self.claim.units]
+        # A class that bears cuts, so that rows are even.
+        optimizer: ZeroRedundancyOptimizer = untyped(params, torch.optim.SGD, process_group, lr=0.0, **limits)
+        return optimizer
+
+    def fill(self, optimizer: ZeroRedundancyOptimizer, everyone: RankGroup, *, syncs: bool) -> None:
+        """Have each rank keep its rows, of rank 0's values if it `syncs`, and free the parameters.
+
+        All ranks call, and it communicates.
+        """
+        group = everyone.during("agree")
+        if self.stands_in:
+            self._is_filled = True
+            buckets = [bucket for of_unit in self.claim.buckets for bucket in of_unit]
+            unfilled = set(self._replaced.values())
+            filler = UnitFiller(group, self.choice, buckets, unfilled, self._asked.init, syncs=syncs)
+            filler.fill(self.module)
+            optimizer.keep_unit_rows()
+            return
+        if syncs:
+            take_values_of_first(group, self._names())
+        with failing_together(everyone):  # it fails on all ranks of a replica alike
+            buckets = optimizer.shard_parameters(self.claim.units, self.forms)
+            self._is_filled = True
+            self.claim.mark()
+            self.claim.place(buckets, optimizer.ranks)
+
+    def give_up(self) -> None:
+        """Leave the model as it was, if it was not filled yet; does not communicate."""
+        if not self._is_filled:
+            self.claim.unmark([*self.claim.units])
+            back_to_meta(self.module, self._replaced)
+
+
+class RanksToBe:
+    """The ranks that a wrapper is to have: those that are known, or before it has an optimizer to tell them.
+
+    What is no mesh is taken for none: `RankMesh.of` refuses it later. Without a process group the mesh's row
+    has the state, and without a mesh the default group.
+    """
+
+    def __init__(self, mesh: object, process_group: object, known: RankGroup | None = None) -> None:
+        self._mesh = f"mesh={mesh.mesh.tolist() if isinstance(mesh, DeviceMesh) else mesh!r}"
+        self.process_group = process_group
+        if known is not None:
+            self.groups = [known]
+            return
+        if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
+            self.groups = [ranks_of(process_group)]
+            return
+        if process_group is None:
+            self.process_group = mesh.get_group(1)
+        if mesh.mesh.numel() == dist.get_world_size():
+            self.groups = [ranks_of(None)]  # so that a rank without a mesh is heard too
+        else:
+            self.groups = [ranks_of(mesh.get_group(dim)) for dim in (0, 1)]
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Run the body, then raise on all ranks if it raised on any; all ranks enter and leave it.
+
+        Over a mesh that is a part of all ranks, the row of a rank that failed hears of it first, then each of
+        them tells its column.
+        """
+        with ExitStack() as stack:
+            for group in self.groups:
+                stack.enter_context(failing_together(group))
+            yield
+
+    def agree(self, items: Sequence[str], what: str) -> None:
+        """Check that all ranks have the same items, and the same mesh; raises RankMismatchError on all."""
+        for group in self.groups:
+            with self.failing_together():
+                agree(group, [self._mesh, *items], what)
+
+
+def ignored_names(module: nn.Module) -> Sequence[str]:
+    """Return the names of parameters and buffers that PyTorch's DDP was told to leave alone."""
+    names: Sequence[str] = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    return names
+
+
+def _refuse_others(optimizer: Optimizer, *_: object) -> None:
+    """Refuse a step, see Note [Optimizers that know nothing of units]."""
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        return
+    name = type(optimizer).__name__
+    for group in optimizer.param_groups:
+        params = group["params"]
+        if params and claim_of((params[0], params[-1])) is not None:
+            raise RuntimeError(
+                f"{name} has parameters of a fully sharded model, which are on their owners alone: build "
+                f"ZeroRedundancyOptimizer(wrapped.parameters(), {name}, ...)"
+            )

@@ -1,0 +1,245 @@
+"""How the units of a model get their values, module by module, so that no rank ever needs a second copy.
+
+Note [Filled module by module]
+    The buckets of units begin without memory. A *portion* is a unit, or in the outermost unit a module with
+    parameters, with all below it that belongs to the same unit. When it has its values (the model's, or first
+    ones for a model on the meta device), the ranks take those of rank 0, each copies the rows that it keeps,
+    and the memory of the portion is released. Where all values are there, the portion with the largest
+    parameter comes last: whoever owns the whole of it has it twice while it is copied.
+
+    Modules are initialized after those below them, in the order of registration. As a rule that is the order
+    of their constructors, so the same seed gives the same bits as a model that is made whole.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
+
+from zero_optim.comm.agreement import failing_together
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.ddp.full.choice import UnitChoice
+from zero_optim.plan.memory import STRIDES_WHEN_WHOLE, dense_strides, kept_dtype
+from zero_optim.shard.freed import shown_when_freed
+from zero_optim.shard.units import UnitBucket
+
+Init = Callable[[nn.Module], object]
+_AT_ONCE = 16  # broadcasts under way
+
+
+@torch.no_grad()
+def take_values_of_first(group: RankGroup, tensors: Iterable[Tensor]) -> None:
+    """Give tensors the values that they have on rank 0, in place; all ranks call, and it communicates."""
+    dense = [tensor.detach() for tensor in tensors if tensor.numel() and group.size > 1]
+    for start in range(0, len(dense), _AT_ONCE):
+        some = dense[start : start + _AT_ONCE]
+        rows = [_in_order_of_memory(tensor) for tensor in some]
+        for work in group.broadcast_rows([(0, row) for row in rows], "the values of rank 0"):
+            work.wait()
+        for tensor, row in zip(some, rows, strict=True):
+            if row.data_ptr() != tensor.data_ptr():
+                tensor.copy_(row.as_strided(tensor.shape, dense_strides(tensor)))
+
+
+def _in_order_of_memory(tensor: Tensor) -> Tensor:
+    """View a tensor as one row; a copy of it where it has gaps."""
+    strides = dense_strides(tensor)
+    if tensor.stride() != strides:
+        tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(
+            tensor
+        )
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+# ---------------------------------------------------------------------- models on the meta device
+
+
+def own_tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """List the parameters and buffers of a module alone, each with the dict that it is in and its name."""
+    for held in (module._parameters, module._buffers):
+        for name, tensor in held.items():
+            if tensor is not None:
+                yield held, name, tensor
+
+
+def has_meta(model: nn.Module) -> bool:
+    """Whether a parameter or a buffer of a model is on the meta device."""
+    return any(tensor.is_meta for module in model.modules() for _, _, tensor in own_tensors(module))
+
+
+def check_init(model: nn.Module, init: Init | None) -> None:
+    """Refuse a model on the meta device whose modules nobody can initialize, or a useless ``init``."""
+    if init is not None and not callable(init):
+        raise TypeError(f"expected init to be a function of a module, got {init!r}")
+    if init is not None and not has_meta(model):
+        raise ValueError("init is for models on the meta device, and nothing in this one is: leave it out")
+    for name, module in model.named_modules():
+        if any(tensor.is_meta for _, _, tensor in own_tensors(module)) and init is None:
+            _reset_of(module, name)
+
+
+def _reset_of(module: nn.Module, name: str) -> Callable[[], object]:
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if not callable(reset):
+        raise ValueError(  # noqa: TRY004 - the model is wrong, not the type of an argument
+            f"{name or 'the outermost module'}, a {type(module).__name__}, is on the meta device and has no "
+            "reset_parameters(): give init=, a function that initializes the parameters and buffers of the "
+            "module that it is given"
+        )
+    callback: Callable[[], object] = reset
+    return callback
+
+
+def leave_meta(model: nn.Module, device: torch.device) -> dict[Tensor, Tensor]:
+    """Replace parameters on the meta device by some that show NaN, as freed ones do; return the new ones.
+
+    Modules that had one parameter in common have it in common again.
+    """
+    new: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for held, name, tensor in own_tensors(module):
+            if isinstance(tensor, Parameter) and tensor.is_meta and not is_lazy(tensor):
+                if tensor not in new:
+                    shown = shown_when_freed(tensor.shape, tensor.dtype, device)
+                    new[tensor] = Parameter(shown, requires_grad=tensor.requires_grad)
+                    vars(new[tensor]).update(vars(tensor))
+                    setattr(new[tensor], STRIDES_WHEN_WHOLE, dense_strides(tensor))
+                held[name] = new[tensor]
+    return new
+
+
+def back_to_meta(model: nn.Module, replaced: Mapping[Tensor, Tensor]) -> None:
+    """Undo `leave_meta`, which returned the parameters that were `replaced`."""
+    former = {new: old for old, new in replaced.items()}
+    for module in model.modules():
+        for held, name, tensor in own_tensors(module):
+            held[name] = former.get(tensor, tensor)
+
+
+def _new_values(tensor: Tensor, device: torch.device) -> Tensor:
+    """Make memory for a parameter or a buffer, which shows where nobody has written.
+
+    It has the dtype that owners keep: random numbers give other values in another dtype.
+    """
+    new = torch.empty_strided(tensor.shape, dense_strides(tensor), dtype=kept_dtype(tensor), device=device)
+    return new.fill_(float("nan")) if new.is_floating_point() or new.is_complex() else new.zero_()
+
+
+# ---------------------------------------------------------------------- filling
+
+
+class UnitFiller:
+    """Fills the empty buckets of the units of a model; all ranks do. See Note [Filled module by module].
+
+    The parameters `unfilled` have no values: `init` gives them some, or the modules' own
+    ``reset_parameters()``. If it `syncs`, every rank takes rank 0's values.
+    """
+
+    def __init__(
+        self,
+        group: RankGroup,
+        choice: UnitChoice,
+        buckets: Sequence[UnitBucket],
+        unfilled: set[Tensor],
+        init: Init | None,
+        *,
+        syncs: bool,
+    ) -> None:
+        self._group = group
+        self._inner = set(choice.modules[1:])
+        self._names = {module: name for name, module in choice.modules[0].named_modules()}
+        self._bucket_of: Mapping[Tensor, UnitBucket] = {
+            p: bucket for bucket in buckets for p in bucket.params
+        }
+        self._unfilled = unfilled
+        self._init = init
+        self._syncs = syncs
+        self._reached: set[Tensor] = set()
+        self._seen: set[nn.Module] = set()
+        self._waiting: list[list[Tensor]] | None = None  # portions that have their values; None: none waits
+
+    def fill(self, model: nn.Module) -> None:
+        """Fill all of them; the parameters are freed then. All ranks call, and it communicates."""
+        if not self._unfilled and not has_meta(model):
+            self._waiting = []
+        self._visit(model, None)
+        for portion in sorted(self._waiting or (), key=_largest):  # equal ones in the order of modules
+            self._close(portion)
+        for bucket in set(self._bucket_of.values()):
+            bucket.let_go()
+
+    def _visit(self, module: nn.Module, outer: list[Tensor] | None) -> None:
+        """Fill what is below a module, then the module; `outer` is the portion of the unit around it."""
+        if module in self._seen:
+            return
+        self._seen.add(module)
+        own = [param for param in module._parameters.values() if param is not None]
+        begins = module in self._inner or (outer is None and bool(own))
+        portion = list[Tensor]() if begins else outer
+        for child in module.children():
+            self._visit(child, portion)
+        if self._needs_init(module, own):
+            with failing_together(self._group):
+                self._initialize(module, own)
+        for param in own:
+            if param in self._bucket_of and param not in self._reached and portion is not None:
+                portion.append(param)
+            self._reached.add(param)
+        if begins and portion is not None and self._waiting is not None:
+            self._waiting.append(portion)
+        elif begins and portion is not None:
+            self._close(portion)
+
+    def _close(self, portion: list[Tensor]) -> None:
+        if self._syncs:
+            take_values_of_first(self._group, portion)
+        for param in portion:
+            self._bucket_of[param].take_in({param: param})
+            self._bucket_of[param].let_go({param})
+
+    def _needs_init(self, module: nn.Module, own: Sequence[Tensor]) -> bool:
+        """Whether a module has something without values; the same on every rank."""
+        has_new = any(param in self._unfilled and param not in self._reached for param in own)
+        return has_new or any(tensor.is_meta for _, _, tensor in own_tensors(module))
+
+    @torch.no_grad()
+    def _initialize(self, module: nn.Module, own: Sequence[Tensor]) -> None:
+        """Give what has no values yet its first ones.
+
+        A parameter that another module has initialized gets other memory for that time, then what it had.
+        """
+        new = {param for param in own if param in self._unfilled}
+        device = next(iter(new or own or self._bucket_of)).device
+        had = {param: param.data for param in new if param in self._reached}
+        for param in new:
+            param.data = _new_values(param, device)
+        for held, name, tensor in own_tensors(module):
+            if tensor.is_meta:
+                held[name] = _new_values(tensor, device)
+                new.add(held[name])
+        name = self._names[module]
+        if self._init is None:
+            _reset_of(module, name)()
+        else:
+            self._init(module)
+        for _, own_name, tensor in own_tensors(module):
+            if tensor in new and _shows_nothing(tensor):
+                what = "its reset_parameters()" if self._init is None else "init"
+                raise ValueError(
+                    f"{name}{'.' if name else ''}{own_name} has no values after {what} of its module, a "
+                    f"{type(module).__name__}: give an init= that sets it"
+                )
+        for param, values in had.items():
+            param.data = values
+
+
+def _largest(tensors: Iterable[Tensor]) -> int:
+    return max((tensor.nbytes for tensor in tensors), default=0)
+
+
+def _shows_nothing(tensor: Tensor) -> bool:
+    is_nan = tensor.is_floating_point() or tensor.is_complex()
+    return is_nan and tensor.numel() > 0 and bool(tensor.isnan().all())

@@ -1,0 +1,139 @@
+"""Conversions of a model, and new parameters in the place of its own, raise: owners would not see them.
+
+Note [How conversions are seen]
+    ``to()``, ``half()`` and ``cuda()`` call ``_apply`` of a module, which calls that of its children: PyTorch
+    has no hook for it. So the modules of units have an attribute of this name, which calls the class's own
+    method with a function that leaves parameters of units alone. What the function does to a parameter is
+    tried on a small tensor of its dtype and device. A function that changes nothing passes: frameworks move a
+    model to where it is.
+
+Note [Parameters in the place of others]
+    ``weight_norm`` and ``parametrize`` take a parameter out of its module, and compute it from new ones. Done
+    behind wrapping these begin with NaN, and no owner steps them. So each training pass looks whether modules
+    have other parameters than they had: 0.1 µs for each parameter. Parameters that have gone, with nothing in
+    their place, are unused. Those that have other names, as after pruning, are still there.
+"""
+
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_optim.compat.engine import eager
+from zero_optim.plan.memory import kept_dtype
+from zero_optim.shard.uncopied import Uncopied
+
+Function = Callable[[Tensor], Tensor]
+_SHAPES = ((1,), (1, 2, 2, 2), (1, 2, 2, 2, 2))  # memory formats are of 4 and 5 dimensions
+
+
+def refuse_conversions(model: nn.Module, units: Collection[Tensor]) -> None:
+    """Have conversions of a model raise, and of its modules that have some parameters of units themselves."""
+    for module in model.modules():
+        if module is model or any(param in units for param in module.parameters(recurse=False)):
+            vars(module)["_apply"] = _Apply(module, units)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ButUnits:
+    """A function for all tensors of modules but the parameters of units."""
+
+    function: Function
+    units: Collection[Tensor]
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return tensor if tensor in self.units else self.function(tensor)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Apply(Uncopied):
+    """What stands in the place of a module's ``_apply``; see Note [How conversions are seen]."""
+
+    module: nn.Module
+    units: Collection[Tensor]
+
+    @eager
+    def __call__(self, fn: Function, *args: Any, **kwargs: Any) -> nn.Module:  # noqa: ANN401 - a class's own
+        """Convert what is not sharded, if the function leaves alone what is."""
+        if not isinstance(fn, _ButUnits):  # else a module around this one has looked
+            self._check(fn)
+            fn = _ButUnits(fn, self.units)
+        untyped: Any = type(self.module)
+        untyped._apply(self.module, fn, *args, **kwargs)
+        return self.module
+
+    def _check(self, function: Function) -> None:
+        future = torch.__future__
+        if (
+            future.get_swap_module_params_on_conversion()
+            or future.get_overwrite_module_params_on_conversion()
+        ):
+            raise RuntimeError(
+                "with set_swap_module_params_on_conversion(True) or "
+                "set_overwrite_module_params_on_conversion(True) of torch.__future__ PyTorch takes the "
+                "hooks off parameters that it converts or moves, or puts others in their place, even if "
+                "nothing changes: do that before wrapping"
+            )
+        forms: dict[object, tuple[str, Tensor]] = {}
+        for name, param in self.module.named_parameters():
+            if param in self.units:
+                forms.setdefault((kept_dtype(param), param.device), (name, param))
+        for name, tensor in forms.values():
+            _check_unchanged(name, tensor, function)
+
+
+def _check_unchanged(name: str, param: Tensor, function: Function) -> None:
+    for shape in _SHAPES:
+        ones = torch.ones(shape, dtype=kept_dtype(param), device=param.device)
+        with torch.no_grad():
+            applied = function(ones)
+        if applied is not ones:
+            what = f"become {applied.dtype} on {applied.device}"
+            if (applied.dtype, applied.device, applied.stride()) == (ones.dtype, ones.device, ones.stride()):
+                what = "get other values or other memory: write to it inside zero_optim.ddp.unsharded(module)"
+            raise RuntimeError(
+                f"a fully sharded model cannot be converted or moved, as owners keep its parameters: {name} "
+                f"is {ones.dtype} on {ones.device} there, and was to {what}. Convert and move the model "
+                "before it is wrapped, on all ranks alike; or save full_state_dict(model), build the model "
+                "anew, convert it, wrap it, and load that"
+            )
+
+
+class UnitMembers:
+    """The parameters that each module of a model has."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._of_modules: list[tuple[str, weakref.ref[nn.Module], Sequence[Tensor | None]]] = [
+            (name, weakref.ref(module), tuple(module._parameters.values()))
+            for name, module in model.named_modules()
+            if module._parameters
+        ]
+
+    def check(self) -> None:
+        """Raise RuntimeError if a module has new parameters in the place of what it had."""
+        for number, (name, reference, had) in enumerate(self._of_modules):
+            module = reference()
+            if module is None:
+                continue
+            now = module._parameters
+            if len(now) != len(had) or not all(map(is_, now.values(), had)):
+                self._compare(name, module, had)
+                self._of_modules[number] = name, reference, tuple(now.values())
+
+    def _compare(self, name: str, module: nn.Module, had: Sequence[Tensor | None]) -> None:
+        known = {id(param) for _, _, params in self._of_modules for param in params}
+        now = dict(module.named_parameters())
+        are_here = {id(param) for param in now.values()}
+        gone = [param for param in had if param is not None and id(param) not in are_here]
+        new = [f"{name}.{own}".lstrip(".") for own, param in now.items() if id(param) not in known]
+        if gone and new:
+            shapes = ", ".join(str(tuple(param.shape)) for param in gone)
+            raise RuntimeError(
+                f"a parameter of {name or 'the outermost module'} of shape {shapes} of a fully sharded model "
+                f"has gone, and {', '.join(new)} came in its place, as by weight_norm(), parametrize or an "
+                "assignment. No rank keeps or steps it. Do that before the model is wrapped"
+            )

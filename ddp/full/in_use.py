@@ -1,0 +1,316 @@
+"""The units of a model at run time: gathered before they are used, freed after it, the next one on its way.
+
+Note [When a unit is whole]
+    A unit is gathered when one of its modules is called, and freed when the outermost call of them returns.
+    The outermost unit of a training step stays, as the backward pass begins with it. In the backward pass a
+    unit is gathered when the gradient of its output is there, and freed when all of its parameters have
+    theirs. Frozen ones get none, so a unit with some also waits for the gradients of its module's inputs. At
+    the end of the pass everything is freed. While activations are computed again (checkpointing) nothing is
+    freed when a call returns, as the backward pass needs it next.
+
+    What autograd saved may be views of a unit's storage, so the backward pass must not begin with a unit
+    before it is whole: a hook on the outputs sees to that. If a module returns no tensor that `tensors_in`
+    sees, its unit stays whole after the forward pass.
+
+Note [The next unit]
+    The order in which units were needed in the pass before tells which one is needed next. Its gather starts
+    when the one before is whole. There is an order for each outermost module that is called, and one for
+    backward passes. It is the same on every rank if the ranks call the same modules, as they must.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from zero_optim.compat.engine import in_backward
+from zero_optim.ddp.full.saved_reads import SavedReads
+from zero_optim.ddp.full.unit import Passage, Unit, UnitOrder, UnitSupply
+from zero_optim.ddp.reducer.graph import tensors_in
+from zero_optim.ddp.reducer.inbox import weakly, when_backward_ends
+from zero_optim.health.unit_marks import Purpose
+from zero_optim.shard.uncopied import Uncopied
+
+if TYPE_CHECKING:
+    from zero_optim.ddp.owners.launch_places import LaunchPlaces
+
+_SECOND = (
+    "create_graph=True is not possible with FullyShardedDataParallel: the gradients of gradients would read "
+    "parameters that are freed by then. Use ShardedDataParallel"
+)
+
+
+class _Call(NamedTuple):
+    """A call under way of a module of a unit."""
+
+    number: int  # of the unit
+    guards: bool  # it has begun to watch what autograd saves
+    passage: Passage | None  # what a backward pass will go through, where somebody waits for that
+
+
+class UnitsInUse(Uncopied):
+    """Gathers and frees the units of a model. All ranks make the same calls, in the same order; communicates.
+
+    Args:
+        supply: gathers and frees.
+        keeps: how many of the units that a forward pass used last stay whole until the backward pass; None
+            for all.
+        guards_reads: see reads in the backward pass that no output announces: Note in `saved_reads`.
+
+    Attributes:
+        unfinished: ends a state dict or a load that an exception has broken off; called before the next
+            forward pass.
+        places: where buckets of gradients are launched, between gathers; None until there is a reducer.
+    """
+
+    def __init__(self, supply: UnitSupply, keeps: int | None, *, guards_reads: bool = True) -> None:
+        self.supply = supply
+        self._keeps = keeps
+        self._forward: dict[int, UnitOrder] = {}  # by the unit whose call is the outermost
+        self._backward = UnitOrder()
+        self._num_backwards = 0
+        self._calls: list[_Call] = []  # the outermost first
+        self._waiting: dict[int, list[Unit]] = {}  # by the index of a parameter
+        for unit in supply.units:
+            for index in unit.waits_for:
+                self._waiting.setdefault(index, []).append(unit)
+        self._reads = SavedReads(supply.units, weakly(self._output_reached), is_on=guards_reads)
+        self.unfinished: list[Callable[[], None]] = []
+        self.places: LaunchPlaces | None = None
+
+    @property
+    def units(self) -> Sequence[Unit]:
+        """By number."""
+        return self.supply.units
+
+    @property
+    def is_outermost_call(self) -> bool:
+        """Whether one call is under way, which lies in no other."""
+        return len(self._calls) == 1
+
+    def nbytes_live(self) -> int:
+        """Bytes of the flat tensors that are there right now, beside what this rank keeps for good."""
+        return sum(bucket.nbytes_live for bucket in self.supply.buckets)
+
+    # ------------------------------------------------------------------ forward
+
+    def forget_calls(self) -> None:
+        """Take note that no call is under way: PyTorch runs no hook when a Ctrl-C ends one."""
+        while self.unfinished:
+            self.unfinished[-1]()
+        if self._backward.is_under_way and not in_backward():
+            self._break_off()  # a thread of the engine may not have let go of it yet
+        if not self._calls:
+            return
+        while self._calls:
+            if self._calls.pop().guards:
+                self._reads.end()
+        for unit in self.units:
+            unit.depth = max((bucket.num_pins for bucket in unit.buckets), default=0)
+
+    def enter(self, unit: Unit, inputs: object) -> None:
+        """Make a unit whole for a call with some inputs; also if it raises, `leave` has to be called."""
+        passage = self._watch_inputs(unit, inputs) if unit.has_frozen and not unit.depth else None
+        self._calls.append(_Call(unit.number, self._reads.begin(), passage))
+        unit.depth += 1
+        if unit.is_whole and (unit.depth > 1 or in_backward()):
+            unit.arrive()  # perhaps it was gathered on another stream
+            return
+        if in_backward():  # activations are computed again
+            self._need_in_backward(unit.number)
+            return
+        is_outermost = self.is_outermost_call
+        if is_outermost:
+            self.supply.stamps.begin_pass()
+        purpose = Purpose.TRAINING if torch.is_grad_enabled() else Purpose.EVALUATION
+        if self.places is not None:
+            self.places.called(unit.number, is_outermost=is_outermost)
+        self.supply.need(unit, purpose, tells=True)
+        order = self._forward.setdefault(self._calls[0].number, UnitOrder())
+        if is_outermost:
+            order.begin()
+        self.supply.fetch(order.reached(unit.number), purpose, tells=True)
+
+    def leave(self, unit: Unit, output: object) -> None:
+        """Free a unit after a call, unless it is used on; the output is None if the call raised."""
+        if not self._calls:  # a hook in front of the one that calls `enter` has raised
+            return
+        outermost, call = self._calls[0].number, self._calls.pop()
+        if call.guards:
+            self._reads.end()
+        unit.depth -= 1
+        if unit.depth:
+            return
+        keeps = False
+        if torch.is_grad_enabled() and output is not None:
+            keeps = self._watch(unit, output, call.passage)
+        if in_backward():
+            return
+        if not keeps:
+            self.supply.free(unit)
+        if not self._calls:
+            if outermost in self._forward:
+                self._forward[outermost].end()
+            self.supply.free_fetched()
+
+    def _watch_inputs(self, unit: Unit, inputs: object) -> Passage | None:
+        """Have it known when all inputs of a call have their gradients."""
+        if not torch.is_grad_enabled() or (in_backward() and unit.passages):
+            return None
+        tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
+        passage, reached = Passage(len(tensors), in_backward()), weakly(self._input_reached)
+        for tensor in tensors:
+            untyped: Any = tensor
+            untyped.register_hook(lambda _: reached(unit.number, passage))
+        if passage.is_again:  # reentrant checkpointing goes back through what is computed now
+            unit.passages[passage] = passage.num_inputs
+        return passage
+
+    def _watch(self, unit: Unit, output: object, passage: Passage | None) -> bool:
+        """Have a unit made whole before the backward pass comes to it; tell whether it stays until then."""
+        tensors = list(tensors_in(output))
+        if not in_backward():
+            reached = weakly(self._output_reached)
+            place = None if self.places is None else self.places.returned()
+            for tensor in tensors:
+                if tensor.grad_fn is not None:
+                    untyped: Any = tensor
+                    untyped.register_hook(lambda _: reached(unit.number, place, passage))
+        return not self._calls or not tensors or self._is_kept(unit)
+
+    def _is_kept(self, unit: Unit) -> bool:
+        """Whether a unit is one of the last in the order of the pass before."""
+        if self._keeps is None:
+            return True
+        last = list(dict.fromkeys(reversed(self._forward[self._calls[0].number].before)))
+        return unit.number in last[: self._keeps]
+
+    # ------------------------------------------------------------------ backward
+
+    def _output_reached(self, number: int, place: int | None = None, passage: Passage | None = None) -> None:
+        """Make a unit whole, as the gradient of its output is there; called by the output's hook.
+
+        Args:
+            number: of the unit.
+            place: of the call, see `LaunchPlaces`.
+            passage: of the call, if it has inputs whose gradients are waited for.
+
+        Raises:
+            RuntimeError: the pass is to be differentiated itself.
+        """
+        if torch.is_grad_enabled():
+            raise RuntimeError(_SECOND)
+        self._need_in_backward(number, place)
+        if passage is not None:
+            passages = self.units[number].passages
+            for again in [other for other in passages if other.is_again]:  # it saved for this one
+                del passages[again]
+            passages[passage] = passage.num_inputs
+
+    def _input_reached(self, number: int, passage: Passage) -> None:
+        """Take note that an input has its gradient; called by its hook."""
+        unit = self.units[number]
+        if passage not in unit.passages:
+            return
+        unit.passages[passage] -= 1
+        if not unit.passages[passage]:
+            del unit.passages[passage]
+            self._free_if_done(unit)
+
+    def _need_in_backward(self, number: int, place: int | None = None) -> None:
+        """Make a unit whole in a backward pass, and fetch the next one."""
+        self._begin_backward()
+        self.supply.need(self.units[number], Purpose.BACKWARD)
+        if self.places is not None:
+            self.places.reached(number, place)
+        following = self._backward.reached(number)
+        self.supply.fetch(following, Purpose.BACKWARD)
+        if self.places is not None:
+            self.places.gathered(following)
+
+    def _begin_backward(self) -> None:
+        if not self._backward.is_under_way:
+            self._backward.begin()
+            if self.places is not None:
+                self.places.begin()
+            self._num_backwards += 1
+            broke_off = partial(weakly(self._break_off), self._num_backwards)
+            when_backward_ends(weakly(self._end_backward), broke_off)
+
+    def gradient_came(self, index: int) -> None:
+        """Take note that a parameter has its gradient; called by its hook."""
+        for unit in self._waiting.get(index, ()):
+            unit.arrived.add(index)
+            self._free_if_done(unit)
+
+    def _free_if_done(self, unit: Unit) -> None:
+        if unit.is_done:
+            unit.arrived.clear()
+            self.supply.free_unused([unit])
+
+    def _end_backward(self) -> None:
+        self._end_order()
+        self.supply.free_unused()
+
+    def _break_off(self, number: int | None = None) -> None:
+        """End a backward pass after an exception; what is under way is waited for later.
+
+        Args:
+            number: of the pass, which may have ended long ago; None for the one that is under way.
+        """
+        if number in (None, self._num_backwards) and self._backward.is_under_way:
+            self._end_order(broke_off=True)
+
+    def _end_order(self, *, broke_off: bool = False) -> None:
+        self._backward.end(broke_off=broke_off)
+        if self.places is not None:
+            self.places.end()
+        for unit in self.units:
+            unit.forget_pass()
+
+    # ------------------------------------------------------------------ on request
+
+    def hold(self, unit: Unit) -> None:
+        """Make a unit whole until `release`, for a state dict or a load."""
+        self.supply.need(unit, Purpose.REQUEST)
+        unit.depth += 1
+
+    def release(self, unit: Unit) -> None:
+        """Free a unit that was held, unless somebody else uses it."""
+        unit.depth -= 1
+        if not in_backward():
+            self.supply.free_unused([unit])
+
+    @contextmanager
+    def whole(self, numbers: Sequence[int], *, writes: bool) -> Iterator[None]:
+        """Make units whole for the time of a ``with``; all ranks enter and leave it.
+
+        If it `writes`, owners take over what was written.
+        """
+        units = [self.units[number] for number in numbers]
+        tells = not self._calls
+        if tells:
+            self.supply.stamps.begin_pass()
+        for unit in units:
+            self.supply.start(unit, Purpose.REQUEST, tells=tells)
+        for unit in units:
+            self.supply.need(unit, Purpose.REQUEST)
+        for unit in units:
+            self.supply.pin(unit, 1)
+        guards = self._reads.begin()
+        try:
+            if tells:
+                self.supply.stamps.look()
+            yield
+        finally:
+            if guards:
+                self._reads.end()
+            for unit in units:
+                self.supply.pin(unit, -1)
+            try:
+                for unit in units if writes else ():
+                    unit.take_written()
+            finally:
+                self.supply.free_unused(units)

@@ -1,0 +1,170 @@
+"""The parts of a fully sharded model: its units, what gathers them, and the reducer of its gradients."""
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zero_optim.comm.lanes import lanes_for_rows
+from zero_optim.comm.mesh import RankMesh
+from zero_optim.compat.engine import require
+from zero_optim.ddp.full.construction import UnitConstruction, ignored_names
+from zero_optim.ddp.full.in_use import UnitsInUse
+from zero_optim.ddp.full.unit import OUTERMOST, Unit
+from zero_optim.ddp.owners.launch_places import LaunchPlaces
+from zero_optim.ddp.owners.owner_reducer import OwnerReducer
+from zero_optim.ddp.owners.wrapper_checks import REFUSED
+from zero_optim.ddp.precision.precision import sparse_names
+from zero_optim.ddp.reducer.assignment import ReducerOptions
+from zero_optim.ddp.reducer.backward_pass import BackwardPass
+from zero_optim.health.unit_marks import UnitMarks
+from zero_optim.health.unit_stamps import UnitStamps
+from zero_optim.optimizer import ZeroRedundancyOptimizer
+from zero_optim.shard.unit_gathers import GathersFromOwners, GathersInReplicas, UnitGathers
+
+NEEDED: tuple[tuple[object, str], ...] = (  # see Note [Private names] in zero_optim.compat.engine
+    (dist, "_broadcast_coalesced"),
+    (torch.autograd, "_unsafe_preserve_version_counter"),
+)
+require(NEEDED, __name__)
+
+_BUFFERS_AT_ONCE = 250 * 2**20  # bytes, as in PyTorch's DDP
+_PREFETCHES = "the next unit is always on its way while one is used; leave it out"
+_IGNORES = "freeze these parameters and leave them out of the optimizer: they stay whole on every rank"
+_OFFLOADS = (
+    'offload="cpu" keeps what a rank owns on the CPU, and offload=zero_optim.ddp.Offload(folder, budget) '
+    "in files"
+)
+_TAKES_FIRST = "every rank takes the values of rank 0; leave it out"
+
+# Options of PyTorch's wrappers that are not ours, each with what to do in its place.
+OF_PYTORCH = {
+    **REFUSED,
+    "auto_wrap_policy": "give the modules that are gathered together, or their classes, as units=",
+    "backward_prefetch": _PREFETCHES,
+    "cpu_offload": _OFFLOADS,
+    "device_id": "move the model before its first forward pass; for one on the meta device give device=",
+    "forward_prefetch": _PREFETCHES,
+    "ignored_modules": _IGNORES,
+    "ignored_params": _IGNORES,
+    "ignored_states": _IGNORES,
+    "limit_all_gathers": _PREFETCHES,
+    "mp_policy": "give it as mixed_precision=",
+    "offload_policy": _OFFLOADS,
+    "param_init_fn": "give it as init=",
+    "sharding_strategy": "parameters are sharded; reshard_after_forward=False keeps them whole until the "
+    "backward pass (SHARD_GRAD_OP), and mesh= makes replicas (HYBRID_SHARD)",
+    "sync_module_states": _TAKES_FIRST,
+    "use_orig_params": "parameters are always the model's own; leave it out",
+}
+
+
+def make_units(built: UnitConstruction, trained: Sequence[Tensor]) -> list[Unit]:
+    """Make the units, by number; `trained` are the parameters whose gradients come, in order."""
+    choice, index_of = built.choice, {param: index for index, param in enumerate(trained)}
+    units = []
+    for number, (name, some) in enumerate(zip(choice.names, built.claim.buckets, strict=True)):
+        params = [param for bucket in some for param in bucket.params]
+        has_frozen = any(param not in index_of for param in params)
+        used = choice.modules[number].parameters() if has_frozen else params
+        waits_for = frozenset(index_of[param] for param in used if param in index_of)
+        units.append(Unit(number, name or OUTERMOST, some, waits_for, has_frozen))
+    return units
+
+
+def _reduced(module: nn.Module) -> tuple[list[tuple[str, Tensor]], list[str]]:
+    """List the parameters whose gradients are reduced, with names; and the names of those that are sparse."""
+    ignored, sparse = ignored_names(module), sparse_names(module)
+    named: Iterable[tuple[str, Tensor]] = module.named_parameters()
+    pairs = [(name, param) for name, param in named if param.requires_grad and name not in ignored]
+    return pairs, [name for name, _ in pairs if name in sparse]
+
+
+def check_sparse(module: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
+    """Refuse sparse gradients that the optimizer does not bear."""
+    pairs, sparse = _reduced(module)
+    optimizer.check_sparse(param for name, param in pairs if name in sparse)
+
+
+def make_reducer(
+    built: UnitConstruction,
+    optimizer: ZeroRedundancyOptimizer,
+    mesh: RankMesh | None,
+    options: Mapping[str, Any],
+    wanted: Callable[[bool], bool],
+) -> OwnerReducer:
+    """Make the reducer, with these options of the wrapper; all ranks call, and it communicates."""
+    pairs, sparse = _reduced(built.module)
+    reducer = OwnerReducer(
+        pairs,
+        optimizer,
+        ReducerOptions(
+            bucket_caps_nbytes=(optimizer.bucket_cap_nbytes,),
+            find_unused_parameters=bool(options.get("find_unused_parameters", False)),
+            static_graph=bool(options.get("static_graph", False)),
+            reduce_dtype=built.policy.reduce_dtype,
+            timeout=options.get("timeout"),
+            on_stall=options.get("on_stall", "raise"),
+        ),
+        sparse=sparse,
+        wanted=wanted,
+        mesh=mesh,
+        outermost={param for param, number in built.choice.unit_of.items() if not number},
+    )
+    reducer.expect(True)  # modules may be called by themselves, before the first forward pass of the whole
+    return reducer
+
+
+def make_places(units: UnitsInUse, unit_of: Mapping[Tensor, int], reducer: OwnerReducer) -> LaunchPlaces:
+    """Make what holds buckets of gradients back; it does not keep the reducer."""
+    reference = weakref.ref(reducer)
+
+    def running() -> BackwardPass | None:
+        reducer = reference()
+        return None if reducer is None else reducer.running
+
+    buckets = reducer.assignment.buckets
+    return LaunchPlaces(units.units, [unit_of[bucket.params[0]] for bucket in buckets], running)
+
+
+def make_gathers(
+    built: UnitConstruction,
+    optimizer: ZeroRedundancyOptimizer,
+    mesh: RankMesh | None,
+    reducer: OwnerReducer,
+    stamps: UnitStamps,
+) -> UnitGathers:
+    """Choose how units are gathered; all ranks call, and it communicates."""
+    ranks, params = optimizer.ranks, built.claim.units
+    names = [f"unit {name}" if name else OUTERMOST for name in built.choice.names]
+    units = list(zip(names, built.claim.buckets, strict=True))
+    if mesh is None or not mesh.splits_state:
+        return GathersFromOwners(ranks, lanes_for_rows(ranks, params), UnitMarks(units, ranks))
+    parts = (replace(part, phase=ranks.phase) for part in (mesh.inner, mesh.across))
+    inner, across = (lanes_for_rows(part, params) for part in parts)
+    reference = weakref.ref(reducer)
+
+    def num_reduced() -> int:
+        reducer = reference()
+        return 0 if reducer is None else reducer.history.num_passes
+
+    keeping = optimizer.row_keeping
+    return GathersInReplicas(mesh, inner, across, units, stamps, reducer.params, num_reduced, keeping)
+
+
+@torch.no_grad()
+def send_buffers(module: nn.Module, reducer: OwnerReducer) -> None:
+    """Give every rank the buffers of the first; all ranks call."""
+    ignored = ignored_names(module)
+    buffers = [buffer for name, buffer in module.named_buffers() if name not in ignored]
+    if not buffers:
+        return
+    record = reducer.group.begin_work("")
+    record.phase = "buffers"
+    autograd, untyped = torch.autograd, dist
+    with record.waiting(), autograd._unsafe_preserve_version_counter(tuple(buffers)):  # type: ignore[attr-defined]
+        untyped._broadcast_coalesced(reducer.process_group, buffers, _BUFFERS_AT_ONCE, 0)  # type: ignore[attr-defined]

@@ -1,0 +1,125 @@
+"""Ranks that left out a call, or made one too many, wait for different works: all say who waits where."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from stalling import TIMEOUT, about_to_stall, linear, outcomes, sharded
+from zero_optim import ZeroRedundancyOptimizer, checkpoint
+from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
+from zero_optim.health.diagnosis import Status, judge
+from zero_optim.hooks import zero_step
+
+
+def built(kind: str) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+    about_to_stall()
+    model = linear()
+    optimizer = sharded(model, gather_lazily=model if kind == "lazy" else None, bucket_cap_mb=1e-4)
+    if kind == "sharded":
+        return ShardedDataParallel(model, optimizer, timeout=TIMEOUT), optimizer
+    wrapper = DistributedDataParallel(model, timeout=TIMEOUT)
+    if kind == "overlapped":
+        wrapper.register_comm_hook(None, zero_step(optimizer, gradients="owners"))
+    return wrapper, optimizer
+
+
+def is_odd() -> bool:
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def train(kind: str, failure: str) -> str:
+    """Train; the last rank leaves out a step of the third iteration, or a pass, or takes it twice."""
+    model, optimizer = built(kind)
+    for number in range(6):
+        strikes = is_odd() and number == 2
+        if not (strikes and failure == "no pass"):
+            model(torch.ones(2, 4)).sum().backward()
+        for _ in range({"no step": 0, "two steps": 2}.get(failure, 1) if strikes else 1):
+            optimizer.step()
+    return "trained"
+
+
+def check(size: int, function: Callable[..., str], *args: object, said: tuple[str, ...]) -> None:
+    """Every rank raises the same, which has some words."""
+    ended = outcomes(size, function, *args)
+    for outcome in ended:
+        assert str(outcome.said).startswith("StalledError: stalled for "), ended
+        assert outcome.said == ended[0].said
+        for part in ("every rank waits, but not for the same; ", *said):
+            assert part in outcome.said, (part, ended)
+
+
+@pytest.mark.parametrize("kind", ["plain", pytest.param("sharded", marks=pytest.mark.slow)])
+def test_a_step_that_a_rank_left_out_is_named(kind: str) -> None:
+    counts = "; times of step(): 3 on ranks 0, 1 and 2 on rank 2"
+    waits = ("; rank 2 waits in the reduction of bucket ", " in the gather of bucket ")
+    check(3, train, kind, "no step", said=("; rank 2 has left out step() 3; rank", *waits, counts))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["plain", "lazy", "sharded"])
+def test_a_step_that_a_rank_takes_twice_is_named(kind: str) -> None:
+    said = ("rank 1 has called step() 4 times after 3 backward passes; ",)
+    check(2, train, kind, "two steps", said=said)
+
+
+def test_a_backward_pass_that_a_rank_leaves_out_is_named_where_the_hook_steps() -> None:
+    said = ("rank 1 has called step() 3 times after 2 backward passes; ", "; rank 1 waits in the gather of ")
+    check(2, train, "overlapped", "no pass", said=said)
+
+
+def save_on_one_rank(folder: Path) -> str:
+    model, optimizer = built("plain")
+    if is_odd():
+        checkpoint.save(folder, model=model, optimizer=optimizer, timeout=TIMEOUT)
+    model(torch.ones(2, 4)).sum().backward()
+    return "saved"
+
+
+def test_different_calls_that_meet_on_one_group_are_named(tmp_path: Path) -> None:
+    said = ("rank 0 waits in the reduction of bucket 0 (", "; rank 1 waits in the exchange of a checkpoint; ")
+    check(2, save_on_one_rank, tmp_path / "saved", said=said)
+
+
+def consolidate_before_buckets_are_rebuilt() -> str:
+    model, optimizer = built("plain")
+    for number in range(3):
+        if is_odd() and number == 1:  # the others agree on the order of gradients in this forward pass
+            optimizer.consolidate_state_dict()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    return "trained"
+
+
+def test_an_agreement_that_meets_the_rebuilding_of_buckets_is_named() -> None:
+    said = ("rank 0 waits in an agreement on the order of gradients",)
+    check(2, consolidate_before_buckets_are_rebuilt, said=said)
+
+
+def status(inside: str, passes: int, steps: int) -> Status:
+    return Status((f"a work of {inside}",), ((inside, 1),), {"backward pass": passes, "step()": steps})
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        (status("step()", 3, 3), status("backward pass", 4, 2), "rank 1 has left out step() 3; "),
+        (
+            status("backward pass", 4, 3),
+            status("step()", 3, 4),
+            "rank 1 has called step() 4 times after 3 backward passes; ",
+        ),
+        (status("backward pass", 5, 2), status("step()", 4, 2), "not for the same; rank 0 waits"),
+    ],
+)
+def test_a_step_that_was_left_out_or_taken_twice_is_named_where_each_pass_has_one(
+    one: Status, other: Status, said: str
+) -> None:
+    told = judge({0: one, 1: other}, 0, 5.0)
+    assert said in told.message, told.message
+    assert "; times of backward pass: " in told.message
+    assert told.missing == ()

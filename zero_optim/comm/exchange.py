@@ -1,0 +1,237 @@
+"""Messages between single ranks, and pieces that each rank exchanges with each other one.
+
+Note [gloo and CUDA]
+    gloo brings CUDA tensors to the host by itself in its collectives. In `isend` and `irecv` it does not: it
+    takes the pointer for one to host memory. So on gloo CUDA tensors are exchanged by an all-to-all, and
+    `send` and `recv` go by way of the device of small tensors, which on gloo is the CPU. gloo's all-to-all
+    knows few dtypes and no list of tensors, hence one tensor of bytes. CPU tensors are sent piece by piece,
+    without a second copy.
+
+Note [Two ranks of many]
+    For a send by itself NCCL makes a communicator of the two ranks, which takes some hundred ms and MiB of
+    the device, and stays. For sends that are started as one it uses that of the whole group. So a send is
+    always started so. It must not be the group's first call, since all ranks make the communicator: whoever
+    sends has agreed with all ranks before.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from itertools import zip_longest
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.started import Work
+from zero_optim.comm.traffic import Waitable
+from zero_optim.comm.unended import SMALL, Paired
+from zero_optim.compat.engine import coalesced, coalesces
+from zero_optim.compat.streams import HostCopy
+
+Lanes = Sequence[RankGroup]
+Received = tuple[Waitable, list[Tensor]]
+
+
+def exchange(
+    group: RankGroup, pieces: Sequence[Tensor], lanes: Lanes, about: str = ""
+) -> tuple[list[Waitable], list[Tensor]]:
+    """Start sending one piece to each rank, and receiving one from each; all ranks call.
+
+    Args:
+        group: the ranks.
+        pieces: by receiving rank; 1-D, contiguous, of one dtype, of equal lengths for one receiver.
+        lanes: groups of the same ranks. One gloo group is not reliably full duplex, so each sender has its
+            own.
+        about: what the pieces belong to, for messages.
+
+    Returns:
+        The handles; the pieces received, by sending rank. This rank's own piece is the tensor given.
+    """
+    mine = pieces[group.rank]
+    received = [mine if rank == group.rank else torch.empty_like(mine) for rank in range(group.size)]
+    if group.size == 1:
+        return [], received
+    lane = replace(lanes[0], phase=group.phase)  # it counts for whoever exchanges
+    record = lane.begin_work(about)
+    works: Sequence[Waitable]
+    with record.starting():
+        if lane.backend_of(mine.device) != "gloo":
+            works = _exchange_at_once(pieces, received, lane)
+        elif mine.device.type != "cpu":
+            works, received = _exchange_packed(pieces, received, lane)
+        else:
+            _count_as_one(group, lanes)
+            others = [rank for rank in range(group.size) if rank != group.rank]
+            sends, receives = ([(rank, of_rank[rank]) for rank in others] for of_rank in (pieces, received))
+            works = [_start_paired(group, sends, receives, lanes)]
+    group.phase.sent(sum(piece.nbytes for rank, piece in enumerate(pieces) if rank != group.rank))
+    return lane.works_of(works, record, mine.device), received
+
+
+def _exchange_at_once(pieces: Sequence[Tensor], received: list[Tensor], lane: RankGroup) -> list[dist.Work]:
+    own = pieces[lane.rank][:0]  # this rank's piece stays where it is
+    sent, into = (
+        [own if rank == lane.rank else of[rank] for rank in range(lane.size)] for of in (pieces, received)
+    )
+    work = dist.all_to_all(into, sent, group=lane.process_group, async_op=True)
+    assert isinstance(work, dist.Work)  # async_op=True on a member always returns a handle
+    return [work]
+
+
+def _exchange_packed(
+    pieces: Sequence[Tensor], received: list[Tensor], lane: RankGroup
+) -> tuple[list[dist.Work], list[Tensor]]:
+    """Exchange as one tensor each way, and as bytes: see Note [gloo and CUDA]."""
+    own = pieces[lane.rank]
+    sent, into = (
+        [own[:0] if rank == lane.rank else of[rank] for rank in range(lane.size)] for of in (pieces, received)
+    )
+    packed = torch.cat(sent).view(torch.uint8)
+    came = torch.empty(sum(part.nbytes for part in into), dtype=torch.uint8, device=own.device)
+    there, back = ([part.nbytes for part in parts] for parts in (sent, into))
+    work = dist.all_to_all_single(came, packed, back, there, group=lane.process_group, async_op=True)
+    assert isinstance(work, dist.Work)  # async_op=True on a member always returns a handle
+    arrived = torch.split(came.view(own.dtype), [part.numel() for part in into])
+    return [work], [own if rank == lane.rank else part for rank, part in enumerate(arrived)]
+
+
+def start_parts(
+    group: RankGroup, parts: Sequence[Sequence[Tensor]], lanes: Lanes, about: str = ""
+) -> tuple[Waitable, Callable[[Tensor], Received]]:
+    """Start sending parts to each rank, where `is_gloo_on_cpu` holds; all ranks call, as `exchange`.
+
+    Returns the handle of all sends, and a function that starts to receive the next part of every other rank:
+    it takes this rank's own part, and returns a handle, and the parts by sending rank.
+    """
+    lane = replace(lanes[0], phase=group.phase)
+    record = lane.begin_work(about)
+    tag = 1 + next(lane.works.tags) % 2**30  # as parts of another exchange may be received in between
+    _count_as_one(group, lanes)
+    rounds = (list(enumerate(some)) for some in zip_longest(*parts))
+    sends = [
+        (rank, part) for some in rounds for rank, part in some if rank != group.rank and part is not None
+    ]
+    with record.starting():
+        sent = _start_paired(group, sends, (), lanes, tag)
+    group.phase.sent(sum(part.nbytes for _, part in sends))
+
+    def receive(own: Tensor) -> Received:
+        into = [own if rank == group.rank else torch.empty_like(own) for rank in range(group.size)]
+        with record.starting():
+            others = ((rank, part) for rank, part in enumerate(into) if rank != group.rank)
+            came = _start_paired(group, (), others, lanes, tag)
+        return Work(came, group.phase, record, looks_up=True), into
+
+    return Work(sent, group.phase, record, looks_up=True), receive
+
+
+def spread_rows(
+    group: RankGroup, rows: Sequence[tuple[int, Tensor]], lanes: Lanes, tag: int, about: str = ""
+) -> list[Waitable]:
+    """Start to send each row from its owner to the other ranks, on gloo and the CPU; all ranks call.
+
+    As `RankGroup.broadcast_rows`, but rows of different tags, of 1 to 2**31 - 2, never meet: gloo ends the
+    process, from a thread of its own, where rows that meet differ in length.
+    """
+    if group.size == 1 or not rows:
+        return []
+    record, device = group.begin_work(about), rows[0][1].device
+    octets = [(owner, row.view(torch.uint8)) for owner, row in rows]  # as broadcasts send them
+    others = [rank for rank in range(group.size) if rank != group.rank]
+    sends = [(rank, row) for owner, row in octets if owner == group.rank for rank in others]
+    _count_as_one(group, lanes)
+    with record.starting():
+        handle = _start_paired(group, sends, [pair for pair in octets if pair[0] != group.rank], lanes, tag)
+    group.phase.sent(sum(row.nbytes for _, row in sends), len(rows))
+    return group.works_of([handle], record, device)
+
+
+def send(group: RankGroup, tensor: Tensor, *to: int) -> None:
+    """Send a contiguous tensor to some ranks, which call `recv`; waits until they have read it."""
+    staged = tensor.to(group.device)
+    record = group.begin_work()
+    with record.starting(), _at_once(group, staged.device) as started:
+        each = [_isend(group, staged, rank) for rank in to]
+    works = started or _made(each)
+    group.phase.sent(staged.nbytes * len(works), len(works))
+    with group.phase.held_up(), record.waiting():
+        if group.is_gloo_on_cpu(staged.device):
+            record.group.wait_for(Paired(works))
+        else:
+            for work in works:
+                work.wait()
+
+
+def recv(group: RankGroup, tensor: Tensor, source: int) -> None:
+    """Fill a contiguous tensor with what ``source`` sends; on an asynchronous device the stream waits."""
+    staged = tensor if tensor.device == group.device else torch.empty_like(tensor, device=group.device)
+    with group.phase.held_up(), group.begin_work().waiting():
+        with _at_once(group, staged.device) as started:
+            each = [_irecv(group, staged, source)]
+        for work in started or _made(each):
+            work.wait()
+    if tensor.device.type == "cpu" and staged is not tensor:
+        tensor.copy_(group.read(HostCopy(staged)))
+    elif staged is not tensor:
+        tensor.copy_(staged)
+
+
+def start_send(group: RankGroup, tensor: Tensor, to: int) -> Waitable:
+    """Start to send a contiguous tensor of the CPU on gloo; keep the handle until it was received."""
+    record = group.begin_work()
+    with record.starting():
+        handle = Paired(_made([_isend(group, tensor, to)]))
+    group.phase.sent(tensor.nbytes)
+    return Work(handle, group.phase, record, looks_up=group.is_gloo_on_cpu(tensor.device))
+
+
+def start_recv(group: RankGroup, tensor: Tensor, source: int) -> Waitable:
+    """Start to fill a contiguous tensor of the CPU, on gloo, with what ``source`` sends."""
+    record = group.begin_work()
+    with record.starting():
+        (work,) = _made([_irecv(group, tensor, source)])
+    return Work(work, group.phase, record)
+
+
+def _start_paired(
+    group: RankGroup,
+    sends: Iterable[tuple[int, Tensor]],
+    receives: Iterable[tuple[int, Tensor]],
+    lanes: Lanes,
+    tag: int = 0,
+) -> Paired:
+    """Start to send tensors to ranks, and to receive some, on the lanes of those that send."""
+    lane, sends = lanes[group.rank % len(lanes)], list(sends)
+    sent = _made([_isend(lane, tensor, rank, tag) for rank, tensor in sends])
+    came = _made([_irecv(lanes[rank % len(lanes)], tensor, rank, tag) for rank, tensor in receives])
+    return Paired(sent, came, is_small=all(tensor.nbytes <= SMALL for _, tensor in sends))
+
+
+def _count_as_one(group: RankGroup, lanes: Lanes) -> None:
+    """Count all that an exchange begins on a lane as one collective; see `GroupWorks.apart`."""
+    for lane in lanes[: group.size]:
+        lane.works.apart -= 1
+
+
+def _at_once(group: RankGroup, device: torch.device) -> AbstractContextManager[list[dist.Work]]:
+    """Start sends and receives as one, where the backend can; see Note [Two ranks of many]."""
+    if coalesces(group.process_group, device):
+        return coalesced(group.process_group, device)
+    return nullcontext([])
+
+
+def _isend(group: RankGroup, tensor: Tensor, to: int, tag: int = 0) -> dist.Work | None:
+    group.works.apart += 1
+    return dist.isend(tensor, group.global_rank(to), group=group.process_group, tag=tag)
+
+
+def _irecv(group: RankGroup, tensor: Tensor, source: int, tag: int = 0) -> dist.Work | None:
+    group.works.apart += 1
+    return dist.irecv(tensor, group.global_rank(source), group=group.process_group, tag=tag)
+
+
+def _made(works: Iterable[dist.Work | None]) -> list[dist.Work]:
+    """Return the handles; there are all, as this process is a member of the group."""
+    return [work for work in works if work is not None]

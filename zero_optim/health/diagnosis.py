@@ -1,0 +1,168 @@
+"""What hangs, and because of whom, from what each rank says of itself. Does not communicate."""
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from zero_optim.comm.frames import differences, ranks_text
+from zero_optim.comm.records import OVERLAPPED_STEP, Activity, Mark, Record, Verdict
+from zero_optim.health.peers import Message, Presence
+
+_ADVICE = (
+    "The process group cannot be used any more: end the processes, or destroy all groups and begin again"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What a process says of itself.
+
+    Attributes:
+        waits: what its threads wait for, see `Record.text`; the longest wait comes first.
+        open: what it is in, the outermost first: name, and how often it was begun.
+        counts: by name, how often something was begun.
+        last: what it began or ended last, as text; empty for nothing.
+        verdict: message and missing ranks, if it has given up the group.
+        is_deciding: it is about to give up that group.
+    """
+
+    waits: tuple[str, ...]
+    open: tuple[tuple[str, int], ...]
+    counts: Mapping[str, int]
+    last: str = ""
+    verdict: tuple[str, tuple[int, ...]] | None = None
+    is_deciding: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        waits: Iterable[Record],
+        activity: Activity,
+        verdict: Verdict | None,
+        *,
+        is_deciding: bool,
+    ) -> "Status":
+        """Make it of what a process knows of itself."""
+        now = time.monotonic()
+        listed = sorted(waits, key=lambda record: -record.waited(now))
+        return cls(
+            tuple(record.text for record in listed),
+            tuple((mark.name, mark.count) for mark in list(activity.open.values())),
+            dict(activity.counts),
+            "" if activity.last is None else _mark_text(activity.last, now),
+            None if verdict is None else (verdict.message, verdict.missing),
+            is_deciding,
+        )
+
+    def to_message(self) -> Message:
+        """Return it as plain JSON."""
+        return asdict(self)
+
+    @classmethod
+    def read(cls, message: Message) -> "Status":
+        """Read what `to_message` made."""
+        verdict: Any = message["verdict"]
+        return cls(
+            tuple(message["waits"]),
+            tuple((str(name), int(count)) for name, count in message["open"]),
+            {str(name): int(count) for name, count in message["counts"].items()},
+            str(message["last"]),
+            None if verdict is None else (str(verdict[0]), tuple(map(int, verdict[1]))),
+            bool(message["is_deciding"]),
+        )
+
+
+def _mark_text(mark: Mark, now: float) -> str:
+    how = "ended" if mark.is_over else "began"
+    return f"{mark.name} {mark.count} {how} {now - mark.time:.0f} s ago"
+
+
+Seen = Mapping[int, Status | Presence]  # by group rank
+
+
+_GONE = (Presence.ENDED, Presence.LEFT, Presence.NEVER)
+
+
+def gone(seen: Seen) -> list[int]:
+    """List the ranks whose processes have ended, or that have let go."""
+    return [rank for rank, what in seen.items() if what in _GONE]
+
+
+def closed(seen: Seen) -> Seen:
+    """The same, where a connection was closed and nobody is known to have ended: who is absent has."""
+    if gone(seen):
+        return seen
+    return {rank: Presence.NEVER if what is Presence.ABSENT else what for rank, what in seen.items()}
+
+
+def judge(seen: Seen, own: int, seconds: float | None) -> Verdict:
+    """Say which ranks are missing, what they did last, and what the others wait for.
+
+    ``seconds``: for which ``own`` has waited; None if its wait failed before its time.
+    """
+    mine = seen[own]
+    assert isinstance(mine, Status)  # it can always be asked
+    call = mine.open[0] if mine.open else None
+    ended = gone(seen)  # if there are some, nobody else is to blame
+    missing, told = [], []
+    waiting: dict[str, list[int]] = {}
+    for rank, what in sorted(seen.items()):
+        if isinstance(what, Status) and what.waits and not _steps_beside(what):
+            waiting.setdefault(what.waits[0], []).append(rank)
+        elif not ended or rank in ended:
+            missing.append(rank)
+            told.append(f"rank {rank} {what.value if isinstance(what, Presence) else _doing(what, call)}")
+    if not missing:
+        told.append(f"every rank waits, {'but not' if len(waiting) > 1 else 'all'} for the same")
+        told += _irregular(seen) if len(waiting) > 1 else []
+    for work, ranks in waiting.items():
+        told.append(f"{ranks_text(ranks)} wait{'s' * (len(ranks) == 1)} in {work}")
+    if not ended and (len(waiting) > 1 or not missing):
+        told += _differences(seen)
+    why = "stalled" if seconds is None else f"stalled for {seconds:.3g} s"
+    return Verdict(f"{why}: {'; '.join(told)}. {_ADVICE}", tuple(missing))
+
+
+def _irregular(seen: Seen) -> list[str]:
+    """Name ranks that left out a step or made one too many, where others step once in each pass."""
+    told, regular = [], 0
+    for rank, what in sorted(seen.items()):
+        if not isinstance(what, Status):
+            continue
+        passes, steps = what.counts.get("backward pass", 0), what.counts.get("step()", 0)
+        is_inside = any(name == "backward pass" for name, _ in what.open)
+        if steps == passes - is_inside:
+            regular += 1
+        elif steps == passes + 1:
+            told.append(f"rank {rank} has called step() {steps} times after {passes} backward passes")
+        elif is_inside and steps == passes - 2:
+            told.append(f"rank {rank} has left out step() {steps + 1}")
+        else:
+            return []
+    return told if regular else []
+
+
+def _differences(seen: Seen) -> list[str]:
+    return differences({rank: what.counts for rank, what in seen.items() if isinstance(what, Status)})
+
+
+def _steps_beside(status: Status) -> bool:
+    """Whether a thread steps; then waits for what it has yet to do are waits for this rank itself."""
+    return any(name == OVERLAPPED_STEP for name, _ in status.open)
+
+
+def _doing(status: Status, call: tuple[str, int] | None) -> str:
+    """Say what a rank does that waits for nothing; ``call`` is what the ranks that wait are in."""
+    seen = f" (last seen: {status.last})" if status.last else ""
+    if call is None:
+        inside = f"is in {status.open[0][0]} and " if status.open else ""
+        return f"{inside}waits for nothing{seen}"
+    if _steps_beside(status):
+        call = next(each for each in status.open if each[0] == OVERLAPPED_STEP)
+    name, count = call
+    if status.counts.get(name, 0) < count:
+        return f"has not {'called' if name.endswith('()') else 'begun its'} {name}{seen}"
+    if any(name == opened for opened, _ in status.open):
+        return f"is in {name} and waits for nothing{seen}"
+    return f"has left {name}{seen}"

@@ -1,0 +1,291 @@
+"""Questions from one rank's watchdog to another's, over TCP: they pass where a collective cannot.
+
+Note [Dead, stopped or slow]
+    Each watchdog listens on a port. Where the connection is refused or reset, the process has ended. Where
+    the kernel takes it but nobody answers, the process is stopped, or its host is too busy. Where it answers,
+    it says itself what it does. So no rank has to write down each second that it lives.
+
+    A question carries a token that is in the store next to the address: whoever cannot read the store is not
+    answered. Questions and answers are one line of JSON. The socket is bound to the address by which the
+    store is reached, so it is no more visible than the process group is.
+"""
+
+import errno
+import json
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from enum import Enum
+from functools import partial
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from zero_optim.comm.threads import start_thread
+from zero_optim.compat.engine import address_of_store, default_store
+
+Message = dict[str, Any]  # plain JSON
+
+T = TypeVar("T")
+
+ANSWER_LIMIT = 1.0  # seconds in which a process that runs answers
+_NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
+_LONGEST = 2**20  # bytes of a line
+_Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)  # takes no file descriptor, as epoll
+
+
+class Presence(Enum):
+    """What is known of a process that says nothing."""
+
+    ENDED = "has ended: nothing listens at its address any more"
+    LEFT = "has let go of its optimizers, or has exited"
+    NEVER = "has ended, and had built no optimizer and no DDP of zero_optim"
+    SILENT = "does not answer: its process is stopped, its host too busy, or the link to it cut"
+    CUT_OFF = "cannot be reached: there is no way to its host any more"
+    ABSENT = "has built no optimizer and no DDP of zero_optim"
+    UNKNOWN = "could not be asked"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a watchdog listens; a question must carry the token."""
+
+    host: str
+    port: int
+    token: str
+    node: str
+    pid: int
+
+    def to_text(self) -> str:
+        """Write it down for the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> "Address":
+        """Read what `to_text` wrote."""
+        return cls(**json.loads(text))
+
+
+class Listener:
+    """Listens for questions of other ranks, at an address from `host_towards`."""
+
+    def __init__(self, host: str, pid: int) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.socket = socket.create_server((host, 0), family=family, backlog=128)
+        self.socket.setblocking(False)
+        self._woken, self._waker = socket.socketpair()
+        for end in (self._woken, self._waker):
+            end.setblocking(False)
+        port = self.socket.getsockname()[1]
+        self.address = Address(host, port, secrets.token_hex(16), socket.gethostname(), pid)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until somebody asks, or wakes this, or some seconds have passed; True if somebody asks."""
+        with _Selector() as selector:
+            for each in (self.socket, self._woken):
+                selector.register(each, selectors.EVENT_READ)
+            ready = [key.fileobj for key, _ in selector.select(seconds)]
+        if self._woken in ready:
+            self._woken.recv(4096)
+        return self.socket in ready
+
+    def wake(self) -> None:
+        """End a `wait`, from any thread, also while garbage is collected."""
+        with suppress(OSError):  # it has ended, or has been woken often enough
+            self._waker.send(b"\0")
+
+    def answer(self, answer: Callable[[Message], Message]) -> None:
+        """Answer one question, if there is one."""
+        try:
+            connection, _ = self.socket.accept()
+        except OSError:  # gone already
+            return
+        with connection:
+            try:
+                question = _read(connection, ANSWER_LIMIT / 2)
+                if secrets.compare_digest(str(question.pop("token", "")), self.address.token):
+                    connection.sendall(_line(answer(question)))
+            except (OSError, EOFError, ValueError, TypeError, KeyError, AttributeError):  # not one of ours
+                return
+
+    def close(self) -> None:
+        """Listen no more."""
+        for each in (self.socket, self._woken, self._waker):
+            each.close()
+
+
+def ask(address: Address, question: Message) -> Message | Presence:
+    """Ask another process; takes `ANSWER_LIMIT` at most, or twice that."""
+    is_loopback = address.host in ("127.0.0.1", "::1")
+    if is_loopback and address.node != socket.gethostname():
+        return Presence.UNKNOWN
+    try:
+        with socket.create_connection((address.host, address.port), ANSWER_LIMIT) as connection:
+            connection.sendall(_line({**question, "token": address.token}))
+            return _read(connection, ANSWER_LIMIT)
+    except TimeoutError:
+        return Presence.SILENT
+    except (ConnectionError, EOFError):
+        return Presence.ENDED
+    except (OSError, ValueError) as error:
+        return Presence.CUT_OFF if getattr(error, "errno", None) in _NO_WAY else Presence.UNKNOWN
+
+
+def in_threads(calls: Mapping[int, Callable[[], T]], limit: float) -> dict[int, T]:
+    """Make calls beside each other; returns the results of those that end within ``limit`` seconds."""
+    found: dict[int, T] = {}
+    over = threading.Semaphore(0)
+
+    def run(numbers: Sequence[int]) -> None:
+        for number in numbers:
+            try:
+                found[number] = calls[number]()
+            except (OSError, RuntimeError, ValueError, TypeError):  # the store is gone, say: nothing is found
+                continue
+            finally:
+                over.release()
+
+    numbers, most = list(calls), 32
+    for start in range(min(most, len(numbers))):
+        start_thread(partial(run, numbers[start::most]), "zero_optim question")
+    deadline = time.monotonic() + limit
+    for _ in numbers:
+        if not over.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            break
+    return dict(found)
+
+
+def host_towards(host: str | None, port: int) -> str:
+    """Return the address of the interface by which this machine reaches another; loopback for None."""
+    # Nothing is sent: a datagram socket that is connected only chooses a route.
+    if not host:
+        return "127.0.0.1"
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(where)
+            found: str = probe.getsockname()[0]
+    except OSError:
+        return "127.0.0.1"
+    return found
+
+
+def _line(message: Message) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def _read(connection: socket.socket, limit: float) -> Message:
+    """Read a line within ``limit`` seconds, or raise: nobody is held up by one who sends slowly."""
+    content, deadline = bytearray(), time.monotonic() + limit
+    while not content.endswith(b"\n"):
+        connection.settimeout(
+            max(deadline - time.monotonic(), 0.001)
+        )  # 0 would not wait, and be another error
+        piece = connection.recv(65536)
+        if not piece:
+            raise EOFError("no whole line came")
+        content += piece
+        if len(content) > _LONGEST:
+            raise ValueError(f"a line of more than {_LONGEST} bytes")
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no whole line came in {limit} s")
+    try:
+        message = json.loads(content)
+    except RecursionError as error:  # brackets in brackets, from somebody who is none of ours
+        raise ValueError("a line of too many brackets") from error
+    if not isinstance(message, dict):
+        raise ValueError(f"expected an object, got {type(message).__name__}")  # noqa: TRY004 - see above
+    return message
+
+
+_LEFT = "left"  # in the store, in the place of an address
+
+
+class Directory:
+    """Where all watchdogs listen, by global rank, as the store of the default group has it.
+
+    The store is not kept: it may have a port, which has to be free when the default group is gone.
+    """
+
+    def __init__(self, is_current: Callable[[], bool]) -> None:
+        self.rank = dist.get_rank()
+        self.is_current = is_current
+        self._addresses: dict[int, Address] = {}
+
+    @staticmethod
+    def can_be_kept() -> bool:
+        """Whether the store takes entries; that of PyTorch's "fake" groups does not."""
+        try:
+            default_store().set("zero_optim/watchdog", "")
+        except RuntimeError:
+            return False
+        return True
+
+    @staticmethod
+    def own_host() -> str:
+        """Return the address at which other ranks reach this machine."""
+        return host_towards(*address_of_store(default_store()))
+
+    def publish(self, address: Address) -> None:
+        """Tell the other ranks where this one listens."""
+        default_store().set(_key(self.rank), address.to_text())
+
+    def leave(self) -> None:
+        """Tell them that this one listens no more, so that nobody takes it for dead."""
+        with suppress(RuntimeError, ValueError):  # the store is gone, and so is whoever would ask
+            store = default_store()
+            if self.is_current():  # asked second: the store is not that of a default group made since
+                store.set(_key(self.rank), _LEFT)
+
+    def learn(self, ranks: Sequence[int]) -> None:
+        """Read addresses of ranks before they are needed: the store may end first. Waits for all ranks."""
+        unknown = [rank for rank in ranks if rank not in self._addresses]
+        if unknown:
+            found = default_store().multi_get([_key(rank) for rank in unknown])
+            for rank, entry in zip(unknown, found, strict=True):
+                self._note(rank, entry.decode())
+
+    def ask_all(self, ranks: Sequence[int], question: Message) -> dict[int, Message | Presence]:
+        """Ask all ranks but this one, by place among ``ranks``; takes a few times `ANSWER_LIMIT` at most."""
+        others = {place: rank for place, rank in enumerate(ranks) if rank != self.rank}
+        calls = {place: partial(self._ask, rank, question) for place, rank in others.items()}
+        found = in_threads(calls, 3 * ANSWER_LIMIT)
+        return {place: found.get(place, Presence.UNKNOWN) for place in others}
+
+    def _ask(self, rank: int, question: Message) -> Message | Presence:
+        if rank not in self._addresses:
+            absence = self._look_up(rank)
+            if absence is not None:
+                return absence
+        known = self._addresses[rank]
+        answer = ask(known, question)
+        if answer is not Presence.ENDED:
+            return answer
+        with suppress(RuntimeError, ValueError):  # the store may be gone as well
+            if self._look_up(rank) is Presence.LEFT:
+                return Presence.LEFT
+            if self._addresses[rank] != known:  # it has begun to listen again
+                return ask(self._addresses[rank], question)
+        return Presence.ENDED
+
+    def _look_up(self, rank: int) -> Presence | None:
+        """Read an address from the store; says why there is none."""
+        store = default_store()
+        if not store.check([_key(rank)]):
+            return Presence.ABSENT
+        return self._note(rank, store.get(_key(rank)).decode())
+
+    def _note(self, rank: int, entry: str) -> Presence | None:
+        if entry == _LEFT:
+            return Presence.LEFT
+        self._addresses[rank] = Address.from_text(entry)
+        return None
+
+
+def _key(rank: int) -> str:
+    return f"zero_optim/watchdog/{rank}"

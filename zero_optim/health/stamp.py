@@ -1,0 +1,118 @@
+"""The stamp of one rank, 32 bytes, and the errors that stamps of several ranks amount to."""
+
+import struct
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from zero_optim.comm.frames import ranks_text
+from zero_optim.errors import RankMismatchError, RemoteRankError
+from zero_optim.plan.options import DIGEST_NBYTES
+
+STAMP_NBYTES = 32
+MARK, MARK_NBYTES = 2, 2  # where the mark is in a stamp
+_FORM = struct.Struct(f"<BBHI{DIGEST_NBYTES}s16s")
+_STEP, _FAILED = 1, 1
+
+
+class Stamp(NamedTuple):
+    """What one rank tells in a gather.
+
+    Attributes:
+        kind: 1 for a call that gathers parameters it has changed; 0 where there is no stamp.
+        flags: 1 if the call raised on that rank.
+        mark: of the gather of a unit: see `zero_optim.health.unit_marks`.
+        number: of the call, counted on that rank.
+        digest: of the options.
+        text: the call, such as ``step()``; or the class of the exception. Cut to 16 bytes.
+    """
+
+    kind: int
+    flags: int
+    mark: int
+    number: int
+    digest: bytes
+    text: bytes
+
+    @classmethod
+    def of(cls, number: int, digest: bytes, name: str, failed: str | None) -> "Stamp":
+        """Make the stamp of a call; ``failed`` is the class of what it raised, None for nothing."""
+        text, flags = (name, 0) if failed is None else (failed, _FAILED)
+        return cls(_STEP, flags, 0, number % 2**32, digest, text.encode()[:16])
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the call raised on that rank."""
+        return bool(self.flags & _FAILED)
+
+    @property
+    def name(self) -> str:
+        """The text."""
+        return self.text.rstrip(b"\0").decode(errors="replace")
+
+    def packed(self) -> bytes:
+        """Return the bytes that travel."""
+        return _FORM.pack(*self)
+
+
+assert _FORM.size == STAMP_NBYTES
+
+
+def stamps_in(octets: bytes) -> Iterator[Stamp]:
+    """Read stamps that lie one after the other."""
+    return (Stamp(*unpacked) for unpacked in _FORM.iter_unpack(octets))
+
+
+def failed_ranks(stamps: Mapping[int, Stamp]) -> list[int]:
+    """List the ranks whose call raised."""
+    return [rank for rank, stamp in sorted(stamps.items()) if stamp.has_failed]
+
+
+def failure_elsewhere(call: str, stamps: Mapping[int, Stamp]) -> RemoteRankError:
+    """Make the error for ranks that did not fail in a call, where others did."""
+    told = "; ".join(f"rank {rank} failed with {stamps[rank].name}" for rank in failed_ranks(stamps))
+    return RemoteRankError(f"{told} in {call}; its own output has more")
+
+
+def _by_call(stamps: Mapping[int, Stamp]) -> list[tuple[tuple[int, int, str], list[int]]]:
+    """Sort ranks by kind, number and name of their call, those that most have made first."""
+    calls: dict[tuple[int, int, str], list[int]] = {}
+    for rank, stamp in sorted(stamps.items()):
+        calls.setdefault((stamp.kind, stamp.number, stamp.name), []).append(rank)
+    return sorted(calls.items(), key=lambda pair: -len(pair[1]))
+
+
+def different_calls(stamps: Mapping[int, Stamp]) -> RankMismatchError | None:
+    """Make the error for ranks that are not in the same call, None if they are."""
+    calls = _by_call(stamps)
+    if len(calls) < 2:
+        return None
+    told = "; ".join(
+        f"{ranks_text(ranks)} in {f'{name}, call {number} there' if kind else 'a gather that is no step'}"
+        for (kind, number, name), ranks in calls
+    )
+    only_numbers = len({(kind, name) for (kind, _, name), _ in calls}) == 1
+    return RankMismatchError(
+        f"ranks are in different calls of the optimizer: {told}. All ranks must make the same calls"
+        f"{_SKIPPED_HERE if only_numbers else ''}"
+    )
+
+
+_SKIPPED_HERE = (
+    ". A GradScaler's step counts even if it is skipped: one found an infinity on some ranks alone. Reduce "
+    "gradients before the scaler looks at them, as DDP does, or use "
+    "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, with the process group"
+)
+
+
+def different_numbers(stamps: Mapping[int, Stamp]) -> RankMismatchError | None:
+    """Make the error for ranks that have made different calls so far, None if they have not."""
+    calls = _by_call(stamps)
+    if len(calls) < 2:
+        return None
+    made = "; ".join(
+        f"{ranks_text(ranks)} made {number}" + (f", the last one {name}" if number else "")
+        for (_, number, name), ranks in calls
+    )
+    return RankMismatchError(
+        f"ranks have made different calls of the optimizer: {made}. All ranks must make the same"
+    )

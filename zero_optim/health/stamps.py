@@ -1,0 +1,306 @@
+"""Stamps: what ranks tell each other in the gathers of a step, so that they fail together and by name.
+
+Each owner writes a stamp into the room of its row (`plan.rooms.with_rooms`) before it sends the row. All
+ranks read the stamps of all rows, so they draw the same conclusion and may communicate about it. Where nobody
+differs, a step has no further collective.
+
+Note [When stamps are read]
+    On the CPU, where a step waits for its gathers, they are read when the step ends. Otherwise a step is
+    looked at when the next one has gathered: on an accelerator, since the CPU would wait for the device, and
+    where modules wait for gathers, since these end at other times on other ranks. A failure needs no
+    exchange, so on the CPU it is told as soon as the gathers are over. A step taken in the backward pass is
+    looked at by `step()`, or by the next backward pass.
+
+Note [What may differ]
+    If digests of options differ, the ranks exchange all options and who wrote them. An option that differs is
+    an error, unless a class has written it in a step on some rank, or it is on every rank as the class made
+    it: some classes count in their groups, and only where they step a parameter. Such an option is left out
+    of the digest from then on. So a digest that says too much costs one exchange, and never stops a run that
+    is right.
+
+Note [What a count cannot tell]
+    Calls are counted as they gather, so ranks whose gathers meet have counted alike. That a rank has left out
+    a step shows where its next collective meets another one; then the watchdog tells, after the timeout.
+    Where no step gathers, it shows in the next forward pass: Note [Stamps of units] in `unit_stamps`. A count
+    of backward passes or of ``zero_grad`` would not help: ranks may accumulate gradients over different
+    numbers of them.
+
+    But a ``GradScaler`` asks the optimizer something at each step, also at one that it leaves out. So these
+    are counted too: where nothing is reduced, scalers find an infinity on one rank alone, and the rows of one
+    iteration would meet those of the next.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zero_optim.comm.agreement import Failure, failure_of, failure_of_others
+from zero_optim.comm.collectives import RankGroup, bytes_to_tensor, tensor_to_bytes
+from zero_optim.comm.frames import ranks_text
+from zero_optim.compat.streams import HostCopy, copy_to
+from zero_optim.errors import RankMismatchError
+from zero_optim.health.stamp import (
+    STAMP_NBYTES,
+    Stamp,
+    different_calls,
+    different_numbers,
+    failed_ranks,
+    failure_elsewhere,
+    stamps_in,
+)
+from zero_optim.plan.groups import ParamGroup
+from zero_optim.plan.layout import Layout, Room
+from zero_optim.plan.options import OptionKey, OptionValues, Plain, differing, held_by, text_of
+
+_SHOWN = 4  # options in a message
+
+
+class Origins(NamedTuple):
+    """Options as the class made them on this rank, and options that it has changed in a step."""
+
+    made: Collection[OptionKey]
+    written: Collection[OptionKey]
+
+
+class Call(NamedTuple):
+    """A call that changes parameters and gathers them, such as ``step()``, and what it has raised here.
+
+    ``origins`` tells who wrote options here, from the options at a call; asked only if ranks differ.
+    """
+
+    name: str
+    origins: Callable[[Sequence[Mapping[str, Plain]]], Origins]
+    failure: BaseException | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """One call, and the stamps of it that have come. It keeps no exception, nor the optimizer.
+
+    Attributes:
+        came: the rooms of a gather, and what was in them.
+        is_told: this rank has raised, or will, since another one failed.
+        failure: class and message of what the call raised on this rank.
+    """
+
+    number: int
+    name: str
+    digest: bytes
+    options: Sequence[Mapping[str, Plain]]
+    came: list[tuple[Sequence[Room], HostCopy]] = field(default_factory=list)
+    is_told: bool = False
+    failure: Failure | None = None
+    _mine: Tensor | None = None
+
+    def stamp(self) -> Tensor:
+        """Return this rank's stamp, 1-D, uint8, on the CPU."""
+        if self._mine is None:
+            failed = None if self.failure is None else self.failure[0]
+            self._mine = bytes_to_tensor(Stamp.of(self.number, self.digest, self.name, failed).packed())
+        return self._mine
+
+    def fail(self, failure: BaseException) -> None:
+        """Tell of a failure from now on, unless there is one."""
+        if self.failure is None:
+            more = f". Ranks on which nothing was raised may have taken their part of {self.name}"
+            self.failure, self._mine = failure_of(failure, more), None
+
+    def stamps(self, read: Callable[[HostCopy], Tensor] = HostCopy.read) -> dict[int, Stamp]:
+        """Return the stamps that have come, by rank: the last one of each, or one that tells of a failure."""
+        stamps: dict[int, Stamp] = {}
+        for rooms, copy in self.came:
+            octets = tensor_to_bytes(read(copy))
+            for room, stamp in zip(rooms, stamps_in(octets), strict=True):
+                if room.owner not in stamps or not stamps[room.owner].has_failed:
+                    stamps[room.owner] = stamp
+        return stamps
+
+
+class Stamps:
+    """Writes and reads the stamps of one optimizer's steps, in a group of several ranks.
+
+    Attributes:
+        tell: called with what `check_failures` is about to raise.
+        numbers: see `RankGroup.numbers`; empty where ranks are called by their group ranks.
+        asked: how often a scaler has come to a step since the last call, see Note [What a count cannot tell].
+    """
+
+    def __init__(self, own_options: Collection[str] = ()) -> None:
+        self._own_options = frozenset(own_options)
+        self._values = OptionValues()
+        self._left_out: set[OptionKey] = set()  # the same on every rank
+        self.asked = 0
+        self._step = _Step(0, "construction", self._values.digest, ())  # the last call; it gathers nothing
+        self._unread: list[_Step] = []  # calls that were not looked at; the last one is `_step`
+        self._told: frozenset[Stamp] = frozenset()  # by an error, the last ones; the same on every rank
+        self.tell: Callable[[BaseException], None] = _tell_nobody
+        self.numbers: Sequence[int] = ()
+
+    def __reduce__(self) -> "tuple[type[Stamps], tuple[Collection[str]]]":
+        """Copy and pickle as new."""
+        return Stamps, (self._own_options,)
+
+    # ------------------------------------------------------------------ before and in the gathers
+
+    def begin(self, groups: Sequence[ParamGroup], call: Call) -> None:
+        """Begin a call, whose gathers come next; all ranks call, with all public groups."""
+        own = {
+            (number, name)
+            for number, group in enumerate(groups if self._own_options else ())
+            for name in self._own_options.intersection(group)
+        }
+        self._values.follow(groups, self._left_out | own if own else self._left_out)
+        number = self._step.number + 1 + self.asked
+        self.asked = 0
+        self._step = _Step(number, call.name, self._values.digest, self._values.by_group)
+        if call.failure is not None:
+            self._step.fail(call.failure)
+        self._unread.append(self._step)
+
+    def fail(self, failure: BaseException) -> None:
+        """Tell of a failure in the gathers that are yet to start."""
+        if self._step.number:
+            self._step.fail(failure)
+
+    def send(
+        self, flat: Tensor, layout: Layout, rank: int, chosen: Collection[int] | None = None
+    ) -> Callable[[], None]:
+        """Write this rank's stamp into its row of a flat tensor, if there is room; the CPU waits for nothing.
+
+        Returns a function that takes the stamps of all ranks out of ``flat``, called when it has been
+        gathered.
+        """
+        step, rooms = self._step, layout.rooms
+        if chosen is not None:
+            rooms = tuple(room for room in rooms if room.param in chosen)
+        if not step.number or not rooms:
+            return nothing
+        places = self.write(flat, rooms, rank)
+        return lambda: step.came.append((rooms, HostCopy(torch.cat(places))))
+
+    def write(self, flat: Tensor, rooms: Sequence[Room], rank: int) -> list[Tensor]:
+        """Write this rank's stamp of the last call into its room; returns all rooms as bytes."""
+        octets, size = flat.view(torch.uint8), flat.element_size()
+        places = [octets[room.start * size :][:STAMP_NBYTES] for room in rooms]
+        for room, place in zip(rooms, places, strict=True):
+            if room.owner == rank:
+                copy_to(place, self._step.stamp())
+        return places
+
+    # ------------------------------------------------------------------ when they have come
+
+    def check_failures(self) -> None:
+        """Raise RemoteRankError if another rank alone has failed in the last call, and its stamp is here."""
+        for step in self._unread:
+            if not step.is_told and step.failure is None and all(copy.is_here for _, copy in step.came):
+                stamps = step.stamps()
+                if failed_ranks(stamps):
+                    step.is_told = True
+                    error = failure_elsewhere(step.name, self._numbered(stamps))
+                    self.tell(error)
+                    raise error
+
+    def settle(self, group: RankGroup, call: Call, *, with_last: bool) -> None:
+        """Look at the calls not looked at yet; all ranks call, at the same point of their programs.
+
+        Communicates, and raises on every rank, if ranks are in different calls, have different options, or
+        one has failed; nothing is raised if ``call`` has failed here. With ``with_last`` it looks at the last
+        call too: its gathers are over, and all ranks are still in it.
+        """
+        error: Exception | None = None
+        while len(self._unread) > (not with_last):
+            step = self._unread.pop(0)
+            stamps = step.stamps(group.read)
+            has_failed = bool(failed_ranks(stamps))
+            if has_failed:
+                if step is self._step and with_last and len({stamp.number for stamp in stamps.values()}) == 1:
+                    told = failure_of_others(group, step.failure)
+                    error = None if step.is_told else told
+                elif step.failure is None and not step.is_told:
+                    error = failure_elsewhere(step.name, self._numbered(stamps))
+                step.is_told = True
+            else:
+                error = different_calls(self._numbered(stamps))
+                if error is None and len({stamp.digest for stamp in stamps.values()}) > 1:
+                    error = self._compared(group, step, call.origins(step.options))
+            if has_failed or error is not None:
+                self._told = frozenset(stamps.values())
+                break  # as on every rank
+        if error is not None and call.failure is None:
+            raise error
+
+    def difference(
+        self,
+        group: RankGroup,
+        stamps: Mapping[int, Stamp],
+        origins: Callable[[Sequence[Mapping[str, Plain]]], Origins],
+    ) -> Exception | None:
+        """Return the error to be raised on every rank, None for none; all ranks call, with the same stamps.
+
+        Communicates if the last calls of ranks differ. What was told before is not told again.
+        """
+        step, new = self._step, frozenset(stamps.values())
+        failed = failed_ranks(stamps)
+        if new <= self._told or len(failed) == len(stamps):  # what each rank has raised need not be told
+            return None
+        self._told = new
+        if failed:
+            told = failure_of_others(group, step.failure)
+            return failure_elsewhere(step.name, self._numbered(stamps)) if told is None else told
+        differ = different_numbers(self._numbered(stamps))
+        return self._compared(group, step, origins(step.options)) if differ is None else differ
+
+    def _numbered(self, stamps: Mapping[int, Stamp]) -> dict[int, Stamp]:
+        """Return the stamps by what messages call each rank."""
+        return dict(zip(_called(stamps, self.numbers), stamps.values(), strict=True))
+
+    def _compared(self, group: RankGroup, step: _Step, mine: Origins) -> Exception | None:
+        """Exchange the options of a call; return an error for those that should not differ."""
+        everyone = group.all_gather_json([step.options, sorted(mine.written), sorted(mine.made)])
+        options = [of_rank[0] for of_rank in everyone]
+        written = {tuple(key) for of_rank in everyone for key in of_rank[1]}
+        made = set.intersection(*({tuple(key) for key in of_rank[2]} for of_rank in everyone))
+        differ = [key for key in differing(options) if key[1] not in self._own_options]
+        self._left_out.update(key for key in differ if key in written or key in made)
+        wrong = [key for key in differ if key not in self._left_out]
+        if not wrong:
+            return None
+        shown = shortened([_difference(options, key, self.numbers) for key in wrong])
+        names = tuple(dict.fromkeys(name for _, name in wrong))
+        return RankMismatchError(
+            f"ranks have different options in {step.name}: {shown}. The step was taken, and each "
+            "owner stepped with its own. Give every rank the same: run schedulers on all ranks alike, and "
+            f"load the same state on all. If they are meant to differ, build it with own_options={names!r}"
+        )
+
+
+def shortened(differences: Sequence[str]) -> str:
+    """List the first differences in a message, and how many more there are."""
+    more = f", and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+    return "; ".join(differences[:_SHOWN]) + more
+
+
+def _difference(
+    options: Sequence[Sequence[Mapping[str, Plain]]], key: OptionKey, numbers: Sequence[int]
+) -> str:
+    held = [(value, _called(ranks, numbers)) for value, ranks in held_by(options, key)]
+    told = "; ".join(
+        f"{ranks_text(ranks)} {'have' if len(ranks) > 1 else 'has'} {text_of(value)}" for value, ranks in held
+    )
+    return f"{key[1]} of group {key[0]}: {told}"
+
+
+def _called(ranks: Iterable[int], numbers: Sequence[int]) -> list[int]:
+    """Return what messages call some group ranks."""
+    return [numbers[rank] if numbers else rank for rank in ranks]
+
+
+def _tell_nobody(_: BaseException) -> None:
+    """Tell nobody: there are no replicas."""
+
+
+def nothing() -> None:
+    """Take nothing: there are no stamps."""

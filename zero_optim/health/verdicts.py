@@ -1,0 +1,242 @@
+"""Verdicts: a wait takes too long, so ranks find out who is missing, and give up together.
+
+Note [Giving up together]
+    The rank whose wait is the first to take too long asks all ranks of the group what they do, or of the
+    whole mesh that the group is a part of. It makes a verdict, tells it to all of them, and breaks its
+    connections; so do they: their waits raise, and no work begins any more on groups of these ranks. A wait
+    may also fail before its time, if gloo sees a closed connection. Then the thread that waited asks, and
+    decides if ranks have ended.
+
+    Several ranks may decide at the same time. So a verdict is first told to the lowest rank that answers,
+    which keeps the first one that it is told or makes itself; that one holds. A rank that has answered
+    before, and does not now, is only busy as a rule: it is asked again for some seconds. Two verdicts stay
+    possible if the lowest rank is silent when one rank asks, and answers another one, in the second in which
+    both decide: then ranks raise different reasons, and nobody hangs. No protocol can close that. The store
+    as the arbiter would often be on the rank that is silent.
+"""
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from zero_optim.comm.records import Record, Verdict
+from zero_optim.comm.threads import start_thread
+from zero_optim.comm.works import GroupWorks, WorkLog
+from zero_optim.health.diagnosis import Seen, Status, closed, gone, judge
+from zero_optim.health.peers import ANSWER_LIMIT, Directory, Message, Presence
+
+EXIT_CODE = 75  # of a process that was ended because a wait took too long: "try again" in sysexits.h
+
+_LONG = 60.0  # seconds of a wait after which a user has begun to wonder; the usual timeout is 30 minutes
+_LONGEST_END = 10.0  # seconds that a process may take to end on a busy host, once it has been killed
+# In what gloo raises where a rank does not come, and where it is gone.
+_LATE = ("imed out",)
+_CLOSED = ("onnection", "closed", "closure", "reset", "roken pipe", "o route to host", "nreachable")
+# What a rank may be whose process runs. It is asked again for a while.
+_MUTE = (Presence.SILENT, Presence.CUT_OFF, Presence.UNKNOWN)
+
+logger = logging.getLogger("zero_optim")
+
+
+class Verdicts:
+    """Finds out why a wait does not end, and gives up with all ranks; any thread may call.
+
+    With ``exits``, giving up ends the process, in the place of making its waits raise.
+    """
+
+    def __init__(self, log: WorkLog, directory: Directory) -> None:
+        self.exits = False
+        self._log = log
+        self._directory = directory
+        self._deciding: set[tuple[int, ...]] = set()
+
+    def judge_wait(self, record: Record, seconds: float) -> None:
+        """Warn of a wait that has lasted for some seconds, or give it up."""
+        works = record.group
+        if works.verdict is not None or works.whole in self._deciding:
+            return
+        if seconds >= record.timeout:
+            self._deciding.add(works.whole)
+            _beside(lambda: self._decide(record, seconds))
+            return
+        if seconds >= min(_LONG, record.timeout / 2) and not record.is_warned:
+            record.is_warned = True
+            _beside(lambda: self._warn(record, seconds))
+
+    def judge_failure(self, record: Record, error: Exception | None) -> None:
+        """Find out why a work has failed for which nobody waits, and give up if ranks have ended."""
+        if isinstance(error, RuntimeError):
+            record.failure, record.group.has_failed = str(error), True
+            _beside(lambda: self.explain(record, error))
+
+    def answer(self, question: Message) -> Message:
+        """Say what this process does; carry out the verdict that the question brings, if any."""
+        ranks = tuple(map(int, question["ranks"]))
+        if "verdict" in question:
+            message, missing = question["verdict"]
+            told = Verdict(str(message), tuple(map(int, missing)))
+            if ranks not in self._log.verdicts:
+                self._log.give_up(ranks, told)
+                _beside(lambda: self._act(ranks, told, is_first="is_first" in question))
+        return self._status(ranks).to_message()
+
+    def _status(self, ranks: tuple[int, ...], record: Record | None = None) -> Status:
+        waits = {id(each): each for each in list(self._log.waits.values())}
+        # A CPU that went on waits where its device does, whatever it is in.
+        late = [works.outstanding for works in list(self._log.groups.values()) if works.whole == ranks]
+        waits |= {id(work.record): work.record for work in late if work is not None}
+        if record is not None:
+            waits[id(record)] = record
+        verdict, deciding = self._log.verdicts.get(ranks), ranks in self._deciding
+        return Status.of(waits.values(), self._log.activity, verdict, is_deciding=deciding)
+
+    def _ask_all(self, works: GroupWorks, own: Status, question: Message) -> dict[int, Status | Presence]:
+        """Return what all ranks of a group say, by group rank, with this one."""
+        found = self._directory.ask_all(works.whole, {"ranks": works.whole, **question})
+        seen = {
+            rank: what if isinstance(what, Presence) else Status.read(what) for rank, what in found.items()
+        }
+        return seen | {self._rank_in(works): own}
+
+    def _rank_in(self, works: GroupWorks) -> int:
+        return works.whole.index(self._directory.rank)
+
+    def _warn(self, record: Record, seconds: float) -> None:
+        works = record.group
+        seen = self._ask_all(works, self._status(works.whole, record), {})
+        if record.waiting_since is not None or works.outstanding is not None:
+            told = _judged(works, seen, self._rank_in(works), seconds).message.partition(". ")[0]
+            logger.warning("%s. All ranks give up after %g s", told, record.timeout)
+
+    def _decide(self, record: Record, seconds: float | None, seen: Seen | None = None) -> Verdict:
+        """Find out who is missing, and give up with all other ranks. See Note [Giving up together]."""
+        works = record.group
+        me, tells = self._rank_in(works), False
+        self._deciding.add(works.whole)
+        try:
+            if seen is None:
+                seen = self._ask_all(works, self._status(works.whole, record), {})
+            found = _verdict_in(seen)
+            if found is None and any(_is_deciding(what) for rank, what in seen.items() if rank < me):
+                found = _verdict_within(works, 2 * ANSWER_LIMIT)
+            if found is None:
+                found, tells = self._kept(works, _judged(works, seen, me, seconds), seen), True
+            verdict = self._log.give_up(works.whole, found)
+        finally:
+            self._deciding.discard(works.whole)
+        if tells:
+            self._tell(works.whole, verdict, seen)
+        self._act(works.whole, verdict)
+        return verdict
+
+    def _kept(self, works: GroupWorks, verdict: Verdict, seen: Seen) -> Verdict:
+        """Tell the lowest rank that answers; returns the verdict that it keeps."""
+        question = {**_telling(works.whole, verdict), "is_first": True}
+        deadline = time.monotonic() + _LONGEST_END
+        for place, rank in enumerate(works.whole[: self._rank_in(works)]):
+            is_busy = isinstance(seen[place], Status)
+            while is_busy and works.verdict is None:
+                told = self._directory.ask_all([rank], question)[0]
+                if not isinstance(told, Presence):
+                    return _verdict_in({place: Status.read(told)}) or verdict
+                is_busy = told in _MUTE and time.monotonic() < deadline
+        return works.verdict or verdict
+
+    def _tell(self, ranks: tuple[int, ...], verdict: Verdict, seen: Seen) -> None:
+        """Tell all ranks; those that did not answer before on a thread, unless this process is to end."""
+        question = _telling(ranks, verdict)
+        mute = [rank for place, rank in enumerate(ranks) if isinstance(seen[place], Presence)]
+        if mute and not self.exits:
+            _beside(lambda: self._directory.ask_all(mute, question))
+            ranks = tuple(rank for rank in ranks if rank not in mute)
+        self._directory.ask_all(ranks, question)
+
+    def _act(self, ranks: tuple[int, ...], verdict: Verdict, *, is_first: bool = False) -> None:
+        """Carry out a verdict: end this process, or its waits. One that ``is_first`` to know tells others."""
+        logger.error("%s", verdict.message)
+        if is_first and self.exits:
+            self._directory.ask_all(ranks, _telling(ranks, verdict))
+        self._exit_if_asked()
+        for works in list(self._log.groups.values()):
+            if works.whole == ranks:
+                works.cut()
+
+    def _exit_if_asked(self) -> None:
+        if self.exits:
+            flushing = _beside(_flush)
+            flushing.join(ANSWER_LIMIT)  # not longer: a thread that hangs may hold the lock of a stream
+            os._exit(EXIT_CODE)
+
+    def explain(self, record: Record, error: RuntimeError) -> Exception | None:
+        """Make what a wait raises, see `WorkLog.explain`. May take seconds, and ask all ranks."""
+        works = record.group
+        began = time.monotonic()
+        is_late, is_closed = (any(word in str(error) for word in words) for words in (_LATE, _CLOSED))
+        while works.verdict is None and self._directory.is_current():
+            if works.whole in self._deciding:
+                _verdict_within(works, 0.1)
+                continue
+            seen: Seen = self._ask_all(works, self._status(works.whole, record), {})
+            mute = [what for what in seen.values() if what in _MUTE]
+            is_over = time.monotonic() - began > (_LONGEST_END if mute else ANSWER_LIMIT)
+            if is_closed and is_over:
+                seen = closed(seen)
+            is_silent = is_closed and is_over and any(what is not Presence.UNKNOWN for what in mute)
+            if is_late or gone(seen) or is_silent or _verdict_in(seen) is not None:
+                return self._decide(record, None, seen).error()
+            if not is_closed or is_over:
+                return None
+            # The process that closed the connection may be about to end. On a busy host that takes long: some
+            # of its connections are closed, and its port still takes questions, which nobody answers.
+            time.sleep(0.05)
+        if works.verdict is None:
+            return None
+        self._exit_if_asked()
+        return works.verdict.error()
+
+
+def _judged(works: GroupWorks, seen: Seen, own: int, seconds: float | None) -> Verdict:
+    """Judge a wait in a group: first who of the group is missing, then who of the mesh around it."""
+    part = {place: what for place, what in seen.items() if works.whole[place] in works.ranks}
+    if len(part) < len(seen) and not gone(seen):
+        verdict = judge(part, own, seconds)
+        if verdict.missing:
+            return verdict
+    return judge(seen, own, seconds)
+
+
+def _verdict_within(works: GroupWorks, limit: float) -> Verdict | None:
+    deadline = time.monotonic() + limit
+    while works.verdict is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return works.verdict
+
+
+def _telling(ranks: tuple[int, ...], verdict: Verdict) -> Message:
+    """Make the question that tells a verdict."""
+    return {"ranks": ranks, "verdict": [verdict.message, verdict.missing]}
+
+
+def _verdict_in(seen: Seen) -> Verdict | None:
+    told = (what.verdict for what in seen.values() if isinstance(what, Status))
+    return next((Verdict(*each) for each in told if each is not None), None)
+
+
+def _is_deciding(what: Status | Presence) -> bool:
+    return isinstance(what, Status) and what.is_deciding
+
+
+def _beside(work: Callable[[], object]) -> threading.Thread:
+    """Do something that takes long on a thread of its own, as the watchdog has to answer meanwhile."""
+    return start_thread(work, "zero_optim diagnosis")
+
+
+def _flush() -> None:
+    """Write out what was printed and logged: a process that is ended at once does not."""
+    for stream in (*logging.getLogger().handlers, *logger.handlers, sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # closed, or none
+            stream.flush()

@@ -1,0 +1,255 @@
+"""The watchdog: one thread a process, which looks at the waits of the library and answers other ranks.
+
+It starts with the first optimizer or DDP of more than one rank, ends with the last, and takes no part in
+collectives. See `verdicts`, `peers`, and Note [Waits that end] in `zero_optim.comm.works`.
+
+Note [Watching NCCL]
+    With NCCL the CPU does not wait, and a stream that waits cannot be made to raise. So the watchdog asks of
+    one work of each group at a time whether it is completed: its handle, or once a stream waits for it an
+    event of that stream, which keeps no tensors. If that takes too long, or it has failed and ranks have
+    ended, each rank logs the verdict, aborts its communicators, and raises from the next work, and in
+    `RankGroup.read`; elsewhere a CPU that waits for the device goes on. NCCL's own watchdog ends the process
+    after the timeout of the process group.
+
+Note [Time asleep]
+    A process may stand still for hours and then go on: the job was stopped (SIGSTOP, a paused virtual
+    machine), or a laptop slept. All waits look very long then, though nobody is missing. The thread sleeps a
+    known time between two looks; if it comes much later, it did not run in between, and that time does not
+    count. What a busy machine adds is less than `PUNCTUAL`, and counts.
+"""
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch.distributed as dist
+
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.started import Awaited, Work
+from zero_optim.comm.works import GroupWorks, WorkLog, explain_nothing, log_of
+from zero_optim.compat.streams import asking
+from zero_optim.health.peers import ANSWER_LIMIT, Directory, Listener
+from zero_optim.health.verdicts import Verdicts
+
+PUNCTUAL = 1.0  # seconds by which a look may be late and still counts in full
+_KEPT = 256  # times asleep, of more than `PUNCTUAL` each
+OnStall = Literal["raise", "exit"]
+
+_LONGEST_LOOK = 1.0  # seconds between two looks at the waits
+_LONGEST_END = 3.0  # seconds that the end of the process waits for the thread
+_GROUP_FOR_ALL = 1024  # up to this number of ranks each one learns all addresses when it is built
+
+
+def check_patience(timeout: object, on_stall: object = "raise") -> None:
+    """Raise ValueError for a wrong ``timeout`` or ``on_stall``."""
+    if timeout is not None and (type(timeout) not in (int, float) or not timeout > 0):  # type: ignore[operator]
+        raise ValueError(f"expected timeout to be a number of seconds above 0, or None, got {timeout!r}")
+    if on_stall not in get_args(OnStall):
+        raise ValueError(f'expected on_stall to be "raise" or "exit", got {on_stall!r}')
+
+
+def patient(group: RankGroup, timeout: object) -> RankGroup:
+    """Return the same ranks, whose waits end after ``timeout``; a wrong one is left out, to be refused."""
+    fits = type(timeout) in (int, float) and timeout > 0  # type: ignore[operator]
+    return group.within(float(timeout)) if fits else group  # type: ignore[arg-type]
+
+
+def watch(user: object, group: RankGroup, on_stall: object = "raise") -> None:
+    """Have a watchdog as long as ``user`` lives, in a group of several ranks. Does not communicate.
+
+    ``on_stall``: "exit" ends the process in the place of raising, if any user wants that.
+    """
+    world = dist.group.WORLD
+    if group.size == 1 or world is None:
+        return
+    found = _WATCHDOGS.get(world)
+    if found is None or not found.add(user, group, on_stall):
+        if found is not None:
+            found.wait_until_left()
+        if not Directory.can_be_kept():
+            return
+        found = _WATCHDOGS[world] = Watchdog(log_of(world), world)
+        found.add(user, group, on_stall)
+        found.start()
+
+
+def unwatch(user: object) -> None:
+    """Have no watchdog any more for a user that let its process group go."""
+    for found in list(_WATCHDOGS.values()):
+        found.drop(user)
+
+
+@contextmanager
+def watching(group: RankGroup) -> Iterator[None]:
+    """Have a watchdog in the body, for calls that need neither optimizer nor DDP."""
+    user = _User()
+    watch(user, group)
+    yield
+
+
+class _User:
+    """Something that communicates as long as it lives."""
+
+
+def learn_addresses(group: RankGroup) -> None:
+    """Read where all watchdogs listen, when all are known to have one; asks the store once."""
+    world = dist.group.WORLD
+    found = None if world is None else _WATCHDOGS.get(world)
+    if found is not None and 1 < group.size <= _GROUP_FOR_ALL:
+        found.learn(group)
+
+
+class AwakeTime:
+    """A clock that leaves out the time in which this process did not run; for one thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last: float | None = None
+        self._asleep: deque[tuple[float, float]] = deque(maxlen=_KEPT)  # from when to when
+
+    def look(self, planned: float) -> float:
+        """Note that the thread runs, and wanted to run after ``planned`` seconds; returns the time."""
+        now = self._clock()
+        if self._last is not None and now - self._last > planned + PUNCTUAL:
+            self._asleep.append((self._last + planned, now))
+        self._last = now
+        return now
+
+    def since(self, start: float, now: float) -> float:
+        """Return the seconds between two times of the clock, without those asleep."""
+        lost = sum(max(0.0, end - max(begin, start)) for begin, end in self._asleep)
+        return max(0.0, now - start - lost)
+
+
+class Watchdog:
+    """Looks at the waits of this process, and answers questions of others."""
+
+    def __init__(self, log: WorkLog, world: dist.ProcessGroup) -> None:
+        current = weakref.ref(world)
+        self._directory = Directory(lambda: current() is not None and dist.group.WORLD is current())
+        self._log = log
+        self._verdicts = Verdicts(log, self._directory)
+        self._users: WeakKeyDictionary[Any, weakref.finalize[Any, Any]] = WeakKeyDictionary()
+        self._interval = _LONGEST_LOOK
+        self._awake = AwakeTime()
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._has_left = threading.Event()
+        self._listener = Listener(self._directory.own_host(), os.getpid())
+        self._thread = threading.Thread(target=self._run, name="zero_optim watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Begin to listen and look; when the interpreter exits, or the last user is gone, it ends."""
+        _LISTENERS.add(self._listener)
+        self._log.explain = self._verdicts.explain
+        self._directory.publish(self._listener.address)
+        self._thread.start()
+        atexit.register(self.end)
+
+    # ------------------------------------------------------------------ who needs it
+
+    def add(self, user: object, group: RankGroup, on_stall: object) -> bool:
+        """Go on at least as long as an object lives; False if it has ended already."""
+        with self._lock:
+            if self._is_over:
+                return False
+            if user not in self._users:
+                woken = weakref.finalize(user, self._listener.wake)  # called after it has left the users
+                woken.atexit = False
+                self._users[user] = woken
+        self._verdicts.exits |= on_stall == "exit"
+        limit = group.works.limit if group.phase.timeout is None else group.phase.timeout
+        self._interval = min(self._interval, max(limit / 20, 0.05))
+        self._listener.wake()
+        return True
+
+    def drop(self, user: object) -> None:
+        """Go on no longer for an object, if it was added."""
+        with self._lock:
+            woken = self._users.pop(user, None)
+        if woken is not None:
+            woken.detach()
+            self._listener.wake()
+
+    def wait_until_left(self) -> None:
+        """Wait until one that is over has said so in the store; not for long, as that may be stuck."""
+        self._has_left.wait(ANSWER_LIMIT)
+
+    def learn(self, group: RankGroup) -> None:
+        """Learn where the other ranks listen."""
+        self._directory.learn(group.works.ranks)
+
+    def end(self) -> None:
+        """End the thread, and wait for it; called when the interpreter exits."""
+        self._is_over = True
+        self._listener.wake()
+        self._thread.join(_LONGEST_END)
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._is_done():
+                if self._listener.wait(self._interval):
+                    self._listener.answer(self._verdicts.answer)
+                self._look()
+        finally:
+            with self._lock:
+                self._is_over = True
+            self._leave()
+            self._listener.close()
+            atexit.unregister(self.end)
+
+    def _is_done(self) -> bool:
+        with self._lock:
+            self._is_over |= not self._users or not self._directory.is_current()
+            return self._is_over
+
+    def _leave(self) -> None:
+        # Without the lock, which detach() takes too: the store may not answer, if its process is stopped.
+        self._log.explain = explain_nothing
+        try:
+            self._directory.leave()
+        finally:
+            self._has_left.set()
+
+    def _look(self) -> None:
+        now = self._awake.look(self._interval)
+        for record in list(self._log.waits.values()):
+            since = record.waiting_since
+            if since is not None:  # another thread may just have ended the wait
+                self._verdicts.judge_wait(record, self._awake.since(since, now))
+        for works in list(self._log.groups.values()):
+            work = works.outstanding
+            if work is None or work.late_on is None:
+                continue
+            with asking(work.late_on):  # see Note [Watching NCCL]
+                self._look_at(works, work, now)
+                del work  # perhaps the last reference: what it has of the device goes with the device in use
+
+    def _look_at(self, works: GroupWorks, work: Work | Awaited, now: float) -> None:
+        is_gone = works.group() is None
+        if is_gone or work.is_completed():
+            works.outstanding, work.record.ended = None, now
+            self._verdicts.judge_failure(work.record, None if is_gone else work.exception())
+        else:
+            self._verdicts.judge_wait(work.record, self._awake.since(work.record.started, now))
+
+
+def _close_in_child() -> None:
+    """Let a forked process go without the sockets: else they would outlive the process that listens."""
+    for listener in list(_LISTENERS):
+        listener.close()
+
+
+# By the default group, as in `zero_optim.comm.works`.
+_WATCHDOGS: WeakKeyDictionary[dist.ProcessGroup, Watchdog] = WeakKeyDictionary()
+_LISTENERS: WeakSet[Listener] = WeakSet()
+os.register_at_fork(after_in_child=_close_in_child)
