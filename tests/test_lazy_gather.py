@@ -2,7 +2,6 @@
 
 import copy
 import io
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -209,51 +208,6 @@ def test_a_module_waits_for_its_own_buckets_alone(as_view: bool, clips: bool) ->
 
 
 # ---------------------------------------------------------------------- one argument
-
-
-def clipped_step(
-    model: nn.Module, optimizer: ZeroRedundancyOptimizer, scaler: torch.amp.GradScaler, number: int
-) -> float:
-    """The usual recipe; the third step overflows."""
-    optimizer.zero_grad()
-    loss = loss_of(model, number)
-    scaler.scale(loss).backward()
-    if scaler.is_enabled() and number == 2:
-        params = [param for param in model.parameters() if param.grad is not None]
-        params[0].grad[0] = torch.inf  # type: ignore[index]
-    scaler.unscale_(optimizer)
-    norm = optimizer.clip_grad_norm_(0.1)
-    scaler.step(optimizer)
-    scaler.update()
-    return float(norm)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("as_view", [True, False], ids=["view", "packed"])
-@pytest.mark.parametrize("is_scaled", [False, True], ids=["unscaled", "scaled"])
-@both_wrappers
-def test_clipped_training_gives_the_same_bits(wrapper: str, is_scaled: bool, as_view: bool) -> None:
-    """The model is wrapped when the optimizer has been built."""
-    nets = [Net(), Net()]
-    plain, lazy = (
-        adamw(net, parameters_as_bucket_view=as_view, gather_lazily=reader)
-        for net, reader in zip(nets, (None, nets[1]), strict=True)
-    )
-    models = [WRAPPERS[wrapper](net) for net in nets]
-    scalers = [torch.amp.GradScaler("cpu", init_scale=64.0, enabled=is_scaled) for _ in nets]
-    with mock.patch.object(gathers, "LANES_FROM_NBYTES", 0):
-        for number in range(5):
-            expected = clipped_step(models[0], plain, scalers[0], number)
-            with slow_gathers():
-                got = clipped_step(models[1], lazy, scalers[1], number)
-            assert got == expected or (math.isnan(got) and math.isnan(expected)), number
-            skips = is_scaled and number == 2
-            assert bool(lazy._sharding.under_way) != skips, number
-            assert not plain._sharding.under_way
-    saved = models[1].state_dict()  # waits
-    assert not lazy._sharding.under_way
-    for name, value in models[0].state_dict().items():
-        assert torch.equal(saved[name], value), name
 
 
 @on_ranks(2)

@@ -93,32 +93,6 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[..., Grads]]] = {
 }
 
 
-def check_averages(wrapper: str, overlapped: ZeroRedundancyOptimizer) -> None:
-    model, optimizer = Setting(wrapper, optimizer=KINDS["averages"][0]["optimizer"]).build(overlap=False)
-    for number in range(12):
-        plain_step(model, optimizer, number)
-    with optimizer.averaged_weights(), overlapped.averaged_weights():
-        for param, want in zip(overlapped.owners(), model.parameters(), strict=True):
-            assert torch.equal(param, want)
-
-
-@on_ranks(2)
-@both_wrappers
-def test_every_kind_of_parameters_and_groups_gives_the_same_bits(wrapper: str) -> None:
-    for name, (arguments, step) in KINDS.items():
-        _, optimizer = assert_same_run(Setting(wrapper, **arguments), step, 12, where=name)
-        if name == "averages":
-            check_averages(wrapper, optimizer)
-
-
-@on_ranks(4)
-@both_wrappers
-def test_some_kinds_give_the_same_bits_on_four_ranks(wrapper: str) -> None:
-    for name in ("packed", "two classes", "masters"):
-        arguments, step = KINDS[name]
-        assert_same_run(Setting(wrapper, **arguments), step, 8, where=name)
-
-
 # ---------------------------------------------------------------------- loops
 
 
@@ -253,8 +227,9 @@ LOOPS: dict[str, tuple[dict[str, Any], Callable[..., Grads], bool]] = {
 
 @on_ranks(2)
 @both_wrappers
-def test_every_kind_of_loop_gives_the_same_bits(wrapper: str) -> None:
-    for name, (arguments, step, moves) in LOOPS.items():
+def test_loops_that_the_table_of_parity_does_not_have_give_the_same_bits(wrapper: str) -> None:
+    for name in ("kept gradients, as views", "unfreezing", "frozen with a gradient", "not in DDP"):
+        arguments, step, moves = LOOPS[name]
         assert_same_run(Setting(wrapper, **arguments), step, 8, moves=moves, where=name)
 
 
