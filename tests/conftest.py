@@ -91,37 +91,15 @@ def ranks_2_and_4(pool: Pool, request: pytest.FixtureRequest) -> Ranks:
     return Ranks(pool, request.param)
 
 
-@pytest.fixture
-def ranks1(pool: Pool) -> Ranks:
-    """One rank."""
-    return Ranks(pool, 1)
+def ranks_of(size: int, fixture: str = "pool") -> Any:
+    """A fixture: so many ranks of a pool."""
+
+    @pytest.fixture
+    def ranks(request: pytest.FixtureRequest) -> Ranks:
+        return Ranks(request.getfixturevalue(fixture), size)
+
+    return ranks
 
 
-@pytest.fixture
-def ranks2(pool: Pool) -> Ranks:
-    """Two ranks."""
-    return Ranks(pool, 2)
-
-
-@pytest.fixture
-def ranks3(pool: Pool) -> Ranks:
-    """Three ranks."""
-    return Ranks(pool, 3)
-
-
-@pytest.fixture
-def ranks4(pool: Pool) -> Ranks:
-    """Four ranks."""
-    return Ranks(pool, 4)
-
-
-@pytest.fixture
-def failing2(forked_pool: Pool) -> Ranks:
-    """Two ranks that may fail."""
-    return Ranks(forked_pool, 2)
-
-
-@pytest.fixture
-def failing4(forked_pool: Pool) -> Ranks:
-    """Four ranks that may fail."""
-    return Ranks(forked_pool, 4)
+ranks1, ranks2, ranks3, ranks4 = map(ranks_of, (1, 2, 3, 4))
+failing2, failing4 = ranks_of(2, "forked_pool"), ranks_of(4, "forked_pool")  # that may fail

@@ -22,10 +22,13 @@ class Tower(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        for block in self.blocks:
-            x = x + block(x)
+        for number in range(len(self.blocks)):
+            x = self.add(x, number)
         out: Tensor = self.last(x)
         return out
+
+    def add(self, x: Tensor, number: int) -> Tensor:
+        return x + self.blocks[number](x)
 
 
 class Gpt(nn.Module):
@@ -51,12 +54,9 @@ class Gpt(nn.Module):
 class Recomputed(Tower):
     """Reentrant checkpointing."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = x + (checkpoint(block, x, use_reentrant=True) if torch.is_grad_enabled() else block(x))
-        out: Tensor = self.last(x)
-        return out
+    def add(self, x: Tensor, number: int) -> Tensor:
+        block = self.blocks[number]
+        return x + (checkpoint(block, x, use_reentrant=True) if torch.is_grad_enabled() else block(x))
 
 
 class Tiny(nn.Module):
@@ -91,12 +91,8 @@ class Adapted(Tower):
         self.down = nn.ModuleList(nn.Linear(16, 2, bias=False) for _ in self.blocks)
         self.up = nn.ModuleList(nn.Linear(2, 16, bias=False) for _ in self.blocks)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block, down, up in zip(self.blocks, self.down, self.up, strict=True):
-            x = block(x) + up(down(x))
-        out: Tensor = self.last(x)
-        return out
+    def add(self, x: Tensor, number: int) -> Tensor:
+        return self.blocks[number](x) + self.up[number](self.down[number](x))
 
 
 class Convolved(nn.Module):
