@@ -13,15 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDdp
 
-from overlap import WRAPPERS, Net, Setting, adamw, assert_same_params, inputs, loss_of, plain_step
+from overlap import Net, Setting, adamw, assert_same_params, inputs, loss_of, plain_step
 from pool import on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.shard import gathers
 
 DELAY = 0.3  # seconds
-
-both_wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
 
 
 @contextmanager
@@ -58,7 +56,7 @@ class _Late:
 @pytest.mark.parametrize("as_view", [True, False], ids=["view", "packed"])
 def test_training_gives_the_same_bits_where_every_gather_is_slow(as_view: bool) -> None:
     setting = Setting("ours", Net, lambda m: adamw(m, parameters_as_bucket_view=as_view))
-    (plain, one), (model, other) = setting.build(overlap=False), setting.build(overlap=True)
+    (plain, one), (model, other) = setting.build(overlap=False), setting.build(overlap=as_view)
     other.gather_lazily(model)
     for number in range(6):
         plain_step(plain, one, number)
