@@ -8,10 +8,9 @@ from zero_optim.hooks.exchange import group_of, start_average, start_sum
 
 
 def allreduce_hook(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket over all ranks, in its own dtype and in place. All ranks of the group call.
+    """Average a bucket over all ranks, in its own dtype and in place: one all-reduce, also if sparse.
 
-    One all-reduce of the bucket, also for sparse gradients. The arithmetic is that of PyTorch's hook of this
-    name: every rank divides by the number of ranks, then the sum is taken.
+    As in PyTorch's hook of this name, every rank divides by the number of ranks, then the sum is taken.
 
     Args:
         state: the process group; None stands for the default one.
@@ -21,15 +20,9 @@ def allreduce_hook(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch
 
 
 def mean_hook(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket with the same bits as DDP without a hook. All ranks of the group call.
+    """Average a bucket with the bits of DDP without a hook, which multiplies by 1 / number of ranks.
 
-    When DDP copies a gradient into its bucket, it multiplies by the inverse of the number of ranks. On three
-    ranks that rounds differently from the division of `allreduce_hook`. DDP divides gradients that are views
-    of their bucket, but this hook always multiplies: it cannot see the difference.
-
-    Args:
-        state: the process group; None stands for the default one.
-        bucket: the gradients, of any dtype that the backend can sum.
+    DDP divides gradients that are views of their bucket; this hook cannot see them and multiplies.
     """
     group, buffer = group_of(state), bucket.buffer()
     if buffer.is_sparse:

@@ -1,7 +1,4 @@
-"""What all hooks share: functions that start collectives, and futures of their results. Nothing here waits.
-
-All ranks of the group call each ``start_`` function, in the same order.
-"""
+"""Functions that start the collectives of hooks and return futures. All ranks call, in the same order."""
 
 from typing import Any
 
@@ -14,11 +11,7 @@ from zero_optim.hooks.bucket import TensorFuture
 
 
 def group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return the group itself, or the default group for None.
-
-    Raises:
-        ValueError: torch.distributed is not initialised.
-    """
+    """Return the group itself, or the default group for None."""
     group = dist.group.WORLD if process_group is None else process_group
     if group is None:
         raise ValueError(
@@ -41,10 +34,7 @@ def start_sum(group: dist.ProcessGroup, tensor: Tensor) -> TensorFuture:
 
 
 def start_average(group: dist.ProcessGroup, tensor: Tensor) -> TensorFuture:
-    """Start the mean of a tensor over all ranks of the group, in place; the future's value is the tensor.
-
-    Each rank divides before the sum. So a sum in 16 bits does not overflow if the mean does not.
-    """
+    """Start the mean of a tensor, in place; each rank divides first, so that 16 bits do not overflow."""
     return start_sum(group, tensor.div_(group.size()))
 
 
@@ -55,10 +45,9 @@ def _future(work: dist.Work | None) -> torch.futures.Future[Any]:
 
 
 def _value(landed: torch.futures.Future[Any], works: GroupWorks | None) -> Any:  # noqa: ANN401 - by backend
-    """Give what a collective brought. If it failed, and ranks are missing, the error names them.
+    """Return the result of a collective. If it failed, and ranks are missing, the error names them.
 
-    It becomes the text of a `RuntimeError`, since PyTorch hands on no class of what a callback raised. The
-    group itself must not be kept by a future: one of gloo's threads would be the last to let it go.
+    A future must not keep the group: one of gloo's threads would be the last to let it go.
     """
     try:
         return landed.value()

@@ -39,6 +39,7 @@ class Stage:
         lazy: modules wait for gathers.
         plain: the optimizer is `ByHand`.
         to_owners: gradients are summed on their owners, in the order of ranks.
+        inline: the CPU stands for an accelerator, so that no thread steps.
     """
 
     wrapper: Any
@@ -47,6 +48,7 @@ class Stage:
     lazy: bool = False
     plain: bool = False
     to_owners: bool = False
+    inline: bool = False
 
     @property
     def shards(self) -> bool:
@@ -69,6 +71,7 @@ STAGES = {
     "overlap, owners": Stage(
         DistributedDataParallel, lambda o: zero_step(o, gradients="owners"), to_owners=True
     ),
+    "overlap, no thread": Stage(DistributedDataParallel, zero_step, inline=True),
     "overlap, lazy": Stage(DistributedDataParallel, zero_step, lazy=True),
     "to owners": Stage(TorchDdp, reduce_to_owners, to_owners=True),
     "gradients": Stage(ShardedDataParallel, to_owners=True),

@@ -372,8 +372,8 @@ class SteppedOptimizer(UnitRowsOptimizer, Joinable):
         if self._join_config.enable:  # ranks that joined wait for this; if one rank fails all raise
             lend_gradients(self._group, joined, *self._lendable(rest), failure=failure)
         if rest:
-            known = [None if failure is not None else param.grad for param in rest]
-            overlap.step(self.param_groups, overlap.part(rest), known, failure)
+            known = {param: None if failure is not None else param.grad for param in rest}
+            overlap.step(self.param_groups, known, failure)
         if failure is not None:
             raise failure
 

@@ -1,10 +1,8 @@
 """The elements of a flat tensor that belong to no parameter. Nothing here communicates.
 
 Note [Memory that is touched late]
-    Padding and rooms are sent with the parameters, so they are zero: no NaN from old memory should show in a
-    debugger. But to zero a whole flat tensor would have all of its memory resident at once, beside the
-    parameters that are about to move in. So only the padding is zeroed. The rest becomes resident as
-    parameters are copied to it, one after the other, while each gives back the memory that it had.
+    Padding is sent, so it is zeroed. To zero the whole flat tensor would have all of it resident beside the
+    parameters that are about to move in, one after the other, while each gives back the memory that it had.
 """
 
 from torch import Tensor
@@ -13,12 +11,9 @@ from zero_optim.plan.layout import Layout
 
 
 def zero_padding(flat: Tensor, layout: Layout, start: int = 0) -> None:
-    """Zero what belongs to no parameter, in place; see Note [Memory that is touched late].
+    """Zero what belongs to no parameter in elements ``[start, start + len(flat))`` of a bucket's flat tensor.
 
-    Args:
-        flat: elements ``[start, start + len(flat))`` of a bucket's flat tensor, 1-D: all of it, or one row.
-        layout: of the bucket.
-        start: as above.
+    ``flat`` is all of it, or one row.
     """
     at, stop = start, start + flat.numel()
     for row in layout.rows:

@@ -1,9 +1,9 @@
-"""Where a step stands that is taken while the backward pass still runs, and what it refuses.
+"""The state of a step that is taken while the backward pass still runs, and what it refuses.
 
 Note [Phases of an overlapped step]
-    The first bucket of a backward pass makes an `OverlappedStep`. It is in ``Phase.BACKWARD`` until the pass
-    ends, then in ``Phase.WAITING`` until ``step()`` drops it. A loop that never calls ``step()`` replaces it
-    in its next backward pass. If that pass finds it in ``Phase.BACKWARD``, the pass before broke off.
+    The first bucket of a backward pass makes an `OverlappedStep`. It is in ``Phase.BACKWARD`` until the
+    pass ends, then in ``Phase.WAITING`` until ``step()`` drops it, or the next backward pass replaces it.
+    If that pass finds it in ``Phase.BACKWARD``, the pass before broke off.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from zero_optim.plan.groups import ParamGroup, params_of
 class Phase(Enum):
     """Where an overlapped step stands."""
 
-    BACKWARD = "the backward pass runs, and parts are stepped"
+    BACKWARD = "the backward pass runs, and buckets are stepped"
     WAITING = "the backward pass has ended, and step() has not been called"
 
 
@@ -46,10 +46,10 @@ class OverlappedStep:
     told: Exception | None = None
 
     def end_backward(self, *, is_final: bool, failed: bool) -> None:
-        """Take note that the backward pass has ended.
+        """Note that the backward pass has ended.
 
         Args:
-            is_final: gradients are what ``step()`` would find; a change of them from now on comes too late.
+            is_final: gradients are those that ``step()`` would find; a change from now on comes too late.
             failed: the pass raises, here.
         """
         self.phase = Phase.WAITING
@@ -59,15 +59,7 @@ class OverlappedStep:
             self.seen = [(p, id(p.grad), p.grad._version) for p in self.stepped if p.grad is not None]
 
     def check_asked(self, late: str) -> None:
-        """Refuse to be taken for another step than was asked for.
-
-        Args:
-            late: what else ``step()`` was asked for, which cannot have an effect any more; empty for nothing.
-
-        Raises:
-            RuntimeError: something came late, or there were several backward passes, or gradients were
-                changed since.
-        """
+        """Refuse what came too late for this step (``late`` names it), several passes, changed gradients."""
         if late:
             raise RuntimeError(
                 f"the step was taken during the backward pass, too early for {late}: leave it out, or "
@@ -77,16 +69,12 @@ class OverlappedStep:
         self.check_gradients()
 
     def fail(self) -> None:
-        """Take note that the backward pass raises after all, since another rank failed in it."""
+        """Note that the backward pass raises after all, since another rank failed in it."""
         self.num_passes -= not self.has_failed
         self.has_failed = True
 
     def check_passes(self) -> None:
-        """Refuse a second backward pass before ``step()``.
-
-        Raises:
-            RuntimeError: there was one.
-        """
+        """Refuse a second backward pass before ``step()``."""
         if self.num_passes > 1:
             raise RuntimeError(
                 f"{self.num_passes} backward passes were reduced before step(), and each was stepped with "
@@ -94,12 +82,9 @@ class OverlappedStep:
             )
 
     def check_gradients(self) -> None:
-        """Refuse gradients that were changed after they were used, or some of which were taken away.
+        """Refuse gradients that were changed after they were used, or some that are gone.
 
         If all are gone, that is ``zero_grad()``.
-
-        Raises:
-            RuntimeError: some were.
         """
         num_gone = sum(param.grad is None for param, _, _ in self.seen)
         is_changed = any(
