@@ -23,8 +23,7 @@ from zero_optim.step.amp import Scaling, drop_scale
 from zero_optim.step.clip import ClipArguments, clip_together
 from zero_optim.step.gradients import is_sparse
 from zero_optim.step.join import JoinNotes, lend_gradients, lend_to
-from zero_optim.step.overlap import Overlap
-from zero_optim.step.overlapped_step import OverlappedStep
+from zero_optim.step.overlap import Overlap, OverlappedStep
 from zero_optim.step.sparse_rows import check_sparse_rows
 from zero_optim.step.unreduced import check_unreduced, unreduced_among
 from zero_optim.step.words import Word, exchange, is_skipped_by_all, ranks_that

@@ -12,6 +12,10 @@ Note [A storage for each parameter]
     gathers copy it. On CUDA the block belongs to the flat tensor and is reused when the last parameter is
     gone; ``record_stream`` of a parameter does nothing, and it can hardly be sent to another process
     (``parameters_as_bucket_view=False``).
+
+Note [Memory that is touched late]
+    Padding is sent, so it is zeroed. To zero the whole flat tensor would have all of it resident beside the
+    parameters that are about to move in, one after the other, while each gives back the memory that it had.
 """
 
 from collections.abc import Sequence
@@ -84,3 +88,17 @@ def can_be_views(params: Sequence[Tensor]) -> bool:
         return _over(byte, Form.of(byte)).data_ptr() == byte.data_ptr()
     except (BufferError, NotImplementedError, RuntimeError, TypeError, ValueError):
         return False  # the device has no DLPack
+
+
+def zero_padding(flat: Tensor, layout: Layout, start: int = 0) -> None:
+    """Zero what belongs to no parameter in elements ``[start, start + len(flat))`` of a bucket's flat tensor.
+
+    ``flat`` is all of it, or one row.
+    """
+    at, stop = start, start + flat.numel()
+    for row in layout.rows:
+        for extent in row.extents if start <= row.start and row.stop <= stop else ():
+            if extent.offset > at:
+                flat[at - start : extent.offset - start].zero_()
+            at = extent.end
+    flat[at - start :].zero_()

@@ -26,8 +26,7 @@ from torch import Tensor
 from zero_optim.compat.c_library import give_back_pages, is_seen_by_others
 from zero_optim.plan.layout import Layout
 from zero_optim.plan.pieces import Piece, is_whole
-from zero_optim.shard.padding import zero_padding
-from zero_optim.shard.places import Form, can_be_views, views_in, with_own_storages
+from zero_optim.shard.places import Form, can_be_views, views_in, with_own_storages, zero_padding
 
 
 class ParamBucket(Protocol):
