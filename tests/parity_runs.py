@@ -52,7 +52,7 @@ class Stage:
 
     @property
     def shards(self) -> bool:
-        return issubclass(self.wrapper, ShardedDataParallel)
+        return issubclass(self.wrapper, (ShardedDataParallel, FullyShardedDataParallel))
 
     @property
     def overlaps(self) -> bool:
