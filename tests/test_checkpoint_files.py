@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from pool import Ranks, on_ranks
 from test_checkpoint import Run
 from zero_optim import CheckpointError, checkpoint, cli
-from zero_optim.checkpoint.safetensors import Box, lay_out, whole
+from zero_optim.checkpoint.data import Box, lay_out, whole
 
 
 def saved_run(path: Path) -> dict[str, Tensor]:
@@ -35,10 +35,9 @@ def read_by_others(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def test_each_ranks_file_is_read_by_safetensors_under_the_checkpoints_keys(
-    ranks2: Ranks, tmp_path: Path
-) -> None:
-    weights = ranks2.run(saved_run, tmp_path / "one")[0]
+@on_ranks(2)
+def test_each_ranks_file_is_read_by_safetensors_under_the_checkpoints_keys(tmp_path: Path) -> None:
+    weights = saved_run(tmp_path / "one")
     assert len(list((tmp_path / "one").glob("data-*"))) == 2
     found = read_by_others(tmp_path / "one")
     assert found.keys() == checkpoint.Reader(tmp_path / "one").manifest.entries.keys()
@@ -62,19 +61,15 @@ class Odd(nn.Module):
         self.register_buffer("number", torch.tensor(5))
 
 
-def check_odd(path: Path) -> None:
-    model = Odd()
-    checkpoint.save(path, model=model)
-    other = Odd()
+@on_ranks(1)
+def test_a_dtype_unknown_to_safetensors_is_bytes_there_and_itself_here(tmp_path: Path) -> None:
+    model, other = Odd(), Odd()
+    checkpoint.save(tmp_path, model=model)
     for buffer in other.buffers():
         buffer.zero_()
-    checkpoint.load(path, model=other)
+    checkpoint.load(tmp_path, model=other)
     for name, tensor in model.state_dict().items():
         assert torch.equal(other.state_dict()[name], tensor)
-
-
-def test_a_dtype_unknown_to_safetensors_is_bytes_there_and_itself_here(ranks1: Ranks, tmp_path: Path) -> None:
-    ranks1.run(check_odd, tmp_path)
     found = read_by_others(tmp_path)
     assert found["model/large"].shape == (1, 2, 16)
     assert found["model/large"].view(torch.complex128).flatten().tolist() == [1 + 2j, 3j]
@@ -84,21 +79,18 @@ def test_a_dtype_unknown_to_safetensors_is_bytes_there_and_itself_here(ranks1: R
     assert cli.main(["inspect", str(tmp_path)]) == 0
 
 
-def save_cut(path: Path) -> None:
+@on_ranks(2)
+@pytest.mark.not_late("PyTorch's DCP asks a group which devices it serves, and one in Python cannot say")
+def test_tensors_that_dcp_cuts_are_named_with_their_boxes(tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     cut = distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0)])
     state: dict[str, Any] = {"w": cut, "number": 7}
-    dcp.save(state, storage_writer=checkpoint.Writer(path))
+    dcp.save(state, storage_writer=checkpoint.Writer(tmp_path))
     blank = {"w": distribute_tensor(torch.zeros(4, 3), mesh, [Shard(1)]), "number": 0}
     planner = checkpoint.SafeLoadPlanner()
-    dcp.load(blank, storage_reader=checkpoint.Reader(path), planner=planner)
+    dcp.load(blank, storage_reader=checkpoint.Reader(tmp_path), planner=planner)
     assert torch.equal(blank["w"].full_tensor(), torch.arange(12.0).view(4, 3))
     assert blank["number"] == 7
-
-
-@pytest.mark.not_late("PyTorch's DCP asks a group which devices it serves, and one in Python cannot say")
-def test_tensors_that_dcp_cuts_are_named_with_their_boxes(ranks2: Ranks, tmp_path: Path) -> None:
-    ranks2.run(save_cut, tmp_path)
     found = read_by_others(tmp_path)
     assert found.keys() == {"w[0:2,0:3]", "w[2:4,0:3]", "number"}
     assert found["w[2:4,0:3]"].flatten().tolist() == [6, 7, 8, 9, 10, 11]
@@ -116,10 +108,7 @@ def test_no_two_things_in_a_file_have_one_name(tmp_path: Path) -> None:
 
 def test_a_damaged_header_is_found(ranks1: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ranks1.run(saved_run, tmp_path)
-    (path,) = tmp_path.glob("data-*")
-    content = bytearray(path.read_bytes())
-    content[20] ^= 1
-    path.write_bytes(content)
+    damage(next(tmp_path.glob("data-*")), 20)
     assert cli.main(["inspect", str(tmp_path)]) == 1
     assert "its header in data-" in capsys.readouterr().out
     assert checkpoint.latest(tmp_path) is None

@@ -14,9 +14,7 @@ from torch import nn
 from pool import Ranks, on_ranks
 from zero_optim import CheckpointError, RankMismatchError, ZeroRedundancyOptimizer, checkpoint, cli
 from zero_optim.checkpoint import folder as folders
-from zero_optim.checkpoint import storage
-from zero_optim.checkpoint.files import open_part
-from zero_optim.checkpoint.lock import LOCK, FolderLock
+from zero_optim.checkpoint.files import LOCK, FolderLock, open_part
 
 
 def save(path: Path | str, extra: object = None, **options: Any) -> None:
@@ -81,7 +79,7 @@ def test_a_clock_that_is_set_back_neither_removes_the_new_ones_nor_hides_them(tm
     with pytest.MonkeyPatch.context() as patch:
         for step in range(9):
             now = time.time_ns() - (2 * hour if step > 3 else 0)
-            patch.setattr(storage.time, "time_ns", lambda now=now: now)
+            patch.setattr(folders.time, "time_ns", lambda now=now: now)
             save(tmp_path / str(step), extra=step, keep=3)
             assert checkpoint.latest(tmp_path) == tmp_path / str(step)
     assert names(tmp_path) == ["6", "7", "8"]
@@ -114,7 +112,7 @@ def test_the_second_of_two_jobs_that_save_into_one_folder_raises_on_all_ranks(tm
     if lock is not None:
         (tmp_path / "two").mkdir()
         (tmp_path / "two" / LOCK).touch()  # left by a killed process: it blocks nobody
-        lock.release()
+        lock.close()
     dist.barrier()
     save(path, extra="after")
     save(tmp_path / "two", extra="after")
@@ -128,8 +126,8 @@ def test_the_second_of_two_jobs_that_save_into_one_folder_raises_on_all_ranks(tm
 def test_where_there_are_no_locks_the_last_of_two_saves_counts_and_is_whole(tmp_path: Path) -> None:
     """Two saves interleave on a file system that has no locks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zero_optim.checkpoint.lock.try_lock", lambda _: None)
-        real, begun = storage.time.time_ns, []
+        patch.setattr("zero_optim.checkpoint.files.try_lock", lambda _: None)
+        real, begun = folders.time.time_ns, []
 
         def meanwhile() -> int:
             if not begun:
@@ -137,7 +135,7 @@ def test_where_there_are_no_locks_the_last_of_two_saves_counts_and_is_whole(tmp_
                 save(tmp_path / "one", extra="inner")
             return real()
 
-        patch.setattr(storage.time, "time_ns", meanwhile)
+        patch.setattr(folders.time, "time_ns", meanwhile)
         save(tmp_path / "one", extra="outer")
     assert checkpoint.latest(tmp_path / "one") is not None
     assert checkpoint.load(tmp_path / "one") == "outer"

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from device_names import CPU, GPU3, META, XPU1, tensor_on
-from zero_optim.checkpoint.content import RankContent, random_state, set_random_state
-from zero_optim.checkpoint.names import Objects
+from zero_optim.checkpoint.content import RankContent
+from zero_optim.checkpoint.objects import Objects, random_state, set_random_state
 from zero_optim.comm import wire
 from zero_optim.compat import streams
-from zero_optim.compat.pinned import pinned_in_full
+from zero_optim.compat.memory import pinned_in_full
 
 
 class Recorder:

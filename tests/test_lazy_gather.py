@@ -117,7 +117,7 @@ def _check_waits(as_view: bool, clips: bool) -> None:
     x = torch.ones(2, 8)
     model(x)  # shows which modules are called
     waited: list[int] = []
-    for index, bucket in enumerate(optimizer._sharding.buckets):
+    for index, bucket in enumerate(optimizer.core.sharding.buckets):
         settle = bucket.settle
 
         def noted(*args: Any, index: int = index, settle: Callable[..., None] = settle) -> None:
@@ -138,7 +138,7 @@ def _check_waits(as_view: bool, clips: bool) -> None:
         layer(x)
         assert waited == list(range(index + 1))  # gathers are in the order of the forward pass
         assert torch.equal(layer.weight, before[index] - 0.1)  # type: ignore[arg-type, operator]
-    assert not optimizer._sharding.under_way
+    assert not optimizer.core.sharding.under_way
 
 
 @on_ranks(2)
@@ -163,9 +163,9 @@ def test_a_copy_does_not_have_the_model_of_the_argument() -> None:
     for param in other.owners():
         param.grad = torch.ones_like(param)
     other.step()
-    assert not other._sharding.under_way
+    assert not other.core.sharding.under_way
     step_once(optimizer, model)
-    assert optimizer._sharding.under_way
+    assert optimizer.core.sharding.under_way
 
 
 @on_ranks(2)
@@ -243,10 +243,10 @@ def test_whatever_reads_parameters_through_our_interface_waits_first(as_view: bo
                 model(inputs(0), with_spare=False)
             with slow_gathers(0.02):
                 step_once(optimizer, model)
-                assert bool(optimizer._sharding.under_way) == lazy
+                assert bool(optimizer.core.sharding.under_way) == lazy
                 read(optimizer, model)
                 if name != "step":
-                    assert not optimizer._sharding.under_way, name
+                    assert not optimizer.core.sharding.under_way, name
                 optimizer.wait_for_gathers()
             results.append([param.detach().clone() for param in model.parameters()])
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), name
@@ -259,19 +259,19 @@ def test_remove_and_copies_wait_at_each_step_again() -> None:
     lazy = optimizer.gather_lazily(model)
     twin = copy.deepcopy(optimizer)
     step_once(optimizer, model)
-    assert optimizer._sharding.under_way
+    assert optimizer.core.sharding.under_way
     lazy.remove()
     lazy.remove()
-    assert not optimizer._sharding.under_way
+    assert not optimizer.core.sharding.under_way
     for module in model.modules():
         hooks = (module._forward_pre_hooks, module._forward_hooks, module._state_dict_pre_hooks)
         assert not any(hooks)
     step_once(optimizer, model, 1)
-    assert not optimizer._sharding.under_way
+    assert not optimizer.core.sharding.under_way
     for param in twin.owners():  # a copy has no forward passes that wait
         param.grad = torch.ones_like(param)
     twin.step()
-    assert not twin._sharding.under_way
+    assert not twin.core.sharding.under_way
 
 
 @on_ranks(2)

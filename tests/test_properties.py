@@ -19,9 +19,9 @@ from torch import Tensor
 from drawn import draw_the_same
 from zero_optim import CheckpointError
 from zero_optim.checkpoint import manifest
+from zero_optim.checkpoint.data import DTYPES as KNOWN_DTYPES
+from zero_optim.checkpoint.data import Box, lay_out
 from zero_optim.checkpoint.manifest import Chunk, DataFile, Entry, Manifest
-from zero_optim.checkpoint.safetensors import DTYPES as KNOWN_DTYPES
-from zero_optim.checkpoint.safetensors import Box, lay_out
 from zero_optim.comm import encoding, wire
 from zero_optim.plan.buckets import assign_buckets
 from zero_optim.plan.layout import whole

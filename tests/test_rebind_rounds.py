@@ -25,7 +25,7 @@ from training import assert_same_bits, assert_same_state, make_params, params_of
 from waiting import wait_until
 from worlds import enter, leave, world
 from zero_optim import LostStateError, StalledError, ZeroRedundancyOptimizer, checkpoint
-from zero_optim.checkpoint.storage import CheckpointReader
+from zero_optim.checkpoint.reader import CheckpointReader
 from zero_optim.comm import lanes
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 from zero_optim.hooks import zero_step

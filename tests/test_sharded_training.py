@@ -196,4 +196,4 @@ def test_averages_begin_at_the_weights_that_ranks_agree_on(master_dtype: torch.d
 def test_the_cap_of_buckets_that_is_told_is_that_of_the_optimizer() -> None:
     wrapped, optimizer = Setting(optimizer=sgd).sharded()
     assert wrapped.get_ddp_logging_data()["bucket_cap_bytes"] == int(0.0005 * 2**20)
-    assert optimizer.bucket_cap_nbytes == int(0.0005 * 2**20)
+    assert optimizer.core.sharding.cap_nbytes == int(0.0005 * 2**20)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pool import Ranks, on_ranks
+from pool import on_ranks
 from process_memory import forget_peak, peak_nbytes, resident_nbytes
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import FullyShardedDataParallel, unsharded
@@ -37,35 +37,29 @@ def begin() -> int:
     return resident_nbytes()
 
 
-def growth_while_moving_in() -> int:
+def check_grown(before: int) -> None:
+    assert peak_nbytes() - before < 3 * LAYER_NBYTES
+
+
+@on_ranks(2)
+def test_moving_parameters_into_a_bucket_takes_memory_for_one_of_them() -> None:
     ZeroRedundancyOptimizer(nn.Linear(2, 2).parameters(), torch.optim.SGD, lr=0.1)  # loads the code
     model = made()
     before = begin()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, bucket_cap_mb=100)
-    grown = peak_nbytes() - before
+    check_grown(before)
     assert len(optimizer.pieces()) == NUM_LAYERS
     assert all(bool((param == 1).all()) for param in model.parameters())
-    return grown
 
 
-def test_moving_parameters_into_a_bucket_takes_memory_for_one_of_them(ranks2: Ranks) -> None:
-    for grown in ranks2.run(growth_while_moving_in):
-        assert grown < 3 * LAYER_NBYTES
-
-
-def growth_while_sharding() -> int:
+@on_ranks(2)
+def test_the_row_of_a_unit_grows_as_its_parameters_are_released() -> None:
     model = made()
     before = begin()
     wrapped = FullyShardedDataParallel(model, units=[])
-    grown = peak_nbytes() - before
+    check_grown(before)
     (unit,) = wrapped.units.units
     assert sum(bucket.row.nbytes for bucket in unit.buckets) >= NUM_LAYERS * LAYER_NBYTES // 2
-    return grown
-
-
-def test_the_row_of_a_unit_grows_as_its_parameters_are_released(ranks2: Ranks) -> None:
-    for grown in ranks2.run(growth_while_sharding):
-        assert grown < 3 * LAYER_NBYTES
 
 
 class Table(nn.Module):
@@ -79,36 +73,26 @@ class Table(nn.Module):
         self.blocks = made()
 
 
-def growth_while_sharding_a_table() -> int:
+@on_ranks(2)
+def test_a_large_parameter_is_moved_when_others_have_been_released() -> None:
     model = Table()
     before = begin()
     wrapped = FullyShardedDataParallel(model, units=[*model.blocks])
-    grown = peak_nbytes() - before
+    check_grown(before)
     with unsharded(wrapped):
         assert all(bool((param == 1).all()) for param in model.parameters())
-    return grown
 
 
-def test_a_large_parameter_is_moved_when_others_have_been_released(ranks2: Ranks) -> None:
-    for grown in ranks2.run(growth_while_sharding_a_table):
-        assert grown < 3 * LAYER_NBYTES
-
-
-def growth_while_sharding_what_an_optimizer_has() -> int:
+@on_ranks(2)
+def test_a_bucket_shrinks_as_its_parameters_leave_it_for_the_row_of_a_unit() -> None:
     model = made()
     options = {"lr": 0.1, "bucket_cap_mb": 100}  # one flat tensor
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, **options)
     before = begin()
     wrapped = FullyShardedDataParallel(model, optimizer, units=[])
-    grown = peak_nbytes() - before
+    check_grown(before)
     with unsharded(wrapped):
         assert all(bool((param == 1).all()) for param in model.parameters())
-    return grown
-
-
-def test_a_bucket_shrinks_as_its_parameters_leave_it_for_the_row_of_a_unit(ranks2: Ranks) -> None:
-    for grown in ranks2.run(growth_while_sharding_what_an_optimizer_has):
-        assert grown < 3 * LAYER_NBYTES
 
 
 @on_ranks(2)

@@ -29,40 +29,34 @@ def zero_step(
     ``ddp.register_comm_hook(state, zero_step(optimizer, hook))``, on PyTorch's DDP or ours; ``state`` is
     that of ``hook``. All ranks call, before the first backward pass. A bucket of the optimizer
     (``bucket_cap_mb``) is stepped and gathered when all its parameters are reduced. On gloo with parameters
-    on the CPU a thread does it, and process groups for its gathers may be made here. Elsewhere hooks do it,
-    on a stream beside the backward pass and on the optimizer's process group; ``hook`` must then complete a
-    bucket's future without being called for a later one, unless ``interleave=False``.
+    on the CPU a thread does it, and process groups may be made here. Elsewhere hooks do it, on a stream of
+    their own; there ``hook`` must complete a bucket's future without being called for a later one, unless
+    ``interleave=False``.
 
-    The parameters are, bit for bit, those of the same run with ``hook`` alone; for None those of the run
-    without a hook, but for the last bits where DDP divides gradients: ``gradient_as_bucket_view=True`` with
-    ``zero_grad(set_to_none=False)`` on a number of ranks that is no power of two.
-
-    ``optimizer.step()`` after the backward pass finishes what the hook did not reach; a loop that never
-    calls it is right as well, if DDP holds all of the optimizer's parameters. The learning rate counts as
-    it is during the backward pass. Clipping and GradScaler come too late, and raise. Uneven inputs need
+    The parameters are, bit for bit, those of the run with ``hook`` alone; for None those of the run without a
+    hook, but for the last bits where DDP divides gradients (``gradient_as_bucket_view=True`` with
+    ``zero_grad(set_to_none=False)``, ranks no power of two). ``optimizer.step()`` finishes what the hook did
+    not reach; without it a loop is right if DDP holds all parameters. The learning rate counts as it is
+    during the backward pass. Clipping and GradScaler come too late, and raise. Uneven inputs need
     ``Join([ddp, optimizer])``. When ``backward()`` has raised, call ``optimizer.wait_for_gathers()`` before
-    training goes on. Autograd raises if a backward pass reads a parameter after its gradient is complete
-    (``param.detach()`` in the forward pass). A hook with error feedback can give a gradient to a parameter
-    that no rank used, which is stepped then.
+    training goes on. Autograd raises if a backward pass reads a parameter after its gradient is complete. A
+    hook with error feedback can give a gradient to a parameter that no rank used, which is stepped then.
 
     Args:
         optimizer: whose step. Its classes must be steppable in parts (``optimizer.explain()`` tells).
-        hook: reduces the gradients; any hook of this package or PyTorch's. None stands for DDP's own mean.
-        interleave: False steps nothing before the last bucket is on its way. Not for DDP's
-            ``skip_all_reduce_unused_params``.
-        gradients: "owners" reduces each gradient to its owner alone, in half the bytes, as
-        `reduce_to_owners`. After
-            backward ``param.grad`` is None on the other ranks, and for a cut parameter on every rank.
-        ddp: the wrapper that the hook will be registered with; not needed for `zero_optim.ddp`. If its
-            parameters may be unused, or for None, gradients that are all zeros are looked for, which takes
-            time (on an accelerator the CPU waits), and their bucket is stepped when backward has ended.
+        hook: reduces the gradients; any of this package or PyTorch's. None stands for DDP's own mean.
+        interleave: False steps nothing before the last bucket is on its way.
+        gradients: "owners" reduces each gradient to its owner alone, as `reduce_to_owners`. Afterwards
+            ``param.grad`` is None on the other ranks, and for a cut parameter on every rank.
+        ddp: the wrapper of the hook; not needed for `zero_optim.ddp`. If its parameters may be unused, or for
+            None, gradients of zeros are looked for, which takes time (on an accelerator the CPU waits), and
+            their bucket is stepped when backward has ended.
 
     Raises:
-        TypeError: on every rank, if ``optimizer`` is not sharded by this library, or another argument is of
-            the wrong kind.
-        ValueError: on every rank, if a class cannot be stepped in parts, or ``ddp`` may leave out the last
-            bucket and ``interleave=False``; says why.
-        RankMismatchError: on every rank, if ranks were given different arguments, or hooks of other code.
+        TypeError: on every rank, if an argument is of the wrong kind on any.
+        ValueError: likewise, if a class cannot be stepped in parts, or ``interleave=False`` with DDP's
+            ``skip_all_reduce_unused_params``; says why.
+        RankMismatchError: likewise, if ranks were given different arguments, or hooks of other code.
     """
     require_ours(optimizer)
     all_used = _agreed(optimizer, hook, interleave, gradients, ddp)

@@ -55,7 +55,7 @@ def steps(here: Here, name: str, as_views: bool) -> Figures:
     again.load_state_dict(on_cpu(plain.state_dict()))
     _check_devices(again, plain)
     train_both(plain, again, 4, first=6)
-    buckets = sharded._sharding.buckets
+    buckets = sharded.core.sharding.buckets
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in mine)
     return {"buckets": len(buckets), "as views": sum(getattr(b, "is_in_place", False) for b in buckets)}
 

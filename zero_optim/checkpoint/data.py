@@ -1,9 +1,14 @@
-"""Data files: one safetensors file for each rank, with a checksum for every tensor. No communication."""
+"""Data files: one safetensors file for each rank, with a checksum for every tensor. No communication.
 
+The format: eight bytes with the header's length, the header in JSON, then the tensors' bytes without gaps.
+"""
+
+import json
+import math
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -11,15 +16,109 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_optim.checkpoint.files import open_regular
-from zero_optim.checkpoint.manifest import Chunk, DataFile, blamed_on
-from zero_optim.checkpoint.safetensors import Box, lay_out
+from zero_optim.checkpoint.files import open_regular, write_all
+from zero_optim.checkpoint.manifest import Chunk, DataFile, Entry, blamed_on, dtype_name
 from zero_optim.comm.wire import PIECE_NBYTES, memory_of
 from zero_optim.errors import CheckpointError
+from zero_optim.plan.plan import ALIGNMENT_NBYTES
 
 # A large tensor has a checksum for each block of rows of about this size. A load that wants some of its rows
 # reads at most one block too many at both ends.
 BLOCK_NBYTES = 4 * 2**20
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.complex64: "C64",
+}  # fmt: skip
+_LENGTH_NBYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """What is written under one key: a tensor of some shape, a box of its elements, or bytes.
+
+    Of bytes the dtype is None, and the shape is their number.
+    """
+
+    key: str
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return 1 if self.dtype is None else self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return math.prod(self.sizes) * self.itemsize
+
+    @property
+    def name(self) -> str:
+        """The key, with the range of the box if it is not the whole tensor, as in ``weight[0:4,2:8]``."""
+        if self.sizes == self.shape:
+            return self.key
+        ends = zip(self.offsets, self.sizes, strict=True)
+        return f"{self.key}[{','.join(f'{first}:{first + size}' for first, size in ends)}]"
+
+    def blocks(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+        """Divide by rows: offsets, sizes and bytes of each block that gets a checksum."""
+        if self.dtype is None:
+            yield (), (), self.nbytes
+        elif self.nbytes <= BLOCK_NBYTES:
+            yield self.offsets, self.sizes, self.nbytes
+        else:
+            (first, *offsets), (num_rows, *sizes) = self.offsets, self.sizes
+            row_nbytes = self.nbytes // num_rows
+            step = max(1, BLOCK_NBYTES // row_nbytes)
+            for row in range(0, num_rows, step):
+                count = min(step, num_rows - row)
+                yield (first + row, *offsets), (count, *sizes), count * row_nbytes
+
+
+Written = list[tuple[Box, Chunk]]
+
+
+def whole(key: str, dtype: torch.dtype | None, shape: Sequence[int]) -> Box:
+    """Return the box of a whole tensor."""
+    return Box(key, dtype, tuple(shape), (0,) * len(shape), tuple(shape))
+
+
+def rows_box(key: str, dtype: torch.dtype, shape: Sequence[int], start: int, stop: int) -> Box:
+    """Return the box of rows ``[start, stop)`` of dimension 0."""
+    rest = tuple(shape[1:])
+    return Box(key, dtype, tuple(shape), (start, *(0 for _ in rest)), (stop - start, *rest))
+
+
+def lay_out(boxes: Iterable[Box]) -> tuple[bytes, list[tuple[Box, int]]]:
+    """Return a file's header, and the boxes in the file's order, with the first byte of each.
+
+    Each begins at a multiple of its element's size. A dtype that the format does not know is written as
+    bytes, with one more dimension of the element's size; ``__metadata__`` has its name (``dtype of NAME``).
+    """
+    about = {"format": "pt"}
+    header: dict[str, Any] = {"__metadata__": about}
+    end, placed = 0, list[tuple[Box, int]]()
+    for box in sorted(boxes, key=lambda box: -box.itemsize):  # so that there are no gaps
+        name = box.name
+        while name in header:  # a whole tensor "w[0:2]" and a box of "w"
+            name += "'"
+        sizes = list(box.sizes)
+        if box.dtype is not None and box.dtype not in DTYPES:
+            about[f"dtype of {name}"] = dtype_name(box.dtype)
+            sizes.append(box.itemsize)
+        kind = "U8" if box.dtype is None else DTYPES.get(box.dtype, "U8")
+        header[name] = {"dtype": kind, "shape": sizes, "data_offsets": [end, end + box.nbytes]}
+        placed.append((box, end))
+        end += box.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(_LENGTH_NBYTES + len(text)) % ALIGNMENT_NBYTES)
+    head = len(text).to_bytes(_LENGTH_NBYTES, "little") + text
+    return head, [(box, len(head) + start) for box, start in placed]
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -28,61 +127,41 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(run)
 
 
-def write_data(
-    path: Path, rank: int, boxes: Iterable[Box], read: Callable[[Box], memoryview]
-) -> tuple[DataFile, list[tuple[Box, Chunk]]]:
-    """Write a rank's data file. It is flushed to the disk when this returns, and removed if this fails.
+def data_name(token: str, rank: int) -> str:
+    """Name the data file that a rank writes in the save of a token."""
+    return f"data-{token}-{rank}.safetensors"
 
-    Args:
-        path: of the file, which does not exist yet.
-        rank: this rank.
-        boxes: what to write.
-        read: returns the bytes of a box.
+
+def write_tensors(
+    folder: Path, token: str, rank: int, boxes: Iterable[Box], read: Callable[[Box], memoryview]
+) -> tuple[dict[str, DataFile], Written]:
+    """Write a rank's data file in the save of a token, and flush it to the disk; it is removed if this fails.
 
     Returns:
-        The file, and the places of each box in it: one, or those of its blocks of rows, one behind the other.
+        The file by name, if there are boxes, and the chunks of each box, one behind the other.
     """
     head, placed = lay_out(boxes)
-    chunks, end = list[tuple[Box, Chunk]](), len(head)
-    with _new_file(path) as file:
-        _append(file, memoryview(head))
-        for box, start in placed:
-            run = read(box)
-            if run.nbytes != box.nbytes:
-                raise ValueError(f"{box.name} should have {box.nbytes:,} bytes, it has {run.nbytes:,}")
-            done = 0
-            for offsets, sizes, nbytes in _blocks(box):
-                checksum = _append(file, run[done : done + nbytes])
-                chunks.append((box, Chunk(offsets, sizes, path.name, start + done, nbytes, checksum)))
-                done += nbytes
-            end += run.nbytes
-            del run  # before the next one is read
-    return DataFile(rank, end, len(head), zlib.crc32(head)), chunks
-
-
-def _blocks(box: Box) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Divide a box by rows: offsets, sizes and bytes of each block."""
-    if box.dtype is None or box.nbytes <= BLOCK_NBYTES:
-        place = ((), ()) if box.dtype is None else (box.offsets, box.sizes)
-        yield *place, box.nbytes
-        return
-    (first, *offsets), (num_rows, *sizes) = box.offsets, box.sizes
-    row_nbytes = box.nbytes // num_rows
-    step = max(1, BLOCK_NBYTES // row_nbytes)
-    for row in range(0, num_rows, step):
-        count = min(step, num_rows - row)
-        yield (first + row, *offsets), (count, *sizes), count * row_nbytes
-
-
-@contextmanager
-def _new_file(path: Path) -> Iterator[FileIO]:
+    if not placed:
+        return {}, []
+    path, written, end = folder / data_name(token, rank), Written(), len(head)
     with path.open("xb", buffering=0) as file:
         try:
-            yield file
+            write_all(file, memoryview(head))
+            for box, start in placed:
+                run = read(box)
+                if run.nbytes != box.nbytes:
+                    raise ValueError(f"{box.name} should have {box.nbytes:,} bytes, it has {run.nbytes:,}")
+                end = start
+                for offsets, sizes, nbytes in box.blocks():
+                    checksum = _append(file, run[end - start : end - start + nbytes])
+                    written.append((box, Chunk(offsets, sizes, path.name, end, nbytes, checksum)))
+                    end += nbytes
+                del run  # before the next one is read
             os.fsync(file.fileno())
         except BaseException:
             path.unlink(missing_ok=True)
             raise
+    return {path.name: DataFile(rank, end, len(head), zlib.crc32(head))}, written
 
 
 def _append(file: FileIO, run: memoryview) -> int:
@@ -95,99 +174,38 @@ def _append(file: FileIO, run: memoryview) -> int:
     return checksum
 
 
-def write_all(file: FileIO, run: memoryview) -> None:
-    """Write a run of bytes in several calls, since a system call takes at most about 2 GiB."""
-    while run.nbytes:
-        run = run[file.write(run) :]
+def entries_of(written: Iterable[tuple[Box, Chunk]]) -> dict[str, Entry]:
+    """Combine what the ranks have written; ValueError if the parts of a tensor are not all of it."""
+    chunks: dict[str, tuple[Box, list[Chunk]]] = {}
+    for box, chunk in written:
+        chunks.setdefault(box.key, (box, []))[1].append(chunk)
+    return {
+        key: Entry(box.dtype, () if box.dtype is None else box.shape, tuple(parts))
+        for key, (box, parts) in chunks.items()
+    }
 
 
-def read_run(folder: Path, chunk: Chunk, into: memoryview, key: str) -> None:
-    """Read a chunk's bytes into memory of the same length, and check them.
-
-    Raises:
-        CheckpointError: they differ from what was written, or cannot be read.
-    """
+def read_run(folder: Path, chunk: Chunk, key: str, into: memoryview | None = None) -> None:
+    """Compare a chunk with its checksum; put its bytes into memory of that length, if some is given."""
+    buffer = memoryview(bytearray(min(chunk.nbytes, PIECE_NBYTES))) if into is None else into
     checksum, done = 0, 0
-    try:
-        with open_regular(folder / chunk.file) as file:
-            file.seek(chunk.start)
-            while done < chunk.nbytes:
-                count = file.readinto(into[done : done + PIECE_NBYTES])
-                if not count:
-                    break
-                checksum = zlib.crc32(into[done : done + count], checksum)
-                done += count
-    except OSError as error:
-        raise CheckpointError(f"cannot read {folder / chunk.file}: {error.strerror}") from error
+    with blamed_on(folder), open_regular(folder / chunk.file) as file:
+        file.seek(chunk.start)
+        while done < chunk.nbytes:
+            first = 0 if into is None else done
+            piece = buffer[first : first + min(PIECE_NBYTES, chunk.nbytes - done)]
+            count = file.readinto(piece)
+            if not count:
+                break
+            checksum = zlib.crc32(piece[:count], checksum)
+            done += count
     if done != chunk.nbytes or checksum != chunk.crc32:
         reason = "its checksum is wrong" if done == chunk.nbytes else "the file is too short"
         raise CheckpointError(f"the checkpoint {folder} is damaged: {key} in {chunk.file}: {reason}")
 
 
-def read_box(
-    folder: Path, chunk: Chunk, key: str, dtype: torch.dtype, into: Tensor, offsets: Sequence[int] = ()
-) -> None:
-    """Read a chunk, or the box that begins at ``offsets`` inside it, into a tensor of the box's shape.
-
-    Needs extra memory for one chunk, unless all of it goes into a contiguous CPU tensor of its dtype.
-
-    Raises:
-        CheckpointError: as `read_run` does.
-    """
-    whole = tuple(into.shape) == chunk.sizes
-    if whole and into.dtype == dtype and into.device.type == "cpu" and into.is_contiguous():
-        read_run(folder, chunk, bytes_of(into), key)
-        return
-    read = blank(chunk.sizes, dtype)
-    read_run(folder, chunk, bytes_of(read), key)
-    for dim, (start, size) in enumerate(zip(offsets, into.shape, strict=False)):
-        read = read.narrow(dim, start, size)
-    into.copy_(read)
-
-
-def check_run(folder: Path, chunk: Chunk, key: str) -> None:
-    """Check the checksum of a chunk's bytes, in bounded memory; raises like `read_run`."""
-    buffer = memoryview(bytearray(min(chunk.nbytes, PIECE_NBYTES)))
-    checksum = 0
-    with blamed_on(folder), open_regular(folder / chunk.file) as file:
-        file.seek(chunk.start)
-        left = chunk.nbytes
-        while left:
-            count = file.readinto(buffer[:left])
-            if not count:
-                break
-            checksum = zlib.crc32(buffer[:count], checksum)
-            left -= count
-    if left or checksum != chunk.crc32:
-        raise CheckpointError(
-            f"the checkpoint {folder} is damaged: {key} in {chunk.file}: its checksum is wrong"
-        )
-
-
-class HeaderChecks:
-    """Checks the header of each data file once, when something in the file is read. Does not communicate."""
-
-    def __init__(self, folder: Path, files: Mapping[str, DataFile]) -> None:
-        self._folder = folder
-        self._left = dict(files)
-
-    def check(self, name: str) -> None:
-        """Check the header of a file, unless that was done.
-
-        Raises:
-            CheckpointError: it differs from what was written, or cannot be read.
-        """
-        file = self._left.pop(name, None)
-        if file is not None:
-            head = Chunk((), (), name, 0, file.head_nbytes, file.head_crc32)
-            check_run(self._folder, head, "its header")
-
-
 def map_file(path: Path, nbytes: int) -> torch.UntypedStorage:
-    """Map the first ``nbytes`` of a file into memory. The system reads them when they are used.
-
-    Changes of the memory do not change the file.
-    """
+    """Map the first bytes of a file, read when they are used. Changes do not reach the file."""
     storage: Any = torch.UntypedStorage.from_file(str(path), False, nbytes)
     mapped: torch.UntypedStorage = storage
     return mapped
@@ -198,8 +216,3 @@ def tensor_in(
 ) -> Tensor:
     """Return a tensor that uses a storage as its memory; contiguous if no strides are given."""
     return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape), tuple(strides))
-
-
-def blank(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Allocate a contiguous CPU tensor, uninitialised."""
-    return torch.empty(shape, dtype=dtype)

@@ -1,7 +1,17 @@
-"""Reads regular files only, and writes files that are complete or absent.
+"""Reads regular files only, writes files that are complete or absent, and locks folders. No communication.
 
-Other users of the folder may have left anything there: a FIFO, on which reading waits, a link to a device
-without an end, or a link at the path of a file that is about to be written. Nothing here communicates.
+Other users of a folder may have left anything there: a FIFO, on which reading waits, a link to a device
+without an end, or a link at the path of a file that is about to be written.
+
+Note [Locks]
+    If the existence of a file were the lock, that of a killed process would block for ever. So the file is
+    locked with ``flock``, which ends with the process. The holder removes the file before it releases the
+    lock, so a process that has locked a file checks that it is still the one in the folder.
+
+    On NFS, Linux sends the lock to the server, so it works between hosts unless mounted with ``nolock`` or
+    ``local_lock``. Some file systems have no locks (Lustre without ``flock``). There the last save counts and
+    nothing is lost, as files have names that no other save uses, and a save removes only files of the
+    checkpoint that it replaced. The files of a killed save then stay.
 """
 
 import errno
@@ -15,13 +25,13 @@ from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
+from zero_optim.errors import CheckpointError
+
+LOCK = "save.lock"
+
 
 def open_regular(path: Path) -> FileIO:
-    """Open a regular file to read, also through a link, without waiting.
-
-    Raises:
-        OSError: it cannot be opened, or is a folder, a FIFO, a device.
-    """
+    """Open a regular file to read, also through a link, without waiting; OSError for anything else."""
     _check_regular(path.stat(), path)  # before it is opened, since opening a device may have effects
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -45,6 +55,14 @@ def is_own_file(path: Path) -> bool:
         return False
 
 
+def is_dir(path: Path) -> bool:
+    """Whether there is a folder that can be seen."""
+    try:
+        return path.is_dir()
+    except OSError:  # no permission to read it
+        return False
+
+
 def sync_folder(folder: Path) -> None:
     """Flush to the disk what was created, renamed or removed in a folder."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -54,13 +72,14 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def new_part(path: Path) -> Path:
-    """Name a temporary file next to ``path``, which `remove_stale_parts` recognizes."""
-    return path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
+def write_all(file: FileIO, run: memoryview) -> None:
+    """Write bytes in several calls, since a system call takes at most about 2 GiB."""
+    while run.nbytes:
+        run = run[file.write(run) :]
 
 
 def part_of(name: str) -> re.Pattern[str]:
-    """Return the pattern of the names that `new_part` gives for this name."""
+    """Return the pattern of the temporary files that `open_part` makes for a file of this name."""
     return re.compile(re.escape(name) + r"\.[0-9a-f]{16}\.part")
 
 
@@ -68,7 +87,7 @@ def open_part(path: Path) -> tuple[Path, FileIO]:
     """Make a temporary file next to ``path``, locked for as long as it is open."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     while True:
-        beside = new_part(path)
+        beside = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
         file = FileIO(os.open(beside, flags, 0o666), "rb+")
         if try_lock(file.fileno()) is not False and is_own_file(beside):
             return beside, file
@@ -77,10 +96,9 @@ def open_part(path: Path) -> tuple[Path, FileIO]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[FileIO]:
-    """Yield a new file next to ``path``. When the ``with`` ends, it is flushed and renamed to ``path``.
+    """Yield a new file, which is flushed and renamed to ``path`` at the end, or removed if the body fails.
 
-    A link at ``path`` is replaced, not followed. If anything fails, the new file is removed. It is locked
-    while it is written.
+    A link at ``path`` is replaced, not followed.
     """
     beside, file = open_part(path)
     with file:
@@ -96,7 +114,7 @@ def replacing(path: Path) -> Iterator[FileIO]:
 
 
 def remove_stale_parts(path: Path) -> None:
-    """Remove temporary files of killed processes next to a file: those of `new_part` that nobody writes."""
+    """Remove the temporary files of `open_part` for ``path`` that no process writes any more."""
     ours = part_of(path.name)
     with suppress(PermissionError):  # some folders can be written but not listed
         for child in path.parent.iterdir():
@@ -115,11 +133,7 @@ def _remove_if_stale(path: Path) -> None:
 
 
 def try_lock(descriptor: int) -> bool | None:
-    """Lock an open file against other processes, and other openings in this one, without waiting.
-
-    Returns:
-        False if it is locked already; None if the file system has no locks.
-    """
+    """Lock an open file without waiting: False if it is locked, None if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -129,3 +143,47 @@ def try_lock(descriptor: int) -> bool | None:
             return None
         raise
     return True
+
+
+class FolderLock:
+    """The right to write into a checkpoint's folder, which is made if it does not exist. See Note [Locks].
+
+    CheckpointError if another save holds it. ``keeps_out`` is False if the file system has no locks, so that
+    other saves may be writing too.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / LOCK
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        while True:
+            self._descriptor = os.open(self._path, flags, 0o666)
+            try:
+                locked = try_lock(self._descriptor)
+                if locked is False:
+                    raise CheckpointError(
+                        f"cannot write the checkpoint {folder}: another save into this folder is under way. "
+                        "Give each job a folder of its own"
+                    )
+                self.keeps_out = locked is True
+                if self._is_in_place():
+                    return
+            except BaseException:
+                os.close(self._descriptor)
+                raise
+            os.close(self._descriptor)  # its holder has just released it
+
+    def _is_in_place(self) -> bool:
+        try:
+            there = self._path.lstat()
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(there, os.fstat(self._descriptor))
+
+    def close(self) -> None:
+        """Release the lock and remove the file."""
+        try:
+            if self._is_in_place():
+                self._path.unlink(missing_ok=True)
+        finally:
+            os.close(self._descriptor)

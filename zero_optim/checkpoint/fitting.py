@@ -1,41 +1,55 @@
-"""Check that a checkpoint fits the objects to load into: sections, names and shapes. One error names all."""
+"""Matches a checkpoint to the objects to load into: whether it fits, and which rows of it each rank needs."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from zero_optim.checkpoint.content import EXTRA, MODEL, OPTIMIZER, STATE
-from zero_optim.checkpoint.names import Names, Objects, names_of, positional
-from zero_optim.checkpoint.storage import CheckpointReader
-from zero_optim.checkpoint.values import Json, key_of
+from zero_optim.checkpoint.content import (
+    EVERYWHERE,
+    EXTRA,
+    MODEL,
+    OPTIMIZER,
+    RANDOM,
+    STATE,
+    Place,
+    model_parts,
+    places_of,
+)
+from zero_optim.checkpoint.objects import Members, Names, Objects, names_of
+from zero_optim.checkpoint.reader import CheckpointReader, Rows
+from zero_optim.checkpoint.values import Json, entries_in, key_of, tensors_in, unpack
+from zero_optim.comm.encoding import Nested
 from zero_optim.errors import StateMismatchError
+from zero_optim.plan.groups import options_of
+from zero_optim.plan.memory import strides_of_rows
+from zero_optim.plan.pieces import piece_of
+from zero_optim.step.averages import EMA
+from zero_optim.step.leaves import MASTER
+
+# ---------------------------------------------------------------------- whether it fits
 
 
-class Content:
-    """What a load asks of a checkpoint, checked against what the checkpoint has.
-
-    Raises:
-        StateMismatchError: a section is missing or does not fit.
-    """
-
-    def __init__(self, reader: CheckpointReader, objects: Objects) -> None:
-        values = reader.manifest.values
-        has = {MODEL: objects.model, OPTIMIZER: objects.optimizer, **objects.others}
-        self.asked = sorted(name for name, value in has.items() if value is not None)
-        missing = [name for name in self.asked if name not in values]
-        if missing or EXTRA not in values:
-            held = (
-                ", ".join(sorted(name for name in values if "/" not in name))
-                or "nothing saved by checkpoint.save"
-            )
-            raise StateMismatchError(
-                f"the checkpoint has no {' and no '.join(missing or [EXTRA])}; it has {held}"
-            )
-        wrong = _wrong_model(reader, objects) if objects.model is not None else []
-        if objects.optimizer is not None:
-            wrong += _wrong_optimizer(reader, objects)
-        if wrong:
-            raise StateMismatchError("the checkpoint does not fit:\n  " + "\n  ".join(dict.fromkeys(wrong)))
+def check_fit(reader: CheckpointReader, objects: Objects) -> list[str]:
+    """Return the sections that a load asks for; StateMismatchError names all that does not fit."""
+    values = reader.manifest.values
+    has = {MODEL: objects.model, OPTIMIZER: objects.optimizer, **objects.others}
+    asked = sorted(name for name, value in has.items() if value is not None)
+    missing = [name for name in asked if name not in values]
+    if missing or EXTRA not in values:
+        there = ", ".join(sorted(name for name in values if "/" not in name))
+        raise StateMismatchError(
+            f"the checkpoint has no {' and no '.join(missing or [EXTRA])}; it has "
+            f"{there or 'nothing saved by checkpoint.save'}"
+        )
+    wrong = _wrong_model(reader, objects) if objects.model is not None else []
+    if objects.optimizer is not None:
+        wrong += _wrong_optimizer(reader, objects)
+    if wrong:
+        raise StateMismatchError("the checkpoint does not fit:\n  " + "\n  ".join(dict.fromkeys(wrong)))
+    return asked
 
 
 def _wrong_names(what: str, saved: Iterable[str], present: Iterable[str]) -> list[str]:
@@ -44,31 +58,23 @@ def _wrong_names(what: str, saved: Iterable[str], present: Iterable[str]) -> lis
     return lost + [f"{what} {name} of the checkpoint is not there" for name in saved if name not in present]
 
 
-def model_parts(values: Mapping[str, Json]) -> dict[str, Json]:
-    """Return the packed values of the model's state dict, by name; empty without a model."""
-    _, pairs = values.get(MODEL, ["dict", []])
-    return dict(pairs)
-
-
 def _wrong_model(reader: CheckpointReader, objects: Objects) -> list[str]:
     parts, present = model_parts(reader.manifest.values), objects.model_state()
     wrong = _wrong_names("model entry", parts, present)
     for name in parts.keys() & present.keys():
         kind, body = parts[name]
         if kind == "tensor" and isinstance(present[name], Tensor):
-            entry = reader.manifest.entries[body[0]]
-            if entry.shape != tuple(present[name].shape):
-                wrong.append(
-                    f"{name}: shape {entry.shape} in the checkpoint, {tuple(present[name].shape)} here"
-                )
+            saved, here = reader.manifest.entries[body[0]].shape, tuple(present[name].shape)
+            if saved != here:
+                wrong.append(f"{name}: shape {saved} in the checkpoint, {here} here")
     return wrong
 
 
 def _wrong_optimizer(reader: CheckpointReader, objects: Objects) -> list[str]:
-    values, entries = reader.manifest.values, reader.manifest.entries
-    names = names_in(objects, values)
+    about, entries = reader.manifest.values[OPTIMIZER], reader.manifest.entries
+    names = names_in(objects, reader.manifest.values)
     assert names is not None
-    about = values[OPTIMIZER]
+    assert objects.optimizer is not None
     if names.named and not about["named"]:
         saved, present = [len(g["names"]) for g in about["groups"]], [len(g) for g in names.groups]
         return [
@@ -78,32 +84,203 @@ def _wrong_optimizer(reader: CheckpointReader, objects: Objects) -> list[str]:
         fix = "give the model as well, or build the optimizer from model.named_parameters()"
         return [f"the checkpoint knows parameters by name, and this optimizer knows no names: {fix}"]
     wrong = _wrong_names("parameter", [n for group in about["groups"] for n in group["names"]], names.param)
-    assert objects.optimizer is not None
-    cuts = objects.optimizer.cut_states()
-    for number, group in enumerate(names.groups):
-        for name in group:
-            param = names.param[name]
-            shaped = objects.optimizer.shaped_entries(param, number)
-            shape = tuple(about["params"].get(name, [None, param.shape])[1])
-            if shape != tuple(param.shape):
-                wrong.append(f"{name}: shape {shape} in the checkpoint, {tuple(param.shape)} here")
-            for key in sorted(cuts[param].shaped if param in cuts else shaped):
-                entry = entries.get(f"{STATE}/{key_of(name, key)}")
-                if entry is not None and entry.shape != tuple(param.shape):
-                    wrong.append(f"{name}: '{key}' has shape {entry.shape}, not {tuple(param.shape)}")
+    cuts = objects.optimizer.core.cut_states()
+    for number, name, param in _numbered(names):
+        shape = tuple(about["params"].get(name, [None, param.shape])[1])
+        if shape != tuple(param.shape):
+            wrong.append(f"{name}: shape {shape} in the checkpoint, {tuple(param.shape)} here")
+        shaped = cuts[param].shaped if param in cuts else objects.optimizer.core.shaped_entries(param, number)
+        for key in sorted(shaped):
+            entry = entries.get(f"{STATE}/{key_of(name, key)}")
+            if entry is not None and entry.shape != tuple(param.shape):
+                wrong.append(f"{name}: '{key}' has shape {entry.shape}, not {tuple(param.shape)}")
     return wrong
+
+
+def _numbered(names: Names) -> Iterator[tuple[int, str, Tensor]]:
+    """Give the number of the group, the name and the parameter of all."""
+    for number, group in enumerate(names.groups):
+        yield from ((number, name, names.param[name]) for name in group)
 
 
 def names_in(objects: Objects, values: Mapping[str, Json]) -> Names | None:
     """Name the optimizer's parameters as the checkpoint does: by place, if it has no names."""
     if objects.optimizer is None:
         return None
-    names = names_of(objects.optimizer, objects.model)
-    saved = [len(group["names"]) for group in values[OPTIMIZER]["groups"]]
-    if not names.named or values[OPTIMIZER]["named"] or saved != [len(group) for group in names.groups]:
-        return names
-    groups = [[positional(n, place) for place in range(len(group))] for n, group in enumerate(names.groups)]
-    params = {
-        positional(n, i): names.param[name] for n, g in enumerate(names.groups) for i, name in enumerate(g)
-    }
-    return Names(groups, False, params)
+    names, saved = names_of(objects.optimizer, objects.model), values[OPTIMIZER]
+    sizes = [len(group["names"]) for group in saved["groups"]]
+    by_place = names.named and not saved["named"] and sizes == [len(group) for group in names.groups]
+    return names.by_place() if by_place else names
+
+
+# ---------------------------------------------------------------------- what a rank needs
+
+
+class Read:
+    """What this rank has read: tensors, of some only rows, and the values that are put together from them."""
+
+    def __init__(self, reader: CheckpointReader, wanted: Mapping[str, Rows]) -> None:
+        self._entries = reader.manifest.entries
+        self._tensors = {key: reader.read_tensor(key, rows) for key, rows in wanted.items()}
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self._tensors[key]
+
+    def value(self, packed: Json) -> Nested:
+        """Put a value together; its tensors have the strides that they were saved with."""
+        return unpack(packed, self._strided)
+
+    def _strided(self, key: str, strides: Sequence[int]) -> Tensor:
+        tensor, shape = self._tensors[key], self._entries[key].shape
+        if tuple(tensor.shape) != shape:
+            strides = strides_of_rows(strides, shape[0], tensor.shape)
+        return with_strides(tensor, strides)
+
+    def blank(self, key: str) -> Tensor:
+        """Allocate what another rank has read."""
+        return torch.empty(self._entries[key].shape, dtype=self._entries[key].dtype)
+
+
+def with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
+    """Lay a tensor out with some strides, which are dense; copies only if it is laid out otherwise."""
+    if tensor.stride() == tuple(strides) or tensor.numel() == 0:
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Needs:
+    """What one rank needs of a checkpoint that fits.
+
+    Attributes:
+        places: tensors of the model to load into.
+        state: packed state of the parameters that this rank owns, by number of the group, name, parameter.
+        sections: other packed values by section; that of random states is this rank's.
+        rest: of the model, packed: extra state of its modules.
+        groups: packed, of the optimizer.
+    """
+
+    places: list[Place]
+    state: dict[tuple[int, str, Tensor], Json]
+    sections: dict[str, Json]
+    rest: dict[str, Json]
+    groups: list[Json]
+
+    @classmethod
+    def of(
+        cls,
+        values: Mapping[str, Json],
+        objects: Objects,
+        members: Members,
+        *,
+        random: bool,
+        only: Collection[Tensor] | None,
+    ) -> "Needs":
+        """Find them in the packed values of a checkpoint.
+
+        With ``random``, this rank's random state too; ``only`` these parameters of the optimizer and their
+        state, None for all.
+        """
+        places, state = _places(objects, values, members.group.size), {}
+        sections = {name: values[name] for name in (*objects.others, EXTRA)}
+        drawn = values.get(key_of(RANDOM, str(members.everyone.rank)))
+        if random and drawn is not None:
+            sections[RANDOM] = drawn
+        names = names_in(objects, values)
+        if objects.optimizer is not None and names is not None:
+            if EVERYWHERE in values:
+                sections[EVERYWHERE] = values[EVERYWHERE]
+            owned = set(objects.optimizer.owned_parameters())
+            if only is not None:
+                owned &= set(only)
+                addresses = {param.data_ptr() for param in only}
+                places = [p for p in places if not p.stepped or p.tensor.data_ptr() in addresses]
+            for number, name, param in _numbered(names):
+                packed = values.get(f"{STATE}/{key_of(name)}")
+                if packed is not None and param in owned:
+                    state[number, name, param] = packed
+        parts = model_parts(values) if objects.model is not None else {}
+        rest = {name: part for name, part in parts.items() if part[0] != "tensor"}
+        return cls(places, state, sections, rest, values[OPTIMIZER]["groups"] if names is not None else [])
+
+    def rows(self, reader: CheckpointReader, objects: Objects, rank: int) -> dict[str, Rows]:
+        """List the tensors to read, with the rows of each."""
+        packed = [*self.sections.values(), *self.rest.values(), *self.state.values()]
+        packed += [group["options"] for group in self.groups]
+        rows: dict[str, Rows] = {key: None for value in packed for key in tensors_in(value)}
+        cuts = objects.optimizer.core.cut_states() if objects.optimizer is not None else {}
+        for (_, _, param), value in self.state.items():
+            if param in cuts:
+                piece = cuts[param].piece_of(rank)
+                for entry, key in entries_in(value).items():
+                    if cuts[param].is_cut(entry, reader.manifest.entries[key].shape):
+                        rows[key] = piece.start, piece.stop
+        return rows | {p.key: p.rows(rank) for p in self.places if piece_of(p.pieces, rank)}
+
+
+def _places(objects: Objects, values: Mapping[str, Json], num_ranks: int) -> list[Place]:
+    """List the tensors of the model that a checkpoint has values for; tied ones once."""
+    parts, present, seen = model_parts(values), dict[str, Tensor](), set()
+    for name, tensor in objects.model_state().items():
+        if parts[name][0] == "tensor" and isinstance(tensor, Tensor):
+            memory = tensor.data_ptr(), tensor.device, tensor.shape, tensor.stride()
+            if not tensor.numel() or memory not in seen:
+                seen.add(memory)
+                present[name] = tensor
+    places = places_of(present, objects, num_ranks)
+    return [replace(place, key=parts[place.key][1][0]) for place in places]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankInput:
+    """What this rank has read: `Needs` put together, with the optimizer's state and its options."""
+
+    read: Read
+    places: list[Place]
+    state: dict[Any, Any]
+    options: list[dict[str, Any]]
+    sections: dict[str, Nested]
+    rest: dict[str, Nested]
+
+
+def read_own(reader: CheckpointReader, objects: Objects, needs: Needs, rank: int) -> RankInput:
+    """Read what this rank needs; ValueError if state that must have a parameter's shape has another one."""
+    read = Read(reader, needs.rows(reader, objects, rank))
+    sections = {name: read.value(packed) for name, packed in needs.sections.items()}
+    state, options = {}, []
+    if objects.optimizer is not None:
+        cuts = objects.optimizer.core.cut_states()
+        for (number, name, param), packed in needs.state.items():
+            state[param] = read.value(packed)
+            must = {MASTER, EMA, *objects.optimizer.core.shaped_entries(param, number)}
+            cut = cuts.get(param)
+            shape = tuple(param.shape) if cut is None else cut.shape_of(cut.piece_of(rank))
+            for entry, value in state[param].items():
+                if entry in must and isinstance(value, Tensor) and value.shape != shape:
+                    raise ValueError(f"{name}: '{entry}' has shape {tuple(value.shape)}, not {shape}")
+        state |= sections.pop(EVERYWHERE, {})
+        names = names_in(objects, reader.manifest.values)
+        assert names is not None
+        saved = [(set(group["names"]), read.value(group["options"])) for group in needs.groups]
+        pairs = zip(objects.optimizer.param_groups, names.groups, strict=True)
+        options = [_agreed(options_of(group), set(members), saved) for group, members in pairs]
+    rest = {name: read.value(part) for name, part in needs.rest.items()}
+    return RankInput(read, needs.places, state, options, sections, rest)
+
+
+def _agreed(
+    own: dict[str, Any], members: set[str], saved: list[tuple[set[str], dict[str, Any]]]
+) -> dict[str, Any]:
+    """Return the options on which the saved groups of a group's parameters agree."""
+    sources = [options for names, options in saved if names & members] or [
+        options for names, options in saved if not names and not members
+    ][:1]
+    first = sources[0] if sources else {}
+    agreed = (k for k in first if all(k in other and _same(other[k], first[k]) for other in sources[1:]))
+    return {**own, **{key: first[key] for key in agreed}}
+
+
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    return one == other

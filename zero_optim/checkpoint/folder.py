@@ -1,4 +1,4 @@
-"""Folders of checkpoints: finds the newest complete one, removes old ones and the files of killed saves.
+"""Folders of checkpoints: completes one, finds the newest, removes old ones and the files of killed saves.
 
 Note [Family]
     ``keep=`` removes checkpoints, so the rule is one that a caller can see. Checkpoints of one family lie in
@@ -9,26 +9,29 @@ Note [Family]
 
 import os
 import re
-from contextlib import suppress
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import closing, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from zero_optim.checkpoint import manifest as manifests
-from zero_optim.checkpoint.data import HeaderChecks, check_run
-from zero_optim.checkpoint.files import is_own_file, part_of, sync_folder
-from zero_optim.checkpoint.lock import FolderLock
-from zero_optim.checkpoint.manifest import DATA_FILE, FILE, Manifest
+from zero_optim.checkpoint.data import Written, data_name, entries_of
+from zero_optim.checkpoint.files import FolderLock, is_dir, is_own_file, part_of, sync_folder
+from zero_optim.checkpoint.manifest import DATA_FILE, FILE, DataFile, Manifest
+from zero_optim.checkpoint.reader import CheckpointReader
 from zero_optim.errors import CheckpointError
 
 _LAST_NUMBER = 2**63 - 1
+_PART = part_of(FILE)
 
 
 def resolved(path: object) -> Path:
-    """Make a path absolute, so that it does not depend on the current folder.
-
-    Raises:
-        TypeError: it is no path.
-    """
+    """Make a path absolute, so that it does not depend on the current folder; TypeError if it is none."""
     if path is None:
         raise TypeError(
             "expected path to be a str or a path, got None: checkpoint.latest() gives None where there is no "
@@ -41,32 +44,29 @@ def resolved(path: object) -> Path:
 
 
 def own_folder(path: object) -> Path:
-    """Return a checkpoint's own folder.
+    """Return a checkpoint's own folder, absolute; ValueError if the path does not end in a name.
 
-    Raises:
-        TypeError: it is no path.
-        ValueError: the path does not end in a name. "" may be a variable that was never set, and a save must
-        not replace what is in the current folder or next to it.
+    "" may be a variable that was never set, and a save must not replace what is in the current folder.
     """
-    found = resolved(path)
+    folder = resolved(path)
     if Path(str(path)).name in ("", ".."):
         raise ValueError(
             "expected path to end in the name of a folder of the checkpoint's own, such as 'run/step-5', "
             f"got {str(path)!r}"
         )
-    return found
+    return folder
 
 
 def latest(path: str | os.PathLike[str], *, quick: bool = False) -> Path | None:
-    """Find the newest complete checkpoint: ``path`` itself, or a folder directly in it.
+    """Find the newest complete checkpoint: ``path`` itself, or a folder directly in it. No communication.
 
-    Does not communicate. Skips incomplete and damaged checkpoints, and what cannot be read. The newest has
-    the highest number: each save takes one more than those next to it. If numbers are equal, the time counts.
+    Skips incomplete and damaged checkpoints, and what cannot be read. The newest has the highest number: each
+    save takes one more than those next to it. If numbers are equal, the time counts.
 
     Args:
         path: a checkpoint, or the folder that holds several.
         quick: check only manifests and file sizes. Otherwise every byte of the newest is compared with its
-        checksum.
+            checksum.
 
     Returns:
         The checkpoint's folder; None if there is no complete one.
@@ -74,51 +74,81 @@ def latest(path: str | os.PathLike[str], *, quick: bool = False) -> Path | None:
     Raises:
         OSError: ``path`` exists and cannot be listed.
     """
-    for folder, manifest in reversed(_whole(folders_in(Path(path)))):
-        try:
+    for folder in reversed(_complete_ones(_with_inner(Path(path)))):
+        with suppress(CheckpointError):
             if not quick:
-                verify(folder, manifest)
-        except CheckpointError:
-            continue
-        return folder
+                CheckpointReader(folder).check_all()
+            return folder
     return None
 
 
-def verify(folder: Path, manifest: Manifest) -> None:
-    """Read everything that a checkpoint holds and compare checksums.
-
-    Raises:
-        CheckpointError: something in it differs from what was written.
-    """
-    headers = HeaderChecks(folder, manifest.files)
-    for name in manifest.files:
-        headers.check(name)
-    for key, entry in manifest.entries.items():
-        for chunk in entry.chunks:
-            check_run(folder, chunk, key)
-
-
-def folders_in(path: Path) -> list[Path]:
+def _with_inner(path: Path) -> list[Path]:
     """List a folder and the folders directly in it; empty if it does not exist."""
-    return [path, *sorted(child for child in path.iterdir() if _is_dir(child))] if _is_dir(path) else []
+    return [path, *sorted(child for child in path.iterdir() if is_dir(child))] if is_dir(path) else []
 
 
-def _is_dir(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except OSError:  # no permission to read it
-        return False
-
-
-def _whole(folders: list[Path]) -> list[tuple[Path, Manifest]]:
+def _complete_ones(folders: Iterable[Path]) -> list[Path]:
     """List the checkpoints that are complete, oldest first."""
-    found = []
+    age = {}
     for folder in folders:
-        try:
-            found.append((folder, manifests.read(folder)))
-        except CheckpointError:
-            continue
-    return sorted(found, key=lambda pair: pair[1].age)
+        with suppress(CheckpointError):
+            age[folder] = manifests.read(folder).age
+    return sorted(age, key=age.__getitem__)
+
+
+# ---------------------------------------------------------------------- ending a save
+
+
+def new_token() -> str:
+    """Return a random name for a save, so that its files have names of their own."""
+    return secrets.token_hex(6)
+
+
+def complete(
+    folder: Path,
+    world_size: int,
+    files: Mapping[str, DataFile],
+    written: Written,
+    values: Mapping[str, Any],
+    paths: Mapping[str, list[str | int]],
+    *,
+    alone: bool = False,
+) -> None:
+    """Write the manifest of what the ranks have written, and remove what it replaces; on one rank.
+
+    The caller holds the folder's lock. If ``alone``, nobody else can write to the folder, so unfinished files
+    in it are those of a killed save, and are removed.
+    """
+    for name, file in files.items():
+        if not (folder / name).is_file() or (folder / name).stat().st_size != file.nbytes:
+            raise CheckpointError(
+                f"{folder / name}, which rank {file.rank} has written, cannot be seen whole by the rank that "
+                "completes the checkpoint: the folder must be one that all ranks share"
+            )
+    software = {"zero_optim": _library_version(), "torch": str(torch.__version__)}
+    entries, number = entries_of(written), next_number(folder)
+    manifest = Manifest(time.time_ns(), world_size, software, files, entries, values, paths, number)
+    replaced = _files_in(folder)
+    manifests.commit(folder, manifest)
+    for child in folder.iterdir():
+        stray = child.name in replaced or (alone and (_is_data(child) or _PART.fullmatch(child.name)))
+        if stray and child.name not in manifest.files and is_own_file(child):
+            child.unlink(missing_ok=True)
+
+
+def _library_version() -> str:
+    try:
+        return version("zero-optim")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _files_in(folder: Path) -> set[str]:
+    """Name the data files of a checkpoint; none if its manifest is missing or damaged."""
+    try:
+        return set(manifests.parse(folder).files)
+    except CheckpointError:
+        return set()
 
 
 def next_number(folder: Path) -> int:
@@ -126,8 +156,19 @@ def next_number(folder: Path) -> int:
     compared = {folder}
     for place in (folder.parent, folder):
         with suppress(PermissionError):  # the parent of a folder that can be written may not be listed
-            compared.update(folders_in(place))
+            compared.update(_with_inner(place))
     return min(max(map(manifests.number_in, compared)) + 1, _LAST_NUMBER)
+
+
+def discard(folder: Path, token: str, *ranks: int) -> None:
+    """Remove the files of a save that failed, as far as possible, unless the manifest is in place already."""
+    with suppress(OSError):
+        if not any(name.startswith(f"data-{token}-") for name in _files_in(folder)):
+            for rank in ranks:
+                (folder / data_name(token, rank)).unlink(missing_ok=True)
+
+
+# ---------------------------------------------------------------------- removing old checkpoints
 
 
 def prune(newest: Path, keep: int) -> None:
@@ -137,77 +178,39 @@ def prune(newest: Path, keep: int) -> None:
     """
     family = _family(newest.name)
     inside = [child for child in newest.parent.iterdir() if _family(child.name) == family]
-    members = [child for child in inside if _is_dir(child) and not child.is_symlink()]
-    kept = {folder for folder, _ in _whole(members)[-keep:]} | {newest}
+    members = [child for child in inside if is_dir(child) and not child.is_symlink()]
+    kept = {*_complete_ones(members)[-keep:], newest}
     oldest = min(map(manifests.number_in, kept))
     for folder in members:
-        if folder not in kept and manifests.number_in(folder) <= oldest:
-            _remove_unless_written(folder)
+        if folder not in kept and manifests.number_in(folder) <= oldest and _own_files(folder):
+            with suppress(CheckpointError):  # somebody is writing it
+                _remove(folder)
 
 
 def _family(name: str) -> str:
     return re.sub(r"[0-9]+", "0", name)
 
 
-def _remove_unless_written(folder: Path) -> None:
-    """Remove a checkpoint, also an incomplete one, unless somebody is writing it."""
-    if not _own_files(folder):
-        return
-    try:
-        lock = FolderLock(folder)
-    except CheckpointError:
-        return
-    try:
-        _remove(folder)
-    finally:
-        lock.release()
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint: first the manifest, so that it is complete or absent at every moment."""
+    with closing(FolderLock(folder)):
+        (folder / FILE).unlink(missing_ok=True)
+        sync_folder(folder)
+        for child in _own_files(folder):
+            child.unlink(missing_ok=True)
     with suppress(OSError):  # it holds other files
         folder.rmdir()
 
 
-def _remove(folder: Path) -> None:
-    """Remove a checkpoint's files: first the manifest, so that it is complete or absent at every moment."""
-    (folder / FILE).unlink(missing_ok=True)
-    sync_folder(folder)
-    for child in _own_files(folder):
-        child.unlink(missing_ok=True)
-
-
 def _own_files(folder: Path) -> list[Path]:
     """List the files of `save` in a folder, finished or not, without its lock."""
-    unfinished = part_of(FILE)
     return [
         child
         for child in folder.iterdir()
-        if (child.name in (FILE, FILE + ".part") or unfinished.fullmatch(child.name) or _is_data(child.name))
+        if (child.name in (FILE, FILE + ".part") or _PART.fullmatch(child.name) or _is_data(child))
         and is_own_file(child)
     ]
 
 
-def _is_data(name: str) -> bool:
-    return DATA_FILE.fullmatch(name) is not None
-
-
-def remove_strays(folder: Path, manifest: Manifest, replaced: Manifest | None, *, alone: bool) -> None:
-    """Remove data files that belong to a replaced checkpoint, or to a save that was never completed.
-
-    Args:
-        folder: the checkpoint's.
-        manifest: of the checkpoint that is there now.
-        replaced: the manifest before.
-        alone: nobody else can be writing to the folder, so unfinished files are those of a killed save.
-    """
-    unfinished = part_of(FILE)
-    old = set(replaced.files) if replaced is not None else set()
-    for child in folder.iterdir():
-        stray = child.name in old or (alone and (_is_data(child.name) or unfinished.fullmatch(child.name)))
-        if stray and child.name not in manifest.files and is_own_file(child):
-            child.unlink(missing_ok=True)
-
-
-def library_version() -> str:
-    """Return the version of zero_optim; "unknown" if it is not installed."""
-    try:
-        return version("zero-optim")
-    except PackageNotFoundError:
-        return "unknown"
+def _is_data(path: Path) -> bool:
+    return DATA_FILE.fullmatch(path.name) is not None

@@ -1,130 +1,96 @@
-"""What a checkpoint holds, as data and as a table. Nothing here communicates."""
+"""What a checkpoint holds, as data and as a table. No communication."""
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from zero_optim.checkpoint import manifest as manifests
-from zero_optim.checkpoint.folder import verify
-from zero_optim.checkpoint.manifest import VERSION, Manifest
+from zero_optim.checkpoint.manifest import Manifest
+from zero_optim.checkpoint.reader import CheckpointReader
 from zero_optim.errors import CheckpointError
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
-    """A part of a checkpoint: the model, the optimizer's state, and so on."""
-
-    name: str
-    num_tensors: int
-    nbytes: int
-    num_values: int
+def inspect(folder: Path) -> "Inspection":
+    """Read all of a checkpoint and compare every byte with its checksum; CheckpointError without a folder."""
+    if not folder.is_dir():
+        raise CheckpointError(f"no checkpoint at {folder}: there is no such folder")
+    manifest = Manifest(0, 0, {}, {}, {}, {}, {})
+    try:
+        manifest = manifests.parse(folder)
+        CheckpointReader(folder).check_all()
+    except CheckpointError as error:
+        return Inspection(folder, str(error), manifest)
+    return Inspection(folder, "", manifest)
 
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What was found in a checkpoint's folder.
+    """What a folder holds, and the reason why that is no complete checkpoint; empty if it is one."""
 
-    Attributes:
-        path: its folder.
-        complete: whether nothing is missing or damaged; every byte was compared with its checksum.
-        reason: why it is not complete, or empty.
-        version: of the format.
-        saved: time of the save, UTC.
-        world_size: number of ranks that wrote it.
-        software: versions that wrote it.
-        sections: what is in it.
-        files: name, rank that wrote it, bytes.
-    """
-
-    path: str
-    complete: bool
+    folder: Path
     reason: str
-    version: int = VERSION
-    saved: str = ""
-    world_size: int = 0
-    software: tuple[tuple[str, str], ...] = ()
-    sections: tuple[Section, ...] = ()
-    files: tuple[tuple[str, int, int], ...] = ()
+    manifest: Manifest
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is missing or damaged."""
+        return not self.reason
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON."""
-        return {**asdict(self), "software": dict(self.software)}
+        """Return plain values, for JSON: sizes in bytes, time in UTC; little if there is no manifest."""
+        time = datetime.fromtimestamp(self.manifest.time_ns / 1e9, timezone.utc)
+        return {
+            "path": str(self.folder),
+            "complete": self.complete,
+            "reason": self.reason,
+            "version": self.manifest.version,
+            "saved": time.strftime("%Y-%m-%d %H:%M:%S UTC") if self.manifest.time_ns else "",
+            "world_size": self.manifest.world_size,
+            "software": dict(self.manifest.software),
+            "sections": self._sections(),
+            "files": [(name, file.rank, file.nbytes) for name, file in self.manifest.files.items()],
+        }
+
+    def _sections(self) -> list[dict[str, Any]]:
+        """Count what is in each part: the model, the optimizer's state, and so on."""
+        entries, values = self.manifest.entries, self.manifest.values
+        sections = []
+        for name in sorted({_section(key) for key in (*values, *entries)}):
+            sizes = [entry.nbytes for key, entry in entries.items() if _section(key) == name]
+            counts = {"num_tensors": len(sizes), "nbytes": sum(sizes)}
+            sections.append({"name": name, **counts, "num_values": sum(_section(k) == name for k in values)})
+        return sections
 
     def __str__(self) -> str:
         """Write it as a table."""
-        head = [("checkpoint", self.path), ("complete", "yes" if self.complete else f"no: {self.reason}")]
-        if self.saved:
-            by = ", ".join(f"{name} {version}" for name, version in self.software)
-            ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
-            head += [("saved", f"{self.saved} by {ranks}, {by}"), ("format", f"version {self.version}")]
+        told = self.to_dict()
+        head = [("checkpoint", told["path"]), ("complete", f"no: {self.reason}" if self.reason else "yes")]
+        if told["saved"]:
+            by = ", ".join(f"{name} {version}" for name, version in told["software"].items())
+            ranks = f"{told['world_size']} rank{'s' if told['world_size'] > 1 else ''}"
+            head += [("saved", f"{told['saved']} by {ranks}, {by}"), ("format", f"version {told['version']}")]
         lines = [f"{name:<12}{value}" for name, value in head]
-        if self.sections:
-            rows = [
-                (s.name, f"{s.num_tensors:,}", f"{s.nbytes:,}", f"{s.num_values:,}") for s in self.sections
-            ]
+        if told["sections"]:
+            rows = [list(section.values()) for section in told["sections"]]
             lines += ["", *_table(("section", "tensors", "bytes", "values"), rows)]
-        if self.files:
-            lines += [
-                "",
-                *_table(("file", "rank", "bytes"), [(n, str(r), f"{b:,}") for n, r, b in self.files]),
-            ]
+        if told["files"]:
+            rows = [[name, str(rank), nbytes] for name, rank, nbytes in told["files"]]
+            lines += ["", *_table(("file", "rank", "bytes"), rows)]
         return "\n".join(lines)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align rows in columns: the first to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    return [
-        "  ".join(
-            cell.rjust(w) if n else cell.ljust(w) for n, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in (head, *rows)
-    ]
-
-
-def inspect(folder: Path) -> Inspection:
-    """Read all of a checkpoint and check it.
-
-    Raises:
-        CheckpointError: there is no such folder.
-    """
-    if not folder.is_dir():
-        raise CheckpointError(f"no checkpoint at {folder}: there is no such folder")
-    reason, manifest = "", None
-    try:
-        manifest = manifests.parse(folder)
-        manifest = manifests.read(folder)
-        verify(folder, manifest)
-    except CheckpointError as error:
-        reason = str(error)
-    if manifest is None:
-        return Inspection(str(folder), complete=False, reason=reason)
-    saved = datetime.fromtimestamp(manifest.time_ns / 1e9, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
-    return Inspection(
-        str(folder),
-        not reason,
-        reason,
-        version=manifest.version,
-        saved=saved,
-        world_size=manifest.world_size,
-        software=tuple(manifest.software.items()),
-        sections=_sections(manifest),
-        files=tuple((name, file.rank, file.nbytes) for name, file in manifest.files.items()),
-    )
-
-
-def _sections(manifest: Manifest) -> tuple[Section, ...]:
-    names = dict.fromkeys(map(_section, [*manifest.values, *manifest.entries]))
-    found = []
-    for name in sorted(names):
-        entries = [entry for key, entry in manifest.entries.items() if _section(key) == name]
-        values = sum(_section(key) == name for key in manifest.values)
-        found.append(Section(name, len(entries), sum(entry.nbytes for entry in entries), values))
-    return tuple(found)
 
 
 def _section(key: str) -> str:
     return re.split(r"[/.]", key, maxsplit=1)[0]
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    """Align rows in columns: the first to the left, the others to the right."""
+    text = [head, *([f"{cell:,}" if isinstance(cell, int) else cell for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*text, strict=True)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        for row in text
+    ]

@@ -1,47 +1,37 @@
 """Loading: every rank reads what it owns now, from any rank's file; then parameters are broadcast."""
 
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zero_optim.checkpoint.content import (
-    EVERYWHERE,
-    EXTRA,
-    OPTIMIZER,
-    RANDOM,
-    set_random_state,
-)
-from zero_optim.checkpoint.fitting import Content, model_parts, names_in
+from zero_optim.checkpoint.content import EXTRA, RANDOM, Place, model_parts
+from zero_optim.checkpoint.fitting import Needs, RankInput, Read, check_fit, read_own
 from zero_optim.checkpoint.folder import resolved
 from zero_optim.checkpoint.manifest import blamed_on
-from zero_optim.checkpoint.names import (
-    Names,
+from zero_optim.checkpoint.objects import (
+    Members,
     Objects,
     check_group,
-    group_of,
-    mesh_of,
     names_of,
-    unwrapped,
+    set_random_state,
+    undo_of,
 )
-from zero_optim.checkpoint.own_state import agreed_options, own_state, wanted_state
-from zero_optim.checkpoint.reading import Read
-from zero_optim.checkpoint.storage import CheckpointReader, Rows
-from zero_optim.checkpoint.targets import Target, place_own, share_model, targets_in
-from zero_optim.checkpoint.undo import Undo
-from zero_optim.checkpoint.values import key_of, tensors_in
-from zero_optim.comm.agreement import agree, failing_together
+from zero_optim.checkpoint.reader import CheckpointReader
+from zero_optim.checkpoint.values import tensors_in
+from zero_optim.comm.agreement import agree, failing_together, ranks_of
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import Nested
+from zero_optim.comm.wire import PIECE_NBYTES, memory_of
 from zero_optim.errors import StateMismatchError, message_of
-from zero_optim.health.watchdog import check_patience, watching
+from zero_optim.health.watchdog import check_patience, patient
 from zero_optim.optimizer import ZeroRedundancyOptimizer
-from zero_optim.plan.pieces import piece_of
 
 
 def load(
@@ -66,7 +56,7 @@ def load(
         path: a checkpoint's folder; `latest` finds the newest.
         model: to load into; its parameters have the names that they had at the save.
         optimizer: to load into, new or not. A group with other parameters than every saved group takes the
-        options on which the saved groups of its parameters agree, and keeps its own for the rest.
+            options on which the saved groups of its parameters agree, and keeps its own for the rest.
         scheduler: to load into.
         scaler: to load into.
         random: restore each rank's random state, if a rank of that number saved one.
@@ -84,94 +74,74 @@ def load(
         RankMismatchError: the arguments differ between ranks.
         TypeError, ValueError: on every rank, if an argument is wrong on any rank.
     """
-    group = group_of(model, optimizer, process_group, timeout)
-    mesh = mesh_of(optimizer, process_group, timeout)
-    everyone = group if mesh is None else mesh.everyone
-    with watching(everyone), group.doing("checkpoint.load()"):
-        with failing_together(everyone):
+    members = Members.of(model, optimizer, process_group, timeout)
+    with members.doing("checkpoint.load()"):
+        with failing_together(members.everyone):
             check_patience(timeout)
             check_group(process_group)
-            folder, objects = resolved(path), Objects(model, optimizer, scheduler, scaler, mesh)
-        reader = open_together(group, path, folder, objects, "the checkpoint to load", random=random)
-        return load_from(group, reader, objects, random=random)
+            folder, objects = resolved(path), Objects(model, optimizer, scheduler, scaler)
+        about = f"{path}", f"random={random}"
+        reader = _open_together(members, folder, objects, about, "the checkpoint to load")
+        return _load_from(members, reader, objects, random=random)
 
 
-def open_together(
-    group: RankGroup,
+def rebind(
     path: str | os.PathLike[str],
-    folder: Path,
-    objects: Objects,
-    what: str,
     *,
-    random: bool,
-) -> CheckpointReader:
-    """Open a checkpoint and check what it holds against what is asked for; all ranks call, and agree on it.
-
-    Args:
-        group: the ranks.
-        path: as the caller named the folder, to be compared.
-        folder: the checkpoint's.
-        objects: to load into.
-        what: the checkpoint is, for messages.
-        random: see `load`; it is compared.
-
-    Returns:
-        A reader of the checkpoint.
-    """
-    everyone = objects.everyone(group)
-    with failing_together(everyone):
-        if objects.optimizer is not None:
-            names_of(objects.optimizer, objects.model)
-        with blamed_on(folder):
-            reader = CheckpointReader(folder)
-            content = Content(reader, objects)
-    agree(everyone, [f"{path} of {reader.manifest.time_ns}", *content.asked, f"random={random}"], what)
-    return reader
-
-
-def load_from(
-    group: RankGroup,
-    reader: CheckpointReader,
-    objects: Objects,
-    *,
-    random: bool,
-    only: Collection[Tensor] | None = None,
+    model: nn.Module,
+    optimizer: ZeroRedundancyOptimizer,
+    scheduler: Any = None,  # noqa: ANN401 - torch has no one class of them
+    scaler: Any = None,  # noqa: ANN401
+    random: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float | None = None,
 ) -> Nested:
-    """Load what a checkpoint has, checked already; all ranks call.
+    """Bind a detached optimizer to another process group, in the state of a checkpoint; all its ranks call.
+
+    To be called by those that are left when a rank has died. The result is that of an optimizer built in the
+    new group, and of `load`. If the ranks still hold what was saved, since there was no step after the save,
+    they keep it, and only what is lost is read. Otherwise everything is.
 
     Args:
-        group: the ranks.
-        reader: of the checkpoint.
-        objects: to load into.
-        random: see `load`.
-        only: of the optimizer's parameters and their state read these; None for all. The others are as they
-            were saved.
+        path: a checkpoint's folder; `latest` finds the newest.
+        model: to load into; its wrapper is bound afterwards.
+        optimizer: to bind, and to load into; detached.
+        scheduler: to load into.
+        scaler: to load into.
+        random: as in `load`.
+        process_group: the new ranks; None for the default group.
+        timeout: as in `load`.
 
     Returns:
         What was saved as ``extra``.
+
+    Raises:
+        Exception: on every rank, what `ZeroRedundancyOptimizer.rebind` and `load` raise. The optimizer is
+            detached then, and may be bound by another call of this.
     """
-    everyone = objects.everyone(group)
-    with failing_together(everyone), blamed_on(reader.folder):
-        found = _read_own(group, reader, objects, random=random, only=only)
-    with failing_together(everyone):
-        undo = Undo(objects)
-    try:
-        with failing_together(everyone):
-            place_own(group, found.targets, found.read)
-        with failing_together(everyone):  # it fails on all ranks of a replica alike
-            if objects.optimizer is not None:
-                objects.optimizer.load_owned_state(found.state, found.options)
-        with failing_together(everyone):
-            _hand_over(objects, found)
-    except BaseException:
-        undo()
-        raise
-    # Everything is checked now. Only a rank that dies can stop the load from here on.
-    share_model(group, found.targets, found.read)
-    if objects.optimizer is not None:
-        objects.optimizer.gather_parameters()
-        objects.optimizer.note_saved(reader.token, objects.optimizer.age)
-    return found.extra
+    ranks = ranks_of(process_group)
+    group = patient(RankGroup.of(ranks.process_group, model).during("checkpoint"), timeout)
+    with Members(group).doing("checkpoint.rebind()"):
+        with failing_together(group):
+            check_patience(timeout)
+            folder, objects = resolved(path), Objects(model, optimizer, scheduler, scaler)
+            if objects.model is None or objects.optimizer is None:
+                raise TypeError("expected the model, and the ZeroRedundancyOptimizer over its parameters")
+        about = f"{path}", f"random={random}"
+        reader = _open_together(Members(group), folder, objects, about, "the checkpoint to go back to")
+        is_same = optimizer.core.snapshot.was_saved_as(reader.token)
+        answers, only = group.all_gather_fixed(bytes([is_same, optimizer.core.snapshot.age > 0])), None
+        if all(answer[0] for answer in answers) and any(answer[1] for answer in answers):
+            only = optimizer.rebind_held(group.process_group)
+        else:
+            optimizer.rebind(group.process_group, keep_state=False)
+        try:
+            members = Members(replace(optimizer.ranks, phase=group.phase))
+            return _load_from(members, reader, objects, random=random, only=only)
+        except BaseException:
+            optimizer.detach()
+            optimizer.core.snapshot.is_torn = True  # what this rank holds is not whole
+            raise
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -195,126 +165,87 @@ def peek(path: str | os.PathLike[str]) -> Peek:
         StateMismatchError: it was not written by `save`.
     """
     with blamed_on(Path(path)):
-        reader = CheckpointReader(path)
-        Content(reader, Objects())
-        read = Read(reader, dict.fromkeys(tensors_in(reader.manifest.values[EXTRA])))
-        parts = model_parts(reader.manifest.values)
-        entries = reader.manifest.entries
-        shapes = {name: entries[part[1][0]].shape for name, part in parts.items() if part[0] == "tensor"}
-        return Peek(read.value(EXTRA), shapes)
+        reader = CheckpointReader(Path(path).absolute())
+        check_fit(reader, Objects())
+        values, entries = reader.manifest.values, reader.manifest.entries
+        read = Read(reader, dict.fromkeys(tensors_in(values[EXTRA])))
+        parts = model_parts(values).items()
+        shapes = {name: entries[part[1][0]].shape for name, part in parts if part[0] == "tensor"}
+        return Peek(read.value(values[EXTRA]), shapes)
 
 
-# ---------------------------------------------------------------------- reading
+def _open_together(
+    members: Members, folder: Path, objects: Objects, about: tuple[str, str], what: str
+) -> CheckpointReader:
+    """Open a checkpoint, check that it fits, and agree on it and on the arguments; all ranks call."""
+    with failing_together(members.everyone):
+        if objects.optimizer is not None:
+            names_of(objects.optimizer, objects.model)
+        with blamed_on(folder):
+            reader = CheckpointReader(folder)
+            asked = check_fit(reader, objects)
+    path, random = about
+    agree(members.everyone, [f"{path} of {reader.manifest.time_ns}", *asked, random], what)
+    return reader
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Found:
-    """What this rank has read.
-
-    Attributes:
-        read: the tensors.
-        targets: tensors of the model to load into.
-        state: of the optimizer, by parameter, and its global entries.
-        options: of its groups.
-        others: the state of scheduler and scaler, by name.
-        rest: of the model: extra state of its modules.
-        random_state: of this rank; None to leave it.
-        extra: what was saved under that name.
-    """
-
-    read: Read
-    targets: list[Target]
-    state: dict[Any, Any]
-    options: list[dict[str, Any]]
-    others: dict[str, Nested]
-    rest: dict[str, Nested]
-    random_state: Nested
-    extra: Nested
-
-
-def _read_own(
-    group: RankGroup,
+def _load_from(
+    members: Members,
     reader: CheckpointReader,
     objects: Objects,
     *,
     random: bool,
-    only: Collection[Tensor] | None,
-) -> _Found:
-    """Read what this rank needs; the arguments are those of `load_from`."""
-    values = reader.manifest.values
-    names = names_in(objects, values)
-    targets = targets_in(group, objects, values)
-    some = names
-    if only is not None and names is not None:
-        chosen, places = set(only), {param.data_ptr() for param in only}
-        targets = [each for each in targets if not each.stepped or each.tensor.data_ptr() in places]
-        some = replace(names, param={name: p for name, p in names.param.items() if p in chosen})
-    read = Read(reader, _wanted(group, reader, objects, some, targets, random))
-    state = own_state(group.rank, read, objects, some)
-    if only is not None and objects.optimizer is not None:
-        state = {**objects.optimizer.owned_state(), **state}
-    key = key_of(RANDOM, str(objects.everyone(group).rank))
-    return _Found(
-        read,
-        targets,
-        state,
-        agreed_options(read, objects, names),
-        {name: read.value(name) for name in objects.others},
-        _rest(objects, read),
-        read.value(key) if random and key in values else None,
-        read.value(EXTRA),
-    )
+    only: Collection[Tensor] | None = None,
+) -> Nested:
+    """Load what a checkpoint has, checked already, and return ``extra``; all ranks call.
+
+    With ``only``, other parameters of the optimizer and their state are as they were saved, and are not read.
+    """
+    group, optimizer = members.group, objects.optimizer
+    with failing_together(members.everyone), blamed_on(reader.folder):
+        needs = Needs.of(reader.manifest.values, objects, members, random=random, only=only)
+        part = read_own(reader, objects, needs, group.rank)
+        kept = optimizer.owned_state() if only is not None and optimizer is not None else {}
+    with failing_together(members.everyone):
+        undo = undo_of(objects)
+    try:
+        with failing_together(members.everyone):
+            place_own(group, part.places, part.read)
+        with failing_together(members.everyone):  # it fails on all ranks of a replica alike
+            if optimizer is not None:
+                optimizer.load_owned_state({**kept, **part.state}, part.options)
+        with failing_together(members.everyone):
+            _hand_over(objects, part)
+    except BaseException:
+        undo()
+        raise
+    # Everything is checked now. Only a rank that dies can stop the load from here on.
+    _share_model(group, part.places, part.read)
+    if optimizer is not None:
+        optimizer.gather_parameters()
+        optimizer.core.snapshot.note_saved(reader.token, optimizer.core.snapshot.age)
+    return part.sections[EXTRA]
 
 
-def _wanted(
-    group: RankGroup,
-    reader: CheckpointReader,
-    objects: Objects,
-    names: Names | None,
-    targets: Iterable[Target],
-    random: bool,
-) -> dict[str, Rows]:
-    """List the tensors that this rank has to read, with the rows of each."""
-    values = reader.manifest.values
-    packed = [values[name] for name in (*objects.others, EXTRA)]
-    own = key_of(RANDOM, str(objects.everyone(group).rank))
-    if random:
-        packed += [value for key, value in values.items() if key == own]
-    of_state: dict[str, Rows] = {}
-    if objects.optimizer is not None and names is not None:
-        of_state = wanted_state(group.rank, reader, objects.optimizer, names)
-        packed += [values[EVERYWHERE]] if EVERYWHERE in values else []
-        packed += [saved["options"] for saved in values[OPTIMIZER]["groups"]]
-    if objects.model is not None:
-        packed += [part for part in model_parts(values).values() if part[0] != "tensor"]
-    mine = [target for target in targets if piece_of(target.pieces, group.rank)]
-    return {
-        **{key: None for value in packed for key in tensors_in(value)},
-        **of_state,
-        **{target.key: target.rows(group.rank) for target in mine},
-    }
+@torch.no_grad()
+def place_own(group: RankGroup, places: Sequence[Place], read: Read) -> None:
+    """Copy what this rank has read to the parameters that it owns, or to its rows of them."""
+    for place in places:
+        memory = place.memory(group.rank)
+        if place.stepped and memory is not None:
+            memory.copy_(read[place.key])
 
 
-# ---------------------------------------------------------------------- other values
-
-
-def _rest(objects: Objects, read: Read) -> dict[str, Nested]:
-    """Read what is not a tensor of the model: extra state of its modules."""
-    parts = model_parts(read.values) if objects.model is not None else {}
-    return {name: read.packed(part) for name, part in parts.items() if part[0] != "tensor"}
-
-
-def _hand_over(objects: Objects, found: _Found) -> None:
+def _hand_over(objects: Objects, part: RankInput) -> None:
     """Load the state of model, scheduler and scaler, and the random state."""
-    if objects.model is not None and found.rest:
-        with _fits("the model's extra state"), objects.left_freed():
-            unwrapped(objects.model).load_state_dict(found.rest, strict=False)
+    with _fits("the model's extra state"):
+        objects.load_extra_state(part.rest)
     for name, value in objects.others.items():
         with _fits(f"the {name}"):
-            value.load_state_dict(found.others[name])
-    if found.random_state is not None:
+            value.load_state_dict(part.sections[name])
+    if RANDOM in part.sections:
         with _fits("the random state"):
-            set_random_state(found.random_state, objects.device)
+            set_random_state(part.sections[RANDOM], objects.device)
 
 
 @contextmanager
@@ -327,3 +258,27 @@ def _fits(what: str) -> Iterator[None]:
             f"{what} of the checkpoint does not fit: {type(error).__name__}: {message_of(error)}. Nothing "
             "was changed"
         ) from error
+
+
+@torch.no_grad()
+def _share_model(group: RankGroup, places: Sequence[Place], read: Read) -> None:
+    """Load tensors of the model that no optimizer gathers, on all ranks; all ranks call."""
+    batch: list[Place] = []
+    for place in [place for place in places if not place.stepped]:
+        batch.append(place)
+        if sum(each.tensor.nbytes for each in batch) >= PIECE_NBYTES:
+            _share(group, batch, read)
+            batch = []
+    _share(group, batch, read)
+
+
+def _share(group: RankGroup, batch: Sequence[Place], read: Read) -> None:
+    """Broadcast some tensors from the ranks that read them."""
+    rows, readers = [], [place.pieces[0].owner for place in batch]
+    for place, reader in zip(batch, readers, strict=True):
+        rows.append((read[place.key] if reader == group.rank else read.blank(place.key)).to(group.device))
+    live = [(reader, memory_of(row)) for reader, row in zip(readers, rows, strict=True) if row.numel()]
+    for work in group.broadcast_rows(live):
+        work.wait()
+    for place, row in zip(batch, rows, strict=True):
+        place.tensor.copy_(row)

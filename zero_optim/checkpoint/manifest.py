@@ -1,7 +1,6 @@
 """The manifest: a JSON file that says what a checkpoint holds and where, and completes the checkpoint.
 
-No part of a checkpoint is a pickle: the data files are safetensors files. docs/checkpoints.md has the format.
-Nothing here communicates.
+Nothing in a checkpoint is a pickle. docs/checkpoints.md has the format. No communication.
 """
 
 import json
@@ -11,13 +10,13 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zero_optim.checkpoint.files import open_regular, replacing, sync_folder
+from zero_optim.checkpoint.files import open_regular, replacing, sync_folder, write_all
 from zero_optim.errors import CheckpointError, ZeroOptimError, message_of
 
 FILE = "manifest.json"
@@ -27,6 +26,19 @@ DATA_FILE = re.compile(r"data-[0-9a-f]+-[0-9]+\.(?:bin|safetensors)")  # ".bin" 
 _HEAD_NBYTES = 4096  # at most, with the line end
 _MAX_NBYTES = 2**30  # a million tensors take a fifth of that
 _MAX_INT = 2**63 - 1
+
+
+def dtype_name(dtype: torch.dtype | None) -> str:
+    """Name a dtype as files do; None has a name too."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Return the dtype of a name; ValueError if this PyTorch has none."""
+    dtype = getattr(torch, name, None)
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    raise ValueError(f"this PyTorch has no dtype {name}")
 
 
 def _check_numbers(what: str, numbers: tuple[Any, ...]) -> None:
@@ -40,11 +52,7 @@ def _check_numbers(what: str, numbers: tuple[Any, ...]) -> None:
 class Chunk:
     """A box of a tensor's elements, in row-major order, in one run of bytes of a data file.
 
-    Attributes:
-        offsets, sizes: the box; both are empty if the value is not a tensor.
-        file: name of the data file.
-        start, nbytes: the run, in bytes.
-        crc32: checksum of the run.
+    Offsets and sizes of the box are empty if the value is not a tensor.
     """
 
     offsets: tuple[int, ...]
@@ -62,13 +70,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor, or bytes.
-
-    Attributes:
-        dtype: None for bytes.
-        shape: of the whole tensor.
-        chunks: together they hold all of it.
-    """
+    """A whole tensor, or bytes (then ``dtype`` is None), in chunks that together hold all of it."""
 
     dtype: torch.dtype | None
     shape: tuple[int, ...]
@@ -95,12 +97,9 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """A file of tensors.
+    """A file of tensors: the rank that wrote it, its length, length and checksum of its header.
 
-    Attributes:
-        rank: that wrote it.
-        nbytes: its length.
-        head_nbytes, head_crc32: length and checksum of what is before the tensors; version 1 had none.
+    Version 1 had no headers.
     """
 
     rank: int
@@ -118,13 +117,11 @@ class Manifest:
     """A complete checkpoint.
 
     Attributes:
-        time_ns: when it was completed, in ns since 1970.
+        time_ns: when it was completed, since 1970.
         world_size: number of ranks that wrote it.
         software: versions that wrote it.
-        files: the data files, by name.
-        entries: tensors and bytes, by key.
-        values: values in JSON, by key; see `values`.
-        paths: for keys that ``dcp.save`` wrote, their path in the nested dict.
+        files, entries, values: by name of the file, or key; values are packed, see `checkpoint.values`.
+        paths: of keys that ``dcp.save`` wrote, in the nested dict.
         number: higher than that of every checkpoint that was next to it; 0 if an old version wrote none.
         version: of the format.
     """
@@ -183,18 +180,13 @@ class Manifest:
 
     @staticmethod
     def from_json(text: str) -> "Manifest":
-        """Read what `to_json` wrote, of this version or an older one.
-
-        Raises:
-            ValueError: it is damaged, or of a later version; the message says which.
-        """
+        """Read what `to_json` wrote, of this version or an older one; ValueError if it is anything else."""
         head_line, _, body = text.partition("\n")
         head = json.loads(head_line)
         _check_head(head)
         if head["version"] > VERSION:
-            raise ValueError(
-                f"its format has version {head['version']}, this zero_optim reads up to {VERSION}"
-            )
+            there = head["version"]
+            raise ValueError(f"its format has version {there}, this zero_optim reads up to {VERSION}")
         body = body.removesuffix("\n")
         if zlib.crc32(body.encode()) != head["crc32"]:
             raise ValueError("its checksum is wrong")
@@ -218,11 +210,8 @@ def _check_head(head: object) -> None:
 
 
 def _entry_json(entry: Entry, names: Mapping[str, int]) -> list[Any]:
-    dtype = None if entry.dtype is None else str(entry.dtype).removeprefix("torch.")
-    chunks = [list(asdict(chunk).values()) for chunk in entry.chunks]
-    for chunk in chunks:
-        chunk[2] = names[chunk[2]]
-    return [dtype, list(entry.shape), chunks]
+    chunks = [[c.offsets, c.sizes, names[c.file], c.start, c.nbytes, c.crc32] for c in entry.chunks]
+    return [None if entry.dtype is None else dtype_name(entry.dtype), entry.shape, chunks]
 
 
 def _from_content(content: dict[str, Any], version: int) -> Manifest:
@@ -237,26 +226,11 @@ def _from_content(content: dict[str, Any], version: int) -> Manifest:
     return Manifest(files=files, entries=entries, number=number, version=version, **rest)
 
 
-def dtype_named(name: str) -> torch.dtype:
-    """Find a dtype by its name.
-
-    Raises:
-        ValueError: this PyTorch has no such dtype.
-    """
-    found = getattr(torch, name, None)
-    if isinstance(found, torch.dtype):
-        return found
-    raise ValueError(f"this PyTorch has no dtype {name}")
-
-
 @contextmanager
 def blamed_on(folder: Path) -> Iterator[None]:
-    """Turn every error of the body into a `CheckpointError`.
+    """Turn every error but our own, which say more, into a `CheckpointError`.
 
     Content with a correct checksum can still be wrong in any way, and raise anything.
-
-    Raises:
-        CheckpointError: from any error but our own, which say more.
     """
     try:
         yield
@@ -275,11 +249,7 @@ def _told(error: Exception) -> str:
 
 
 def parse(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint, without its data files.
-
-    Raises:
-        CheckpointError: it is missing or damaged, with the reason.
-    """
+    """Read the manifest of a checkpoint, without its data files; CheckpointError with the reason."""
     with blamed_on(folder):
         try:
             head, body = _lines(folder / FILE)
@@ -294,7 +264,7 @@ def parse(folder: Path) -> Manifest:
 
 
 def _lines(path: Path) -> tuple[bytes, bytes]:
-    """Read the first line, and the rest if that line is one of ours; never more than the size limit."""
+    """Read the first line, and the rest if that line is ours; never more than the size limit."""
     with open_regular(path) as file:
         head = file.readline(_HEAD_NBYTES)
         try:
@@ -308,7 +278,7 @@ def _lines(path: Path) -> tuple[bytes, bytes]:
 
 
 def number_in(folder: Path) -> int:
-    """Read only the number of a checkpoint, complete or not; 0 if there is none. Reads one short line."""
+    """Read the number of a checkpoint, complete or not, from one short line; 0 if there is none."""
     try:
         with open_regular(folder / FILE) as file:
             head = json.loads(file.readline(_HEAD_NBYTES))
@@ -320,11 +290,7 @@ def number_in(folder: Path) -> int:
 
 
 def read(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint, and check that its data files exist in full length.
-
-    Raises:
-        CheckpointError: the checkpoint is incomplete or damaged, with the reason.
-    """
+    """Read the manifest as `parse` does, and check that its data files exist in full length."""
     manifest = parse(folder)
     for name, file in manifest.files.items():
         with blamed_on(folder):
@@ -339,13 +305,7 @@ def read(folder: Path) -> Manifest:
 
 
 def commit(folder: Path, manifest: Manifest) -> None:
-    """Complete a checkpoint, or replace the one that ``folder`` holds, in one atomic step.
-
-    The data files are on the disk already. Even if the process is killed, the folder holds either the old
-    checkpoint or this one.
-    """
-    content = memoryview(manifest.to_json().encode())
+    """Complete a checkpoint whose data files are on the disk, in one step; it replaces that in the folder."""
     with replacing(folder / FILE) as file:
-        while content:
-            content = content[file.write(content) :]
+        write_all(file, memoryview(manifest.to_json().encode()))
         sync_folder(folder)  # the data files' names

@@ -1,37 +1,68 @@
 """Checkpoints without a cluster: in one process, and never more than one tensor in memory.
 
 `consolidate` writes what ``torch.load`` reads. `reshard` writes a checkpoint for another number of ranks,
-from a checkpoint or from a file of ``torch.optim`` or PyTorch's ``ZeroRedundancyOptimizer``.
+from a checkpoint or a file of ``torch.optim`` or PyTorch's ``ZeroRedundancyOptimizer``. Tensors are mapped
+from files: the system reads their pages when they are used, and may drop them.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from io import BufferedRandom, FileIO
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+import torch
 from torch import Tensor
 
-from zero_optim.checkpoint.content import EVERYWHERE, MODEL, OPTIMIZER, RANDOM, STATE
-from zero_optim.checkpoint.fitting import model_parts
-from zero_optim.checkpoint.folder import own_folder
-from zero_optim.checkpoint.lock import FolderLock
-from zero_optim.checkpoint.manifest import Chunk, DataFile, Entry, blamed_on
-from zero_optim.checkpoint.safetensors import Box, whole
-from zero_optim.checkpoint.storage import (
-    CheckpointReader,
-    complete,
-    discard,
-    entries_of,
-    new_token,
+from zero_optim.checkpoint.content import (
+    EVERYWHERE,
+    EXTRA,
+    MODEL,
+    OPTIMIZER,
+    RANDOM,
+    STATE,
+    RankContent,
+    model_parts,
+)
+from zero_optim.checkpoint.data import (
+    DTYPES,
+    Box,
+    Written,
+    bytes_of,
+    lay_out,
+    map_file,
+    tensor_in,
+    whole,
     write_tensors,
 )
-from zero_optim.checkpoint.torchfile import Source, read_source, write_file
+from zero_optim.checkpoint.files import FolderLock, open_part, remove_stale_parts, replacing, write_all
+from zero_optim.checkpoint.fitting import with_strides
+from zero_optim.checkpoint.folder import complete, discard, new_token, own_folder
+from zero_optim.checkpoint.manifest import DataFile, blamed_on
+from zero_optim.checkpoint.objects import positional
+from zero_optim.checkpoint.reader import CheckpointReader
 from zero_optim.checkpoint.values import Json, key_of, tensors_in, unpack
+from zero_optim.comm.wire import memory_of
 from zero_optim.errors import CheckpointError, StateMismatchError
 from zero_optim.plan.partition import assign_owners
 from zero_optim.run.progress import progress
+
+
+def _check_output(source: Path, out: Path) -> None:
+    """Refuse an output that is the source, or is in it, also through links."""
+    if not source.exists():
+        return  # reading it raises the error
+    for place in {out.resolve(), out.parent.resolve() / out.name}:
+        for folder in (place, *place.parents):
+            if folder.exists() and folder.samefile(source):
+                what = "the source itself" if folder == place else f"inside the source {source}"
+                raise ValueError(f"{out} is {what}, which it would damage: name another place")
+
+
+# ---------------------------------------------------------------------- to one file
 
 
 def consolidate(source: Path, out: Path, *, weights: bool = False) -> None:
@@ -39,7 +70,7 @@ def consolidate(source: Path, out: Path, *, weights: bool = False) -> None:
 
     Args:
         source: a checkpoint's folder.
-        out: ``.pt`` for a file that ``torch.load`` reads; ``.safetensors`` for weights.
+        out: ``.pt`` for a file that ``torch.load`` reads; ``.safetensors`` for weights. A link is replaced.
         weights: the model's state dict, instead of the optimizer's.
 
     Raises:
@@ -50,40 +81,98 @@ def consolidate(source: Path, out: Path, *, weights: bool = False) -> None:
     _check_output(source, out)
     if (out.is_symlink() or out.exists()) and not out.is_file():
         raise ValueError(f"{out} is no regular file: name one that may be made or replaced")
-    reader = CheckpointReader(source)
+    reader = CheckpointReader(source.absolute())
     wanted = MODEL if weights or out.suffix == ".safetensors" else OPTIMIZER
-    if wanted not in reader.manifest.values:
+    values, entries = reader.manifest.values, reader.manifest.entries
+    if wanted not in values:
         raise StateMismatchError(f"{source} holds no {wanted}")
-    build = _weights if wanted == MODEL else _optimizer_dict
-    total = sum(
-        entry.nbytes for key, entry in reader.manifest.entries.items() if key.startswith(wanted + "/")
-    )
+    total = sum(entry.nbytes for key, entry in entries.items() if key.startswith(wanted + "/"))
     with progress("consolidating", total) as advance, blamed_on(source):
-        write_file(out, reader, build(reader.manifest.values), advance)
+        try:
+            remove_stale_parts(out)
+            with replacing(out) as file:
+                if out.suffix == ".safetensors":
+                    _write_safetensors(file, reader, advance)
+                else:
+                    get = _mapped_tensors(reader, out, advance)
+                    buffered = BufferedRandom(file)  # a write writes everything
+                    torch.save(
+                        _weights(values, get) if wanted == MODEL else _optimizer(values, get), buffered
+                    )
+                    buffered.detach()
+        except OSError as error:
+            raise CheckpointError(f"cannot write {out}: {error.strerror or error}") from error
 
 
-def _weights(values: Mapping[str, Json]) -> Callable[[Any], Any]:
-    return lambda get: {name: unpack(part, get) for name, part in model_parts(values).items()}
+def _weights(values: Mapping[str, Json], get: Callable[..., Tensor]) -> dict[str, Any]:
+    return {name: unpack(part, get) for name, part in model_parts(values).items()}
 
 
-def _optimizer_dict(values: Mapping[str, Json]) -> Callable[[Any], Any]:
-    """Return a function that builds a state dict of ``torch.optim`` from a source of tensors."""
+def _optimizer(values: Mapping[str, Json], get: Callable[..., Tensor]) -> dict[str, Any]:
+    """Build a state dict of ``torch.optim``."""
     about = values[OPTIMIZER]
     names = [name for group in about["groups"] for name in group["names"]]
+    keys = {index: f"{STATE}/{key_of(name)}" for index, name in enumerate(names)}
+    state = {index: unpack(values[key], get) for index, key in keys.items() if key in values}
+    state.update(unpack(values[EVERYWHERE], get) if EVERYWHERE in values else {})
+    groups, first = [], 0
+    for group in about["groups"]:
+        members = list(range(first, first + len(group["names"])))
+        named = {"param_names": group["names"]} if about["named"] else {}
+        groups.append({**unpack(group["options"], get), **named, "params": members})
+        first += len(members)
+    return {"state": state, "param_groups": groups}
 
-    def build(get: Callable[..., Tensor]) -> dict[str, Any]:
-        keys = {index: f"{STATE}/{key_of(name)}" for index, name in enumerate(names)}
-        state = {index: unpack(values[key], get) for index, key in keys.items() if key in values}
-        state.update(unpack(values[EVERYWHERE], get) if EVERYWHERE in values else {})
-        groups, first = [], 0
-        for group in about["groups"]:
-            members = list(range(first, first + len(group["names"])))
-            named = {"param_names": group["names"]} if about["named"] else {}
-            groups.append({**unpack(group["options"], get), **named, "params": members})
-            first += len(members)
-        return {"state": state, "param_groups": groups}
 
-    return build
+def _mapped_tensors(
+    reader: CheckpointReader, out: Path, advance: Callable[[int], object]
+) -> Callable[[str, Sequence[int]], Tensor]:
+    """Return a function that maps tensors, whose bytes ``torch.save`` takes when it writes them.
+
+    One with other strides is written to a temporary file next to ``out``, and mapped from there.
+    """
+
+    def mapped(key: str, strides: Sequence[int]) -> Tensor:
+        tensor = reader.map_tensor(key)
+        advance(tensor.nbytes)
+        if tensor.stride() == tuple(strides) or not tensor.numel():
+            return tensor
+        tensor = with_strides(tensor, strides)
+        path, file = open_part(out)
+        try:
+            with file:
+                run: Any = memory_of(tensor).numpy()
+                write_all(file, memoryview(run))
+            return tensor_in(map_file(path, tensor.nbytes), tensor.dtype, tensor.shape, tensor.stride())
+        finally:
+            path.unlink(missing_ok=True)
+
+    return mapped
+
+
+def _write_safetensors(file: FileIO, reader: CheckpointReader, advance: Callable[[int], object]) -> None:
+    """Write the model's tensors, by name."""
+    keys: dict[str, str] = {}
+    for name, (kind, body) in model_parts(reader.manifest.values).items():
+        if kind in ("sparse", "subclass", "wrapper"):
+            raise CheckpointError(f"{name} is no plain tensor, as safetensors needs them: write a .pt file")
+        if kind == "tensor":  # other values are extra state of a module
+            keys[name] = body[0]
+    entries = reader.manifest.entries
+    boxes = [whole(name, entries[key].dtype, entries[key].shape) for name, key in keys.items()]
+    for box in boxes:
+        if box.dtype not in DTYPES:
+            raise CheckpointError(
+                f"{box.name} is of {box.dtype}, for which safetensors has no name: write a .pt file"
+            )
+    head, placed = lay_out(boxes)
+    write_all(file, memoryview(head))
+    for box, _ in placed:
+        write_all(file, bytes_of(reader.read_tensor(keys[box.key])))
+        advance(box.nbytes)
+
+
+# ---------------------------------------------------------------------- to another number of ranks
 
 
 def reshard(source: Path, out: Path, world_size: int) -> None:
@@ -108,44 +197,79 @@ def reshard(source: Path, out: Path, world_size: int) -> None:
         raise ValueError(f"expected a world size of at least 1, got {world_size}")
     own_folder(out)
     _check_output(source, out)
-    found = read_source(source) if source.is_file() else _from_checkpoint(source)
+    content = _from_file(source) if source.is_file() else _from_checkpoint(source)
     with blamed_on(source):
-        owner_of = _owners(found, world_size)
-    with _plainly(out):
-        lock = FolderLock(out)
-        try:
-            files, entries = _write(found, owner_of, out, world_size)
-            complete(out, world_size, files, entries, found.values, {}, alone=lock.keeps_out)
-        finally:
-            lock.release()
+        owner_of = _owners(content, world_size)
+    try:
+        with closing(FolderLock(out)) as lock:
+            files, written = _write(content, owner_of, out)
+            complete(out, world_size, files, written, content.values, {}, alone=lock.keeps_out)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {out}: {error.strerror or error}") from error
 
 
-def _check_output(source: Path, out: Path) -> None:
-    """Refuse an output that is the source, or is in it, also through links.
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What a checkpoint is made of: packed values and whole tensors by key, and how a tensor is read."""
 
-    Raises:
-        ValueError: it is or does.
-    """
-    if not source.exists():
-        return  # reading it raises the error
-    for place in {out.resolve(), out.parent.resolve() / out.name}:
-        for folder in (place, *place.parents):
-            if folder.exists() and folder.samefile(source):
-                what = "the source itself" if folder == place else f"inside the source {source}"
-                raise ValueError(f"{out} is {what}, which it would damage: name another place")
+    values: Mapping[str, Json]
+    boxes: Mapping[str, Box]
+    read: Callable[[str], Tensor]
 
 
-def _from_checkpoint(folder: Path) -> Source:
-    reader = CheckpointReader(folder)
+def _from_checkpoint(folder: Path) -> _Source:
+    reader = CheckpointReader(folder.absolute())
     if OPTIMIZER not in reader.manifest.values and MODEL not in reader.manifest.values:
         raise StateMismatchError(
             f"{folder} was written by dcp.save: only what checkpoint.save wrote can be resharded"
         )
     boxes = {key: whole(key, entry.dtype, entry.shape) for key, entry in reader.manifest.entries.items()}
-    return Source(reader.manifest.values, boxes, reader.read_tensor)
+    return _Source(reader.manifest.values, boxes, reader.read_tensor)
 
 
-def _owners(source: Source, world_size: int) -> Callable[[str], int]:
+def _from_file(path: Path) -> _Source:
+    """Open a file of ``torch.save``; ValueError if it is not a state dict, or reading it would run code."""
+    try:
+        sections = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+    except Exception as error:  # pickle and torch raise anything for other files
+        raise ValueError(
+            f"{path} is no file of torch.save that holds tensors and plain values only: {error}"
+        ) from error
+    sections = sections if isinstance(sections, dict) else {}
+    if {"state", "param_groups"} <= sections.keys():
+        sections = {OPTIMIZER: sections}
+    elif sections and all(isinstance(value, Tensor) for value in sections.values()):
+        sections = {MODEL: sections}
+    content = RankContent()
+    if isinstance(sections.get(MODEL), Mapping):
+        content.add(MODEL, dict(sections[MODEL]))
+    optimizer = sections.get(OPTIMIZER)
+    if isinstance(optimizer, Mapping) and {"state", "param_groups"} <= optimizer.keys():
+        _add_optimizer(content, optimizer)
+    if not content.values:
+        raise ValueError(f"{path} holds neither an optimizer's state dict nor a model's")
+    content.add(EXTRA, None)
+    boxes = {box.key: box for box in content.all_boxes()}
+    return _Source(content.values, boxes, content.tensors.__getitem__)
+
+
+def _add_optimizer(content: RankContent, state_dict: Mapping[str, Any]) -> None:
+    groups, known = [], dict[Any, str]()
+    for number, group in enumerate(state_dict["param_groups"]):
+        places = [positional(number, place) for place in range(len(group["params"]))]
+        names = group.get("param_names") or places
+        known.update(zip(group["params"], names, strict=True))
+        groups.append((names, {k: v for k, v in group.items() if k not in ("params", "param_names")}))
+    packed, state = content.packed_groups(groups), state_dict["state"]
+    for index, name in known.items():
+        if index in state:
+            content.add(f"{STATE}/{key_of(name)}", state[index])
+    content.add(EVERYWHERE, {key: value for key, value in state.items() if key not in known})
+    named = all("param_names" in group for group in state_dict["param_groups"])
+    content.values[OPTIMIZER] = {"named": named, "groups": packed, "params": {}}
+
+
+def _owners(source: _Source, world_size: int) -> Callable[[str], int]:
     """Choose a rank for each key as an optimizer does by default: by size, group by group."""
     about = source.values.get(OPTIMIZER, {"groups": []})
     costs = [[_cost(source, name) for name in group["names"]] for group in about["groups"]]
@@ -173,35 +297,30 @@ def _owners(source: Source, world_size: int) -> Callable[[str], int]:
     return owner_of
 
 
-def _cost(source: Source, name: str) -> float:
+def _cost(source: _Source, name: str) -> float:
     """Return the number of elements of a parameter; if its shape is unknown, the bytes of its state."""
     about = source.values[OPTIMIZER]["params"].get(name)
+    if about:
+        return float(math.prod(about[1]))
     prefix = f"{STATE}/{key_of(name)}/"
-    return (
-        math.prod(about[1])
-        if about
-        else sum(box.nbytes for key, box in source.boxes.items() if key.startswith(prefix))
-    )
+    return sum(box.nbytes for key, box in source.boxes.items() if key.startswith(prefix))
 
 
 def _name(key: str, section: str) -> str:
     return unquote(key[len(section) + 1 :].split("/", maxsplit=1)[0])
 
 
-def _write(
-    source: Source, owner_of: Callable[[str], int], out: Path, world_size: int
-) -> tuple[dict[str, DataFile], dict[str, Entry]]:
+def _write(source: _Source, owner_of: Callable[[str], int], out: Path) -> tuple[dict[str, DataFile], Written]:
     """Write all data files, one after the other."""
     token, boxes = new_token(), dict[int, list[Box]]()
     for key, box in source.boxes.items():
         boxes.setdefault(owner_of(key), []).append(box)
-    files: dict[str, DataFile] = {}
-    written: list[tuple[Box, Chunk]] = []
+    files, written = dict[str, DataFile](), Written()
     with progress("resharding", sum(box.nbytes for box in source.boxes.values())) as advance:
 
-        def read(key: str) -> Tensor:
-            advance(source.boxes[key].nbytes)
-            return source.read(key)
+        def read(box: Box) -> memoryview:
+            advance(box.nbytes)
+            return bytes_of(source.read(box.key))
 
         try:
             for rank in sorted(boxes):
@@ -209,14 +328,6 @@ def _write(
                 files.update(file)
                 written += places
         except BaseException:
-            discard(out, token, *range(world_size))
+            discard(out, token, *boxes)
             raise
-    return files, entries_of(written)
-
-
-@contextmanager
-def _plainly(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"cannot write {out}: {error.strerror or error}") from error
+    return files, written

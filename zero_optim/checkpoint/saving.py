@@ -1,10 +1,9 @@
-"""Saving: every rank writes what it owns, and rank 0 completes the checkpoint."""
+"""Saving: every rank writes what it owns, rank 0 completes the checkpoint; of replicas the first writes."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import astuple, replace
-from functools import partial
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from threading import Thread
 from time import perf_counter
@@ -15,20 +14,18 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_optim.checkpoint import folder as folders
-from zero_optim.checkpoint.content import RankContent, collect
-from zero_optim.checkpoint.lock import FolderLock
-from zero_optim.checkpoint.manifest import Chunk, DataFile, dtype_named
-from zero_optim.checkpoint.names import Objects, check_group, group_of, mesh_of
-from zero_optim.checkpoint.replicas import add_random_of_replicas, with_everyone, write_once
-from zero_optim.checkpoint.safetensors import Box
-from zero_optim.checkpoint.storage import complete, discard, entries_of, new_token, write_tensors
-from zero_optim.comm.agreement import agree, failing_together
+from zero_optim.checkpoint.content import RANDOM, RankContent, collect
+from zero_optim.checkpoint.data import Box, write_tensors
+from zero_optim.checkpoint.files import FolderLock
+from zero_optim.checkpoint.manifest import Chunk, DataFile
+from zero_optim.checkpoint.objects import Members, Objects, check_group, random_state
+from zero_optim.checkpoint.values import key_of
+from zero_optim.comm.agreement import agree, failing_together, failure_of, failure_of_others
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import encode
 from zero_optim.comm.lanes import Lease, lease
-from zero_optim.comm.mesh import RankMesh
 from zero_optim.comm.wire import recv_value, send_value
-from zero_optim.errors import CheckpointError
+from zero_optim.errors import CheckpointError, message_of
 from zero_optim.health.watchdog import check_patience, watching
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 
@@ -77,14 +74,9 @@ def save(  # noqa: PLR0913 - keyword-only
         TypeError, ValueError: on every rank, if on any rank an argument is wrong, or something to save is
         neither a tensor nor plain.
     """
-    group = group_of(model, optimizer, process_group, timeout)
-    mesh = mesh_of(optimizer, process_group, timeout)
-    everyone = group if mesh is None else mesh.everyone
-    with watching(everyone), group.doing("checkpoint.save()"):
-        given = partial(Objects, model, optimizer, scheduler, scaler, mesh)
-        folder, objects = _ready(group, everyone, path, given, process_group, timeout)
-        part, note = _begin(group, Path(path), objects, extra, keep), _note(objects)
-        note(write_once(mesh, lambda: _write(group, folder, part, keep)))
+    objects = model, optimizer, scheduler, scaler
+    with _agreed("save()", path, objects, extra, keep, process_group, timeout) as agreed:
+        agreed.write()
 
 
 def save_async(  # noqa: PLR0913 - keyword-only
@@ -114,39 +106,16 @@ def save_async(  # noqa: PLR0913 - keyword-only
         RemoteRankError: at the first save, if a rank has ended or does not come within the group's timeout.
     """
     began = perf_counter()
-    group = group_of(model, optimizer, process_group, timeout)
-    mesh = mesh_of(optimizer, process_group, timeout)
-    everyone = group if mesh is None else mesh.everyone
-    with watching(everyone), group.doing("checkpoint.save_async()"):
-        given = partial(Objects, model, optimizer, scheduler, scaler, mesh)
-        folder, objects = _ready(group, everyone, path, given, process_group, timeout)
+    objects = model, optimizer, scheduler, scaler
+    with _agreed("save_async()", path, objects, extra, keep, process_group, timeout) as agreed:
+        group, mesh = agreed.members.group, agreed.members.mesh
         lane = _lane(group)
-        of_all = None if mesh is None else _lane(mesh.everyone)  # apart from what ranks that write send
-        part = _begin(group, Path(path), objects, extra, keep)
-        is_written = mesh is None or mesh.across.rank == 0
-        part = part.staged() if is_written else RankContent()
-        ranks = replace(lane.group, phase=group.phase)
-        if of_all is not None:
-            mesh = with_everyone(mesh, replace(of_all.group, phase=everyone.phase))
-        lane.last = PendingSave(ranks, folder, part, keep, began, _note(objects), mesh)
+        if mesh is not None:  # apart from what ranks that write send
+            mesh = replace(mesh, everyone=replace(_lane(mesh.everyone).group, phase=mesh.everyone.phase))
+        part = agreed.part.staged() if mesh is None or mesh.across.rank == 0 else RankContent()
+        members = Members(replace(lane.group, phase=group.phase), mesh)
+        lane.last = PendingSave(replace(agreed, members=members, part=part), began)
     return lane.last
-
-
-def _ready(
-    group: RankGroup,
-    everyone: RankGroup,
-    path: str | os.PathLike[str],
-    given: Callable[[], Objects],
-    process_group: dist.ProcessGroup | None,
-    timeout: float | None,
-) -> tuple[Path, Objects]:
-    """Check the arguments of a save, and wait for the one before; all ranks raise if one does."""
-    with failing_together(everyone):
-        check_patience(timeout)
-        check_group(process_group)
-        folder, objects = folders.own_folder(path), given()
-        _wait_for_last(group)
-    return folder, objects
 
 
 class PendingSave:
@@ -157,34 +126,19 @@ class PendingSave:
         stall: seconds that the caller waited in `save_async`.
     """
 
-    def __init__(
-        self,
-        group: RankGroup,
-        path: Path,
-        part: RankContent,
-        keep: int | None,
-        began: float,
-        note: Callable[[str], None],
-        mesh: RankMesh | None = None,
-    ) -> None:
-        self.path = path
+    def __init__(self, agreed: "_Save", began: float) -> None:
+        self.path = agreed.folder
         self._error: Exception | None = None
         self._told = False
-        self._thread = Thread(target=self._run, args=(group, part, keep, note, mesh), name="zero_optim save")
+        self._thread = Thread(target=self._run, args=(agreed,), name="zero_optim save")
         self._thread.start()
         self.stall = perf_counter() - began
 
-    def _run(
-        self,
-        group: RankGroup,
-        part: RankContent,
-        keep: int | None,
-        note: Callable[[str], None],
-        mesh: RankMesh | None,
-    ) -> None:
+    def _run(self, agreed: "_Save") -> None:
+        group = agreed.members.group
         try:
             with watching(group), group.doing("a save in the background"):
-                note(write_once(mesh, lambda: _write(group, self.path, part, keep)))
+                agreed.write()
         except Exception as error:  # noqa: BLE001 - kept for whoever waits
             self._error = error
 
@@ -210,13 +164,16 @@ class PendingSave:
             self.wait()
 
 
+@dataclass(slots=True, eq=False)
 class _Lane:
-    """The process group for saves in the background, apart from the one that trains."""
+    """The process group for saves in the background, apart from the one that trains, and the last save."""
 
-    def __init__(self, held: Lease) -> None:
-        self._lease = held
-        self.group = held.groups[0]
-        self.last: PendingSave | None = None
+    lease: Lease
+    last: PendingSave | None = None
+
+    @property
+    def group(self) -> RankGroup:
+        return self.lease.groups[0]
 
 
 # One for each process group, as long as the group lives: saves of one group run one after the other.
@@ -229,69 +186,121 @@ def _lane(group: RankGroup) -> _Lane:
     return _LANES[group.process_group]
 
 
-def _wait_for_last(group: RankGroup) -> None:
-    """Wait for the save in the background, if there is one; raises its error unless `wait` has raised it."""
-    lane = _LANES.get(group.process_group)
-    if lane is not None and lane.last is not None:
-        lane.last.wait_unless_told()
+@contextmanager
+def _agreed(
+    call: str,
+    path: str | os.PathLike[str],
+    kept: tuple[Any, Any, Any, Any],
+    extra: object,
+    keep: int | None,
+    process_group: dist.ProcessGroup | None,
+    timeout: float | None,
+) -> Iterator["_Save"]:
+    """List what this rank will write, once all ranks agree on it. The arguments are those of `save`."""
+    model, optimizer, *_ = kept
+    members = Members.of(model, optimizer, process_group, timeout)
+    with members.doing(f"checkpoint.{call}"):
+        with failing_together(members.everyone):
+            check_patience(timeout)
+            check_group(process_group)
+            folder, objects = folders.own_folder(path), Objects(*kept)
+            lane = _LANES.get(members.group.process_group)
+            if lane is not None and lane.last is not None:
+                lane.last.wait_unless_told()
+        with failing_together(members.everyone):
+            if keep is not None and (type(keep) is not int or keep < 1):
+                raise ValueError(f"expected keep to be a number of checkpoints from 1, or None, got {keep!r}")
+            part, alike = collect(members, objects, extra)
+        items = [f"path={Path(path)}", f"keep={keep}", f"model={model is not None}", *alike]
+        agree(members.everyone, items, "what to save")
+        if members.mesh is not None:
+            _gather_random(members, objects, part)
+        age = 0 if objects.optimizer is None else objects.optimizer.core.snapshot.age
+        yield _Save(members, folder, part, keep, objects.optimizer, age)
 
 
-def _begin(group: RankGroup, path: Path, objects: Objects, extra: object, keep: int | None) -> RankContent:
-    """List what this rank will write, and agree that all ranks write the same checkpoint."""
-    everyone = objects.everyone(group)
-    with failing_together(everyone):
-        if keep is not None and (type(keep) is not int or keep < 1):
-            raise ValueError(f"expected keep to be a number of checkpoints from 1, or None, got {keep!r}")
-        part, alike = collect(group, objects, extra)
-    items = [f"path={path}", f"keep={keep}", f"model={objects.model is not None}", *alike]
-    agree(everyone, items, "what to save")
-    add_random_of_replicas(part, objects)
-    return part
+def _gather_random(members: Members, objects: Objects, part: RankContent) -> None:
+    """Have the first replica write the random states of all ranks; all ranks of a mesh call."""
+    assert members.mesh is not None  # the caller has asked
+    across = members.mesh.across
+    if across.rank:
+        told = [members.everyone.rank, random_state(objects.device)]
+        send_value(across, [0], *encode(told, "the random state"))
+        return
+    for replica in range(1, across.size):
+        number, state = recv_value(across, replica)
+        part.add(key_of(RANDOM, str(number)), state)
 
 
-def _note(objects: Objects) -> Callable[[str], None]:
-    """Make what tells the optimizer, once a save is complete, which state of its was saved."""
-    optimizer = objects.optimizer
-    if optimizer is None:
-        return lambda _: None
-    age = optimizer.age
-    return lambda token: optimizer.note_saved(token, age)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Save:
+    """What this rank writes, and where; of the optimizer the state of this age."""
 
+    members: Members
+    folder: Path
+    part: RankContent
+    keep: int | None
+    optimizer: ZeroRedundancyOptimizer | None
+    age: int
 
-def _write(group: RankGroup, folder: Path, part: RankContent, keep: int | None) -> str:
-    """Write this rank's file; then rank 0 completes the checkpoint. Gives the token of the save."""
-    lock: FolderLock | None = None
-    try:
-        with failing_together(group), _clear(folder):
-            lock = FolderLock(folder) if group.rank == 0 else None
-        alone = lock is not None and lock.keeps_out
-        token = _write_locked(group, folder, part, alone=alone)
-        with failing_together(group), _clear(folder):
-            if keep is not None and group.rank == 0:
-                folders.prune(folder, keep)
-    finally:
-        if lock is not None:
-            with suppress(OSError):
-                lock.release()
-                folder.rmdir()  # succeeds only if nothing was written
-    return token
+    def write(self) -> None:
+        """Write by the first replica alone; all ranks call, and raise what it raised, naming the rank."""
+        mesh = self.members.mesh
+        if mesh is None:
+            self._note(self._write())
+            return
+        token, failure = "", None
+        if mesh.across.rank == 0:
+            try:
+                token = self._write()
+            except Exception as error:  # noqa: BLE001 - told to the others, and raised again below
+                failure = error
+        # A failure of another rank is told by that rank itself.
+        is_own = failure is not None and not message_of(failure).startswith("rank ")
+        others = failure_of_others(mesh.everyone, failure_of(failure) if failure and is_own else None)
+        try:
+            if failure is not None:
+                raise failure
+            if others is not None:
+                raise others
+        finally:
+            # Their tracebacks have this frame, see Note [Groups that end] in `comm.works`.
+            failure = others = None
+        self._note(next(told.decode() for told in mesh.everyone.all_gather_bytes(token.encode()) if told))
 
+    def _note(self, token: str) -> None:
+        if self.optimizer is not None:
+            self.optimizer.core.snapshot.note_saved(token, self.age)
 
-def _write_locked(group: RankGroup, folder: Path, part: RankContent, *, alone: bool) -> str:
-    token = group.all_gather_fixed(new_token().encode())[0].decode()
-    try:
-        with failing_together(group), _clear(folder):
-            boxes, tensor_of = part.all_boxes(), part.tensors.__getitem__
-            files, written = write_tensors(folder, token, group.rank, boxes, tensor_of)
-        parts = _gather_parts(group, files, written, part)
-        with failing_together(group), _clear(folder):
-            if parts:
-                files, written, values = parts
-                complete(folder, group.size, files, entries_of(written), values, {}, alone=alone)
-    except Exception:
-        discard(folder, token, group.rank)
-        raise
-    return token
+    def _write(self) -> str:
+        """Write this rank's file; then rank 0 completes the checkpoint. Gives the token of the save."""
+        group, folder = self.members.group, self.folder
+        lock: FolderLock | None = None
+        try:
+            with failing_together(group), _clear(folder):
+                lock = FolderLock(folder) if group.rank == 0 else None
+            token = group.all_gather_fixed(folders.new_token().encode())[0].decode()
+            try:
+                with failing_together(group), _clear(folder):
+                    boxes = self.part.all_boxes()
+                    files, written = write_tensors(folder, token, group.rank, boxes, self.part.bytes_of)
+                values = _gather(group, files, written, self.part.values)
+                with failing_together(group), _clear(folder):
+                    if lock is not None:
+                        alone = lock.keeps_out
+                        folders.complete(folder, group.size, files, written, values, {}, alone=alone)
+            except Exception:
+                folders.discard(folder, token, group.rank)
+                raise
+            with failing_together(group), _clear(folder):
+                if self.keep is not None and group.rank == 0:
+                    folders.prune(folder, self.keep)
+        finally:
+            if lock is not None:
+                with suppress(OSError):
+                    lock.close()
+                    folder.rmdir()  # succeeds only if nothing was written
+        return token
 
 
 @contextmanager
@@ -307,33 +316,19 @@ def _clear(folder: Path) -> Iterator[None]:
         ) from error
 
 
-_Written = list[tuple[Box, Chunk]]
-_Parts = tuple[dict[str, DataFile], _Written, dict[str, Any]]
-
-
-def _gather_parts(
-    group: RankGroup, files: dict[str, DataFile], written: _Written, part: RankContent
-) -> _Parts | None:
-    """Send lists of what the ranks have written to rank 0; all ranks call."""
+def _gather(
+    group: RankGroup, files: dict[str, DataFile], written: list[tuple[Box, Chunk]], values: dict[str, Any]
+) -> dict[str, Any]:
+    """Send lists of what the ranks have written to rank 0, which adds them; all ranks call."""
     if group.rank != 0:
-        rows = [[f, *astuple(d)] for f, d in files.items()]
-        told = [rows, [_row(box, chunk) for box, chunk in written], part.values]
-        send_value(group, [0], *encode(told, "the checkpoint's manifest"))
-        return None
-    values, every = dict(part.values), list(written)
+        of_files = [[name, *astuple(file)] for name, file in files.items()]
+        pairs = [[astuple(box), astuple(chunk)] for box, chunk in written]
+        send_value(group, [0], *encode([of_files, pairs, values], "the checkpoint's manifest"))
+        return values
+    values = dict(values)
     for rank in range(1, group.size):
-        rows, more, packed = recv_value(group, rank)
-        files.update({name: DataFile(*numbers) for name, *numbers in rows})
-        every += [_written(*row) for row in more]
-        values.update(packed)
-    return files, every, values
-
-
-def _row(box: Box, chunk: Chunk) -> list[Any]:
-    place = [chunk.offsets, chunk.sizes, chunk.file, chunk.start, chunk.nbytes, chunk.crc32]
-    return [box.key, str(box.dtype).removeprefix("torch."), box.shape, place]
-
-
-def _written(key: str, dtype: str, shape: tuple[int, ...], place: list[Any]) -> tuple[Box, Chunk]:
-    chunk = Chunk(*place)
-    return Box(key, dtype_named(dtype), shape, chunk.offsets, chunk.sizes), chunk
+        of_files, pairs, more = recv_value(group, rank)
+        files.update({name: DataFile(*numbers) for name, *numbers in of_files})
+        written += [(Box(*box), Chunk(*chunk)) for box, chunk in pairs]
+        values.update(more)
+    return values

@@ -10,7 +10,7 @@ Note [Devices of a group]
     a GPU. Otherwise they lie where the parameters lie. The current device would be another one in scripts
     that never set it (``model.to(rank)``): all ranks would use GPU 0, which NCCL refuses. How to send is
     decided by the backend that serves the tensor, not by the device: gloo takes CUDA tensors too (Note [gloo
-    and CUDA] in `comm.exchange`).
+    and CUDA] in `comm.sending`).
 """
 
 import re
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zero_optim.compat import private
 from zero_optim.compat.streams import current_device
 
 T = TypeVar("T")
@@ -91,7 +92,7 @@ def _found(given: object) -> Iterator[torch.device]:
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
     """Return the backend for each type of device that a group can send, such as ``{"cpu": "gloo"}``."""
     configured = parse_config(dist.get_backend_config(group))
-    registered = [device.type for device in group._device_types]
+    registered = [device.type for device in private.device_types(group)]
     if not registered:  # a subclass of ProcessGroup does everything itself
         return configured
     name = str(dist.get_backend(group))

@@ -1,0 +1,282 @@
+"""What is saved or loaded, by which ranks, under which names; and how to take a load back."""
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from zero_optim.comm.backends import devices_of
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.mesh import RankMesh
+from zero_optim.health.watchdog import patient, watching
+from zero_optim.optimizer import ZeroRedundancyOptimizer
+from zero_optim.shard.freed import is_freed
+from zero_optim.shard.unit_forms import KeptRows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Members:
+    """The ranks that save or load: those of the optimizer, and a mesh if there are replicas of them."""
+
+    group: RankGroup
+    mesh: RankMesh | None = None
+
+    @classmethod
+    def of(cls, model: object, optimizer: object, process_group: object, timeout: object) -> "Members":
+        """Take a process group, else that of the optimizer with its replicas, else the default group.
+
+        Wrong types are refused later, on all ranks. A mesh's process group of all ranks means the mesh.
+        """
+        sharded = optimizer if isinstance(optimizer, ZeroRedundancyOptimizer) else None
+        mesh = sharded.core.mesh if sharded is not None else None
+        if mesh is not None and process_group in (None, mesh.everyone.process_group):
+            process_group, groups = None, (mesh.everyone, mesh.inner, mesh.across)
+            each = [patient(group.uncounted().during("checkpoint"), timeout) for group in groups]
+            mesh = RankMesh(each[0], each[1], each[2])
+        else:
+            mesh = None
+        if isinstance(process_group, dist.ProcessGroup) or process_group is dist.GroupMember.NON_GROUP_MEMBER:
+            params = () if sharded is None else sharded.param_groups
+            group = RankGroup.of(cast("dist.ProcessGroup", process_group), [params, model])
+        else:
+            group = RankGroup.of(None, model) if sharded is None else sharded.ranks.uncounted()
+        return cls(patient(group.during("checkpoint"), timeout), mesh)
+
+    @property
+    def everyone(self) -> RankGroup:
+        """All ranks, of all replicas."""
+        return self.group if self.mesh is None else self.mesh.everyone
+
+    @contextmanager
+    def doing(self, call: str) -> Iterator[None]:
+        """Tell the watchdog and the other ranks what is being called."""
+        with watching(self.everyone), self.group.doing(call):
+            yield
+
+
+def check_group(process_group: object) -> None:
+    """Check that this is a process group or None."""
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        kind = type(process_group).__name__
+        raise TypeError(
+            f"expected process_group to be a process group or None, got {kind}: {process_group!r}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Objects:
+    """The objects to save or to load; None for those that are not. The model may have wrappers."""
+
+    model: nn.Module | None = None
+    optimizer: ZeroRedundancyOptimizer | None = None
+    scheduler: Any = None
+    scaler: Any = None
+
+    def __post_init__(self) -> None:
+        """Check the types, and that the optimizer knows what is sharded."""
+        if self.optimizer is not None and not isinstance(self.optimizer, ZeroRedundancyOptimizer):
+            raise TypeError(
+                f"expected optimizer to be a ZeroRedundancyOptimizer, got {type(self.optimizer).__name__}: "
+                "checkpoints are written by the owners of the state"
+            )
+        if self.model is not None and not isinstance(self.model, nn.Module):
+            raise TypeError(f"expected model to be a torch.nn.Module, got {type(self.model).__name__}")
+        for name, value in self.others.items():
+            if not all(callable(getattr(value, call, None)) for call in ("state_dict", "load_state_dict")):
+                raise TypeError(
+                    f"expected {name} to have state_dict() and load_state_dict(), got {type(value).__name__}"
+                )
+        if self.model is not None:
+            known = self.optimizer.pieces() if self.optimizer is not None else {}
+            for name, param in self.model.named_parameters():
+                if is_freed(param) and param not in known:
+                    raise ValueError(
+                        f"{name} is on its owners alone, as the model is fully sharded: give the optimizer "
+                        "too, which knows them"
+                    )
+        if self.model is not None and self.optimizer is not None:
+            self.optimizer.core.check_weights()  # those that are saved must be those that train
+
+    @contextmanager
+    def left_freed(self) -> Iterator[dict[int, KeptRows]]:
+        """Use state dicts of the model without communication, with parameters of units as they are.
+
+        Yields by the address of each parameter of a unit what this rank keeps of it.
+        """
+        if self.optimizer is None:
+            yield {}
+            return
+        with self.optimizer.core.leaving_freed() as kept:
+            yield {param.data_ptr(): rows for param, rows in kept.items() if param.numel()}
+
+    def model_state(self) -> dict[str, Any]:
+        """Take the state dict of the model without wrappers; see `left_freed`. Empty without a model."""
+        with self.left_freed():
+            return {} if self.model is None else unwrapped(self.model).state_dict()
+
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Load entries of the model's state dict that are no tensors."""
+        if self.model is not None and state:
+            with self.left_freed():
+                unwrapped(self.model).load_state_dict(state, strict=False)
+
+    @property
+    def others(self) -> dict[str, Any]:
+        """The objects that are equal on every rank, by section."""
+        both = {"scheduler": self.scheduler, "scaler": self.scaler}
+        return {name: value for name, value in both.items() if value is not None}
+
+    @property
+    def device(self) -> torch.device | None:
+        """The first device of the parameters that is not the CPU; None if there is none."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else ()
+        return next((device for device in devices_of([groups, self.model]) if device.type != "cpu"), None)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Remove the wrappers of DDP and ``torch.compile``, which add prefixes to the names."""
+    while True:
+        if isinstance(model, DistributedDataParallel | DataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+# ---------------------------------------------------------------------- names of parameters
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Names:
+    """The names of an optimizer's parameters, from which keys are made. So order and grouping may change.
+
+    ``groups`` has the names of each group, ``param`` the parameter of each name. They may be places instead.
+    """
+
+    groups: list[list[str]]
+    named: bool
+    param: dict[str, Tensor]
+
+    @property
+    def name(self) -> dict[Tensor, str]:
+        """The name of each parameter."""
+        return {param: name for name, param in self.param.items()}
+
+    def by_place(self) -> "Names":
+        """Name the same parameters by place."""
+        groups = [
+            [positional(n, place) for place in range(len(group))] for n, group in enumerate(self.groups)
+        ]
+        old, new = (name for group in self.groups for name in group), (n for group in groups for n in group)
+        return Names(groups, False, {place: self.param[name] for place, name in zip(new, old, strict=True)})
+
+
+def positional(group: int, place: int) -> str:
+    """Name a parameter that has no name."""
+    return f"#{group}.{place}"
+
+
+def names_of(optimizer: ZeroRedundancyOptimizer, model: nn.Module | None) -> Names:
+    """Name an optimizer's parameters: by the model, else by the names that it was given, else by place."""
+    in_model = {} if model is None else {param: name for name, param in unwrapped(model).named_parameters()}
+    groups, param_of, named = [], dict[str, Tensor](), set()
+    for number, group in enumerate(optimizer.param_groups):
+        told, names = group.get("param_names") or [None] * len(group["params"]), []
+        for place, param in enumerate(group["params"]):
+            name = in_model.get(param, told[place])
+            named.add(name is not None)
+            names.append(positional(number, place) if name is None else name)
+            if names[-1] in param_of:
+                raise ValueError(f"two parameters of the optimizer are called {names[-1]}")
+            param_of[names[-1]] = param
+        groups.append(names)
+    if len(named) > 1:
+        raise ValueError(
+            "some parameters of the optimizer have names and some have none: give the model they all "
+            "belong to, or build the optimizer from model.named_parameters()"
+        )
+    return Names(groups, True in named, param_of)
+
+
+# ---------------------------------------------------------------------- random states, and going back
+
+
+def random_state(device: torch.device | None) -> dict[str, Any]:
+    """Copy the random states of Python, numpy, PyTorch's CPU, and of a CUDA device, else the current one."""
+    kind, internal, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python": (kind, torch.tensor(internal), gauss),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state(_cuda(device))
+    return state
+
+
+def set_random_state(state: Mapping[str, Any], device: torch.device | None) -> None:
+    """Restore the random states that `random_state` copied, for the same device or another one."""
+    kind, internal, gauss = state["python"]
+    random.setstate((kind, tuple(internal.tolist()), gauss))
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"], _cuda(device))
+
+
+def _cuda(device: torch.device | None) -> torch.device:
+    return device if device is not None and device.type == "cuda" else torch.device("cuda")
+
+
+def undo_of(objects: Objects) -> Callable[[], None]:
+    """Copy what a load will change; the result restores it. Whether state fits only its object knows.
+
+    The model's tensors are not copied, since they are checked before they change.
+    """
+    steps: list[Callable[[], None]] = []
+    if objects.optimizer is not None:
+        steps.append(objects.optimizer.core.remember())
+    rest = {name: value for name, value in objects.model_state().items() if not isinstance(value, Tensor)}
+    if rest:
+        steps.append(_loading(objects.load_extra_state, deepcopy(rest)))
+    steps += [_put_back(value) for value in objects.others.values()]
+    device = objects.device
+    drawn = random_state(device)
+
+    def undo() -> None:
+        for step in reversed(steps):  # restoring a scheduler may write to its optimizer
+            step()
+        set_random_state(drawn, device)
+
+    return undo
+
+
+def _loading(load: Callable[[Any], object], state: object) -> Callable[[], None]:
+    def step() -> None:
+        with suppress(Exception):  # the error that led to the undo is the one to report
+            load(state)
+
+    return step
+
+
+def _put_back(value: Any) -> Callable[[], None]:  # noqa: ANN401 - torch has no one class of schedulers
+    """Copy a scheduler or scaler: its state dict, for nested values, and its attributes."""
+    load = _loading(value.load_state_dict, deepcopy(value.state_dict()))
+    attributes = dict(getattr(value, "__dict__", {}))
+
+    def step() -> None:
+        load()
+        if attributes:
+            value.__dict__.clear()
+            value.__dict__.update(attributes)
+
+    return step
