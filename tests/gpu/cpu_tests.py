@@ -6,7 +6,6 @@ below. Here every layer sleeps too, in the forward and the backward pass.
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,8 @@ import test_sharded_cuts as cuts
 import test_sharded_training as gradients
 from gpu.setting import Here
 from on_device import on_device
+from parity import assert_row
+from parity_runs import Row
 from sharded import Setting
 from sync_calls import cpu_as_accelerator
 from test_fully_sharded_forms import trains_as_optimizer_first
@@ -33,19 +34,36 @@ from zero_optim.ddp import PrecisionPolicy
 Run = tuple[Any, ...]  # the function of a test, and its arguments
 
 FOLDER = Path("an empty folder")  # stands for one among the arguments
-UNUSED = {"find_unused_parameters": True}
 WIDE = PrecisionPolicy(*[torch.float32] * 5, "units")
 NARROW = precision.NARROW
 
+# Of the table of parity; hooks need futures, see `gpu.overlapping`.
+ROWS = (
+    Row("packed", "dtypes", "ordinary", "plain"),
+    Row("packed", "complex", "ordinary", "averages"),
+    Row("packed", "tower", "GradScaler", "fused, one bucket"),
+    Row("views", "tower", "clipped", "masters, averages"),
+    Row("views", "many tiny", "freezing", "two classes"),
+    Row("lazy", "convolutions", "clipped", "plain"),
+    Row("our DDP alone", "gpt", "no_sync", "gradients as views"),
+    Row("our DDP alone", "unused", "ordinary", "plain"),
+    Row("views", "tower", "Join", "plain"),
+    Row("gradients", "tower", "ordinary", "mixed precision"),
+    Row("gradients", "sparse", "ordinary", "plain"),
+    Row("gradients", "unused", "clipped", "masters, averages"),
+    Row("gradients", "tower", "freezing", "plain"),
+    Row("gradients", "gpt", "no_sync", "plain"),
+    Row("gradients", "reentrant checkpoints", "closure", "plain"),
+    Row("gradients", "convolutions", "GradScaler", "plain"),
+    Row("fully", "tied", "ordinary", "static graph"),
+    Row("fully", "dtypes", "ordinary", "plain"),
+    Row("fully", "unused", "clipped", "plain"),
+    Row("fully", "gpt", "no_sync", "masters, averages"),
+    Row("fully", "reentrant checkpoints", "GradScaler", "plain"),
+)
+
 ONE_OR_TWO_RANKS: dict[str, Run] = {
-    "gradients: training": (gradients.trains_alike, Setting()),
-    "gradients: sparse": (gradients.trains_alike, Setting(gradients.Words, gradients.sgd)),
-    "gradients: mixed precision": (gradients.trains_alike, Setting(options=gradients.narrow_precision())),
-    "gradients: masters and averages, bf16": (gradients.keeps_masters_and_averages,),
-    "gradients: unused": (gradients.leaves_unused_alone, Setting(gradients.Unused, options=UNUSED)),
-    "gradients: frozen and thawed": (gradients.freezes_alike,),
-    "gradients: clipped": (gradients.clips_alike, 2.0, None),
-    "gradients: no_sync": (accumulation.trains_alike_with_no_sync,),
+    **{f"table: {row}": (assert_row, row) for row in ROWS},
     "parameters: units kept": (parameters.trains_alike, "", False),
     "parameters: LoRA": (models.trains_adapters, True),
     "parameters: LoRA, checkpointing": (models.trains_adapters, True, "not reentrant"),
@@ -56,25 +74,21 @@ ONE_OR_TWO_RANKS: dict[str, Run] = {
     ),
     "parameters: odd ones": (made.test_parameters_of_any_form_become_units, False),
     "parameters: fully_shard": (made.test_a_module_that_is_sharded_in_place_trains_as_a_wrapped_one, False),
-    "parameters: masters, bf16": (models.with_masters,),
     "parameters: bf16, several passes": (precision.follows, NARROW, "", 3),
-    "parameters: bf16, averages": (precision.averages,),
-    **{f"parameters: {kind}": (models.trains_kind, kind) for kind in models.CASES},
+    "parameters: bf16, averages": (precision.test_averages_are_those_of_what_owners_keep,),
+    **{f"parameters: {kind}": (models.test_blocks_are_used_in_any_way, kind) for kind in models.CASES},
+    **{
+        f"parameters: checkpointing, {how}, bf16": (precision.follows, NARROW, how, 1)
+        for how in ("reentrant", "not reentrant")
+    },
 }
-for how in ("reentrant", "not reentrant"):
-    setting = Setting(partial(gradients.Checkpointed, how == "reentrant"))
-    ONE_OR_TWO_RANKS |= {
-        f"gradients: checkpointing, {how}": (gradients.trains_alike, setting),
-        f"parameters: checkpointing, {how}": (parameters.trains_alike, how, True),
-        f"parameters: checkpointing, {how}, bf16": (precision.follows, NARROW, how, 1),
-    }
 
 ONE_RANK: dict[str, Run] = {"parameters: save, load, evaluate": (trains_alone, FOLDER)}
 
 TWO_RANKS: dict[str, Run] = {
     "gradients: cut": (gradients.trains_alike, Setting(optimizer=cuts.cut_adamw)),
-    "parameters: bf16, cut": (precision.cuts,),
-    "parameters: units on their way": (parameters.counts_live_bytes, True, 0),
+    "parameters: bf16, cut": (precision.test_cut_parameters_keep_the_bits,),
+    "parameters: units on their way": (parameters.test_only_what_is_used_or_next_is_there, True, 0),
     "parameters: bf16, built later": (trains_as_optimizer_first, ["wrapper", "dtypes"], FOLDER, "AdamW"),
 }
 
@@ -84,14 +98,16 @@ MORE_RANKS: dict[str, Run] = {  # the sums of the reference are made in the orde
     "gradients: order of sums, passes on ranks": (accumulation.adds_up, "local"),
     "parameters: order of sums, float32": (precision.follows, WIDE, "not reentrant", 2),
     "parameters: order of sums, bf16": (precision.follows, NARROW, "", 2),
-    "parameters: as gradients sharded": (models.with_four,),
 }
 
 MESHES: dict[str, Run] = {  # of two replicas of two ranks
-    **{f"mesh: {way}": (mesh.trains_as_by_hand, way) for way in mesh.WAYS},
+    **{
+        f"mesh: {way}": (mesh.test_gradients_are_summed_inside_a_replica_and_then_across, way)
+        for way in mesh.WAYS
+    },
     **{f"mesh: passes on owners, {way}": (mesh.accumulates, way, "owner") for way in mesh.WAYS},
-    "mesh: clipped, GradScaler": (mesh.clips_and_scales, "fully"),
-    "mesh: unused": (mesh.agrees_about_use, "gradients"),
+    "mesh: clipped, GradScaler": (mesh.test_clipping_and_scaling_are_those_of_the_averages, "fully"),
+    "mesh: unused": (mesh.test_ranks_of_all_replicas_agree_about_buffers_and_unused_parameters, "gradients"),
     "mesh: bf16": (trains_as_optimizer_first, ["wrapper", "mesh", "dtypes"], FOLDER, "AdamW"),
 }
 
