@@ -67,7 +67,7 @@ def built(
     make = None if hook is None else HOOKS[hook]
     wrapped, optimizer = overlap.built(DistributedDataParallel, make, model, cut, **options)
     if hook is not None:
-        assert len(wrapped.reducer.own.assignment.buckets) == len(optimizer.bucket_members()) > 1
+        assert len(wrapped.reducer.own.assignment.buckets) == len(optimizer.core.bucket_members()) > 1
     return wrapped, optimizer
 
 
@@ -146,7 +146,7 @@ def check_late(hook: str, as_view: bool) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert_alike(model, whole, number)
-    assert len(model.reducer.own.assignment.buckets) == len(other.bucket_members())
+    assert len(model.reducer.own.assignment.buckets) == len(other.core.bucket_members())
 
 
 @both_hooks

@@ -170,7 +170,7 @@ class NamedBuckets:
 
     def version(self) -> int:
         """Return a number that changes with `members`, when parameters are added to the optimizer."""
-        return self._optimizer.num_buckets
+        return self._optimizer.core.num_buckets
 
     def members(self) -> list[list[Tensor]] | None:
         """Return the parameters of each bucket in the order of their owners; None where one rank owns all."""
@@ -183,7 +183,7 @@ class NamedBuckets:
 
         return [
             sorted(filter(pieces.__contains__, members), key=owners)
-            for members in self._optimizer.bucket_members()
+            for members in self._optimizer.core.bucket_members()
         ]
 
 

@@ -49,8 +49,9 @@ def reduce_to_owners(optimizer: ZeroRedundancyOptimizer) -> Hook:
         RankMismatchError: on every rank, if not all ranks call this.
     """
     require_ours(optimizer)
-    agree(optimizer.ranks, [f"{optimizer.overlaps_with_ddp=}"], "the optimizer of reduce_to_owners")
-    if optimizer.overlaps_with_ddp:
+    overlaps = optimizer.core.inputs.options.overlap_with_ddp
+    agree(optimizer.ranks, [f"overlap_with_ddp={overlaps}"], "the optimizer of reduce_to_owners")
+    if overlaps:
         raise RuntimeError(
             "the optimizer has overlap_with_ddp=True, and waits for a hook that steps it: leave that out, or "
             'use zero_step(optimizer, gradients="owners")'
@@ -134,8 +135,8 @@ class _OwnerReductions:
         while self._under_way:
             self._finish_first()
         self._asked, self._came = set(), []
-        if self._num_known != self._optimizer.num_buckets:
-            self._num_known = self._optimizer.num_buckets
+        if self._num_known != len(self._optimizer.core.sharding.buckets):
+            self._num_known = len(self._optimizer.core.sharding.buckets)
             self._look()
         known = [] if joined else self._to_owners.params
         left = [param for param in known if isinstance(param.grad, PartialGradient)]
@@ -170,7 +171,7 @@ class _OwnerReductions:
     def _give_joined(self) -> None:
         """Keep the gradients that this rank owns though it ran out of inputs: nobody else has them."""
         for params, buffer in self._came:
-            self._optimizer.drop_after_shadow(params)
+            self._optimizer.steps.drop_after_shadow(params)
             for param, view in zip(params, gradients_in(buffer, params), strict=True):
                 param.grad = view.to(param.dtype, copy=True)
         self._end()
@@ -191,12 +192,12 @@ class _OwnerReductions:
             if grad is None or isinstance(grad, PartialGradient):
                 continue
             if piece is not None and len(of_param) == 1:
-                owned(grad, self._optimizer.agree_on_infinity)
+                owned(grad, self._optimizer.steps.agree_on_infinity)
                 continue
             rows = None if piece is None else rows_of(grad, piece)
             if rows is not None and not _is_in(rows, buffer):
                 rows = rows.clone()  # a view would keep the whole gradient; DDP keeps its bucket in any case
-            agree = self._optimizer.agree_on_infinity
+            agree = self._optimizer.steps.agree_on_infinity
             param.grad = PartialGradient(param, of_param, rows, self._names[param], agree=agree)
 
 

@@ -10,13 +10,14 @@ When the step is over, what was lent is gone: a loop that calls ``zero_grad()`` 
 goes on with what it left, in the next epoch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.algorithms.join import JoinHook
 
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
@@ -47,9 +48,6 @@ class JoinNotes:
 
         Afterwards those are gone that were not there before. The others are zeros, in place, as they may be
         views of DDP's: they were zeros before, or are old, and the loop drops them before it uses them.
-
-        Args:
-            params: whose gradients may be lent in the body.
         """
         given = set(self.given)
         held = {param for param in params if param.grad is not None and param not in given}
@@ -63,6 +61,21 @@ class JoinNotes:
                         param.grad.zero_()
                     else:
                         param.grad = None
+
+
+class ShadowHook(JoinHook):
+    """Answers each step of the active ranks, which must step once an iteration.
+
+    Args:
+        shadow: takes part in one step.
+    """
+
+    def __init__(self, shadow: Callable[[], None]) -> None:
+        self._shadow = shadow
+
+    def main_hook(self) -> None:
+        """Shadow one iteration; ``Join`` calls it while some rank is still active."""
+        self._shadow()
 
 
 def lend_gradients(

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from zero_optim.step.partial import make_plain
 from zero_optim.step.portions import KeptState
 from zero_optim.step.spec import OptimizerSpec
 from zero_optim.step.state_view import OwnedStateView
+
+T = TypeVar("T")
 
 
 class OwnedState:
@@ -102,18 +105,25 @@ class OwnedState:
             self.local.replace_states([state])
         return True
 
-    def run(self, work: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401 - what work returns
+    def run(self, work: Callable[[], T]) -> T:
         """Let the optimizers change the leaves, and the leaves their parameters, even if the work raises."""
         make_plain(self.leaves.owned)
-        if self._kept is not None and work == self.local.step:
-            groups, closure = args
-            assert closure is None  # see `takes_closures`
-            return self._step_in_portions(self._kept, cast("list[ParamGroup]", groups), kwargs)
         with self._stepping():
-            result = work(*args, **kwargs)
+            result = work()
         self.average.update()
         self.keep()
         return result
+
+    def step(
+        self, groups: list[ParamGroup], closure: Callable[[], float] | None, **kwargs: object
+    ) -> float | None:
+        """Step everything; gives what the class's own step returns."""
+        if self._kept is None:
+            return self.run(partial(self.local.step, groups, closure, **kwargs))
+        assert closure is None  # see `takes_closures`
+        make_plain(self.leaves.owned)
+        self._step_in_portions(self._kept, groups, kwargs)
+        return None
 
     def _step_in_portions(
         self, kept: KeptState, groups: list[ParamGroup], kwargs: Mapping[str, object]
