@@ -21,9 +21,9 @@ from training import assert_same_bits, assert_same_state, make_params, params_of
 from waiting import LIMIT
 from worlds import enter
 from zero_optim import StalledError, ZeroRedundancyOptimizer
-from zero_optim.comm.collectives import RankGroup
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 from zero_optim.hooks import zero_step
+from zero_optim.state import mirror
 
 KINDS = ("plain", "overlap", "owners", "sharded", "lazy")
 AHEAD = 6  # steps of the run without a fault, from where the last one went on
@@ -237,7 +237,7 @@ def die_sending(folder: Path, rank: int, size: int, number: int, result: Any) ->
     params = make_params(((512, 1024), (700, 300), (40,)))
     optimizer = ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.01, mirror=True)
     if rank == 1:
-        start_send, calls = RankGroup.start_send, [0]
+        start_send, calls = mirror.start_send, [0]
 
         def sending(*arguments: Any) -> Any:
             calls[0] += 1
@@ -246,7 +246,7 @@ def die_sending(folder: Path, rank: int, size: int, number: int, result: Any) ->
                 os.kill(os.getpid(), signal.SIGKILL)
             return work
 
-        RankGroup.start_send = sending  # type: ignore[method-assign]
+        mirror.start_send = sending
     try:
         for step in range(1000):
             set_grads(params, step)
