@@ -21,14 +21,13 @@ from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.mesh import RankMesh, agree_between_replicas
 from zero_optim.ddp.full.choice import Units
-from zero_optim.ddp.full.construction import Asked, RanksToBe, UnitConstruction, ignored_names
-from zero_optim.ddp.full.filling import Init, has_meta, take_values_of_first
+from zero_optim.ddp.full.construction import Asked, construct, ignored_names
+from zero_optim.ddp.full.filling import Init, take_values_of_first
 from zero_optim.ddp.full.guards import refuse_conversions
 from zero_optim.ddp.full.in_use import UnitsInUse
 from zero_optim.ddp.full.module_hooks import PassHooks, hook_up
 from zero_optim.ddp.full.offload import Offload
 from zero_optim.ddp.full.parts import (
-    OF_PYTORCH,
     check_sparse,
     make_gathers,
     make_places,
@@ -38,12 +37,6 @@ from zero_optim.ddp.full.parts import (
 )
 from zero_optim.ddp.full.unit import UnitSupply
 from zero_optim.ddp.owners.owner_reducer import Accumulate, OwnerReducer
-from zero_optim.ddp.owners.wrapper_checks import (
-    check_arguments,
-    check_group,
-    check_module,
-    check_optimizer,
-)
 from zero_optim.ddp.precision.precision import PrecisionPolicy
 from zero_optim.ddp.reducer.graph import replaced
 from zero_optim.ddp.reducer.inbox import weakly
@@ -111,6 +104,7 @@ class FullyShardedDataParallel(nn.Module):
 
     units: UnitsInUse
     _optimizer: ZeroRedundancyOptimizer
+    _mesh: RankMesh | None
     _reducer: OwnerReducer
 
     def __init__(  # noqa: PLR0913 - keyword-only
@@ -132,81 +126,39 @@ class FullyShardedDataParallel(nn.Module):
     ) -> None:
         """Check, agree with the other ranks, wrap, and free everything."""
         super().__init__()
-        self._asked = Asked(
-            units,
-            reshard_after_forward,
-            guards_reads,
-            offload,
-            mixed_precision,
-            accumulate,
-            device,
-            init,
-            mesh,
-        )
+        how = units, reshard_after_forward, guards_reads, offload, mixed_precision, accumulate
+        self._asked = Asked(*how, device, init, mesh)
         self._options = options
-        self._built: UnitConstruction | None = None
-        self._mesh: RankMesh | None = None
         self.require_backward_grad_sync = self._sends_buffers = True
         if optimizer is not None:
             require_ours(optimizer)
         doing = nullcontext() if optimizer is None else optimizer.ranks.doing("FullyShardedDataParallel()")
+        with doing:
+            self._built, self._optimizer, self._mesh = construct(
+                type(self),
+                module,
+                optimizer,
+                process_group,
+                self._asked,
+                options,
+                weakly(self._change_optimizer),
+            )
         try:
-            with doing:
-                self._choose(module, optimizer, process_group)
             self._fill(module)
         except BaseException:
-            self._give_up()
+            self._built.give_up()
             raise
 
     # ------------------------------------------------------------------ built
-
-    def _give_up(self) -> None:
-        if self._built is not None:
-            self._built.give_up()
-
-    @property
-    def _construction(self) -> UnitConstruction:
-        assert self._built is not None  # by the constructor
-        return self._built
 
     @property
     def _everyone(self) -> RankGroup:
         """All ranks that train the model: those of the optimizer, or of the mesh."""
         return self._optimizer.ranks if self._mesh is None else self._mesh.everyone
 
-    def _choose(
-        self, module: nn.Module, optimizer: ZeroRedundancyOptimizer | None, group: dist.ProcessGroup | None
-    ) -> None:
-        """Check the arguments, choose the units, and the optimizer that has them; all ranks call."""
-        asked = self._asked
-        known = None
-        if optimizer is not None:
-            self._mesh = RankMesh.of(asked.mesh, optimizer.ranks, may_split=True)
-            known = optimizer.ranks if self._mesh is None else self._mesh.everyone
-        ranks = RanksToBe(asked.mesh, group, known)
-        with ranks.failing_together():
-            check_arguments(type(self), asked.accumulate, self._options, OF_PYTORCH)
-            check_module(module)
-            if optimizer is not None:
-                check_group(optimizer, group)
-                check_optimizer(module, optimizer)
-                if has_meta(module):
-                    raise ValueError(
-                        "a part of the model is on the meta device: wrap it without an optimizer, then build "
-                        "the optimizer with wrapped.parameters()"
-                    )
-            self._built = built = UnitConstruction(module, asked, weakly(self._change_optimizer))
-            built.take(optimizer)
-        ranks.agree(built.describe(), f"the arguments of {type(self).__name__}")
-        if optimizer is None:
-            with ranks.failing_together():
-                optimizer = built.stand_in(ranks.process_group, self._options)
-            self._mesh = RankMesh.of(asked.mesh, optimizer.ranks, may_split=True)
-        self._optimizer = optimizer
-
     def _fill(self, module: nn.Module) -> None:
         """Give every rank the values of the first, keep what each owns of them, and wrap; all ranks call."""
-        built, options, everyone = self._construction, self._options, self._everyone
+        built, options, everyone = self._built, self._options, self._everyone
         arguments = {"module": module, "process_group": everyone.process_group, **options}
         agree_on_model(arguments, self, options.get("timeout"), options.get("on_stall", "raise"))
         syncs = bool(options.get("init_sync", True))
@@ -229,7 +181,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def _make_reducer(self) -> None:
         """Build what reduces gradients for the optimizer, and gather units for it; all ranks call."""
-        optimizer, mesh, built = self._optimizer, self._mesh, self._construction
+        optimizer, mesh, built = self._optimizer, self._mesh, self._built
         with failing_together(self._everyone):
             check_sparse(self.module, optimizer)
         if mesh is not None:

@@ -136,16 +136,6 @@ class RebindableWrapper(TorchDistributedDataParallel):
             src=0,
             params_and_buffers_to_ignore=self.parameters_to_ignore,
         )
-        self._build_reducer()
-
-    def _renew_reducer(self) -> None:
-        """Build another reducer in the place of the one there is; all ranks call."""
-        self._remove_autograd_hooks()  # type: ignore[no-untyped-call]
-        unwatch(self.reducer.own)
-        self._build_reducer()
-
-    def _build_reducer(self) -> None:
-        """Build a reducer, as the constructor does; all ranks call."""
         parameters, sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
         names = self._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
         self._ddp_init_helper(parameters, sparse, names, self.static_graph)  # type: ignore[no-untyped-call]

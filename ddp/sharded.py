@@ -144,14 +144,10 @@ class ShardedDataParallel(DistributedDataParallel):
     @eager
     def _post_forward(self, output: object) -> object:
         if torch.is_grad_enabled():
-            self._refuse_unfrozen()
+            names = [name for name, _ in self._frozen.unfrozen()]
+            if names:
+                raise RuntimeError(f"{names_text(names)} {NOT_REDUCED}")
         return super()._post_forward(output)
-
-    def _refuse_unfrozen(self) -> None:
-        """Refuse parameters that were frozen when they were wrapped, and that nobody reduces."""
-        names = [name for name, _ in self._frozen.unfrozen()]
-        if names:
-            raise RuntimeError(f"{names_text(names)} {NOT_REDUCED}")
 
     def _caps(self) -> tuple[int, ...]:
         return (self._optimizer.bucket_cap_nbytes,)

@@ -1,17 +1,19 @@
-"""Hooks that average gradients over all ranks, uncompressed."""
+"""All-reduces in hooks: hooks that average gradients uncompressed, and what others send with."""
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from zero_optim.hooks.bucket import GradBucket
-from zero_optim.hooks.exchange import group_of, start_average, start_sum
+from zero_optim.comm.works import GroupWorks, explained, noted_of
+from zero_optim.hooks.bucket import GradBucket, TensorFuture
 
 
 def allreduce_hook(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket over all ranks, in its own dtype and in place. All ranks of the group call.
+    """Average a bucket over all ranks, in its own dtype and in place: one all-reduce, also if sparse.
 
-    One all-reduce of the bucket, also for sparse gradients. The arithmetic is that of PyTorch's hook of this
-    name: every rank divides by the number of ranks, then the sum is taken.
+    As in PyTorch's hook of this name, every rank divides by the number of ranks, then the sum is taken.
 
     Args:
         state: the process group; None stands for the default one.
@@ -21,17 +23,59 @@ def allreduce_hook(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch
 
 
 def mean_hook(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket with the same bits as DDP without a hook. All ranks of the group call.
+    """Average a bucket with the bits of DDP without a hook, which multiplies by 1 / number of ranks.
 
-    When DDP copies a gradient into its bucket, it multiplies by the inverse of the number of ranks. On three
-    ranks that rounds differently from the division of `allreduce_hook`. DDP divides gradients that are views
-    of their bucket, but this hook always multiplies: it cannot see the difference.
-
-    Args:
-        state: the process group; None stands for the default one.
-        bucket: the gradients, of any dtype that the backend can sum.
+    DDP divides gradients that are views of their bucket; this hook cannot see them and multiplies.
     """
     group, buffer = group_of(state), bucket.buffer()
     if buffer.is_sparse:
         return start_average(group, buffer)
     return start_sum(group, buffer.mul_(1 / group.size()))
+
+
+def group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return the group itself, or the default group for None."""
+    group = dist.group.WORLD if process_group is None else process_group
+    if group is None:
+        raise ValueError(
+            "expected a process group, got none: call torch.distributed.init_process_group() first"
+        )
+    return group
+
+
+def start_sum(group: dist.ProcessGroup, tensor: Tensor) -> TensorFuture:
+    """Start the sum of a tensor over all ranks of the group, in place; the future's value is the tensor."""
+    future = _future(dist.all_reduce(tensor, group=group, async_op=True))
+    is_complex, works = tensor.is_complex(), noted_of(group)
+
+    def summed(landed: torch.futures.Future[Any]) -> Tensor:
+        total: Tensor = _value(landed, works)[0]
+        # Complex numbers travel as pairs of real ones.
+        return torch.view_as_complex(total) if is_complex and not total.is_complex() else total
+
+    return future.then(summed)
+
+
+def start_average(group: dist.ProcessGroup, tensor: Tensor) -> TensorFuture:
+    """Start the mean of a tensor, in place; each rank divides first, so that 16 bits do not overflow."""
+    return start_sum(group, tensor.div_(group.size()))
+
+
+def _future(work: dist.Work | None) -> torch.futures.Future[Any]:
+    assert work is not None  # async_op=True on a member of the group always returns a handle
+    future: torch.futures.Future[Any] = work.get_future()
+    return future
+
+
+def _value(landed: torch.futures.Future[Any], works: GroupWorks | None) -> Any:  # noqa: ANN401 - by backend
+    """Return the result of a collective. If it failed, and ranks are missing, the error names them.
+
+    A future must not keep the group: one of gloo's threads would be the last to let it go.
+    """
+    try:
+        return landed.value()
+    except RuntimeError as error:
+        missing = explained(works, error)
+        if missing is None:
+            raise
+        raise missing from error

@@ -1,7 +1,8 @@
 """What a hook may use of a bucket: the public methods of ``torch.distributed.GradBucket``, and no more.
 
 PyTorch's DDP checks a hook's annotations, which must name its own class. For type checkers the name stands
-for any class with these methods, such as the buckets of ``zero_optim.ddp``. Nothing here communicates.
+for any
+class with these methods, such as the buckets of ``zero_optim.ddp``.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,15 +49,7 @@ __all__ = ["GradBucket", "Hook", "TensorFuture", "dense_buffer", "gradients_in",
 
 
 def dense_buffer(bucket: GradBucket, name: str) -> Tensor:
-    """Return the bucket's flat tensor, 1-D.
-
-    Args:
-        bucket: the hook's argument.
-        name: the hook's name, for the message.
-
-    Raises:
-        ValueError: the bucket holds a sparse gradient, or a complex one.
-    """
+    """Return the bucket's flat tensor, 1-D; a sparse or complex one is refused in the name of the hook."""
     buffer = bucket.buffer()
     if buffer.layout != torch.strided or not buffer.is_floating_point():
         kind = buffer.dtype if buffer.layout == torch.strided else buffer.layout
@@ -68,15 +61,7 @@ def dense_buffer(bucket: GradBucket, name: str) -> Tensor:
 
 
 def real_buffer(bucket: GradBucket, name: str) -> Tensor:
-    """Return the bucket's memory as real numbers, 1-D: of complex gradients there are twice as many.
-
-    Args:
-        bucket: the hook's argument.
-        name: the hook's name, for the message.
-
-    Raises:
-        ValueError: the bucket holds a sparse gradient.
-    """
+    """Return the bucket's memory as real numbers, 1-D, two for a complex one; refuses sparse ones."""
     buffer = bucket.buffer()
     if buffer.layout == torch.strided and buffer.is_complex():  # our DDP's; PyTorch's is real already
         return torch.view_as_real(buffer).view(-1)
@@ -84,12 +69,7 @@ def real_buffer(bucket: GradBucket, name: str) -> Tensor:
 
 
 def gradients_in(reduced: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
-    """View each parameter's gradient, with its strides, in what a bucket was reduced to.
-
-    Args:
-        reduced: dense, with the elements of the bucket's buffer, of any dtype.
-        params: of the bucket.
-    """
+    """View each parameter's gradient, with its strides, in a dense reduced bucket of any dtype."""
     flat, dtype = reduced.reshape(-1), params[0].dtype
     if dtype.is_complex and not flat.is_complex():  # PyTorch's DDP has real numbers in the bucket
         flat = torch.view_as_complex(flat.to(dtype.to_real()).view(-1, 2))

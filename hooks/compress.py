@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from zero_optim.compat.streams import record_use
+from zero_optim.hooks.allreduce import group_of, start_average
 from zero_optim.hooks.bucket import GradBucket, Hook, TensorFuture, dense_buffer, name_of
-from zero_optim.hooks.exchange import group_of, start_average
 
 
 def fp16_compress_hook(

@@ -5,20 +5,31 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDdp
 
 from cuts import cutting
+from fake_streams import fake_streams
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel as OurDdp
 from zero_optim.hooks import allreduce_hook, zero_step
 
 WRAPPERS: dict[str, type[TorchDdp]] = {"torch": TorchDdp, "ours": OurDdp}
+both_wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
+# Stepped by a thread, or in hooks on the group of the reductions, as on an accelerator.
+either_way = pytest.mark.parametrize("inline", [False, True], ids=["thread", "inline"])
 BUCKET_CAP_MB = 0.0004  # several buckets, so that their order matters
 
 Hook = Callable[[ZeroRedundancyOptimizer], Any]
+
+
+def run_either_way(inline: bool, check: Callable[..., object], *args: object) -> None:
+    """Run a check on a rank, with a thread that steps or without."""
+    with fake_streams() if inline else nullcontext():
+        check(*args)
 
 
 class Bag(nn.Module):

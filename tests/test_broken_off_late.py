@@ -21,9 +21,9 @@ from zero_optim.ddp import (
     DistributedDataParallel,
     FullyShardedDataParallel,
     ShardedDataParallel,
-    inbox,
     unsharded,
 )
+from zero_optim.ddp.reducer import inbox
 from zero_optim.errors import ReductionError
 
 

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from drawn import draw_the_same
 from zero_optim.plan import cuts
-from zero_optim.plan.balance import RankLoads, fullest_row
 from zero_optim.plan.cuts import MIN_ROW_NBYTES, cut_step, even_rows, longest_row
-from zero_optim.plan.layout import Extent, Layout, Row, aligned_offsets, rows_in_order, spans
-from zero_optim.plan.partition import assign_owners, rank_loads
+from zero_optim.plan.layout import Extent, Layout, Row, aligned_offsets, rows_in_order
+from zero_optim.plan.partition import RankLoads, assign_owners, fullest_row, rank_loads
 from zero_optim.plan.pieces import Piece, num_rows
 from zero_optim.plan.plan import Plan, make_plan
 
@@ -124,10 +123,9 @@ def test_rows_that_cut_a_parameter_hold_its_extents_one_after_the_other() -> Non
     )
 
 
-def test_a_cut_parameter_has_a_span_with_each_owner() -> None:
+def test_the_layout_tells_who_owns_which_rows() -> None:
     layout = Layout((20, 3, 10), rows_in_order([20, 3, 10], [2, 5, 7], [12, 24, 36], alignment=4))
-    assert [tuple(span) for span in spans(layout, {0})] == [(2, 0, 12), (5, 12, 20)]
-    assert [tuple(span) for span in spans(layout, {0, 1})] == [(2, 0, 12), (5, 12, 23)]
+    assert layout.pieces([(5, 4), (3,), (5, 2)]) == [((2, 0, 3), (5, 3, 5)), ((5, 0, 3),), ((7, 0, 5),)]
 
 
 @pytest.mark.parametrize(

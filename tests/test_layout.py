@@ -11,11 +11,11 @@ from zero_optim.plan.layout import (
     Room,
     Row,
     rows_in_order,
-    spans,
     whole,
+    with_rooms,
+    with_rooms_behind,
 )
 from zero_optim.plan.partition import assign_owners, rank_loads
-from zero_optim.plan.rooms import with_rooms, with_rooms_behind
 
 SEEDS = range(60)
 
@@ -146,7 +146,7 @@ def test_a_capacity_below_one_byte_is_refused() -> None:
         assign_buckets(["a"], [4], 0)
 
 
-def rooms_of(layout: Layout) -> list[tuple[int, int, int, int]]:
+def rooms_of(layout: Layout) -> list[tuple[int, int, int]]:
     return [tuple(room) for room in layout.rooms]
 
 
@@ -154,43 +154,33 @@ def test_a_room_takes_padding_where_there_is_enough() -> None:
     before = whole([9, 3], [0, 1], alignment=8)
     layout = with_rooms(before, 4, alignment=8)
     assert layout.rows == before.rows
-    assert rooms_of(layout) == [(0, 0, 9, 13), (1, 1, 19, 23)]
+    assert rooms_of(layout) == [(0, 9, 13), (1, 19, 23)]
 
 
 def test_a_row_without_padding_grows_by_whole_units() -> None:
     layout = with_rooms(whole([8, 8], [0, 1], alignment=8), 4, alignment=8)
     assert [(row.start, row.stop, row.extents[0].offset) for row in layout.rows] == [(0, 16, 0), (16, 32, 16)]
-    assert rooms_of(layout) == [(0, 0, 8, 12), (1, 1, 24, 28)]
+    assert rooms_of(layout) == [(0, 8, 12), (1, 24, 28)]
 
 
 def test_a_row_within_one_parameter_has_no_room() -> None:
     rows = rows_in_order([24], [0, 1, 2], [8, 16, 24], alignment=8)
     layout = with_rooms(Layout((24,), rows), 4, alignment=8)
-    assert rooms_of(layout) == [(0, 0, 0, 4), (2, 0, 32, 36)], "before the begin, behind the end"
+    assert rooms_of(layout) == [(0, 0, 4), (2, 32, 36)], "before the begin, behind the end"
     offsets = [extent.offset for row in layout.rows for extent in row.extents]
     assert offsets == [8, 16, 24], "the pieces follow each other"
-    assert spans(layout, [0]) == [(0, 0, 16), (1, 16, 24), (2, 24, 36)]
-
-
-def test_a_room_travels_with_the_parameter_beside_it() -> None:
-    layout = with_rooms(whole([8, 8, 8], [0, 0, 1], alignment=8), 4, alignment=8)
-    assert rooms_of(layout) == [(0, 1, 16, 20), (1, 2, 32, 36)]
-    assert spans(layout, [0]) == [(0, 0, 8)]
-    assert spans(layout, [1]) == [(0, 8, 20)]
 
 
 def test_a_room_over_a_parameter_is_refused() -> None:
     with pytest.raises(ValueError, match="is not in the padding of the row of rank 0"):
-        Layout((4,), whole([4], [0]).rows, (Room(0, 0, 2, 4),))
+        Layout((4,), whole([4], [0]).rows, (Room(0, 2, 4),))
 
 
-def test_a_room_behind_the_rows_is_sent_by_itself_with_the_first_parameter() -> None:
+def test_a_room_behind_the_rows_is_sent_by_itself() -> None:
     before = with_rooms(whole([8, 3], [1, 1], alignment=8), 4, alignment=8)
     layout = with_rooms_behind(before, [0, 2], 4, alignment=8)
     assert layout.rows == before.rows
-    assert rooms_of(layout) == [(1, 1, 11, 15), (0, 0, 16, 20), (2, 0, 24, 28)]
+    assert rooms_of(layout) == [(1, 11, 15), (0, 16, 20), (2, 24, 28)]
     assert (layout.end_of_rows, layout.numel) == (16, 28)
-    assert spans(layout, [0]) == [(1, 0, 8), (0, 16, 20), (2, 24, 28)]
-    assert spans(layout, [1]) == [(1, 8, 15)]
     with pytest.raises(ValueError, match="overlaps what ends at 20"):
-        Layout(layout.numels, layout.rows, (*layout.rooms[:2], Room(2, 0, 16, 20)))
+        Layout(layout.numels, layout.rows, (*layout.rooms[:2], Room(2, 16, 20)))

@@ -17,7 +17,6 @@ from zero_optim.comm.started import Work
 from zero_optim.comm.traffic import Phase, Traffic, broadcast_nbytes
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 from zero_optim.hooks import zero_step
-from zero_optim.plan.layout import spans
 
 SHAPES = ((16, 8), (8,), (24, 4), (3,), (16, 16), (5, 5))
 PHASES = {"gather", "reduce", "clip", "agree", "state", "mirror", "total"}
@@ -47,16 +46,13 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
 
 
-def gathered(optimizer: ZeroRedundancyOptimizer, *, in_part: bool = False) -> tuple[int, int]:
-    """Bytes that this rank sends in a gather of everything, and broadcasts, by the plan.
-
-    A gather of a part leaves out the padding at the end of a row.
-    """
+def gathered(optimizer: ZeroRedundancyOptimizer) -> tuple[int, int]:
+    """Bytes that this rank sends in a gather of everything, and broadcasts, by the plan."""
     rank, size = dist.get_rank(), dist.get_world_size()
     nbytes, rows = 0, 0
     for bucket in optimizer._sharding.buckets:
         layout = bucket.layout
-        for row in spans(layout, range(len(layout.numels))) if in_part else layout.rows:
+        for row in layout.rows:
             nbytes += TREES[size][(rank - row.owner) % size] * (row.stop - row.start) * 4
             rows += 1
     return nbytes, rows
@@ -137,7 +133,7 @@ def test_gradients_sent_to_owners_are_counted(wrapper: type[nn.Module]) -> None:
         optimizer.step()
         others = [param for param, owner in optimizer.owners().items() if owner != rank]
         assert counted(optimizer, "reduce")[0] == sum(param.numel() * 4 for param in others)
-        assert counted(optimizer, "gather")[0] == gathered(optimizer, in_part=True)[0]
+        assert counted(optimizer, "gather")[0] == gathered(optimizer)[0]
         figures = optimizer.metrics()
         assert figures["steps"] == 1
         if ours:

@@ -17,18 +17,18 @@ import torch.distributed as dist
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.hooks import zero_step
-from zero_optim.hooks.overlap.steps import BucketSteps
+from zero_optim.hooks.overlap.passes import Task
 
-step = BucketSteps.step
+step = Task.step
 
 
-def step_on(steps, task, gradients):  # inside PyTorch still, when the script has ended
-    step(steps, task, gradients)
+def step_on(task, gradients):  # inside PyTorch still, when the script has ended
+    step(task, gradients)
     for _ in range(20_000):
         torch.zeros(1).add_(1)
 
 
-BucketSteps.step = step_on
+Task.step = step_on
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 1), rank=0, world_size=1)
 model = DistributedDataParallel(torch.nn.Linear(4, 4))
 optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)

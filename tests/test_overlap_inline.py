@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from fake_streams import fake_streams, without_thread
 from overlap import (
-    WRAPPERS,
     Embedder,
     Grads,
     Net,
@@ -18,6 +17,7 @@ from overlap import (
     adamw,
     assert_same_params,
     assert_same_run,
+    both_wrappers,
     inputs,
     loss_of,
     plain_step,
@@ -25,67 +25,23 @@ from overlap import (
 )
 from pool import Ranks, on_ranks
 from test_overlap_errors import assert_trains_on, check_failing_hook, check_failing_step, run_broken_off
-from test_overlap_hooks import OURS, THEIRS, pytorchs
-from test_overlap_order import check_rebuilding
-from test_overlap_owners import check_equal
-from test_overlap_training import KINDS, LOOPS, check_no_step
 from test_overlap_uneven import UNUSED, check_uneven, sgd
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.hooks import allreduce_hook
 
-both_wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
 
-
-def check_run(setting: Setting, step: Callable[..., Grads], steps: int, moves: bool) -> None:
-    with fake_streams():
-        _, optimizer = assert_same_run(setting, step, steps, moves=moves)
-        assert not optimizer.overlap().takes_thread
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(
-    "name", ["packed", "grads as views", "all at the last bucket", "masters", "averages"]
-)
-@both_wrappers
-def test_every_kind_of_parameters_gives_the_same_bits(wrapper: str, name: str) -> None:
-    arguments, step = KINDS[name]
-    check_run(Setting(wrapper, **arguments), step, 5, moves=True)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(
-    "name", ["no_sync", "closure", "unfreezing", "checkpoint", "reentrant checkpoint", "not in DDP"]
-)
-@both_wrappers
-def test_every_kind_of_loop_gives_the_same_bits(wrapper: str, name: str) -> None:
-    arguments, step, moves = LOOPS[name]
-    check_run(Setting(wrapper, **arguments), step, 5, moves)
-
-
-@on_ranks(2)
-@both_wrappers
-def test_several_hooks_give_the_same_bits(wrapper: str) -> None:
-    for hook in (pytorchs(OURS["bf16"]), pytorchs(OURS["in fp16"]), THEIRS["allreduce"], THEIRS["fp16"]):
-        check_run(Setting(wrapper, hook=hook), plain_step, 4, moves=True)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(
-    ("name", "mode"),
-    [("by turns", "find_unused_parameters"), ("never", "find_unused_parameters"), ("never", "static_graph")],
-)
-@both_wrappers
-def test_unused_parameters_are_left_alone(wrapper: str, name: str, mode: str) -> None:
-    for interleave in (True, False):
-        setting = Setting(wrapper, options={mode: True}, zero={"interleave": interleave})
-        check_run(setting, UNUSED[name], 5, moves=False)
-
-
-@on_ranks(2)
-@both_wrappers
-def test_sparse_gradients_give_the_same_bits(wrapper: str) -> None:
-    check_run(Setting(wrapper, Embedder, sgd), step_tokens, 5, moves=False)
+def check_unused(wrapper: str) -> None:
+    cases = [
+        ("by turns", "find_unused_parameters"),
+        ("never", "find_unused_parameters"),
+        ("never", "static_graph"),
+    ]
+    for name, mode in cases:
+        for interleave in (True, False):
+            setting = Setting(wrapper, options={mode: True}, zero={"interleave": interleave})
+            assert_same_run(setting, UNUSED[name], 5, moves=False, where=(name, mode, interleave))
+    assert_same_run(Setting(wrapper, Embedder, sgd), step_tokens, 5, moves=False, where="sparse")
 
 
 def check_join(wrapper: str) -> None:
@@ -96,16 +52,12 @@ def check_join(wrapper: str) -> None:
         check_uneven(wrapper, order, {}, 0.0)
 
 
+@pytest.mark.parametrize("check", [check_unused, check_join])
 @both_wrappers
-def test_uneven_inputs_give_the_same_bits(ranks2: Ranks, wrapper: str) -> None:
-    ranks2.run(without_thread, check_join, wrapper)
-
-
-@both_wrappers
-def test_reduced_to_owners_training_equals_that_with_gradients_everywhere(
-    ranks2: Ranks, wrapper: str
+def test_unused_parameters_and_uneven_inputs_give_the_same_bits(
+    ranks2: Ranks, wrapper: str, check: Callable[[str], None]
 ) -> None:
-    ranks2.run(without_thread, check_equal, wrapper)
+    ranks2.run(without_thread, check, wrapper)
 
 
 def lazily(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
@@ -129,16 +81,6 @@ def test_lazy_gathers_give_the_same_bits(wrapper: str) -> None:
                     plain_step(model, optimizer, number)
                 optimizer.wait_for_gathers()
             assert_same_params(runs[1][0], runs[0][0], as_view)
-
-
-@both_wrappers
-def test_a_loop_that_never_calls_step_trains(ranks2: Ranks, wrapper: str) -> None:
-    ranks2.run(without_thread, check_no_step, wrapper, True)
-
-
-@both_wrappers
-def test_rebuilt_buckets_give_the_same_bits_and_keep_their_owners(ranks2: Ranks, wrapper: str) -> None:
-    ranks2.run(without_thread, check_rebuilding, wrapper)
 
 
 @pytest.mark.parametrize("interleave", [True, False])

@@ -1,13 +1,13 @@
 """The line of buckets in front of the thread that steps: how it ends, and what is in it then."""
 
 import threading
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
 from fake_streams import fake_streams
-from zero_optim.hooks.overlap import line, task
+from zero_optim.hooks.overlap import line, passes
 
 
 class Announcing:
@@ -18,27 +18,32 @@ class Announcing:
 
 
 class Busy:
-    """Steps of buckets that wait until the test lets them go on."""
+    """A task that goes on when the test lets it."""
+
+    of: Any = None
 
     def __init__(self) -> None:
         self.has_begun, self.may_end = threading.Event(), threading.Event()
         self.thread: threading.Thread | None = None
+        self.buffer, self.done = torch.zeros(1), torch.futures.Future[torch.Tensor]()
 
-    def receive(self, bucket: task.Task) -> tuple[torch.Tensor, None]:
+    def receive(self) -> tuple[torch.Tensor, None]:
         self.thread = threading.current_thread()
         self.has_begun.set()
         self.may_end.wait()
-        return bucket.buffer, None
+        return self.buffer, None
 
-    def step(self, bucket: task.Task, gradients: object) -> None:
+    def step(self, gradients: object) -> None:
         pass
 
+    def complete(self, result: torch.Tensor) -> None:
+        self.done.set_result(result)
 
-def busy_line() -> tuple[line.ThreadLine, Busy]:
+
+def busy_line() -> tuple[line.ThreadLine, Any]:
     busy: Any = Busy()
-    made = line.ThreadLine(busy, Announcing())  # type: ignore[arg-type]
-    of: Any = None
-    made.put([task.Task(of, of, torch.zeros(1), of, True, torch.futures.Future())])
+    made = line.ThreadLine(Announcing())  # type: ignore[arg-type]
+    made.put([busy])
     busy.has_begun.wait()
     return made, busy
 
@@ -81,19 +86,20 @@ def test_the_process_waits_for_all_threads_up_to_one_deadline(monkeypatch: pytes
 def test_a_bucket_left_when_backward_ends_is_stepped_behind_the_callers_stream() -> None:
     awaited, announced = list[int](), list[Any]()
 
-    class Steps(Busy):
-        def receive(self, bucket: task.Task) -> tuple[torch.Tensor, None]:
-            return bucket.buffer, None
+    class Bucket(Busy):
+        def receive(self) -> tuple[torch.Tensor, None]:
+            return self.buffer, None
 
-        def step(self, bucket: task.Task, gradients: object) -> None:
+        def step(self, gradients: object) -> None:
             awaited.append(len(accelerator.stack[-1].awaited))
 
     overlap: Any = Announcing()
     overlap.announce = announced.append
-    of, nothing = task.SteppedPass(False, lambda: None), cast("Any", None)
+    of = passes.SteppedPass(overlap, overlap, (), False)
     with fake_streams() as accelerator:
-        made = line.InlineLine(cast("Any", Steps()), overlap)
-        made.put([task.Task(of, nothing, torch.zeros(1), nothing, True, torch.futures.Future())])
+        bucket: Any = Bucket()
+        bucket.of = of
+        line.InlineLine(overlap).put([bucket])
         assert not awaited
         announced[0]()
     assert (awaited, of.error) == ([2], None), "once in its hook, and once when backward ended"

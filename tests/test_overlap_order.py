@@ -11,21 +11,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from overlap import (
-    WRAPPERS,
     Grads,
     Net,
     Setting,
     assert_same_params,
     assert_same_run,
+    both_wrappers,
+    either_way,
     inputs,
     loss_of,
     plain_step,
+    run_either_way,
 )
 from pool import Ranks, on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.hooks import allreduce_hook
 
-both_wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
 LONGEST_DELAY = 0.02  # seconds
 
 
@@ -240,6 +241,9 @@ class Backwards(Net):
         self.head, self.conv = self._modules.pop("head"), self._modules.pop("conv")
 
 
+@either_way
 @both_wrappers
-def test_rebuilt_buckets_give_the_same_bits_and_keep_their_owners(ranks2: Ranks, wrapper: str) -> None:
-    ranks2.run(check_rebuilding, wrapper)
+def test_rebuilt_buckets_give_the_same_bits_and_keep_their_owners(
+    ranks2: Ranks, wrapper: str, inline: bool
+) -> None:
+    ranks2.run(run_either_way, inline, check_rebuilding, wrapper)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDdp
 
+from overlap import run_either_way
 from pool import Ranks, on_ranks
 from training import assert_same_bits
 from zero_optim import ZeroRedundancyOptimizer
@@ -71,6 +72,11 @@ def check_equal(wrapper: str) -> None:
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_training_equals_that_with_gradients_everywhere(ranks: Ranks, wrapper: str) -> None:
     ranks.run(check_equal, wrapper)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_without_a_thread_training_equals_that_with_gradients_everywhere(ranks2: Ranks, wrapper: str) -> None:
+    ranks2.run(run_either_way, True, check_equal, wrapper)
 
 
 def check_order() -> None:

@@ -16,7 +16,7 @@ from pool import on_ranks
 from zero_optim import RemoteRankError, ZeroRedundancyOptimizer
 from zero_optim.comm.started import Pending
 from zero_optim.hooks import zero_step
-from zero_optim.hooks.overlap import owners, steps, task
+from zero_optim.hooks.overlap import owners, passes
 from zero_optim.shard import storage
 from zero_optim.shard.gathers import UnderWay
 
@@ -181,17 +181,17 @@ def test_what_the_user_replaced_is_moved_on_the_thread_of_the_backward_pass(
     wrapper: str, interleave: bool
 ) -> None:
     threads: set[str] = set()
-    take_in = storage.ViewBucket._take_in
+    take_in = storage.InFlat._take_in
 
-    def noted(self: storage.ViewBucket, index: int) -> None:
+    def noted(self: storage.InFlat, index: int) -> None:
         threads.add(threading.current_thread().name)
         take_in(self, index)
 
-    storage.ViewBucket._take_in = noted  # type: ignore[method-assign]
+    storage.InFlat._take_in = noted  # type: ignore[method-assign]
     try:
         assert_same_run(Setting(wrapper, zero={"interleave": interleave}), replacing, 4)
     finally:
-        storage.ViewBucket._take_in = take_in  # type: ignore[method-assign]
+        storage.InFlat._take_in = take_in  # type: ignore[method-assign]
     assert threads == {threading.current_thread().name}
 
 
@@ -211,17 +211,14 @@ def test_a_parameter_that_does_not_fit_any_more_raises_when_backward_ends(wrappe
     kept = [param.data.clone() for param in model.parameters()]
     for param, data in zip(model.parameters(), kept, strict=True):
         param.data = data
-    fits = odd.data
-    if dist.get_rank() == 1:
+    fits, is_odd = odd.data, dist.get_rank() == 1
+    if is_odd:
         odd.data = torch.ones(5)
-        with pytest.raises(RuntimeError, match="a parameter became"):
-            loss_of(model, 1).backward()
-        odd.data = fits
-        optimizer.step()
-    else:
+    expected = "a parameter became" if is_odd else "rank 1 failed with RuntimeError in backward"
+    with pytest.raises(RuntimeError if is_odd else RemoteRankError, match=expected):
         loss_of(model, 1).backward()
-        with pytest.raises(RemoteRankError, match="rank 1 failed with RuntimeError in backward"):
-            optimizer.step()  # hears of it, as what rank 1 owns in DDP's buckets was not stepped
+    odd.data = fits
+    optimizer.step()
     assert all(param.grad is not None for param in model.parameters())
     assert all(
         param.data_ptr() != data.data_ptr() for param, data in zip(model.parameters(), kept, strict=True)
@@ -245,12 +242,12 @@ def raises_once(original: Any) -> Any:
 
 POINTS: dict[str, tuple[Any, str]] = {
     "beginning": (ZeroRedundancyOptimizer, "begin_overlapped_step"),
-    "receiving": (steps.BucketSteps, "receive"),
-    "the tensor received": (steps, "_tensor"),
-    "gradients": (steps, "_gradients"),
-    "marking use": (steps, "record_use"),
-    "choosing": (steps.BucketSteps, "_chosen"),
-    "stepping": (steps.BucketSteps, "step"),
+    "receiving": (passes.Task, "receive"),
+    "the tensor received": (passes, "_tensor"),
+    "gradients": (passes, "_gradients"),
+    "marking use": (passes, "record_use"),
+    "counting": (passes.SteppedPass, "take"),
+    "stepping": (passes.SteppedPass, "step"),
 }
 
 
@@ -294,15 +291,15 @@ class FailingFuture:
 def test_the_thread_goes_on_after_any_error() -> None:
     """Even if what minds errors fails: both the first error and what it calls."""
     model, optimizer = Setting("ours").build(overlap=True)
-    receive, fail = steps.BucketSteps.receive, task.SteppedPass.fail
-    steps.BucketSteps.receive = raises_once(receive)  # type: ignore[method-assign]
-    task.SteppedPass.fail = raises_once(fail)  # type: ignore[method-assign]
+    tensor, abandon = passes._tensor, passes.SteppedPass.abandon
+    passes._tensor = raises_once(tensor)
+    passes.SteppedPass.abandon = raises_once(abandon)  # type: ignore[method-assign]
     try:
         with pytest.raises(ArithmeticError, match="something failed"):
             loss_of(model, 0).backward()
     finally:
-        steps.BucketSteps.receive = receive  # type: ignore[method-assign]
-        task.SteppedPass.fail = fail  # type: ignore[method-assign]
+        passes._tensor = tensor
+        passes.SteppedPass.abandon = abandon  # type: ignore[method-assign]
     optimizer.step()
     before = [param.detach().clone() for param in model.parameters()]
     plain_step(model, optimizer, 1)
@@ -310,9 +307,10 @@ def test_the_thread_goes_on_after_any_error() -> None:
 
 
 def test_a_future_that_refuses_the_result_gets_the_gradients_as_they_were() -> None:
-    of = task.SteppedPass(False, lambda: None)
+    unused: Any = None
+    of = passes.SteppedPass(unused, unused, (), False)
     buffer, future = torch.zeros(2), FailingFuture()
-    bucket: Any = task.Task(of, None, buffer, None, False, future)  # type: ignore[arg-type]
+    bucket = passes.Task(of, (), buffer, unused, False, future)  # type: ignore[arg-type]
     bucket.complete(torch.ones(2))
     assert future.taken == [buffer]
     assert isinstance(of.error, ValueError)
@@ -336,7 +334,7 @@ def test_nobody_looks_for_unused_parameters_where_all_are_known_to_be_used(
     wrapper: str, how: str, searches: bool
 ) -> None:
     calls: list[object] = []
-    all_zero, flags = steps._all_zero, owners.OwnerReduction._flags
+    all_zero, flags = passes._all_zero, owners.OwnerReduction._flags
 
     def noted_zeros(gradients: Any) -> Any:
         calls.append(gradients)
@@ -347,7 +345,7 @@ def test_nobody_looks_for_unused_parameters_where_all_are_known_to_be_used(
         return flags(self, joined)
 
     options = {"find_unused_parameters": True} if how == "may be unused" else {}
-    steps._all_zero = noted_zeros
+    passes._all_zero = noted_zeros
     owners.OwnerReduction._flags = noted_flags  # type: ignore[method-assign]
     try:
         for gradients in ("everywhere", "owners"):
@@ -360,5 +358,5 @@ def test_nobody_looks_for_unused_parameters_where_all_are_known_to_be_used(
             assert bool(calls) == searches, gradients
             calls.clear()
     finally:
-        steps._all_zero = all_zero
+        passes._all_zero = all_zero
         owners.OwnerReduction._flags = flags  # type: ignore[method-assign]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 
+from fake_streams import fake_streams
 from overlap import (
     BUCKET_CAP_MB,
     WRAPPERS,
@@ -21,10 +22,13 @@ from overlap import (
     adamw,
     assert_same_params,
     assert_same_run,
+    both_wrappers,
+    either_way,
     grads_of,
     inputs,
     loss_of,
     plain_step,
+    run_either_way,
     step_bag,
 )
 from pool import Ranks, on_ranks
@@ -36,8 +40,6 @@ from zero_optim.hooks import (
     hook_with_zero_step_interleaved,
     zero_step,
 )
-
-both_wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
 
 
 def two_classes(model: nn.Module) -> ZeroRedundancyOptimizer:
@@ -109,6 +111,20 @@ def test_every_kind_of_parameters_and_groups_gives_the_same_bits(wrapper: str) -
         _, optimizer = assert_same_run(Setting(wrapper, **arguments), step, 12, where=name)
         if name == "averages":
             check_averages(wrapper, optimizer)
+
+
+SHARED = ("packed", "grads as views", "all at the last bucket", "masters", "averages")
+
+
+@on_ranks(2)
+@both_wrappers
+def test_without_a_thread_kinds_of_parameters_and_loops_give_the_same_bits(wrapper: str) -> None:
+    loops = ("no_sync", "closure", "unfreezing", "checkpoint", "reentrant checkpoint", "not in DDP")
+    for name, (arguments, step, moves) in {**{n: (*KINDS[n], True) for n in SHARED}, **LOOPS}.items():
+        if name in (*SHARED, *loops):
+            with fake_streams():
+                _, optimizer = assert_same_run(Setting(wrapper, **arguments), step, 5, moves, where=name)
+                assert not optimizer.overlap().takes_thread
 
 
 @on_ranks(4)
@@ -273,10 +289,11 @@ def check_no_step(wrapper: str, interleave: bool) -> None:
             schedule.step()
 
 
+@either_way
 @both_wrappers
-@pytest.mark.parametrize("interleave", [True, False])
-def test_a_loop_that_never_calls_step_trains(ranks2: Ranks, wrapper: str, interleave: bool) -> None:
-    ranks2.run(check_no_step, wrapper, interleave)
+def test_a_loop_that_never_calls_step_trains(ranks2: Ranks, wrapper: str, inline: bool) -> None:
+    for interleave in (True,) if inline else (True, False):
+        ranks2.run(run_either_way, inline, check_no_step, wrapper, interleave)
 
 
 def check_spellings(wrapper: str) -> None:

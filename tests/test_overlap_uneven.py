@@ -33,7 +33,7 @@ from zero_optim.hooks import (
     hook_with_zero_step_interleaved,
     zero_step,
 )
-from zero_optim.step.overlapped_step import OverlappedStep
+from zero_optim.step.overlap import OverlappedStep
 
 both_wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
 

@@ -24,7 +24,7 @@ from zero_optim.checkpoint.data import Box, lay_out
 from zero_optim.checkpoint.manifest import Chunk, DataFile, Entry, Manifest
 from zero_optim.comm import encoding, wire
 from zero_optim.plan.buckets import assign_buckets
-from zero_optim.plan.layout import spans, whole
+from zero_optim.plan.layout import whole
 from zero_optim.plan.partition import assign_owners, rank_loads
 from zero_optim.plan.pieces import Piece
 from zero_optim.state.cut_state import CutState, Joined
@@ -88,21 +88,6 @@ def test_a_layout_gives_every_element_one_aligned_place_in_its_owners_row(
         assert all(owners[extent.param] == row.owner for extent in row.extents)
         assert all(extent.offset % alignment == 0 for extent in row.extents)
     assert layout.numel - sum(numels) < alignment * max(len(numels), 1)
-
-
-@given(numels_and_owners, st.sampled_from([1, 8]), st.sets(st.integers(0, 11)))
-def test_runs_hold_the_chosen_parameters_and_no_element_of_others(
-    params: list[tuple[int, int]], alignment: int, chosen: set[int]
-) -> None:
-    layout = whole([numel for numel, _ in params], [owner for _, owner in params], alignment)
-    found = spans(layout, chosen)
-    inside = {element for run in found for element in range(run.start, run.stop)}
-    for row in layout.rows:
-        for extent in row.extents:
-            elements = set(range(extent.offset, extent.end))
-            assert elements <= inside if extent.param in chosen else not elements & inside
-    assert all(run.start < run.stop for run in found)
-    assert found == sorted(found)
 
 
 # ---------------------------------------------------------------------- buckets

@@ -106,7 +106,7 @@ PLANTED: dict[str, tuple[Callable[[], Patch], dict[str, Any], tuple[str, str]]] 
     "the flat tensor of a gather is dropped too early": (
         drops_gathered,
         {"overlap": {}, "options": PACKED},
-        ("settle", "wait"),
+        ("broadcast", "wait"),
     ),
     "what came for an owner is dropped too early": (
         drops_parcels,

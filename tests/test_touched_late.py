@@ -13,7 +13,7 @@ from process_memory import forget_peak, peak_nbytes, resident_nbytes
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import FullyShardedDataParallel, unsharded
 from zero_optim.plan.layout import Extent, Layout, Row
-from zero_optim.shard.padding import zero_padding
+from zero_optim.shard.places import zero_padding
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of resident memory in /proc")
 

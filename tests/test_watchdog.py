@@ -50,7 +50,7 @@ from zero_optim.health.peers import (
 )
 from zero_optim.health.verdicts import EXIT_CODE, Verdicts
 from zero_optim.health.watchdog import AwakeTime, Watchdog, unwatch
-from zero_optim.hooks.exchange import start_average
+from zero_optim.hooks.allreduce import start_average
 
 
 def watchdogs() -> int:

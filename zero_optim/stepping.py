@@ -23,8 +23,7 @@ from zero_optim.step.amp import Scaling, drop_scale
 from zero_optim.step.clip import ClipArguments, clip_together
 from zero_optim.step.gradients import is_sparse
 from zero_optim.step.join import JoinNotes, lend_gradients, lend_to
-from zero_optim.step.overlap import Overlap
-from zero_optim.step.overlapped_step import OverlappedStep
+from zero_optim.step.overlap import Overlap, OverlappedStep
 from zero_optim.step.sparse_rows import check_sparse_rows
 from zero_optim.step.unreduced import check_unreduced, unreduced_among
 from zero_optim.step.words import Word, exchange, is_skipped_by_all, ranks_that
@@ -372,8 +371,8 @@ class SteppedOptimizer(UnitRowsOptimizer, Joinable):
         if self._join_config.enable:  # ranks that joined wait for this; if one rank fails all raise
             lend_gradients(self._group, joined, *self._lendable(rest), failure=failure)
         if rest:
-            known = [None if failure is not None else param.grad for param in rest]
-            overlap.step(self.param_groups, overlap.part(rest), known, failure)
+            known = {param: None if failure is not None else param.grad for param in rest}
+            overlap.step(self.param_groups, known, failure)
         if failure is not None:
             raise failure
 

@@ -22,21 +22,59 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zero_optim.comm.agreement import agree, failing_together, ranks_of
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.mesh import RankMesh
 from zero_optim.ddp.full.choice import Units, choose_units
 from zero_optim.ddp.full.filling import (
     Init,
     UnitFiller,
     back_to_meta,
     check_init,
+    has_meta,
     leave_meta,
     take_values_of_first,
 )
 from zero_optim.ddp.full.module_hooks import units_of
 from zero_optim.ddp.full.offload import Offload, keeping_for
+from zero_optim.ddp.owners.wrapper_checks import (
+    REFUSED,
+    check_arguments,
+    check_group,
+    check_module,
+    check_optimizer,
+)
 from zero_optim.ddp.precision.precision import PrecisionPolicy, sparse_names
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.shard.claims import UnitsClaim, claim_of, first_claim
 from zero_optim.shard.unit_forms import UnitForms
+
+_PREFETCHES = "the next unit is always on its way while one is used; leave it out"
+_IGNORES = "freeze these parameters and leave them out of the optimizer: they stay whole on every rank"
+_OFFLOADS = (
+    'offload="cpu" keeps what a rank owns on the CPU, and offload=zero_optim.ddp.Offload(folder, budget) '
+    "in files"
+)
+_TAKES_FIRST = "every rank takes the values of rank 0; leave it out"
+
+# Options of PyTorch's wrappers that are not ours, each with what to do in its place.
+OF_PYTORCH = {
+    **REFUSED,
+    "auto_wrap_policy": "give the modules that are gathered together, or their classes, as units=",
+    "backward_prefetch": _PREFETCHES,
+    "cpu_offload": _OFFLOADS,
+    "device_id": "move the model before its first forward pass; for one on the meta device give device=",
+    "forward_prefetch": _PREFETCHES,
+    "ignored_modules": _IGNORES,
+    "ignored_params": _IGNORES,
+    "ignored_states": _IGNORES,
+    "limit_all_gathers": _PREFETCHES,
+    "mp_policy": "give it as mixed_precision=",
+    "offload_policy": _OFFLOADS,
+    "param_init_fn": "give it as init=",
+    "sharding_strategy": "parameters are sharded; reshard_after_forward=False keeps them whole until the "
+    "backward pass (SHARD_GRAD_OP), and mesh= makes replicas (HYBRID_SHARD)",
+    "sync_module_states": _TAKES_FIRST,
+    "use_orig_params": "parameters are always the model's own; leave it out",
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,6 +215,51 @@ class UnitConstruction:
         if not self._is_filled:
             self.claim.unmark([*self.claim.units])
             back_to_meta(self.module, self._replaced)
+
+
+def construct(
+    wrapper: type,
+    module: nn.Module,
+    optimizer: ZeroRedundancyOptimizer | None,
+    process_group: dist.ProcessGroup | None,
+    asked: Asked,
+    options: Mapping[str, object],
+    taken_over: Callable[[ZeroRedundancyOptimizer], None],
+) -> tuple[UnitConstruction, ZeroRedundancyOptimizer, RankMesh | None]:
+    """Check the arguments of a wrapper, and choose the units; all ranks call, and it communicates.
+
+    Returns:
+        The units, not filled yet; the optimizer, or what stands in for it; and the mesh.
+    """
+    known = mesh = built = None
+    if optimizer is not None:
+        mesh = RankMesh.of(asked.mesh, optimizer.ranks, may_split=True)
+        known = optimizer.ranks if mesh is None else mesh.everyone
+    ranks = RanksToBe(asked.mesh, process_group, known)
+    try:
+        with ranks.failing_together():
+            check_arguments(wrapper, asked.accumulate, options, OF_PYTORCH)
+            check_module(module)
+            if optimizer is not None:
+                check_group(optimizer, process_group)
+                check_optimizer(module, optimizer)
+                if has_meta(module):
+                    raise ValueError(
+                        "a part of the model is on the meta device: wrap it without an optimizer, then build "
+                        "the optimizer with wrapped.parameters()"
+                    )
+            built = UnitConstruction(module, asked, taken_over)
+            built.take(optimizer)
+        ranks.agree(built.describe(), f"the arguments of {wrapper.__name__}")
+        if optimizer is None:
+            with ranks.failing_together():
+                optimizer = built.stand_in(ranks.process_group, options)
+            mesh = RankMesh.of(asked.mesh, optimizer.ranks, may_split=True)
+    except BaseException:
+        if built is not None:
+            built.give_up()
+        raise
+    return built, optimizer, mesh
 
 
 class RanksToBe:

@@ -6,16 +6,18 @@ Note [Passes that break off]
     Nothing is sent at that moment, which may be any; the next pass finds the one that broke off.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from typing import Any, ParamSpec
 from weakref import WeakMethod
 
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from zero_optim.compat.engine import after_backward
 from zero_optim.ddp.reducer.backward_pass import BackwardPass, Phase
+from zero_optim.ddp.reducer.graph import nearest, reaches, refuse_distributed_backward
 
 P = ParamSpec("P")
 
@@ -102,6 +104,25 @@ def _tensor_of(param: Tensor) -> int:
     untyped: Any = param
     address: int = untyped._cdata
     return address
+
+
+def announce_backward(
+    outputs: Iterable[Tensor], index_of: Container[int], reached: Callable[[], None]
+) -> None:
+    """Have told that a backward pass goes through an output to one of some parameters, by id."""
+    for output in outputs:
+        if output.grad_fn is not None:
+            untyped: Any = output
+            untyped.register_hook(partial(_tell_of_output, reached, nearest(output, index_of)))
+
+
+def _tell_of_output(reached: Callable[[], None], witness: Node | None, _: Tensor) -> None:
+    # torch.autograd.grad goes through outputs too, but gives no parameter its gradient.
+    if witness is None or not reaches(witness):
+        refuse_distributed_backward()
+        if witness is not None:
+            return
+    reached()
 
 
 class _Token:

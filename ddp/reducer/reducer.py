@@ -15,13 +15,10 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import Node
 from torch.futures import Future
 
 from zero_optim.comm.agreement import agree, failing_together
@@ -33,15 +30,12 @@ from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
 from zero_optim.ddp.reducer.assignment import BucketAssignment, ReducedParams, ReducerOptions, assign
 from zero_optim.ddp.reducer.backward_pass import BackwardPass, PassTerms, PassWithGraph, Phase
 from zero_optim.ddp.reducer.graph import (
-    nearest,
-    reaches,
     refuse_distributed_autograd,
-    refuse_distributed_backward,
     tensors_in,
     warn_of_graph,
 )
 from zero_optim.ddp.reducer.history import History, UpcomingPass
-from zero_optim.ddp.reducer.inbox import Inbox, remove, weakly, when_backward_ends
+from zero_optim.ddp.reducer.inbox import Inbox, announce_backward, remove, weakly, when_backward_ends
 from zero_optim.ddp.reducer.reduction import BucketReductions, Hook, HookSlot, Launch
 from zero_optim.ddp.reducer.report import swapped
 from zero_optim.errors import ReductionError
@@ -244,20 +238,9 @@ class Reducer:
         tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
         if self.options.find_unused_parameters and not self.options.static_graph:
             self._upcoming.search.look(tensors)
-        reached = weakly(self._output_reached)
-        for tensor in tensors:
-            if tensor.grad_fn is not None:
-                untyped: Any = tensor
-                untyped.register_hook(partial(reached, nearest(tensor, self._reduced.index_of)))
+        announce_backward(tensors, self._reduced.index_of, weakly(self._output_reached))
 
-    def _output_reached(self, witness: Node | None, _: Tensor) -> None:
-        """Begin a backward pass that goes through an output; the witness accumulates into our parameter."""
-        # torch.autograd.grad goes through outputs too, but gives no parameter its gradient.
-        is_known_backward = witness is not None and reaches(witness)
-        if not is_known_backward:
-            refuse_distributed_backward()
-            if witness is not None:
-                return
+    def _output_reached(self) -> None:
         if not self._inbox.is_running and self._upcoming.is_reduced(was_prepared=True):
             self._begin()
 

@@ -2,20 +2,18 @@
 
 Note [A thread or none]
     Where a collective runs on the CPU and each process group has threads of its own, as on gloo, a thread
-    takes one bucket after the other: it waits for the reduction, steps, and starts the gather on process
-    groups of its own. So the backward pass goes on meanwhile.
+    waits for one reduction after the other, steps, and gathers on process groups of its own, while the
+    backward pass goes on.
 
-    Two threads must not use communicators of NCCL at the same time: each rank's GPU runs their kernels in the
-    order in which they come, which may differ between ranks, and then two of them wait for each other. An
-    accelerator needs no thread either. To wait there is to let a stream wait; the CPU goes on. So there the
-    hook itself does everything, on a stream beside that of the backward pass: it starts its bucket's
-    reduction, then steps the bucket before and starts its gather, on the process group of the optimizer. The
-    order on every rank is: reduce 0, reduce 1, gather 0, reduce 2, gather 1, and so on. The last bucket is
-    stepped in its own hook.
+    Two threads must not use communicators of NCCL at the same time: GPUs run their kernels in the order in
+    which they come, which may differ between ranks, and then two wait for each other. Nor does an
+    accelerator need a thread, as a stream waits. There the hook itself starts its bucket's reduction, then
+    steps and gathers what the bucket before completed, on a stream beside that of the backward pass and on
+    the optimizer's process group. So
+    the order on every rank is: reduce 0, reduce 1, gather 0, reduce 2, gather 1, and so on.
 
-    gloo with tensors on an accelerator, and other backends of the CPU, also go without a thread. They wait on
-    the CPU, so there the backward pass is held up until a bucket is reduced: right, and slow.
-    `Overlap.takes_thread` decides.
+    gloo with tensors on an accelerator, and other backends of the CPU, also go without a thread. They wait
+    on the CPU, which holds the backward pass up: right, and slow. `Overlap.takes_thread` decides.
 
 Note [Streams of a step]
     B is the stream of the backward pass, on which hooks are called; S the stream beside it; N that of the
@@ -52,45 +50,35 @@ import torch
 from torch import Tensor
 
 from zero_optim.compat.streams import StreamBeside, recorded_event, wait_for_event
-from zero_optim.hooks.overlap.steps import BucketSteps
-from zero_optim.hooks.overlap.task import Task
+from zero_optim.hooks.overlap.passes import Task
 from zero_optim.step.overlap import Overlap
 
 
 class Line(Protocol):
-    """Buckets in line, stepped one after the other."""
+    """DDP's buckets in line, stepped one after the other."""
 
     def put(self, tasks: Sequence[Task]) -> None:
-        """Put buckets of one pass in line, in their order. What fails is a failure of the pass.
-
-        `Overlap.wait_for_steps` sees to what is still in line when no more buckets come.
-        """
+        """Put buckets of one pass in line, in their order. `Overlap.wait_for_steps` waits for them."""
         ...
 
 
-def line_of(steps: BucketSteps, overlap: Overlap) -> Line:
-    """Make a line, see Note [A thread or none]. Does not communicate."""
-    return ThreadLine(steps, overlap) if overlap.takes_thread else InlineLine(steps, overlap)
+def line_of(overlap: Overlap) -> Line:
+    """Return a line, see Note [A thread or none]."""
+    return ThreadLine(overlap) if overlap.takes_thread else InlineLine(overlap)
 
 
 _END_TIMEOUT = 10.0  # seconds
-_Queue: TypeAlias = "queue.SimpleQueue[tuple[BucketSteps, Task] | None]"
+_Queue: TypeAlias = "queue.SimpleQueue[Task | None]"
 
-# Threads that step, and the line in front of each. Global as the end of the process is: all of them are
-# waited for then, those too whose line is gone. It is weak: a thread is out of it when it has ended.
+# Threads that step, and the line in front of each. Global, as the process waits for all of them when it ends,
+# also for those whose line is gone. Weak, as a thread that has ended leaves.
 _THREADS: weakref.WeakKeyDictionary[threading.Thread, _Queue] = weakref.WeakKeyDictionary()
 
 
 class ThreadLine:
-    """A line in front of a thread, which ends when this object goes.
+    """A line in front of a thread, which ends when this object goes."""
 
-    Args:
-        steps: what is done with each bucket.
-        overlap: is told of the buckets.
-    """
-
-    def __init__(self, steps: BucketSteps, overlap: Overlap) -> None:
-        self._steps = steps
+    def __init__(self, overlap: Overlap) -> None:
         self._overlap = overlap
         self._queue: _Queue = queue.SimpleQueue()
         thread = threading.Thread(target=_work, args=(self._queue,), name="zero_step", daemon=True)
@@ -103,15 +91,14 @@ class ThreadLine:
         """See `Line`."""
         for task in tasks:
             self._overlap.announce(task.done.wait)
-            self._queue.put((self._steps, task))
+            self._queue.put(task)
 
 
 @atexit.register
 def _end_threads() -> None:
-    """End all threads, and wait for them, when the process ends.
+    """End all threads, and wait for them up to one deadline, as another rank may be gone.
 
-    An interpreter that ends while a thread is inside PyTorch aborts the process. The wait has a limit, one
-    for all: another rank may be gone.
+    An interpreter that ends while a thread is inside PyTorch aborts the process.
     """
     threads = list(_THREADS.items())
     for _, line in threads:
@@ -122,23 +109,21 @@ def _end_threads() -> None:
 
 
 def _work(line: "_Queue") -> None:
-    """Run the thread: nothing but what stands in line keeps its steps, so that they can go.
+    """Run the thread, which keeps nothing alive while it waits for a task.
 
     Whatever fails, the bucket's future is completed and the thread lives on. Otherwise backward would wait
     for ever.
     """
-    while (found := line.get()) is not None:
-        steps, task = found
-        result = task.buffer
+    while (task := line.get()) is not None:
+        result, gradients = task.buffer, None
         try:
             with torch.no_grad():
-                result, gradients = steps.receive(task)
-                steps.step(task, gradients)
+                result, gradients = task.receive()
+                task.step(gradients)
         except BaseException as error:  # noqa: BLE001 - raised when backward has ended
             task.of.error = task.of.error or error
         task.complete(result)
-        gradients = None
-        del found, steps, task, result, gradients
+        del task, result, gradients
 
 
 class InlineLine:
@@ -146,14 +131,9 @@ class InlineLine:
 
     A bucket's future is complete when its own hook returns, so that DDP need not wait for a later hook, which
     may not come. With NCCL the hook does not wait for the reduction: its stream does.
-
-    Args:
-        steps: what is done with each bucket.
-        overlap: is told of the stream on which that happens.
     """
 
-    def __init__(self, steps: BucketSteps, overlap: Overlap) -> None:
-        self._steps = steps
+    def __init__(self, overlap: Overlap) -> None:
         self._overlap = overlap
         self._streams = StreamBeside()
         self._received: list[tuple[Task, Sequence[Tensor] | None]] = []  # reduced, not stepped; gradients
@@ -168,7 +148,7 @@ class InlineLine:
             self._step_received()
 
     def _finish(self) -> None:
-        """Step what is left, and let the current stream wait for all.
+        """Step what is left, and have the current stream wait for all.
 
         Something is left where the pass broke off, or the last bucket was not reduced, as DDP may leave out
         unused ones.
@@ -181,18 +161,18 @@ class InlineLine:
         self._streams.join()
 
     def _receive(self, task: Task) -> None:
-        result, gradients, device = task.buffer, None, task.buffer.device
+        gradients, device = None, task.buffer.device
         here = recorded_event(device)
         with task.of.minding(), torch.no_grad(), self._streams.using(device):
             wait_for_event(device, here)
-            result, gradients = self._steps.receive(task)
+            result, gradients = task.receive()
             task.complete(result)  # on this stream, which waits for the reduction
         if not task.done.done():
-            task.complete(result)
+            task.complete(task.buffer)
         self._received.append((task, gradients))
 
     def _step_received(self) -> None:
         received, self._received = self._received, []
         for task, gradients in received:
             with task.of.minding(), torch.no_grad(), self._streams.using(task.buffer.device):
-                self._steps.step(task, gradients)
+                task.step(gradients)

@@ -1,20 +1,12 @@
-"""Reducing gradients to their owners alone: half the bytes of an all-reduce, for optimizers that are sharded.
+"""Gradients reduced to their owners alone: half the bytes of an all-reduce, for optimizers that are sharded.
 
-ZeRO stage 2 (Rajbhandari et al., SC 2020): nobody but its owner needs a parameter's reduced gradient.
-Each rank sends every owner the gradients of what that owns, of a cut parameter the rows. An owner adds up
-what came, in the order of ranks, so that the sum is the same in every run.
-
-`BucketsToOwners` is the one way there: `reduce_to_owners` waits for what it launches and shows the gradients,
-`zero_step` steps with them.
+ZeRO stage 2 (Rajbhandari et al., SC 2020). Each rank sends every owner the gradients of what that owns, of
+a cut parameter the rows. An owner adds up in the order of ranks, so that the sum is the same in every run.
 
 Note [Rows in place]
-    Our DDP makes its buckets as `NamedBuckets` says, if a hook has that. Then what goes to a rank is one part
-    of the bucket's memory. It is sent from there, its sum comes to lie there, and DDP's views of the bucket
-    show it. Of another DDP's bucket the parts that a rank owns are copied together to be sent, and the sum is
-    copied back.
-
-`zero_optim.ddp.ReduceScatterBucketer` makes the same sums and is not used here; Note [Not for gradients] in
-its module says why.
+    Our DDP makes its buckets as the hook's `NamedBuckets` says. Then what goes to a rank is one part of the
+    bucket's memory: it is sent from there, and its sum lies there. Of another DDP's bucket the parts that a
+    rank owns are copied together to be sent, and the sum is copied back.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -36,7 +28,7 @@ from zero_optim.plan.pieces import Pieces
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BucketOwnership:
-    """Which elements of a bucket each rank owns; made once a bucket.
+    """Which elements of a bucket each rank owns.
 
     Attributes:
         params: of the bucket, in its order.
@@ -51,13 +43,7 @@ class BucketOwnership:
 
     @classmethod
     def of(cls, params: Sequence[Tensor], pieces: Sequence[Pieces], size: int) -> "BucketOwnership":
-        """Find the spans: neighbours of one owner make one span.
-
-        Args:
-            params: of the bucket, in its order. Dimension 0 of one that is cut is outermost in memory.
-            pieces: of each, who owns which rows.
-            size: number of ranks.
-        """
+        """Find the spans; neighbours of one owner make one. Dimension 0 of a cut parameter is outermost."""
         spans: list[list[tuple[int, int]]] = [[] for _ in range(size)]
         slots: list[list[int]] = [[] for _ in range(size)]
         start = 0
@@ -109,18 +95,14 @@ class OwnerReduction:
         return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else self._flat[:0]
 
     def _flags(self, joined: bool) -> list[Tensor]:
-        """Tell each owner which of its parameters were used here; brought to the device in one copy."""
+        """Return, by owner, which of its parameters were used here."""
         params, slots = self._ownership.params, self._ownership.slots
         used = [not joined and params[slot].grad is not None for of_rank in slots for slot in of_rank]
         flags = to_device(torch.tensor(used, dtype=torch.uint8), self._flat.device)
         return list(torch.split(flags, [len(of_rank) for of_rank in slots]))
 
     def wait(self) -> Tensor:
-        """Wait for what the others send, and add it up.
-
-        Returns:
-            The bucket's buffer: reduced where this rank owns it, elsewhere this rank's own gradients.
-        """
+        """Wait for the sum; returns the bucket's buffer, reduced where this rank owns it, else as it was."""
         total = self._total.wait()
         self._used = None if self._flags_sent is None else self._flags_sent.wait()
         start = 0
@@ -133,10 +115,7 @@ class OwnerReduction:
         return self._buffer
 
     def used(self) -> set[int]:
-        """Tell, after `wait`, which places hold own parameters that some rank used.
-
-        On an accelerator the CPU waits for it, unless all are known to be used.
-        """
+        """Return, after `wait`, the places of own parameters that some rank used; the CPU may wait."""
         slots = self._ownership.slots[self._group.rank]
         if self._used is None:
             return set(slots)
@@ -149,10 +128,7 @@ class BucketsToOwners:
 
     Args:
         lanes: groups for the exchange, see `RowExchange`.
-        pieces_of: tells who owns which rows of the parameters of a bucket; raises if one has no owner.
-
-    Attributes:
-        lanes: as given.
+        pieces_of: returns who owns which rows of the parameters of a bucket; raises if one has no owner.
     """
 
     def __init__(self, lanes: Lease, pieces_of: Callable[[Sequence[Tensor]], Sequence[Pieces]]) -> None:
@@ -166,15 +142,7 @@ class BucketsToOwners:
         return [param for ownership in self._plans.values() for param in ownership.params]
 
     def plan(self, bucket: GradBucket, size: int) -> BucketOwnership:
-        """Tell who owns what of a bucket; DDP makes its buckets anew now and then. Does not communicate.
-
-        Args:
-            bucket: the gradients.
-            size: number of ranks.
-
-        Raises:
-            Exception: what ``pieces_of`` raises.
-        """
+        """Return who owns what of a bucket; DDP makes its buckets anew now and then."""
         number, params = bucket.index(), bucket.parameters()
         known = self._plans.get(number)
         if known is None or len(known.params) != len(params) or not all(map(is_, known.params, params)):
@@ -190,32 +158,22 @@ class BucketsToOwners:
         joined: bool,
         all_used: bool,
     ) -> OwnerReduction:
-        """Start a bucket's reduction; all ranks call, in the order of buckets. See `OwnerReduction`."""
+        """Start a bucket's reduction; all ranks call, in the order of buckets."""
         return OwnerReduction(group, self.lanes.groups, bucket, ownership, joined, all_used)
 
 
 class NamedBuckets:
-    """The buckets that a hook would like to have, for a DDP that asks, see Note [Rows in place].
-
-    They are those of the optimizer, which divides each of them evenly, with the parameters of an owner side
-    by side. Does not communicate.
-
-    Args:
-        optimizer: owns the parameters.
-    """
+    """The optimizer's buckets, for a DDP that asks the hook for its buckets, see Note [Rows in place]."""
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self._optimizer = optimizer
 
     def version(self) -> int:
-        """Tell what `members` depends on: more parameters may be added to the optimizer."""
+        """Return a number that changes with `members`, when parameters are added to the optimizer."""
         return self._optimizer.num_buckets
 
     def members(self) -> list[list[Tensor]] | None:
-        """Give the parameters of each bucket, in the order of their owners; a cut one is between these.
-
-        None where one rank owns all: there is nothing to divide then.
-        """
+        """Return the parameters of each bucket in the order of their owners; None where one rank owns all."""
         pieces = self._optimizer.pieces()
         if has_one_owner(pieces.values()):
             return None
@@ -235,7 +193,7 @@ def has_one_owner(pieces: Iterable[Pieces]) -> bool:
 
 
 def naming_buckets(hook: Hook, optimizer: ZeroRedundancyOptimizer) -> Hook:
-    """Have a hook name the optimizer's buckets; gives the hook itself."""
+    """Have a hook name the optimizer's buckets, as ``hook.buckets``; returns the hook."""
     named: Any = hook
     named.buckets = NamedBuckets(optimizer)
     return hook

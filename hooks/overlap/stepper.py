@@ -1,27 +1,22 @@
 """What `zero_step` does with a bucket: reduce, step, gather, while the backward pass runs.
 
 Note [Who does what]
-    The backward pass calls the hook when a bucket is full. The hook launches the reduction and puts the
-    bucket in line (`line`), where a thread, or the hook of the next bucket, waits for the reduction, steps
-    what this rank owns of it, and launches the gather. So the order of collectives is that of the buckets on
+    The backward pass calls the hook when a bucket of DDP is full. The hook launches the reduction and puts
+    the bucket in line (`line`), where a thread, or the hook of the next bucket, waits for the reduction,
+    then steps and gathers the optimizer's buckets that are full. The order of collectives is the same on
     every rank, whatever the timing. The first hook begins the step, where the backward pass calls it: what
     the user did to parameters is taken over while nothing reads them elsewhere. DDP waits for the bucket's
-    future when backward ends; a callback behind DDP's sees to the rest.
-
-Note [Failures]
-    What fails in line comes out of ``backward()``, when DDP has ended it in good order. Until then the
-    rank takes part in every gather without stepping anything more, as the others wait for it.
+    future when backward ends; a callback behind DDP's does the rest.
 
 Note [Backward passes within backward passes]
-    Reentrant checkpointing runs one for each segment, and the last bucket may become full in such a
-    one. Whether DDP has handed the gradients out when that one ends depends on whose DDP it is. So late
-    parameters are left to ``step()`` then, and gradients changed too late are not noticed.
+    Reentrant checkpointing runs one for each segment, and the last bucket may become full in such a one.
+    Whether DDP has handed the gradients out when that one ends depends on whose DDP it is. So buckets with
+    gradients of zeros are left to ``step()`` then, and gradients changed too late are not noticed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from zero_optim.comm.started import Work
 from zero_optim.compat.engine import after_backward, backward_number, in_backward, in_outer_backward
@@ -30,14 +25,12 @@ from zero_optim.hooks.allreduce import mean_hook
 from zero_optim.hooks.bucket import GradBucket, Hook, TensorFuture
 from zero_optim.hooks.overlap.line import line_of
 from zero_optim.hooks.overlap.owners import BucketsToOwners, OwnerReduction
-from zero_optim.hooks.overlap.steps import BucketSteps
-from zero_optim.hooks.overlap.task import SteppedPass, Task
+from zero_optim.hooks.overlap.passes import SteppedPass, Task
 from zero_optim.optimizer import ZeroRedundancyOptimizer
-from zero_optim.step.overlap import Overlap, StepPart
 
 
 class Stepper:
-    """Takes buckets, has them stepped, and sees to the end of the backward pass.
+    """Takes DDP's buckets, has them stepped, and ends the step with the backward pass.
 
     Args:
         optimizer: whose step.
@@ -66,36 +59,45 @@ class Stepper:
         self._hook = hook
         self._interleave = interleave
         self._all_used = all_used
-        self._plans: dict[int, StepPart] = {}
         self._pass: SteppedPass | None = None
-        self._line = line_of(BucketSteps(optimizer, self._overlap), self._overlap)
+        self._held: list[Task] = []  # came, and are not in line yet
+        self._asked: set[int] = set()  # the engine's numbers of the passes that will call `_end`
+        self._line = line_of(self._overlap)
 
     def take(self, state: object, bucket: GradBucket) -> TensorFuture:
         """Launch a bucket's reduction and put it in line."""
-        number, joined = bucket.index(), not in_backward()
+        number, joined, params = bucket.index(), not in_backward(), bucket.parameters()
         of = self._pass
         if of is None or number <= of.number:  # the pass before may have broken off
-            self._overlap.check_attached()
-            of = self._pass = SteppedPass(joined, _abandoning(self._overlap, self._to_owners))
+            of = self._new_pass(joined)
         of.number, of.is_complete = number, bucket.is_last()
-        if not joined and backward_number() not in of.asked:
-            of.asked.add(backward_number())
+        if not joined and backward_number() not in self._asked:
+            self._asked.add(backward_number())
             after_backward(self._before_end)
-        part, buffer = self._plan(number, bucket.parameters()), bucket.buffer()
+        buffer = bucket.buffer()
         all_used = getattr(bucket, "all_used", False) or self._all_used()
         reduced = self._launched(state, bucket, joined, all_used)
         if buffer.is_sparse:
             # On this thread: to try a class is no work for a thread beside the backward pass, which may draw
             # random numbers. Every rank sees the same buckets, so all fail.
             with of.minding():
-                self._optimizer.check_sparse(part.params)
+                self._optimizer.check_sparse(params)
         done = future_on(buffer.device)
-        of.held.append(Task(of, part, buffer, reduced, all_used, done))
+        self._held.append(Task(of, params, buffer, reduced, all_used, done))
         if self._interleave or of.is_complete:
             self._release(of)
         if joined and of.is_complete:  # there is no backward pass to end
             self._end_joined(of)
         return done
+
+    def _new_pass(self, joined: bool) -> SteppedPass:
+        self._overlap.check_attached()
+        self._held, self._asked = [], set()
+        lanes = (
+            [self._overlap.lanes] if self._to_owners is None else [self._overlap.lanes, self._to_owners.lanes]
+        )
+        self._pass = SteppedPass(self._optimizer, self._overlap, lanes, joined)
+        return self._pass
 
     def _launched(
         self, state: object, bucket: GradBucket, joined: bool, all_used: bool
@@ -114,22 +116,16 @@ class Stepper:
             ranks.count_sum(bucket.buffer())
         return Work(reduced, watched.phase, record)
 
-    def _plan(self, number: int, params: Sequence[Tensor]) -> StepPart:
-        """Plan a bucket, unless it is the one that was planned: buckets change when DDP makes them anew."""
-        known = self._plans.get(number)
-        if known is None or not self._overlap.is_current(known, params):
-            known = self._plans[number] = self._overlap.part(params)
-        return known
-
     def _release(self, of: SteppedPass) -> None:
         """Put in line what was held."""
         if not of.has_begun:
             self._begin(of)
-        tasks = of.pop_held()
+        tasks, self._held = self._held, []
         for task in tasks:
             # From here on any moment may change them. Autograd has to refuse to read old values, and on this
             # thread it does so whatever the timing.
-            torch.autograd.graph.increment_version(task.part.params)
+            known = [param for param in task.params if self._overlap.bucket_of(param) is not None]
+            torch.autograd.graph.increment_version(known)
         self._line.put(tasks)
 
     def _begin(self, of: SteppedPass) -> None:
@@ -145,7 +141,7 @@ class Stepper:
     # ------------------------------------------------------------------ at the end of the backward pass
 
     def _before_end(self) -> None:
-        """See to it that `_end` comes behind the callback that DDP has queued by now.
+        """Have `_end` come behind the callback that DDP has queued by now.
 
         A wait for the thread is done here, where it is counted: DDP would wait next, and PyTorch's does not
         tell how long.
@@ -159,7 +155,7 @@ class Stepper:
         """Step what is late, now that DDP has handed the gradients out, and raise what has failed."""
         of, is_inner = self._pass, in_outer_backward()
         if of is None or (is_inner and not of.is_complete):
-            return  # the end has been seen to already, or more is to come
+            return  # it has ended already, or more is to come
         self._pass = None
         try:
             self._overlap.wait_for_steps()
@@ -172,9 +168,10 @@ class Stepper:
             raise of.error
 
     def _end_step(self, of: SteppedPass, is_inner: bool) -> None:
+        current = self._overlap.current
+        assert current is not None  # asked by the caller
         try:
-            if not is_inner:
-                self._step_late(of, [param.grad for param in of.late])
+            of.step_late(leaves_unsure=is_inner or current.lends, has_grads=True)
             if self._to_owners is not None:
                 self._overlap.drop_gradients()
         finally:
@@ -184,27 +181,8 @@ class Stepper:
         """Take part in the same gathers."""
         self._pass = None
         self._overlap.wait_for_steps()
-        self._step_late(of, [None] * len(of.late))
+        current = self._overlap.current
+        lends = current is None or current.lends  # step() lends owners the gradients
+        of.step_late(leaves_unsure=lends, has_grads=False)
         if of.error is not None:
             raise of.error
-
-    def _step_late(self, of: SteppedPass, gradients: Sequence[Tensor | None]) -> None:
-        """Step what is late, unless ``step()`` will: under ``Join`` it lends owners the gradients."""
-        late, current = of.pop_late(), self._overlap.current
-        if late and current is not None and not current.lends:
-            known = gradients if of.error is None else [None] * len(late)
-            self._overlap.step(self._optimizer.param_groups, self._overlap.part(late), known, of.error)
-
-
-def _abandoning(overlap: Overlap, to_owners: BucketsToOwners | None) -> Callable[[], None]:
-    """Make what sees to it that no later user gets process groups on which something failed.
-
-    It holds nothing else, as a thread may hold it longest.
-    """
-    leases = [overlap.lanes] if to_owners is None else [overlap.lanes, to_owners.lanes]
-
-    def abandon() -> None:
-        for lease in leases:
-            lease.abandon()
-
-    return abandon

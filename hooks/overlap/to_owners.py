@@ -28,25 +28,17 @@ _NUM_UNDER_WAY = 2  # while one is summed, the next one is on its way
 def reduce_to_owners(optimizer: ZeroRedundancyOptimizer) -> Hook:
     """Make a comm hook that reduces each gradient to its owner alone, in half the bytes of an all-reduce.
 
-    ``ddp.register_comm_hook(None, reduce_to_owners(optimizer))``, on PyTorch's DDP or ours. The loop stays as
-    it is: ``optimizer.clip_grad_norm_()``, ``GradScaler``, ``optimizer.step()``. When ``backward()`` returns,
-    the owner of a parameter has the mean in ``param.grad``, and on other ranks a `PartialGradient` stands
-    there, which has no memory and raises if it is read.
+    ``ddp.register_comm_hook(None, reduce_to_owners(optimizer))``, on PyTorch's DDP or ours; all ranks call,
+    before the first backward pass. Process groups may be made here. The loop stays as it is. When
+    ``backward()`` returns, the owner of a parameter has the mean in ``param.grad``; on other ranks a
+    `PartialGradient` stands there, which has no memory and raises if it is read. Our DDP takes the
+    optimizer's buckets, whose ``bucket_cap_mb`` counts then. DDP's buckets stay as large as all gradients:
+    to save memory use `zero_optim.ddp.ShardedDataParallel`.
 
-    This saves bytes on the wire. On our DDP the buckets become those of the optimizer, whose
-    ``bucket_cap_mb`` counts then, with what a rank owns side by side: it is sent from there, and not copied
-    first. DDP's buckets stay as large as all gradients: for the memory use
-    `zero_optim.ddp.ShardedDataParallel`. ``zero_step(optimizer, gradients="owners")`` is the same with the
-    step in the backward pass.
-
-    Gradients are divided by the number of ranks and added up in the order of ranks, bf16 and fp16 in float32
-    with one rounding. On two ranks that gives the bits of DDP without a hook. To accumulate, put all but the
-    last backward pass of a step under ``no_sync()``: after a reduced pass ``zero_grad()`` comes before the
-    next one, which raises otherwise.
-    Where one rank owns every parameter, such as the only one of a model, there is an all-reduce, and
-    gradients are whole on every rank. All ranks call, before the first backward pass; process groups may be
-    made here. The CPU waits for a bucket's sum in the hook of a later bucket; on an accelerator a stream
-    beside the backward pass does.
+    Gradients are divided by the number of ranks and added up in the order of ranks, bf16 and fp16 in
+    float32 with one rounding: on two ranks the bits of DDP without a hook. To accumulate, put all but the
+    last backward pass of a step under ``no_sync()``; after a reduced pass ``zero_grad()`` comes before the
+    next one, which raises otherwise. Where one rank owns every parameter there is an all-reduce instead.
 
     Args:
         optimizer: owns every parameter of the wrapper. Gradients are dense.
@@ -74,13 +66,7 @@ def reduce_to_owners(optimizer: ZeroRedundancyOptimizer) -> Hook:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Started:
-    """A bucket on its way.
-
-    Attributes:
-        reduction: of it.
-        done: what DDP waits for.
-        device: of its gradients.
-    """
+    """A bucket on its way, and the future that DDP waits for."""
 
     reduction: OwnerReduction
     done: TensorFuture
@@ -88,10 +74,10 @@ class _Started:
 
 
 class _OwnerReductions:
-    """Reduces buckets, and shows their gradients as what they are when the backward pass has ended.
+    """Reduces buckets, and shows their gradients as partial ones when the backward pass has ended.
 
-    Args:
-        optimizer: owns the parameters.
+    The CPU waits for a bucket's sum in the hook of a later bucket; on an accelerator a stream beside the
+    backward pass waits.
     """
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
@@ -140,9 +126,8 @@ class _OwnerReductions:
         """Begin a pass; the one before may have broken off.
 
         Raises:
-            RuntimeError: the optimizer was bound to a process group since. Or gradients of the pass
-                before are there still. Every rank has some that are partial, unless one rank owns all. So
-                every rank raises, here or before, when DDP copies one.
+            RuntimeError: the optimizer was bound to a process group since, or gradients of the pass before
+                are left. Every rank has partial ones, unless one rank owns all: so every rank raises.
         """
         if self._optimizer.ranks is not self._ranks:
             raise RuntimeError(LET_GO)
@@ -162,7 +147,7 @@ class _OwnerReductions:
             )
 
     def _look(self) -> None:
-        """Look at what the optimizer has by now."""
+        """Read the optimizer's parameters, to which some may have been added."""
         groups = self._optimizer.param_groups
         self._names = dict(zip(params_of(groups), param_names(groups), strict=True))
         self._has_one_owner = self._ranks.size > 1 and has_one_owner(self._optimizer.pieces().values())
@@ -183,7 +168,7 @@ class _OwnerReductions:
             started.done.set_result(result)
 
     def _give_joined(self) -> None:
-        """Keep what this rank owns, though it has run out of inputs: nobody else could lend it that."""
+        """Keep the gradients that this rank owns though it ran out of inputs: nobody else has them."""
         for params, buffer in self._came:
             self._optimizer.drop_after_shadow(params)
             for param, view in zip(params, gradients_in(buffer, params), strict=True):
@@ -191,11 +176,10 @@ class _OwnerReductions:
         self._end()
 
     def _end(self) -> None:
-        """Show the gradients as what they are, now that DDP has handed them out.
+        """Put partial gradients where this rank does not own all, now that DDP has handed them out.
 
-        Where reentrant checkpointing runs backward passes inside another one, ours hands them out at the end
-        of the outermost one. So inner ones leave this to that, which has called a hook unless everything is
-        inside of checkpoints; then other ranks' gradients stay as they are, local ones.
+        Passes inside another one (reentrant checkpointing) leave this to the outermost, at whose end our
+        DDP hands gradients out. If that one calls no hook, other ranks' gradients stay local ones.
         """
         if in_outer_backward():
             return

@@ -1,7 +1,4 @@
-"""Stepping a sharded optimizer during the backward pass, bucket by bucket, as gradients are reduced.
-
-What happens to a bucket, and when, is told in `zero_optim.hooks.overlap.stepper`.
-"""
+"""`zero_step`: a comm hook that steps a sharded optimizer during the backward pass, bucket by bucket."""
 
 import weakref
 from collections.abc import Callable
@@ -29,44 +26,36 @@ def zero_step(
 ) -> Hook:
     """Make a comm hook that steps ``optimizer`` during the backward pass.
 
-    ``ddp.register_comm_hook(state, zero_step(optimizer, hook))``, on PyTorch's DDP or ours; ``state`` is that
-    of ``hook``. All ranks call, before the first backward pass. On gloo with parameters on the CPU a thread
-    steps, and process groups for its gathers are made here, or taken over from an optimizer that is gone.
-    Elsewhere the hook of each bucket steps the bucket before, on a stream beside the backward pass, and
-    gathers on the optimizer's process group: no two communicators are in use unless ``hook`` has another one.
-    ``hook`` must complete the future of a bucket without being called for a later one then, unless
-    ``interleave=False``.
+    ``ddp.register_comm_hook(state, zero_step(optimizer, hook))``, on PyTorch's DDP or ours; ``state`` is
+    that of ``hook``. All ranks call, before the first backward pass. A bucket of the optimizer
+    (``bucket_cap_mb``) is stepped and gathered when all its parameters are reduced. On gloo with parameters
+    on the CPU a thread does it, and process groups for its gathers may be made here. Elsewhere hooks do it,
+    on a stream beside the backward pass and on the optimizer's process group; ``hook`` must then complete a
+    bucket's future without being called for a later one, unless ``interleave=False``.
 
     The parameters are, bit for bit, those of the same run with ``hook`` alone; for None those of the run
-    without a hook. One case differs in the last bits: ``gradient_as_bucket_view=True`` with
-    ``zero_grad(set_to_none=False)``, without ``hook``, on a number of ranks that is no power of two, where
-    DDP divides gradients that it multiplies by the inverse otherwise.
+    without a hook, but for the last bits where DDP divides gradients: ``gradient_as_bucket_view=True`` with
+    ``zero_grad(set_to_none=False)`` on a number of ranks that is no power of two.
 
-    ``optimizer.step()`` after the backward pass finishes what the hook did not reach; a loop that never calls
-    it is right as well, as long as DDP holds all of the optimizer's parameters. The learning rate counts as
-    it is during the backward pass. Clipping and GradScaler come too late then, and raise. Uneven inputs need
-    ``Join([ddp, optimizer])``. When ``backward()`` has raised, part of the step may have been taken: call
-    ``optimizer.wait_for_gathers()`` first if training is to go on.
-
-    A backward pass must not read a parameter after its gradient is complete, as it would through
-    ``param.detach()`` in the forward pass; autograd raises if it tries. A hook with error feedback can give a
-    gradient to a parameter that no rank used; it is stepped then, and would not be without overlap.
+    ``optimizer.step()`` after the backward pass finishes what the hook did not reach; a loop that never
+    calls it is right as well, if DDP holds all of the optimizer's parameters. The learning rate counts as
+    it is during the backward pass. Clipping and GradScaler come too late, and raise. Uneven inputs need
+    ``Join([ddp, optimizer])``. When ``backward()`` has raised, call ``optimizer.wait_for_gathers()`` before
+    training goes on. Autograd raises if a backward pass reads a parameter after its gradient is complete
+    (``param.detach()`` in the forward pass). A hook with error feedback can give a gradient to a parameter
+    that no rank used, which is stepped then.
 
     Args:
         optimizer: whose step. Its classes must be steppable in parts (``optimizer.explain()`` tells).
-        hook: what reduces the gradients; any hook of this package or PyTorch's. None stands for the mean that
-            DDP makes without a hook.
-        interleave: False steps nothing before the last bucket is on its way, which leaves CPU or GPU to the
-            backward pass as long as that runs. Not for DDP's ``skip_all_reduce_unused_params``.
-        gradients: "owners" reduces each gradient to its owner alone (ZeRO stage 2): half the bytes of an
-            all-reduce. When backward has ended ``param.grad`` is None on the other ranks, and for a cut
-            parameter on every rank: none has the whole gradient. Gradients are summed in the order of ranks,
-            bf16 and fp16 in float32 with one rounding. So on more than two ranks the last bits differ from an
-            all-reduce's. `reduce_to_owners` reduces in the same way, and says which buckets our DDP has then.
-        ddp: the wrapper that the hook will be registered with; not needed for `zero_optim.ddp`. It tells
-            whether parameters may be unused (``find_unused_parameters``, ``static_graph``). If they may, or
-            for None, gradients that are all zeros are looked for in each bucket. That takes time, and on an
-            accelerator the CPU waits for the bucket. The result is the same.
+        hook: reduces the gradients; any hook of this package or PyTorch's. None stands for DDP's own mean.
+        interleave: False steps nothing before the last bucket is on its way. Not for DDP's
+            ``skip_all_reduce_unused_params``.
+        gradients: "owners" reduces each gradient to its owner alone, in half the bytes, as
+        `reduce_to_owners`. After
+            backward ``param.grad`` is None on the other ranks, and for a cut parameter on every rank.
+        ddp: the wrapper that the hook will be registered with; not needed for `zero_optim.ddp`. If its
+            parameters may be unused, or for None, gradients that are all zeros are looked for, which takes
+            time (on an accelerator the CPU waits), and their bucket is stepped when backward has ended.
 
     Raises:
         TypeError: on every rank, if ``optimizer`` is not sharded by this library, or another argument is of
@@ -76,6 +65,25 @@ def zero_step(
         RankMismatchError: on every rank, if ranks were given different arguments, or hooks of other code.
     """
     require_ours(optimizer)
+    all_used = _agreed(optimizer, hook, interleave, gradients, ddp)
+    hook, to_owners = mean_hook if hook is None else hook, gradients == "owners"
+    stepper = Stepper(optimizer, hook, interleave=interleave, to_owners=to_owners, all_used=all_used)
+
+    def zero_step_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return stepper.take(state, bucket)
+
+    zero_step_hook.__qualname__ = zero_step_hook.__name__ = f"zero_step({name_of(hook)})"
+    return naming_buckets(zero_step_hook, optimizer) if to_owners else zero_step_hook
+
+
+def _agreed(
+    optimizer: ZeroRedundancyOptimizer,
+    hook: Hook | None,
+    interleave: bool,
+    gradients: str,
+    ddp: DistributedDataParallel | None,
+) -> Callable[[], bool]:
+    """Check the arguments of `zero_step`, with the other ranks; returns `_all_used` of the wrapper."""
     with failing_together(optimizer.ranks):
         check_flags(interleave=interleave)
         _check_reduction(hook, gradients)
@@ -85,15 +93,7 @@ def zero_step(
     items = [f"hook {describe(hook, bound=False)}", f"interleave={interleave}", f"gradients={gradients!r}"]
     items.append(f"ddp={'None' if ddp is None else f'a wrapper whose parameters are all used: {all_used()}'}")
     agree(optimizer.ranks, items, "the arguments of zero_step")
-    hook = mean_hook if hook is None else hook
-    to_owners = gradients == "owners"
-    stepper = Stepper(optimizer, hook, interleave=interleave, to_owners=to_owners, all_used=all_used)
-
-    def zero_step_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        return stepper.take(state, bucket)
-
-    zero_step_hook.__qualname__ = zero_step_hook.__name__ = f"zero_step({name_of(hook)})"
-    return naming_buckets(zero_step_hook, optimizer) if to_owners else zero_step_hook
+    return all_used
 
 
 def hook_with_zero_step(
@@ -161,10 +161,10 @@ def _require_wrapper(ddp: object) -> None:
 
 
 def _all_used(ddp: DistributedDataParallel | None) -> Callable[[], bool]:
-    """Make what tells whether some rank uses every parameter of a wrapper, in each backward pass.
+    """Return a function that says whether some rank uses every parameter of a wrapper in each backward pass.
 
-    Without these options a bucket is full only when every gradient of it has come. In ``Join`` that holds for
-    the ranks that have inputs left.
+    Without these options a bucket is full only when every gradient of it has come, in ``Join`` on the ranks
+    with inputs left.
     """
     if ddp is None:
         return lambda: False

@@ -165,17 +165,13 @@ class Stamps:
         if self._step.number:
             self._step.fail(failure)
 
-    def send(
-        self, flat: Tensor, layout: Layout, rank: int, chosen: Collection[int] | None = None
-    ) -> Callable[[], None]:
+    def send(self, flat: Tensor, layout: Layout, rank: int) -> Callable[[], None]:
         """Write this rank's stamp into its row of a flat tensor, if there is room; the CPU waits for nothing.
 
         Returns a function that takes the stamps of all ranks out of ``flat``, called when it has been
         gathered.
         """
         step, rooms = self._step, layout.rooms
-        if chosen is not None:
-            rooms = tuple(room for room in rooms if room.param in chosen)
         if not step.number or not rooms:
             return nothing
         places = self.write(flat, rooms, rank)

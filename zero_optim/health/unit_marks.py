@@ -17,7 +17,7 @@ Note [Marks of units]
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -175,11 +175,9 @@ class Marked:
     mark: int
     stamps: UnitStamps | None
 
-    def send(
-        self, flat: Tensor, layout: Layout, rank: int, chosen: Collection[int] | None = None
-    ) -> Callable[[], None]:
+    def send(self, flat: Tensor, layout: Layout, rank: int) -> Callable[[], None]:
         """See `Stamps.send`."""
-        take_stamps = nothing if self.stamps is None else self.stamps.send(flat, layout, rank, chosen)
+        take_stamps = nothing if self.stamps is None else self.stamps.send(flat, layout, rank)
         take_mark = self.marks.write(flat, layout, rank, self.mark)  # behind the stamp, which would cover it
 
         def take() -> None:

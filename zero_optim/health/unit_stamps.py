@@ -14,7 +14,7 @@ Note [Stamps of units]
     nothing there. Nor do backward passes: an error in the middle of them would leave reductions half done.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -52,9 +52,7 @@ class UnitStamps:
         self._came: list[tuple[Sequence[Room], HostCopy]] = []
         self._seen: dict[int, Stamp] = {}  # in this pass, by rank; the last one of each
 
-    def send(
-        self, flat: Tensor, layout: Layout, rank: int, chosen: Collection[int] | None = None
-    ) -> Callable[[], None]:
+    def send(self, flat: Tensor, layout: Layout, rank: int) -> Callable[[], None]:
         """Write this rank's stamp, as `Stamps.send` does; the CPU waits for nothing."""
         rooms, stamps = layout.rooms, self._stamps_of()
         may_wait = torch.is_grad_enabled() or not is_asynchronous(flat.device)

@@ -13,25 +13,22 @@ def assign_buckets(
 ) -> list[list[int]]:
     """Fill buckets with neighbouring parameters of the same key, up to the cap.
 
-    Without an order, the last registered parameter comes first. The backward pass reaches parameters in about
-    that order, so the gradients of a bucket become ready at about the same time.
-
     Args:
         keys: what must be equal within a bucket (dtype, device, …), one key for each parameter.
         nbytes: size of each parameter in bytes.
-        cap_nbytes: the largest size in bytes of a bucket of several parameters; see also ``overflow``. A
-            parameter above the cap has a bucket of its own. Several caps are for the first, second, … bucket
-            of each key; all later buckets have the last cap.
-        order: parameter indices in the order in which buckets take them.
-        overflow: close a bucket after the parameter that reaches the cap, even if it goes beyond. PyTorch's
-            reducer fills its buckets so.
+        cap_nbytes: the largest size of a bucket of several parameters. Several caps are for the first,
+        second, …
+            bucket of each key; all later buckets have the last cap.
+        order: parameter indices in the order in which buckets take them; None for the last registered
+        first, about
+            as the backward pass reaches them.
+        overflow: close a bucket after the parameter that reaches the cap, even if it goes beyond, as
+        PyTorch's
+            reducer does.
 
     Returns:
         For each bucket the parameter indices, in the order taken. Buckets are in the order in which they
         became full; those that never did come last.
-
-    Raises:
-        ValueError: the sequences differ in length, or a cap is below 1.
     """
     caps = [cap_nbytes] if isinstance(cap_nbytes, int) else list(cap_nbytes)
     if not caps or min(caps) < 1:

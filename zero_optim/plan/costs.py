@@ -9,16 +9,11 @@ from typing import Literal
 from torch import Tensor
 
 Cost = Callable[[Tensor], float]
-
-
 CostName = Literal["numel", "matmul"]
-
 
 # A step that works element by element is bound by memory. On one core of a CPU, one element takes about
 # as long as this many floating-point operations of a matrix product.
 _FLOPS_AN_ELEMENT = 100
-
-
 _NEWTON_SCHULZ_STEPS = 5  # Muon's default
 
 
@@ -41,11 +36,7 @@ def matmul_cost(param: Tensor) -> float:
 
 
 def cost_named(cost: CostName | Cost) -> Cost:
-    """Find a cost function.
-
-    Raises:
-        ValueError: ``cost`` is neither a known name nor callable.
-    """
+    """Return a cost function by name; a callable is one already."""
     if callable(cost):
         return cost
     named: dict[str, Cost] = {"numel": numel_cost, "matmul": matmul_cost}

@@ -5,9 +5,8 @@ The parameters lie one after the other in the bucket's flat tensor, and its rows
     flat    | 0 0 0 0 0 0 0 0 0 0 0 0 0 . 1 1 |      "." is padding that aligns the next parameter
     rows    '---rank 2---'---rank 5---'-rank 7-'
 
-So every parameter is contiguous, and is viewed as one tensor, whoever owns its rows. A row of the bucket
-ends between rows of the parameter's dimension 0, where the next element is aligned. There, kernels that look
-at the alignment do what they do at the beginning of a tensor.
+So every parameter is one contiguous tensor. A row of the bucket ends between rows of the parameter's
+dimension 0, at an aligned address, where kernels do what they do at the beginning of a tensor.
 """
 
 import math
@@ -15,8 +14,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 
-from zero_optim.plan.balance import fullest_row
 from zero_optim.plan.layout import aligned_offsets
+from zero_optim.plan.partition import fullest_row
 
 # A message that is much shorter takes hardly less time: then latency is what counts.
 MIN_ROW_NBYTES = 64 * 2**10
@@ -30,33 +29,17 @@ GAIN = 0.25
 
 
 def min_row_nbytes(nbytes: int) -> int:
-    """Return how long a row is at least, in bytes, where parameters are cut.
-
-    Args:
-        nbytes: bytes of all parameters that are planned together.
-    """
+    """Return how long a cut row is at least, in bytes, by the bytes of all that is planned together."""
     return max(MIN_ROW_NBYTES, nbytes // MAX_ROWS)
 
 
 def cut_step(numel: int, num_rows: int, alignment: int) -> int:
-    """Return how many elements lie between two places where a parameter may be cut.
-
-    Args:
-        numel: elements of the parameter, at least 1.
-        num_rows: its rows: dimension 0.
-        alignment: elements; pieces start at multiples of it.
-    """
+    """Return the elements between two places where a parameter may be cut: whole rows, aligned."""
     return math.lcm(numel // num_rows, alignment)
 
 
 def is_uneven(nbytes: Sequence[int], num_ranks: int, min_nbytes: int) -> bool:
-    """Whether whole parameters leave the ranks of a bucket waiting for the one that owns most of it.
-
-    Args:
-        nbytes: bytes of each parameter.
-        num_ranks: ranks that can own them.
-        min_nbytes: see `min_row_nbytes`.
-    """
+    """Whether whole parameters, of these bytes, leave ranks waiting for the fullest one of a bucket."""
     mean = sum(nbytes) / num_ranks
     tolerated = max(min_nbytes, TOLERANCE * mean)
     # The fullest row was at most the mean when its last parameter came: so most buckets are known at once.
@@ -64,9 +47,7 @@ def is_uneven(nbytes: Sequence[int], num_ranks: int, min_nbytes: int) -> bool:
 
 
 def even_rows(numels: Sequence[int], steps: Sequence[int], count: int, alignment: int) -> list[int]:
-    """Divide a bucket in rows of nearly equal length.
-
-    A row is at most one step and the padding of one parameter longer than the mean.
+    """Divide a bucket in rows, at most one step and the padding of one parameter longer than the mean.
 
     Args:
         numels: elements of each parameter.
@@ -100,19 +81,14 @@ def _nearest(target: int, start: int, after: int, numel: int, step: int) -> int:
 
 
 def is_worth_it(nbytes: Sequence[int], num_ranks: int, longest: int) -> bool:
-    """Whether cut rows are clearly more even than whole parameters.
+    """Whether cut rows, the longest of these bytes, are clearly more even than whole parameters.
 
     Where a parameter has few rows, or long ones, its cuts may lie far from where they should.
-
-    Args:
-        nbytes: bytes of each parameter.
-        num_ranks: ranks that can own them.
-        longest: bytes of the longest row with cuts.
     """
     mean = sum(nbytes) / num_ranks
     return longest - mean <= (1 - GAIN) * (fullest_row(nbytes, num_ranks) - mean)
 
 
 def longest_row(ends: Sequence[int]) -> int:
-    """Return the elements of the longest row, from where each ends."""
+    """Return the elements of the longest row, by the ends of rows."""
     return max((stop - start for start, stop in pairwise([0, *ends])), default=0)

@@ -1,13 +1,10 @@
-"""Describe values as text that ranks can compare: the texts are equal exactly if the values count as equal.
+"""Describe values as text that ranks compare (`comm.agreement`): equal exactly if the values count as equal.
 
-Ranks compare these texts before they begin (`comm.agreement`), and messages show them. Nothing in them
-depends on the process: no address, no hash, no path, no device number. Nothing here communicates.
-
-Plain values, tensors and containers are described by value. Classes and functions are described by name. If
-they are the user's, their code counts too, with what is bound to it (defaults, closures, arguments of a
-``functools.partial``). Of other objects only the type counts, since nobody knows which of their parts matter.
-Global variables that a function reads, and what it asks for when it is called, do not count. So a value that
-is meant to differ between ranks belongs there.
+Nothing in a text depends on the process: no address, no hash, no path, no device number. Plain values,
+tensors and containers are described by value, classes and functions by name. Of the user's own the code
+counts too, with what is bound to it (defaults, closures, arguments of a ``functools.partial``). Of other
+objects only the type counts. Global
+variables that a function reads do not count: a value that is meant to differ between ranks belongs there.
 """
 
 import functools
@@ -29,15 +26,10 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), ran
 
 
 def describe(value: object, *, bound: bool = True) -> str:
-    """Describe a value; does not communicate.
+    """Describe any value in one line; long values and code appear as a digest.
 
-    Args:
-        value: anything.
-        bound: include the values bound to functions. False includes only bound functions, such as the one
-            that a wrapper calls.
-
-    Returns:
-        One line. Long values and code appear as a digest.
+    ``bound=False`` leaves out the values bound to functions, but for functions such as the one that a
+    wrapper calls.
     """
     return _Describer(bound).describe(value)
 
@@ -57,11 +49,7 @@ def describe_hook(hook: object, state: object) -> list[str]:
 
 
 class _Describer:
-    """One walk through a value. It remembers the values it is inside of, so that a cycle ends.
-
-    Args:
-        bound: see `describe`.
-    """
+    """One walk through a value, which remembers the values it is inside of, so that a cycle ends."""
 
     def __init__(self, bound: bool) -> None:
         self._bound = bound
@@ -147,10 +135,7 @@ class _Describer:
                 yield f"{name} is nothing yet"
 
     def _code_of_class(self, given: type) -> str:
-        """Return a digest of the methods of a class and its bases, except those of PyTorch and Python.
-
-        Other attributes do not count: flags and counters there often belong to this process.
-        """
+        """Return a digest of the user's methods in a class and its bases. Attributes may differ."""
         parts: list[str] = []
         for cls in given.__mro__:
             parts.append(_name(cls))

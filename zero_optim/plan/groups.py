@@ -1,7 +1,4 @@
-"""Read parameter groups, as ``torch.optim`` has them: parameters, options, and names for messages.
-
-Most rooms use it. It changes no group and does not communicate.
-"""
+"""Read parameter groups, as ``torch.optim`` has them: parameters, options, and names for messages."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -35,10 +32,9 @@ def options_of(group: ParamGroup) -> ParamGroup:
 
 
 def changed_in_kind(before: ParamGroup, after: ParamGroup) -> list[str]:
-    """Name the options that differ between two groups by more than a size.
+    """Name the options that differ between two groups in kind: zero or not, another flag, name or type.
 
-    Such a difference may switch on what the class did not do before: a number was zero or is now, a flag or
-    a name is another one, None is now a value. Rates may be zero at any time.
+    Such a difference may switch on what the class did not do before. Rates may be zero at any time.
     """
     known = before.get
     changed = [  # most values are the very same: steps ask this
@@ -53,10 +49,7 @@ def changed_in_kind(before: ParamGroup, after: ParamGroup) -> list[str]:
 
 
 def kind_of(key: str, value: object) -> object:
-    """Tell what sort of value an option has: for a number whether it is zero, else the value or its type.
-
-    Hashable.
-    """
+    """Return the kind of an option: of a number whether it is zero, else the value or its type; hashable."""
     if key in _RATES:
         return isinstance(value, Tensor)
     if value is None or isinstance(value, bool | str):
@@ -89,12 +82,7 @@ def short_names(groups: Sequence[ParamGroup]) -> list[str]:
 
 
 def bucket_text(number: int, names: Sequence[str]) -> str:
-    """Name a bucket in messages, such as ``bucket 3 (layers.7.weight, …)``.
-
-    Args:
-        number: of the bucket.
-        names: of the parameters in it.
-    """
+    """Name a bucket in messages, such as ``bucket 3 (layers.7.weight, …)``."""
     return f"bucket {number} ({names[0]}{', …' if len(names) > 1 else ''})"
 
 

@@ -1,28 +1,26 @@
-"""Where each parameter lies in a bucket's flat tensor. Pure arithmetic, no torch; called to plan buckets.
+"""Where each parameter lies in a bucket's flat tensor, and who owns which rows of it. No torch.
 
 A bucket of three parameters on two ranks, parameter 1 owned by rank 0, the others by rank 1::
 
     flat    | 1 1 1 1 . | 0 0 2 2 2 2 |      "." is padding that aligns the next extent
     rows    '---rank 0--'----rank 1---'
 
-Rows are in rank order. A row may have a *room*: elements between parameters for what travels with the row,
-see `plan.rooms`. Rooms of ranks without such a row may lie behind the rows. A rank
-that owns nothing in the bucket has no row, so the size of a layout does not grow with the number of ranks,
-but for such rooms. A parameter may cross rows, as `rows_in_order` lays it out: its extents follow each other
-without a gap, so that it is one contiguous tensor, of which several ranks own a part.
+Rows are in rank order. A rank that owns nothing has no row. A parameter may cross rows (`rows_in_order`):
+its extents follow each other without a gap, so that it is one contiguous tensor, of which several ranks own
+a part. A *room* holds what travels with a row (a stamp): in its padding, or behind the rows for a rank
+without such a row.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from zero_optim.plan.pieces import Piece, Pieces, num_rows
+
 
 class Extent(NamedTuple):
-    """Elements ``[start, stop)`` of parameter ``param``, at ``offset`` of the flat tensor.
-
-    ``param`` is an index within the bucket. All other numbers are in elements.
-    """
+    """Elements ``[start, stop)`` of parameter ``param`` of the bucket, at ``offset`` of the flat tensor."""
 
     param: int
     start: int
@@ -44,15 +42,18 @@ class Row(NamedTuple):
     extents: tuple[Extent, ...]
 
 
-class Room(NamedTuple):
-    """Elements ``[start, stop)`` of the flat tensor, beside an extent of ``param`` in the row of ``owner``.
-
-    Whatever is sent of that extent is sent with the room. A room behind the rows is sent by itself, by its
-    owner, whenever ``param`` is sent.
-    """
+class Span(NamedTuple):
+    """Elements ``[start, stop)`` of the flat tensor, all in the row of ``owner``."""
 
     owner: int
-    param: int
+    start: int
+    stop: int
+
+
+class Room(NamedTuple):
+    """Elements ``[start, stop)`` of the flat tensor, in the row of ``owner`` or behind all rows."""
+
+    owner: int
     start: int
     stop: int
 
@@ -61,14 +62,14 @@ class Room(NamedTuple):
 class Layout:
     """The rows of one bucket, checked when the object is made.
 
-    The extents hold every element of every parameter exactly once. They do not overlap, and each lies
-    inside its row. The rows follow each other without gaps, in rank order. A rank has at most one extent of
-    a parameter, and the extents of a parameter follow each other without gaps.
+    The extents hold every element of every parameter exactly once, do not overlap, and lie inside their
+    rows. The rows follow each other without gaps, by rising rank. A rank has at most one extent of a
+    parameter, and the extents of a parameter follow each other without gaps.
 
     Args:
         numels: elements of each parameter of the bucket.
         rows: one row for each rank that owns anything, by rising rank.
-        rooms: by rising rank, at most one in each row; then those behind the rows. See `plan.rooms`.
+        rooms: by rising rank, at most one in each row; then those behind the rows.
 
     Attributes:
         is_cut: some parameter crosses rows.
@@ -104,6 +105,25 @@ class Layout:
         """Where the last row ends."""
         return self.rows[-1].stop if self.rows else 0
 
+    def offsets(self) -> list[int]:
+        """Return where each parameter begins in the flat tensor."""
+        first: dict[int, int] = {}  # the extents of a cut parameter follow each other
+        for row in self.rows:
+            for extent in row.extents:
+                first.setdefault(extent.param, extent.offset)
+        return [first[param] for param in range(len(self.numels))]
+
+    def pieces(self, shapes: Sequence[Sequence[int]]) -> list[Pieces]:
+        """Return who owns which rows of each parameter, by their shapes."""
+        pieces: list[list[Piece]] = [[] for _ in self.numels]
+        for row in self.rows:
+            for param, start, stop, _ in row.extents:
+                rows, numel = num_rows(shapes[param]), self.numels[param]
+                is_all = stop - start == numel  # also of an empty one
+                first, last = (0, rows) if is_all else (start * rows // numel, stop * rows // numel)
+                pieces[param].append(Piece(row.owner, first, last))
+        return list(map(tuple, pieces))
+
     def _prove_rows(self) -> None:
         end = 0
         for row in self.rows:
@@ -129,7 +149,15 @@ class Layout:
                     f"{covered[extent.param]}, got {extent.start}"
                 )
             covered[extent.param] = extent.stop
-        self._prove_contiguous(extents)
+        for before, after in pairwise(extents):
+            if before.param == after.param and before.end != after.offset:
+                raise ValueError(
+                    f"parameter {after.param} of the bucket: expected its extents to follow each other, but "
+                    f"one ends at {before.end} and the next begins at {after.offset}"
+                )
+        for row in self.rows if self.is_cut else ():
+            if len({extent.param for extent in row.extents}) < len(row.extents):
+                raise ValueError(f"rank {row.owner} has two extents of one parameter")
         for param, (got, numel) in enumerate(zip(covered, self.numels, strict=True)):
             if got != numel:
                 raise ValueError(
@@ -149,22 +177,6 @@ class Layout:
             if not inside or any(e.offset < room.stop and room.start < e.end for e in row.extents):
                 raise ValueError(f"{room} is not in the padding of the row of rank {row.owner}")
 
-    def _prove_contiguous(self, extents: Sequence[Extent]) -> None:
-        """Check the places of cut parameters.
-
-        Args:
-            extents: all, by parameter and first element.
-        """
-        for before, after in pairwise(extents):
-            if before.param == after.param and before.end != after.offset:
-                raise ValueError(
-                    f"parameter {after.param} of the bucket: expected its extents to follow each other, but "
-                    f"one ends at {before.end} and the next begins at {after.offset}"
-                )
-        for row in self.rows if len(extents) > len(self.numels) else ():
-            if len(row.extents) > 1 and len({extent.param for extent in row.extents}) < len(row.extents):
-                raise ValueError(f"rank {row.owner} has two extents of one parameter")
-
 
 def _prove_extents(row: Row) -> None:
     end = row.start
@@ -176,59 +188,47 @@ def _prove_extents(row: Row) -> None:
         raise ValueError(f"the extents of rank {row.owner} end at {end}, behind its row's end {row.stop}")
 
 
-def whole(numels: Sequence[int], owners: Sequence[int], alignment: int = 1) -> Layout:
-    """Lay out a bucket without cutting any parameter, which is right for every optimizer.
+def aligned(count: int, alignment: int) -> int:
+    """Round a number of elements up to a multiple of the alignment."""
+    return -(-count // alignment) * alignment
 
-    Within a row the parameters keep their order.
+
+def whole(numels: Sequence[int], owners: Sequence[int], alignment: int = 1) -> Layout:
+    """Lay out a bucket without cutting any parameter.
 
     Args:
-        numels: elements of each parameter.
+        numels: elements of each parameter. Within a row they keep their order.
         owners: the group rank that owns each parameter.
         alignment: extents and rows start at multiples of this many elements.
-
-    Raises:
-        ValueError: the two sequences differ in length.
     """
     by_owner: dict[int, list[int]] = {}
     for param, (_, owner) in enumerate(zip(numels, owners, strict=True)):
         by_owner.setdefault(owner, []).append(param)
     rows: list[Row] = []
-    start = 0
+    offset = 0
     for owner in sorted(by_owner):
-        offset, extents = start, []
+        start, extents = offset, []
         for param in by_owner[owner]:
             extents.append(Extent(param, 0, numels[param], offset))
-            offset += -(-numels[param] // alignment) * alignment
+            offset += aligned(numels[param], alignment)
         rows.append(Row(owner, start, offset, tuple(extents)))
-        start = offset
     return Layout(tuple(numels), tuple(rows))
 
 
-def aligned_offsets(numels: Sequence[int], alignment: int = 1) -> list[int]:
-    """Lay parameters one after the other.
-
-    Args:
-        numels: elements of each parameter.
-        alignment: each starts at a multiple of this many elements.
-
-    Returns:
-        The offset of each, and that of the end, which is a multiple of the alignment too.
-    """
-    return list(accumulate((-(-numel // alignment) * alignment for numel in numels), initial=0))
+def aligned_offsets(numels: Iterable[int], alignment: int = 1) -> list[int]:
+    """Return the offsets of parameters that lie one after the other, then that of the end; all aligned."""
+    return list(accumulate((aligned(numel, alignment) for numel in numels), initial=0))
 
 
 def rows_in_order(
     numels: Sequence[int], owners: Sequence[int], ends: Sequence[int], alignment: int = 1
 ) -> tuple[Row, ...]:
-    """Make the rows of a bucket whose parameters lie one after the other, whoever owns them.
-
-    A row may end inside a parameter.
+    """Make the rows of a bucket whose parameters lie one after the other; a row may end inside a parameter.
 
     Args:
         numels: elements of each parameter.
         owners: the group rank of each row, rising.
-        ends: where each row ends in the flat tensor, rising. The last is the length of the flat tensor, as
-            `aligned_offsets` returns it.
+        ends: where each row ends in the flat tensor, rising; the last as `aligned_offsets` returns it.
         alignment: parameters start at multiples of this many elements.
     """
     offsets = aligned_offsets(numels, alignment)
@@ -239,10 +239,9 @@ def rows_in_order(
         is_last = number == len(ends) - 1
         while param < len(numels) and (offsets[param] < stop or is_last):
             first = max(start - offsets[param], 0)
-            extents.append(
-                Extent(param, first, min(numels[param], stop - offsets[param]), offsets[param] + first)
-            )
-            if extents[-1].stop < numels[param]:
+            last = min(numels[param], stop - offsets[param])
+            extents.append(Extent(param, first, last, offsets[param] + first))
+            if last < numels[param]:
                 break  # the next row goes on with it
             param += 1
         rows.append(Row(owner, start, stop, tuple(extents)))
@@ -250,40 +249,58 @@ def rows_in_order(
     return tuple(rows)
 
 
-class Span(NamedTuple):
-    """Elements ``[start, stop)`` of the flat tensor, all in the row of ``owner``."""
+def with_rooms(layout: Layout, length: int, alignment: int = 1) -> Layout:
+    """Make room in the rows of a layout; a row that lies within one parameter gets none, nor an empty one.
 
-    owner: int
-    start: int
-    stop: int
-
-
-def spans(layout: Layout, chosen: Collection[int]) -> list[Span]:
-    """Find the fewest spans of the flat tensor that hold some parameters and no others.
+    Padding is used where there is enough of it. Otherwise the row grows by whole units of the alignment.
 
     Args:
-        layout: of the bucket.
-        chosen: indices of the parameters within the bucket.
-
-    Returns:
-        The spans, by rank and place. Padding between two extents of a span is part of it. So is the room
-        beside the extent of a parameter that was chosen. A room behind the rows is a span, the last ones.
+        layout: without rooms.
+        length: of each room, in elements, above 0.
+        alignment: extents and rows start at multiples of this many elements.
     """
-    found: list[Span] = []
-    inside = layout.rooms[: len(layout.rooms) - len(layout.rooms_behind)]
-    rooms = {(room.owner, room.param): room for room in inside}
+    rows: list[Row] = []
+    rooms: list[Room] = []
+    shift = 0
     for row in layout.rows:
-        is_open = False
-        for extent in row.extents:
-            room = rooms.get((row.owner, extent.param))
-            start = extent.offset if room is None else min(extent.offset, room.start)
-            stop = extent.end if room is None else max(extent.end, room.stop)
-            if extent.param not in chosen:
-                is_open = False
-            elif is_open:
-                found[-1] = found[-1]._replace(stop=stop)
-            elif extent.stop > extent.start:
-                found.append(Span(row.owner, start, stop))
-                is_open = True
-    behind = (room for room in layout.rooms_behind if room.param in chosen)
-    return found + [Span(room.owner, room.start, room.stop) for room in behind]
+        number, is_behind = _place_for_room(row, layout.numels, length)
+        start, extents = row.start + shift, []
+        for index, extent in enumerate(row.extents):
+            if index == number and not is_behind:
+                begin = extent.offset + shift
+                rooms.append(Room(row.owner, begin, begin + length))
+                shift += aligned(length, alignment)
+            extents.append(extent._replace(offset=extent.offset + shift))
+            if index == number and is_behind:
+                end = extents[-1].end
+                rooms.append(Room(row.owner, end, end + length))
+                shift += aligned(max(0, length - _gap_behind(row, index)), alignment)
+        rows.append(Row(row.owner, start, row.stop + shift, tuple(extents)))
+    return Layout(layout.numels, tuple(rows), tuple(rooms))
+
+
+def with_rooms_behind(layout: Layout, owners: Sequence[int], length: int, alignment: int = 1) -> Layout:
+    """Make rooms behind the rows of a layout, for ranks that have none; arguments as in `with_rooms`."""
+    size = aligned(length, alignment)
+    starts = (layout.end_of_rows + size * number for number in range(len(owners)))
+    behind = [Room(owner, start, start + length) for owner, start in zip(owners, starts, strict=True)]
+    return Layout(layout.numels, layout.rows, (*layout.rooms, *behind))
+
+
+def _place_for_room(row: Row, numels: Sequence[int], length: int) -> tuple[int, bool]:
+    """Return the extent beside which a row's room is, and if it is behind it: an end or begin of a parameter.
+
+    -1 for no room.
+    """
+    filled = [(number, extent) for number, extent in enumerate(row.extents) if extent.stop > extent.start]
+    behind = [number for number, extent in filled if extent.stop == numels[extent.param]]
+    if behind:
+        padded = [number for number in behind if _gap_behind(row, number) >= length]
+        return (padded or behind)[-1], True
+    return next((number for number, extent in filled if extent.start == 0), -1), False
+
+
+def _gap_behind(row: Row, number: int) -> int:
+    """Return how many elements of padding follow an extent of a row."""
+    behind = row.extents[number + 1].offset if number + 1 < len(row.extents) else row.stop
+    return behind - row.extents[number].end

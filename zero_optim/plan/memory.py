@@ -18,19 +18,13 @@ DTYPE_AS_KEPT = "_zero_optim_dtype"
 
 
 def kept_dtype(param: Tensor) -> torch.dtype:
-    """Tell the dtype in which owners keep a parameter, and in which it is planned: its own as a rule.
-
-    A parameter of a unit may have another one, to be computed with; see `zero_optim.shard.units`.
-    """
+    """Return the dtype in which owners keep a parameter; one of a unit may be computed with in another."""
     known: torch.dtype | None = getattr(param, DTYPE_AS_KEPT, None)
     return param.dtype if known is None else known
 
 
 def dense_strides(param: Tensor) -> tuple[int, ...]:
-    """Strides under which the elements have no gaps between them: the parameter's own if it is dense.
-
-    Of a parameter of a unit (`shard.units`) they are those that it has when it is whole.
-    """
+    """Return strides without gaps: the parameter's own if it is dense, those when whole for one of a unit."""
     known: tuple[int, ...] | None = getattr(param, STRIDES_WHEN_WHOLE, None)
     if known is not None:
         return known
@@ -39,15 +33,12 @@ def dense_strides(param: Tensor) -> tuple[int, ...]:
 
 
 def strides_of_rows(strides: Sequence[int], num_rows: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """Lay out a tensor as another one that has the same rows, or more or fewer of them.
+    """Return strides without gaps for a shape, in the order of dimensions of a dense tensor with other rows.
 
     Args:
-        strides: of the other tensor, which is dense.
-        num_rows: how many rows (in dimension 0) the other tensor has.
+        strides: of the other tensor.
+        num_rows: rows (in dimension 0) of the other tensor.
         shape: of the tensor to lay out.
-
-    Returns:
-        Strides without gaps, which have the other tensor's order of dimensions.
     """
     row = max(1, math.prod(shape[1:]))
     if num_rows == 1 or strides[0] >= row:
@@ -69,11 +60,7 @@ def consecutive_views(flat: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
 
 
 def check_shardable(groups: Sequence[ParamGroup], apart: Collection[Tensor] = ()) -> None:
-    """Refuse parameters that cannot be placed in a bucket.
-
-    Args:
-        groups: every parameter group of the optimizer, including those planned before.
-        apart: parameters whose memory is of no concern, as they have a place in buckets already.
+    """Refuse parameters that cannot be placed in a bucket; those of ``apart`` are in buckets already.
 
     Raises:
         TypeError: a parameter has no storage of its own (lazy, meta, DTensor).
@@ -86,7 +73,7 @@ def check_shardable(groups: Sequence[ParamGroup], apart: Collection[Tensor] = ()
         )
     names = param_names(groups)
     for param, name in zip(params, names, strict=True):
-        if _is_wrapper(param):
+        if wraps_tensors(param):
             raise TypeError(
                 f"{name} is a {type(param).__name__}, which has no memory of its own (a DTensor is sharded "
                 "already): give plain tensors"
@@ -99,10 +86,6 @@ def check_shardable(groups: Sequence[ParamGroup], apart: Collection[Tensor] = ()
         if param.device.type == "meta":
             raise TypeError(f"expected a parameter with storage, got {name} on {param.device}")
     _check_memory([(param, name) for param, name in zip(params, names, strict=True) if param not in apart])
-
-
-def _is_wrapper(param: Tensor) -> bool:
-    return wraps_tensors(param)
 
 
 def _check_memory(named: Sequence[tuple[Tensor, str]]) -> None:

@@ -1,10 +1,8 @@
 """Options of groups as plain values, which ranks compare at each step. Nothing here communicates.
 
-Numbers count by value, whatever their type: 1, 1.0 and ``numpy.float64(1)`` are equal. Two numbers are also
-taken for equal if they differ by less than one part in a million: different machines may compute a rate so.
-
-Of what cannot be compared for nothing only the type counts. That is a tensor on an accelerator, which the CPU
-would have to wait for; a tensor that is large or trained; and any object that is no plain value.
+Numbers count by value, whatever their type, and are equal if they differ by less than one part in a
+million, as machines may compute a rate so. Of a tensor on an accelerator, a large or trained one, and any
+object that is no plain value only the type counts.
 """
 
 import hashlib
@@ -35,12 +33,7 @@ DIGEST_NBYTES = 8
 
 
 def plain(value: object, depth: int = 0) -> Plain:  # noqa: PLR0911 - one line a kind
-    """Turn an option into a plain value; the CPU waits for nothing.
-
-    Args:
-        value: the option.
-        depth: how many containers it is in; few are looked into, as one may be inside itself.
-    """
+    """Turn an option into a plain value, without a wait; ``depth`` counts the containers it is in."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, numbers.Real):
@@ -75,7 +68,7 @@ def _plain_tensor(value: Tensor) -> Plain:
 
 
 def changeable(options: Mapping[str, object]) -> dict[str, Plain]:
-    """Give as plain values those options of a group that can change in place, such as tensors and lists."""
+    """Return as plain values the options of a group that can change in place, such as tensors and lists."""
     return {
         name: plain(value)
         for name, value in options.items()
@@ -126,13 +119,7 @@ class _KnownGroup:
 
     @classmethod
     def of(cls, number: int, group: ParamGroup, left_out: Collection[OptionKey]) -> "_KnownGroup":
-        """Read a group.
-
-        Args:
-            number: of the group.
-            group: the group.
-            left_out: options that do not count for the digest.
-        """
+        """Read a group; the options of ``left_out`` do not count for the digest."""
         stable = [_is_stable(*pair) for pair in group.items()]
         told = {str(key): plain(value) for key, value in group.items() if key not in PARAM_KEYS}
         known = cls(list(group), list(group.values()), stable, told, all(stable))
@@ -142,7 +129,7 @@ class _KnownGroup:
         return known
 
     def follow(self, group: ParamGroup) -> bool:
-        """Take over the values of a group with the same keys; tell whether any is another object."""
+        """Take over the values of a group with the same keys; returns whether any is another object."""
         values = self.values
         if self.is_stable and all(map(is_, group.values(), values)):  # most groups, in most steps
             return False
@@ -181,12 +168,7 @@ class OptionValues:
         self._left_out: frozenset[OptionKey] = frozenset()
 
     def follow(self, groups: Sequence[ParamGroup], left_out: Collection[OptionKey]) -> None:
-        """Take over the options of groups.
-
-        Args:
-            groups: all public groups.
-            left_out: options that do not count for the digest.
-        """
+        """Take over the options of all groups; those of ``left_out`` do not count for the digest."""
         known = self._groups
         is_known = len(groups) == len(known) and self._left_out == left_out
         if is_known and all(list(group) == before.keys for group, before in zip(groups, known, strict=True)):
@@ -230,11 +212,7 @@ _ABSENT = "nothing"
 
 
 def differing(everyone: Sequence[Sequence[Mapping[str, Plain]]]) -> list[OptionKey]:
-    """List the options that differ between ranks.
-
-    Args:
-        everyone: by rank, for each group its options.
-    """
+    """List the options that differ; ``everyone`` has, by rank, for each group its options."""
     keys = [(number, name) for groups in everyone for number, group in enumerate(groups) for name in group]
     return [key for key in dict.fromkeys(keys) if len(held_by(everyone, key)) > 1]
 
@@ -242,12 +220,7 @@ def differing(everyone: Sequence[Sequence[Mapping[str, Plain]]]) -> list[OptionK
 def held_by(
     everyone: Sequence[Sequence[Mapping[str, Plain]]], key: OptionKey
 ) -> list[tuple[Plain, list[int]]]:
-    """List the values that ranks have for an option, those of most ranks first, each with the ranks.
-
-    Args:
-        everyone: see `differing`.
-        key: of the option.
-    """
+    """List the values of an option with their ranks, those of most ranks first; see `differing`."""
     number, name = key
     held: list[tuple[Plain, list[int]]] = []
     for rank, groups in enumerate(everyone):

@@ -1,7 +1,7 @@
-"""Greedy balanced assignment: costs in, owners out. Pure arithmetic, no torch.
+"""Greedy balanced assignment of owners, over the model and bucket by bucket. Pure arithmetic, no torch.
 
-Every rank computes this from the same costs and must get the same owners without communication. So nothing
-here depends on hashing, on floating-point order or on the rank.
+Every rank computes this from the same numbers and must get the same owners without communication. So
+nothing here depends on hashing, on floating-point order or on the rank.
 """
 
 import heapq
@@ -13,23 +13,16 @@ def assign_owners(
 ) -> list[list[int]]:
     """Choose an owner for every item, so that the ranks' total costs are nearly equal.
 
-    Groups are assigned one after the other. Each starts from the loads that the groups before it left, so
-    a group added later changes no owner chosen before. Within a group the costliest item goes first, to
-    the least loaded rank. This is the longest-processing-time rule of Graham, "Bounds on multiprocessing
-    timing anomalies", 1969: for one group the fullest rank holds at most 4/3 of the best possible. Ties
-    between costs go to the lower index, ties between loads to the lower rank.
+    Groups are assigned one after the other, so a group added later changes no owner chosen before. Within a
+    group the costliest item goes first, to the least loaded rank. This is the longest-processing-time rule
+    of Graham, "Bounds on multiprocessing timing anomalies", 1969: for one group the fullest rank holds at
+    most 4/3 of the best possible. Ties between costs go to the lower index, ties between loads to the lower
+    rank.
 
     Args:
         groups: one sequence of costs for each group; a cost is a finite number >= 0 in any unit.
         num_ranks: number of ranks that can own items, >= 1.
         loads: what each rank owns already, in the unit of the costs; all zero if None.
-
-    Returns:
-        For each group the owner of each item, in the order given.
-
-    Raises:
-        ValueError: ``num_ranks`` below 1, ``loads`` of another length, or a cost that is negative
-            or not finite.
     """
     if num_ranks < 1:
         raise ValueError(f"expected at least one rank to assign owners to, got num_ranks={num_ranks}")
@@ -56,12 +49,64 @@ def _assign_group(costs: Sequence[float], heap: list[tuple[float, int]]) -> list
 
 
 def rank_loads(costs: Iterable[float], owners: Iterable[int], num_ranks: int) -> list[float]:
-    """Add up the costs that each rank owns.
-
-    Raises:
-        ValueError: ``costs`` and ``owners`` differ in length.
-    """
+    """Add up the costs that each rank owns."""
     loads: list[float] = [0] * num_ranks
     for cost, owner in zip(costs, owners, strict=True):
         loads[owner] += cost
     return loads
+
+
+class RankLoads:
+    """The cost of what each rank owns so far, for owners bucket by bucket.
+
+    What a rank owns in a bucket is what it sends in a gather, so the others wait for the one that owns
+    most. A heap
+    has the least loaded ranks at hand: a bucket costs time for its parameters, whatever the number of ranks.
+    """
+
+    def __init__(self, loads: Sequence[float]) -> None:
+        self._heap = [(load, rank) for rank, load in enumerate(loads)]
+        heapq.heapify(self._heap)
+
+    def fullest(self) -> float:
+        """Return the largest load."""
+        return max(self._heap)[0]
+
+    def take(self, count: int) -> list[tuple[float, int]]:
+        """Take out the least loaded ranks, as (load, rank) by rising rank; `give_back` has to follow."""
+        return sorted((heapq.heappop(self._heap) for _ in range(count)), key=lambda taken: taken[1])
+
+    def give_back(self, ranks: Iterable[tuple[float, int]]) -> None:
+        """Put ranks back with their new loads, as (load, rank)."""
+        for load, rank in ranks:
+            heapq.heappush(self._heap, (load, rank))
+
+    def assign_bucket(self, sizes: Sequence[int], costs: Sequence[float]) -> list[int]:
+        """Choose an owner for each parameter of a bucket, by its bytes; adds its cost to the owner's load.
+
+        The largest parameter goes first, to the rank that owns the fewest bytes of the bucket; of those, to
+        the one with the least load. Ties go to the lower index and the lower rank.
+        """
+        owners = [0] * len(sizes)
+        touched: list[tuple[int, float, int]] = []  # a heap of (bytes of the bucket, load, rank)
+        for index in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
+            size, cost = sizes[index], costs[index]
+            if self._heap and (not touched or (0, *self._heap[0]) < touched[0]):
+                load, owner = heapq.heappop(self._heap)
+                heapq.heappush(touched, (size, load + cost, owner))
+            else:
+                held, load, owner = touched[0]
+                heapq.heapreplace(touched, (held + size, load + cost, owner))
+            owners[index] = owner
+        self.give_back((load, rank) for _, load, rank in touched)
+        return owners
+
+
+def fullest_row(sizes: Sequence[int], num_ranks: int) -> int:
+    """Return the bytes of the fullest row that `RankLoads.assign_bucket` makes; loads do not matter to it."""
+    if len(sizes) <= num_ranks:
+        return max(sizes, default=0)
+    rows = [0] * num_ranks
+    for size in sorted(sizes, reverse=True):
+        heapq.heapreplace(rows, rows[0] + size)
+    return max(rows)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 class Piece(NamedTuple):
     """Rows ``[start, stop)`` of a parameter's dimension 0, which ``owner`` owns.
 
-    A parameter that is not cut is one piece; one without dimensions counts as one row. The pieces of a
-    parameter follow each other, and their owners rise. So a rank owns at most one piece of a parameter.
+    A parameter without dimensions counts as one row. The pieces of a parameter follow each other, and their
+    owners rise. So a rank owns at most one piece of a parameter.
     """
 
     owner: int

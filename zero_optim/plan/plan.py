@@ -1,18 +1,15 @@
 """The plan of a set of parameter groups: owners and buckets, decided before the first step.
 
-A plan is a pure function of what is equal on every rank (shapes, dtypes, strides, groups). So each rank
-computes it alone, without communication. `shard.sharding` does that, and compares `describe_params`.
+A plan is a pure function of what is equal on every rank (shapes, dtypes, strides, groups), so each rank
+computes it alone. `shard.sharding` compares the ranks' plans.
 
 Note [Order of gathers]
-    Buckets are filled in the order in which the backward pass reaches parameters. They are gathered the other
-    way round, as the next forward pass needs them: where that runs while gathers are under way, it can begin
-    when the first bucket has come, and the backward pass can when the last one has. So a slow link is idle
-    only while the last modules compute. In the order of the backward pass, the first module would wait for
-    all gathers. Where `step` waits for them, the order makes no difference.
-
-    A parameter's place in its group, as a share of the group's length, says when it is needed. Groups often
-    divide each layer (some parameters decay, others do not). A bucket that has biases of all layers, and
-    weights of the last one, is then gathered first.
+    Buckets are filled in the order in which the backward pass reaches parameters, and gathered the other
+    way round, as the next forward pass needs them. Where that runs while gathers are under way, it can
+    begin when the first bucket has come, and a slow link is idle only while the last modules compute. A
+    parameter's place in its group, as a share of the group's length, says when it is needed: groups often
+    divide each layer (some parameters decay, others do not), and a bucket with biases of all layers is then
+    gathered first.
 """
 
 import sys
@@ -29,25 +26,19 @@ from zero_optim.plan.groups import ParamGroup, param_names, params_of
 from zero_optim.plan.layout import Layout, whole
 from zero_optim.plan.memory import dense_strides, kept_dtype
 from zero_optim.plan.partition import assign_owners
-from zero_optim.plan.pieces import Piece, Pieces, owned_by_text, whole_piece
+from zero_optim.plan.pieces import Pieces, owned_by_text
 from zero_optim.plan.rows import Planned, choose_rows
 
-# New CPU tensors start at such addresses, and so do extents. Some kernels look at the alignment (MKL's matrix
-# product does): with the same alignment they give the same bits as without sharding.
+# Extents start at such addresses, like new CPU tensors: some kernels look at the alignment (MKL's matrix
+# product does), and give the same bits as without sharding if it is the same.
 ALIGNMENT_NBYTES = 64
-# The same for other devices: CUDA's caching allocator gives memory in blocks of 512 bytes. PyTorch tells
-# cuBLASLt how its operands are aligned, up to 256 bytes; it may choose another kernel for another alignment.
+# Blocks of CUDA's caching allocator. cuBLASLt may choose another kernel for another alignment, up to 256.
 ACCELERATOR_ALIGNMENT_NBYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """The parameters of one bucket, and where each lies.
-
-    Args:
-        params: indices of the parameters in the plan; the layout numbers them in this order.
-        layout: rows and extents of the bucket.
-    """
+    """The parameters of one bucket, by index in the plan and in the order of the layout."""
 
     params: tuple[int, ...]
     layout: Layout
@@ -55,12 +46,10 @@ class BucketPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Who owns what of every parameter, and the buckets in the order in which they are gathered.
-
-    See Note [Order of gathers].
+    """Who owns what of every parameter, and the buckets in the order of gathers.
 
     Args:
-        costs: what owning each parameter costs.
+        costs: of owning each parameter.
         pieces: of each parameter, the rows that each of its owners has.
         buckets: every parameter is in exactly one.
         whole_because: of each parameter, why it may not be cut, if that was asked; None where it may be.
@@ -77,7 +66,7 @@ class Plan:
         return any(len(pieces) > 1 for pieces in self.pieces)
 
     def loads(self, num_ranks: int) -> list[float]:
-        """Add up what owning its pieces costs each rank; that of a piece is the share of its rows."""
+        """Return each rank's costs; those of a piece are the share of its rows."""
         loads: list[float] = [0] * num_ranks
         for cost, pieces in zip(self.costs, self.pieces, strict=True):
             rows = pieces[-1].stop
@@ -104,16 +93,19 @@ def make_plan(
 
     Args:
         groups: parameters of each group.
-        costs: what owning each parameter costs, in the unit of the loads.
+        costs: of owning each parameter, in the unit of the loads.
         num_ranks: size of the process group.
         cap_nbytes: capacity of a bucket in bytes.
         loads: total cost of what each rank owns already; all zero if None.
         bears_cuts: for each parameter, over all groups, whether several ranks may own rows of it. None:
-            owners are chosen for the whole model only, and buckets may be uneven.
-        units: for each parameter, over all groups, the number of the unit that it is gathered with, or None.
-            A bucket never holds parameters of two units, and those of a unit know no capacity.
-        used: for each parameter, over all groups, the dtype that it is computed with, where that is another
-            one. Equal for parameters of one unit and dtype. It decides how they are aligned.
+        owners are
+            chosen for the whole model only, and buckets may be uneven.
+        units: for each parameter, over all groups, the number of its unit, or None. A bucket never holds
+        parameters
+            of two units, and those of a unit know no capacity.
+        used: for each parameter, over all groups, the dtype that it is computed with, equal in a bucket; it
+        decides
+            the alignment.
     """
     params = list(chain.from_iterable(groups))
     bears = [False] * len(params) if bears_cuts is None else bears_cuts
@@ -148,7 +140,7 @@ def make_plan(
 def _buckets(
     keys: Sequence[Hashable], nbytes: Sequence[int], cap_nbytes: int, units: Sequence[int | None]
 ) -> list[list[int]]:
-    """Fill buckets, those of units first, in the order in which their gradients come."""
+    """Fill buckets in the order in which gradients come, those of units first."""
     keys = list(zip(keys, units, strict=True))
     last_first = range(len(keys) - 1, -1, -1)
     inside = [index for index in last_first if units[index] is not None]
@@ -164,7 +156,7 @@ def alignment_of(param: Tensor) -> int:
 
 
 def _cut_step(param: Tensor, alignment: int) -> int:
-    """Return how many elements lie between two places where a parameter may be cut; 0 if there is none."""
+    """Return the elements between two places where a parameter may be cut; 0 if there is none."""
     numel = param.numel()
     if param.dim() == 0 or param.shape[0] < 2 or numel == 0:
         return 0
@@ -177,26 +169,18 @@ def _cut_step(param: Tensor, alignment: int) -> int:
 def _pieces(params: Sequence[Tensor], buckets: Sequence[BucketPlan]) -> tuple[Pieces, ...]:
     """Read from the layouts which rows of each parameter each rank owns."""
     pieces: list[Pieces] = [()] * len(params)
-    cut: dict[int, list[Piece]] = {}
     for bucket in buckets:
-        for row in bucket.layout.rows:
-            for extent in row.extents:
-                index, numel = bucket.params[extent.param], bucket.layout.numels[extent.param]
-                if extent.stop - extent.start == numel:
-                    pieces[index] = whole_piece(row.owner, params[index].shape)
-                else:
-                    start, stop = (end * len(params[index]) // numel for end in (extent.start, extent.stop))
-                    cut.setdefault(index, []).append(Piece(row.owner, start, stop))
-    for index, of_param in cut.items():
-        pieces[index] = tuple(of_param)
+        shapes = [params[index].shape for index in bucket.params]
+        for index, of_param in zip(bucket.params, bucket.layout.pieces(shapes), strict=True):
+            pieces[index] = of_param
     return tuple(pieces)
 
 
 def _travel_keys(params: Sequence[Tensor], bears_cuts: Sequence[bool]) -> list[Hashable]:
-    """Give each parameter a key; only parameters with equal keys may share a bucket.
+    """Return a key for each parameter; only parameters with equal keys share a bucket.
 
-    Parameters that are frozen when planned have buckets of their own, since those need no gather. So have
-    those that may be cut, since their buckets can be divided in equal rows.
+    Frozen parameters have buckets of their own, which need no gather. So have those that may be cut, as
+    their buckets can be divided in equal rows.
     """
     slots = _device_slots(params)
     return [
@@ -224,7 +208,7 @@ def describe_params(groups: Sequence[ParamGroup]) -> list[str]:
 
 
 def describe_owners(groups: Sequence[ParamGroup], plan: Plan) -> list[str]:
-    """Describe who owns each parameter. If ranks differ in nothing else, a cost function told them apart."""
+    """Describe who owns each parameter. If ranks differ in this alone, their cost functions do."""
     return [
         f"{name} {owned_by_text(pieces)}"
         for name, pieces in zip(param_names(groups), plan.pieces, strict=True)
@@ -232,5 +216,5 @@ def describe_owners(groups: Sequence[ParamGroup], plan: Plan) -> list[str]:
 
 
 def describe_costs(groups: Sequence[ParamGroup], plan: Plan) -> list[str]:
-    """Describe what owning each parameter costs: another plan of the same parameters may depend on it."""
+    """Describe the cost of each parameter, on which another plan of them may depend."""
     return [f"{name} costs {cost}" for name, cost in zip(param_names(groups), plan.costs, strict=True)]

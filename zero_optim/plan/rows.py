@@ -1,11 +1,11 @@
 """The rows of all buckets: who owns which, and where parameters are cut. Pure arithmetic, no torch.
 
 Note [Even twice]
-    A rank waits for the fullest row of a bucket (`balance`), and for the rank that owns most of the model
-    (`partition`). Owners chosen bucket by bucket make the first even. They are taken only if the whole model
-    stays about as even as it can be; else owners are chosen for the whole model as if there were no buckets.
-    Where parameters may be cut, a bucket with a fullest row far above the mean is cut in equal rows.
-    These come last, on the least loaded ranks: they even out what whole parameters left uneven.
+    A rank waits for the fullest row of a bucket, and for the rank that owns most of the model. Owners
+    chosen bucket by bucket make the first even. They are taken only if the whole model stays about as even
+    as it can be; else owners are chosen for the whole model as if there were no buckets. A bucket whose
+    parameters may be cut, and whose fullest row is far above the mean, is cut in equal rows. These come
+    last, on the least loaded ranks.
 """
 
 from collections.abc import Sequence
@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TypeAlias
 
-from zero_optim.plan.balance import RankLoads
 from zero_optim.plan.cuts import even_rows, is_uneven, is_worth_it, longest_row, min_row_nbytes
 from zero_optim.plan.layout import Layout, Row, rows_in_order, whole
-from zero_optim.plan.partition import assign_owners, rank_loads
+from zero_optim.plan.partition import RankLoads, assign_owners, rank_loads
 
 _CutRows: TypeAlias = dict[int, tuple[Row, ...]]  # the rows of each bucket that is cut, by its number
 # The fullest rank may own this much more than the mean for the sake of even buckets.
@@ -25,12 +24,12 @@ TOLERATED = 1.05
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The numbers of what is planned together. Parameters are meant by index.
+    """The numbers of what is planned together, by index of parameters.
 
     Args:
         numels: elements of each parameter.
         item_nbytes: bytes of an element of each parameter.
-        costs: what owning each parameter costs, in the unit of the loads; a piece costs its share.
+        costs: of owning each parameter, in the unit of the loads; a piece costs its share.
         steps: for each parameter, the elements between two places where it may be cut; 0 if it may not be.
         groups: the parameters of each parameter group.
         buckets: the parameters of each bucket; every parameter is in exactly one.
@@ -54,20 +53,14 @@ class Planned:
         return [self.numels[index] for index in bucket]
 
     def cost_of(self, index: int, numel: int) -> float:
-        """Return what owning some elements of a parameter costs."""
+        """Return the cost of some elements of a parameter."""
         every = self.numels[index]
         return self.costs[index] if numel == every else self.costs[index] * numel / every
 
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """One way of choosing owners.
-
-    Args:
-        owners: of each parameter that is not in a bucket that is cut; 0 for the others.
-        row_owners: of the rows of each bucket that is cut.
-        fullest: the largest load of a rank.
-    """
+    """Owners of parameters in buckets that are not cut (0 for others), of cut rows, and the largest load."""
 
     owners: list[int]
     row_owners: dict[int, list[int]]
@@ -75,12 +68,7 @@ class _Choice:
 
 
 def choose_rows(planned: Planned, loads: Sequence[float]) -> list[Layout]:
-    """Choose the rows of every bucket. See Note [Even twice].
-
-    Args:
-        planned: the parameters and buckets.
-        loads: what each rank owns already, in the unit of the costs.
-    """
+    """Choose the rows of every bucket, with what each rank owns already. See Note [Even twice]."""
     cut = _cut_rows(planned, len(loads))
     chosen = _bucket_by_bucket(planned, cut, loads)
     mean = (sum(loads) + sum(planned.costs)) / len(loads)

@@ -3,46 +3,31 @@
 All functions that take a group or lanes communicate, and all ranks call them in the same order of buckets.
 
 Note [A lane an owner]
-    A gloo group matches operations by the order in which they were issued, and runs few at a time. So
-    broadcasts of several owners on one group are half duplex for much of the time. With a group for each
-    owner each link is used in both directions: a gather of 55 MB between two ranks takes 240 ms over 1 Gbit/s
-    in the place of 390 to 440, of which the wire alone needs 233; over loopback 0.8 to 0.9 of the time.
-
-    Process groups take threads and file descriptors. Below 1 MiB in all, two ranks gain nothing (measured:
-    0.9 to 1.3 of the time). So lanes are taken by the first gather that is larger and has several owners.
-    Sizes and owners are planned, so the ranks decide alike. The lanes are not those of an overlapped step,
-    whose thread gathers in an order of its own.
-
-    Other backends have one communicator for all traffic of a device. There the broadcasts of a bucket are one
-    launch however many owners it has: Note [Rows at once] in `zero_optim.comm.collectives`.
+    A gloo group runs its operations in the order in which they were issued, few at a time, so broadcasts of
+    several owners on one group are half duplex for much of the time. With a group for each owner a gather
+    of 55 MB between two ranks takes 240 ms over 1 Gbit/s instead of 390 to 440 (the wire alone needs 233),
+    and 0.8 to 0.9 of the time over loopback. Below 1 MiB in all nothing is gained, and groups take threads
+    and file descriptors. So the first gather that is larger and has several owners takes lanes; all ranks
+    decide alike, by the plan. An overlapped step has lanes of its own, as its thread gathers in another
+    order. Other backends have one communicator for all traffic of a device: Note [Rows at once] in
+    `zero_optim.comm.collectives`.
 
 Note [Small buckets]
-    A few parameters of another dtype are a bucket of their own, with a broadcast for each owner. To send the
-    small rows of one owner as one message gains nothing: beside 55 MB, one such bucket or four take the
-    same 230 to 240 ms over 1 Gbit/s. What did cost time was a limit on the number of gathers under way.
-    With four small buckets between two large ones the second large one had to wait, and a gather took 300 ms.
-    So the limit is one of memory, and where parameters are views of their bucket there is none.
+    To send small rows of one owner as one message gains nothing. What cost time was a limit on the *number*
+    of gathers under way: with four small buckets between two large ones a gather took 300 ms instead of
+    240. So the limit is one of memory, and where parameters are views of their bucket there is none.
 
 Note [Step, then gather]
-    Ordinary steps step everything, then gather everything. To step one bucket, start its gather, and step the
-    next, was tried on gloo: the same bits for most classes, and too little gain. Time of a step with it, as a
-    factor (AdamW, 13.8 M parameters, two ranks, buckets of 32 MiB / 8 MiB)::
-
-        AdamW's options    link of 1 Gbit/s    loopback, two cores
-        fused              1.00 / 1.01         1.02 / 1.04
-        foreach=False      0.99 / 0.99         1.03 / 1.14
-        foreach=True       0.97 / 0.93         0.74 / 0.87
-
-    A fused step is 9 of 240 ms, so there is little to hide. The rank that has a long row in the first bucket
-    starts late all the same. Over loopback, the step and gloo's threads share the cores. What ``foreach``
-    gains is mostly in its own step, as its temporaries then fit the cache.
+    Ordinary steps step everything, then gather everything. To gather one bucket while the next is stepped
+    gained nothing for fused steps (1.00 to 1.04 of the time over 1 Gbit/s and loopback, AdamW, 13.8 M
+    parameters): the step is 9 of 240 ms, and the rank with a long row in the first bucket starts late all
+    the same.
 """
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Protocol, TypeAlias
 
 from torch import Tensor
@@ -53,7 +38,7 @@ from zero_optim.comm.started import Pending
 from zero_optim.comm.traffic import Waitable
 from zero_optim.compat.streams import is_asynchronous
 from zero_optim.health.stamps import Stamps
-from zero_optim.plan.layout import Layout, Span
+from zero_optim.plan.layout import Layout
 from zero_optim.shard.storage import ParamBucket, rows_of
 
 # Flat tensors of gathers under way take no more memory than so many of the largest bucket.
@@ -63,13 +48,11 @@ LANES_FROM_NBYTES = 2**20
 
 
 class UnderWay:
-    """Gathers that were started and may not have ended, each with the parameters that it brings.
+    """Gathers that were started and may not have ended, by the parameters that they bring.
 
-    Each stream that reads parameters waits for them. So a gather is kept, on an accelerator, until it is
-    known to be over: a second stream may come for a parameter that the first one has waited for.
-
-    Two threads may use it at the same time. One steps buckets during the backward pass and starts their
-    gathers. Meanwhile that pass may run a forward pass again (checkpointing), which waits for parameters.
+    On an accelerator a gather is kept until it is known to be over, as each stream that reads parameters
+    has to wait for it. Two threads may use this at once: one steps buckets during the backward pass, which
+    meanwhile may run a forward pass again (checkpointing) that waits for parameters.
     """
 
     def __init__(self) -> None:
@@ -122,27 +105,23 @@ class UnderWay:
                 self._forget_all_but(left)
 
     def abandon(self) -> None:
-        """Wait for none of them any more: the backend lets go of what they use when it has done with it."""
+        """Drop all of them: the backend keeps what they use until it has done with it."""
         with self._lock:
             self._gathers.clear()
             self._awaited.clear()
 
     def _forget_all_but(self, left: Iterable[Pending]) -> None:
-        """Let go of the others, which are over: else each parameter would keep one for every step."""
-        kept = {id(pending) for pending in left}
-        awaited = self._awaited.items() if kept else ()
-        of_params = ((param, [one for one in some if id(one) in kept]) for param, some in awaited)
+        """Drop the others, which are over: else each parameter would keep one for every step."""
+        ids = {id(pending) for pending in left}
+        awaited = self._awaited.items() if ids else ()
+        of_params = ((param, [one for one in some if id(one) in ids]) for param, some in awaited)
         self._awaited = {param: some for param, some in of_params if some}
 
 
 class _Sender(Protocol):
-    """What sends stamps with a gather."""
+    """Sends stamps with a gather, as `Stamps.send`."""
 
-    def send(
-        self, flat: Tensor, layout: Layout, rank: int, chosen: Collection[int] | None = None
-    ) -> Callable[[], None]:
-        """See `Stamps.send`."""
-        ...
+    def send(self, flat: Tensor, layout: Layout, rank: int) -> Callable[[], None]: ...
 
 
 # As `start_broadcasts`.
@@ -155,48 +134,23 @@ def start_gather(
     stamps: _Sender | None = None,
     start_rows: StartRows | None = None,
 ) -> Pending:
-    """Start the gather of one bucket; all ranks call, in the same order of buckets.
-
-    One broadcast for each owner that has a row in the bucket; one launch for all of them where the backend
-    has such a thing.
-
-    Args:
-        lanes: groups of the same ranks, see `start_gather_of_part`.
-        bucket: the bucket.
-        stamps: sent with it, None for none.
-        start_rows: starts to send the rows; None for `start_broadcasts`.
-
-    Returns:
-        The gather. Parameters of other owners have their new values after ``wait()``, on an accelerator for
-        work of the stream that waited. Until then nothing may write to any parameter of the bucket.
-    """
-    flat = bucket.fill()
-    take = None if stamps is None else stamps.send(flat, bucket.layout, lanes[0].rank)
-    rows = rows_of(flat, bucket.layout)
-    return gather_into(flat, bucket, lanes, rows, take, start_rows=start_rows)
-
-
-def start_gather_of_part(
-    lanes: Sequence[RankGroup],
-    bucket: ParamBucket,
-    chosen: Collection[int],
-    spans: Sequence[Span],
-    stamps: Stamps | None = None,
-) -> Pending:
-    """Start the gather of some parameters of a bucket; all ranks call, in the same order.
+    """Start the gather of one bucket: a broadcast for each owner, in one launch where the backend can.
 
     Args:
         lanes: groups of the same ranks. Owner r sends on lane r modulo their number: one gloo group is not
             reliably full duplex, several are.
         bucket: the bucket.
-        chosen: indices of the parameters within the bucket.
-        spans: where they lie.
-        stamps: sent with them, None for none.
+        stamps: sent with it, None for none.
+        start_rows: starts to send the rows; None for `start_broadcasts`.
+
+    Returns:
+        The gather. After its ``wait()`` the parameters have their new values, on an accelerator for the
+        stream that waited. Until then nothing may write to a parameter of the bucket.
     """
-    flat = bucket.fill(chosen)
-    take = None if stamps is None else stamps.send(flat, bucket.layout, lanes[0].rank, chosen)
-    rows = [(span.owner, flat[span.start : span.stop]) for span in spans]
-    return gather_into(flat, bucket, lanes, rows, take, chosen)
+    flat = bucket.fill()
+    take = None if stamps is None else stamps.send(flat, bucket.layout, lanes[0].rank)
+    rows = rows_of(flat, bucket.layout)
+    return gather_into(flat, bucket, lanes, rows, take, start_rows=start_rows)
 
 
 def gather_into(
@@ -205,43 +159,33 @@ def gather_into(
     lanes: Sequence[RankGroup],
     rows: Sequence[tuple[int, Tensor]],
     take: Callable[[], None] | None,
-    chosen: Collection[int] | None = None,
     *,
     start_rows: StartRows | None = None,
 ) -> Pending:
-    """Start to send the rows that fill a flat tensor, which the bucket takes over when they have come.
+    """Start the broadcasts of rows that fill a flat tensor, which the bucket takes over when they have come.
 
     Args:
-        flat: as `ParamBucket.fill` gives it.
+        flat: as `ParamBucket.fill` returns it.
         bucket: the bucket.
-        lanes: groups of the same ranks, see `start_gather_of_part`.
+        lanes: see `start_gather`.
         rows: parts of the flat tensor, each with the rank of a lane that sends it.
         take: reads the stamps that came; None for none.
-        chosen: indices of the parameters within the bucket; None for all.
         start_rows: see `start_gather`.
     """
     works = (start_rows or start_broadcasts)(lanes, rows, bucket.label)
-    return Pending(works, [flat], partial(_end, bucket, flat, chosen, take))
 
+    def end() -> None:
+        bucket.settle(flat)
+        if take is not None:
+            take()
 
-def _end(
-    bucket: ParamBucket, flat: Tensor, chosen: Collection[int] | None, take: Callable[[], None] | None
-) -> None:
-    bucket.settle(flat, chosen)
-    if take is not None:
-        take()
+    return Pending(works, [flat], end)
 
 
 def start_broadcasts(
     lanes: Sequence[RankGroup], rows: Sequence[tuple[int, Tensor]], label: str
 ) -> list[Waitable]:
-    """Have each rank send its rows, on the lane that is its own; all ranks call.
-
-    Args:
-        lanes: groups of the same ranks, see `start_gather_of_part`.
-        rows: what is sent, or received in place, each with the rank of a lane that sends it.
-        label: names it in messages.
-    """
+    """Broadcast rows, each from its rank on the lane of that rank; arguments as in `gather_into`."""
     works: list[Waitable] = []
     for number, lane in enumerate(lanes):
         works += lane.broadcast_rows([row for row in rows if row[0] % len(lanes) == number], label)
@@ -249,12 +193,11 @@ def start_broadcasts(
 
 
 class Gathers:
-    """The gathers of one optimizer after its ordinary steps, and what may still be under way of any.
+    """The gathers of one optimizer.
 
     Attributes:
         under_way: gathers that were started and may not have ended, those of overlapped steps too.
-        readers: sets of parameters. A step leaves their gathers under way, because the code that reads them
-            waits.
+        readers: sets of parameters whose gathers a step leaves under way, as modules wait for them.
         stamps: what ranks tell each other in the gathers of a step; None in a group of one.
     """
 
@@ -269,12 +212,9 @@ class Gathers:
         return Gathers, (self.stamps,)
 
     def let_go(self, *, waits: bool) -> None:
-        """Wait for the gathers under way, and let the lanes go; does not communicate.
+        """Wait for the gathers under way, or abandon them, and let the lanes go.
 
-        What a rank that has died did not send is given up: no error.
-
-        Args:
-            waits: False abandons the gathers at once.
+        No error where a rank has died, and did not send.
         """
         lanes, self._lanes = self._lanes, None
         try:
@@ -292,22 +232,17 @@ class Gathers:
             self.stamps.check_failures()
 
     def start(self, group: RankGroup, buckets: Sequence[ParamBucket]) -> None:
-        """Start the gathers of buckets in a step, and wait for none; all ranks call."""
+        """Start the gathers of buckets in a step, and wait for none."""
         with self._lent(group, buckets) as lanes:
             for bucket in buckets:
                 lanes_of = _lanes_for(bucket, group, lanes)
                 self.under_way.add(bucket.params, start_gather(lanes_of, bucket, self.stamps))
 
     def run(self, group: RankGroup, buckets: Sequence[ParamBucket], *, in_step: bool = False) -> None:
-        """Gather buckets, and wait for all; all ranks call. In a group of one it does not communicate.
+        """Gather buckets, and wait for all; ``in_step`` sends the stamps too.
 
-        As many as memory allows are under way at once. Otherwise an owner with little in the first buckets
-        would wait for those with much, as each owner sends for itself.
-
-        Args:
-            group: the ranks.
-            buckets: the buckets.
-            in_step: send the stamps too.
+        As many as memory allows are under way at once: an owner with little in the first buckets need not
+        wait for those with much.
         """
         stamps = self.stamps if in_step else None
         under_way: deque[tuple[int, Pending]] = deque()
@@ -326,7 +261,7 @@ class Gathers:
 
     @contextmanager
     def _lent(self, group: RankGroup, buckets: Sequence[ParamBucket]) -> Iterator[Sequence[RankGroup]]:
-        """Give the lanes, if there are any; where the body fails, nobody else gets them."""
+        """Yield the lanes, if there are any; where the body fails, nobody else gets them."""
         if self._lanes is None and _gains_by_lanes(group, buckets):
             self._lanes = gloo_lanes_beside(group)
         lanes = self._lanes

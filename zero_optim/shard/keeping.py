@@ -1,10 +1,9 @@
-"""Where a rank keeps what it owns for good, where that is not ordinary memory. Nothing here communicates.
+"""What a rank owns, kept elsewhere than in ordinary memory. Nothing here communicates.
 
 Note [A budget]
-    What a rank keeps are its rows of the parameters, their reduced gradients, their state, masters and
-    averages. All of it is in mapped files (`zero_optim.shard.mapped`). At most ``budget`` bytes of it are
-    resident at a time, as whoever uses much of it takes it in portions, and has each written out before the
-    next. Tensors smaller than a page stay in ordinary memory: they would not fill one.
+    A rank's rows of the parameters, their reduced gradients, state, masters and averages are in mapped
+    files (`zero_optim.shard.mapped`). At most ``budget`` bytes of them are resident, as they are used in
+    portions, each written out before the next. Tensors smaller than a page stay in ordinary memory.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,62 +22,44 @@ class RowKeeping(Protocol):
 
     def anew(self) -> "RowKeeping":
         """Make one for another optimizer."""
-        ...
 
     def reserve_rows(self, nbytes: Iterable[int]) -> None:
         """Make sure that there is room for rows of so many bytes."""
-        ...
 
     def new_row(self, values: Tensor) -> Tensor:
         """Make a row, 1-D, with some values."""
-        ...
 
     def write(self, row: Tensor, values: Tensor) -> None:
         """Copy values to a row."""
-        ...
 
     def read(self, row: Tensor, target: Tensor) -> None:
         """Copy a row to where the parameters are."""
-        ...
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Take tensors that were used back."""
-        ...
+        """Take tensors back that were used."""
 
     def brought(self, values: Tensor) -> Tensor:
-        """Give values from where the parameters are for comparison with rows."""
-        ...
+        """Return values from where the parameters are for comparison with rows."""
 
     def copies(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         """Copy tensors to where they are kept."""
-        ...
 
     def add(self, kept: Tensor, tensor: Tensor) -> None:
         """Add a tensor to one that is kept."""
-        ...
 
     def wait(self) -> None:
         """Wait on the CPU until what is kept can be read and written."""
-        ...
 
 
 class Keeping:
-    """Keeps tensors in mapped memory; see Note [A budget].
-
-    Args:
-        memory: the files.
-        budget: how many bytes of them may be resident.
-
-    Attributes:
-        budget: as given.
-    """
+    """Keeps tensors in mapped files, of which ``budget`` bytes may be resident; see Note [A budget]."""
 
     def __init__(self, memory: MappedMemory, budget: int) -> None:
         self._memory = memory
         self.budget = budget
 
     def anew(self) -> "Keeping":
-        """Make one with as large a budget, and files of its own in the same folder."""
+        """Make one with the same budget, and files of its own in the same folder."""
         return Keeping(self._memory.anew(), self.budget)
 
     def holds(self, tensor: Tensor) -> bool:
@@ -90,15 +71,10 @@ class Keeping:
         self._memory.reserve(nbytes)
 
     def reserve_rows(self, nbytes: Iterable[int]) -> None:
-        """Reserve what `new_row` will take for rows of so many bytes.
-
-        Raises:
-            OSError: the disk has less left; says how much is needed.
-        """
+        """Reserve what `new_row` will take for rows of so many bytes; an OSError if the disk has less."""
         self._memory.reserve(sum(in_pages(max(1, each)) for each in nbytes))
 
     def _is_kept(self, tensor: Tensor) -> bool:
-        """Whether a tensor belongs here."""
         is_plain = tensor.layout is torch.strided and tensor.device.type == "cpu"
         return is_plain and tensor.numel() * tensor.element_size() >= PAGE
 
@@ -111,7 +87,7 @@ class Keeping:
         return row
 
     def write(self, row: Tensor, values: Tensor) -> None:
-        """Copy values to a row, and have it written out."""
+        """Copy values to a row, and write it out."""
         for start, stop in self._steps_through(row):
             row[start:stop].copy_(values[start:stop])
             self._memory.write_out([row[start:stop]])
@@ -128,16 +104,16 @@ class Keeping:
             yield start, min(row.numel(), start + step)
 
     def brought(self, values: Tensor) -> Tensor:
-        """Give values as they are: ordinary memory can be compared with rows."""
+        """Return values as they are: ordinary memory can be compared with rows."""
         return values
 
     def wait(self) -> None:
-        """Do nothing: all is done when a call returns."""
+        """Return at once: calls here have done their work."""
 
     # ------------------------------------------------------------------ other tensors
 
     def copies(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Copy tensors to where they are kept, one after the other; what is small, to ordinary memory."""
+        """Copy tensors to the files, one after the other, small ones to ordinary memory."""
         made: list[Tensor] = []
         try:
             for tensor in tensors:
@@ -153,10 +129,7 @@ class Keeping:
             self._memory.write_out(made)
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Take tensors that were used back: have them written out, after what is elsewhere has moved here.
-
-        A tensor stays the same object, and gets other memory.
-        """
+        """Write tensors out that were used, after those elsewhere have moved here, as the same objects."""
         used = [tensor for tensor in tensors if self._is_kept(tensor)]
         for tensor in used:
             if not self._memory.holds(tensor):
@@ -169,14 +142,11 @@ class Keeping:
         self.keep([kept])
 
     def drop(self, tensors: Iterable[Tensor]) -> None:
-        """Take tensors back that were read only."""
+        """Take tensors back that were only read."""
         self._memory.drop(tensors)
 
     def portions(self, items: Sequence[tuple[Item, int]]) -> Iterator[list[Item]]:
-        """Divide items, each with its bytes, in lists that are within the budget, in order.
-
-        An item that is larger is a list of its own.
-        """
+        """Divide items, each with its bytes, in lists within the budget, in order; a larger one is alone."""
         portion: list[Item] = []
         total = 0
         for item, nbytes in items:
@@ -197,12 +167,9 @@ def nbytes_of(tensor: Tensor) -> int:
 def gradients_in_portions(
     keeping: Keeping | None, tensors: Sequence[Tensor], *, are_read: bool = False
 ) -> Iterator[list[Tensor]]:
-    """Give gradients in lists, as many at a time as may be resident; one list without ``keeping``.
+    """Yield gradients in lists, as many as may be resident; one list if they are in ordinary memory.
 
-    Args:
-        keeping: keeps them, if they are not in ordinary memory.
-        tensors: the gradients.
-        are_read: they will be read only.
+    ``are_read``: they will only be read.
     """
     if keeping is None:
         yield list(tensors)

@@ -1,8 +1,4 @@
-"""Lazy gathers: in the forward pass each module waits for its own parameters, just before it needs them.
-
-``optimizer.gather_lazily`` makes them, or the constructor's argument of this name. Nothing here starts a
-collective; it only waits.
-"""
+"""Lazy gathers: in the forward pass each module waits for its own parameters, just before it needs them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,13 +15,12 @@ if TYPE_CHECKING:
 
 
 class LazyGather:
-    """Makes the modules of a model wait for the gathers of their own parameters.
+    """Hooks that make the modules of a model wait for the gathers of their own parameters.
 
-    Some modules read the parameters of a child that they never call, as ``nn.MultiheadAttention`` does with
-    its output projection. So the first forward pass waits for everything, and shows which modules are called.
-    If a module is not called, the nearest module above it that is called waits for its parameters. With
-    gradients disabled, the pass waits for everything: PyTorch's Transformer layers then skip calls of their
-    modules, and such passes are not where time is lost.
+    Some modules read the parameters of a child that they never call, as ``nn.MultiheadAttention`` does. So
+    the first forward pass waits for everything, and shows which modules are called. The nearest called
+    module above waits for the parameters of one that is not. Without gradients a pass waits for everything:
+    PyTorch's Transformer layers then skip calls of their modules.
 
     Args:
         model: its modules get hooks.
@@ -47,7 +42,7 @@ class LazyGather:
         sharding.gathers.readers.append(self._params)
 
     def remove(self) -> None:
-        """Wait for the gathers under way, and remove the hooks. Then steps wait for their gathers again."""
+        """Wait for the gathers under way, and remove the hooks: steps wait for their gathers again."""
         self._under_way.wait()
         if self._handles:
             self._gathers.readers.remove(self._params)
@@ -59,7 +54,7 @@ class LazyGather:
         self._under_way.wait()
 
     def wait_for(self, module: nn.Module) -> None:
-        """Wait for what a module needs in its forward pass, which comes next."""
+        """Wait for what a module needs in the forward pass that it begins."""
         if self._needs is None:
             self._called.add(module)
         if not self._under_way:
@@ -80,7 +75,7 @@ class LazyGather:
             self._assign(self._root, self._root, self._needs)
 
     def _assign(self, module: nn.Module, caller: nn.Module, needs: dict[nn.Module, list[Tensor]]) -> None:
-        """Note which module waits for the parameters of a module and of those below it."""
+        """Note which called module waits for the parameters of a module and of those below it."""
         caller = module if module in self._called else caller
         needs[caller].extend(module.parameters(recurse=False))
         for child in module.children():
@@ -89,12 +84,7 @@ class LazyGather:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ForwardWait:
-    """The hook in front of a module's forward pass.
-
-    Args:
-        gather: of the model that the module belongs to.
-        module: that the hook is registered with.
-    """
+    """The hook in front of a module's forward pass."""
 
     gather: LazyGather
     module: nn.Module
@@ -106,16 +96,7 @@ class _ForwardWait:
 
 
 def check_reader(model: object, params: Iterable[Tensor]) -> None:
-    """Refuse what cannot wait for the gathers of an optimizer. None is no reader, and passes.
-
-    Args:
-        model: whose forward passes are to wait.
-        params: those of the optimizer.
-
-    Raises:
-        TypeError: it is no module.
-        ValueError: it has none of the parameters, so that nothing would be gathered lazily.
-    """
+    """Refuse what is no module, or has none of the optimizer's parameters; None passes."""
     if model is None:
         return
     if not isinstance(model, nn.Module):
@@ -131,7 +112,7 @@ def check_reader(model: object, params: Iterable[Tensor]) -> None:
 
 
 def wait_for_gathers(model: nn.Module) -> None:
-    """Wait for all that the forward pass of a model would wait for; for who reads parameters before it."""
+    """Wait for all that the forward pass of a model would wait for, to read parameters before it."""
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, _ForwardWait):

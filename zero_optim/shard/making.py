@@ -9,7 +9,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.layout import Layout
 from zero_optim.plan.plan import Plan
 from zero_optim.shard.rooms import layouts_with_rooms
-from zero_optim.shard.storage import ParamBucket, make_bucket
+from zero_optim.shard.storage import Bucket, ParamBucket
 from zero_optim.shard.unit_forms import UnitForms
 from zero_optim.shard.units import UnitBucket
 
@@ -34,7 +34,7 @@ class BucketMaker:
         for bucket, layout, label in zip(plan.buckets, layouts, labels, strict=True):
             members = [params[index] for index in bucket.params]
             if members[0] not in self.units:
-                made.append(make_bucket(members, layout, group.rank, label, as_views=self._as_views))
+                made.append(Bucket(members, layout, group.rank, label, as_views=self._as_views))
             elif members[0] in self._made_before:
                 made.append(self._made_before.pop(members[0]))
                 made[-1].label = label

@@ -1,28 +1,17 @@
-"""Memory in files: tensors whose bytes are in files that the system reads and writes when they are used.
-
-Nothing here communicates.
+"""Memory in files: CPU tensors whose bytes the system reads and writes when they are used. No communication.
 
 Note [Pages that are dropped]
-    A tensor in mapped memory is an ordinary CPU tensor. A page of it is resident once it was read or written.
-    `MappedMemory.write_out` has the changed pages written to the file (``msync``) and takes them all out of
-    this process (``madvise``, MADV_DONTNEED). The next use reads them again. The mapping is shared, so
-    nothing is lost by that, also where a page was not written yet. The system may keep a copy in its page
-    cache; as that is equal to the file, it is given up as soon as memory is wanted elsewhere. Linux does
-    this. Other systems take MADV_DONTNEED for a hint, or have none: there it is refused.
-
-    The blocks of a file are reserved when it is made (``posix_fallocate``). Without that, a full disk would
-    be noticed at a write to memory, which ends the process with SIGBUS.
-
-    A file has no name: it is made with mode 0600, without a name or with one that is removed at once, and is
-    gone with the process, however that ends.
-
-    Ordinary memory that was freed may stay resident too: the C library keeps it for later (glibc, once blocks
-    as large were freed before). In a step that was more than anything else. So whenever pages are dropped,
-    the library is asked to return what is free.
+    `MappedMemory.write_out` has changed pages written to the file (``msync``) and takes them out of this
+    process (``madvise``, MADV_DONTNEED); the next use reads them again. The mapping is shared, so nothing
+    is lost. The page cache may keep a copy, which is given up as soon as memory is wanted. Linux does this;
+    elsewhere it is refused. The blocks of a file are reserved when it is made (``posix_fallocate``): else a
+    full disk would show at a write to memory, as SIGBUS. A file has no name, and is gone with the process.
+    glibc keeps freed memory for later, which in a step was more than anything else, so whenever pages are
+    dropped it is asked to return what is free.
 
 Note [Memory that comes back]
-    Each tensor has a storage of its own, which holds a view of the file. When the storage is dropped, so is
-    the view, and its place can be taken again. So a gradient that a user still holds keeps its values.
+    Each tensor has a storage of its own, which holds a view of the file. When the storage is dropped, its
+    place can be taken again. So a gradient that a user still holds keeps its values.
 """
 
 import ctypes
@@ -48,7 +37,7 @@ _LEAST_FILE_NBYTES = 2**24
 
 
 def why_not_here() -> str | None:
-    """Tell why this system cannot drop pages; None if it can."""
+    """Return why this system cannot drop pages; None if it can."""
     if sys.platform == "linux" and hasattr(mmap, "MADV_DONTNEED"):
         return None
     return f"pages of mapped files can be dropped on Linux only, and this is {sys.platform}"
@@ -60,15 +49,7 @@ def in_pages(nbytes: int) -> int:
 
 
 class _File:
-    """A file without a name, mapped as a whole.
-
-    Args:
-        folder: where it is.
-        nbytes: its size, a multiple of a page.
-
-    Raises:
-        OSError: there is not enough space, or the folder cannot be written to.
-    """
+    """A file without a name, mapped as a whole; its size is a multiple of a page."""
 
     def __init__(self, folder: Path, nbytes: int) -> None:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
@@ -79,7 +60,7 @@ class _File:
         self.used = 0
 
     def take(self, nbytes: int) -> int | None:
-        """Take some pages that were never used; gives their offset, None if there are not enough."""
+        """Take pages that were never used; returns their offset, None if there are not enough."""
         if self.used + nbytes > self.nbytes:
             return None
         offset, self.used = self.used, self.used + nbytes
@@ -113,11 +94,7 @@ class MappedMemory:
         return MappedMemory(self._folder)
 
     def reserve(self, nbytes: int) -> None:
-        """Make a file for so many bytes, so that taking them cannot fail.
-
-        Raises:
-            OSError: the disk has less left; says how much is needed.
-        """
+        """Make a file for so many bytes, so that taking them cannot fail; an OSError if the disk has less."""
         if nbytes > 0:
             self._add_file(in_pages(nbytes))
 
@@ -138,11 +115,7 @@ class MappedMemory:
         return file
 
     def take(self, nbytes: int) -> Tensor:
-        """Give memory that nobody uses: 1-D, bytes, of any values. It comes back when it is dropped.
-
-        Raises:
-            OSError: there is not enough space on the disk.
-        """
+        """Return memory that nobody uses: bytes, 1-D, of any values. It comes back when it is dropped."""
         size = in_pages(max(1, nbytes))
         with self._lock:  # gradients are taken over on other threads
             free = self._free.setdefault(size, [])
@@ -179,7 +152,7 @@ class MappedMemory:
     # ------------------------------------------------------------------ pages
 
     def write_out(self, tensors: Iterable[Tensor]) -> None:
-        """Write what has changed of some tensors to the files, and drop their pages; waits for the disk.
+        """Write changed pages of tensors to the files, and drop them; waits for the disk.
 
         Tensors that are elsewhere are left alone.
         """
@@ -189,7 +162,7 @@ class MappedMemory:
         self._drop(used)
 
     def drop(self, tensors: Iterable[Tensor]) -> None:
-        """Drop the pages of some tensors, which have been read only; does not wait for the disk."""
+        """Drop the pages of tensors that were only read; does not wait for the disk."""
         self._drop(list(self._pages(tensors)))
 
     def _drop(self, used: Sequence[tuple[_File, _Range]]) -> None:
@@ -199,7 +172,7 @@ class MappedMemory:
             self._trim(0)
 
     def _pages(self, tensors: Iterable[Tensor]) -> Iterator[tuple[_File, _Range]]:
-        """Find the pages of tensors, those next to each other together."""
+        """Yield the pages of tensors, those next to each other together."""
         by_file: dict[int, list[_Range]] = {}
         for tensor in tensors:
             file = self._file_of(tensor)
@@ -215,11 +188,7 @@ class MappedMemory:
 
 
 def _joined(ranges: list[_Range]) -> Iterator[_Range]:
-    """Join ranges that touch or overlap.
-
-    Args:
-        ranges: in ascending order; at least one.
-    """
+    """Join ranges that touch or overlap, given in ascending order."""
     current = ranges[0]
     for following in ranges[1:]:
         if following.start > current.stop:

@@ -1,18 +1,15 @@
 """What a rank owns of a model on an accelerator, kept in memory of the host. Nothing here communicates.
 
 Note [Kept on the host]
-    With ``offload="cpu"`` a rank's rows of the parameters, their reduced gradients, their state, masters and
-    averages are in memory of the host. The device has the units that are whole and the gradients on their
-    way, and no more. The optimizer steps on the CPU.
+    With ``offload="cpu"`` a rank's rows, reduced gradients, state, masters and averages are in memory of
+    the host, and the optimizer steps on the CPU. The device has the units that are whole and the gradients
+    on their way.
 
-    Host memory is pinned, so copies run beside the CPU, on the stream that needs them or has what is copied.
-    A row that is copied to the device must not be stepped before that is done, and a gradient that comes
-    must not be read before it is here. So the CPU waits for the copies under way whenever somebody asks for
-    rows (`Leaves.rows`, `UnitBucket.kept`) or for a gradient (`PartialGradient.piece`). As a rule that is in
-    the step: it waits for the end of the backward pass there, which the norm of the gradients needs as well.
-
-    A device cannot add to what is on the host. So where a reduced gradient is added to one of before, that
-    one comes to the device, and the sum goes back. The CPU waits for none of it.
+    Host memory is pinned, so copies run beside the CPU. The CPU waits for the copies under way whenever
+    somebody asks for rows (`Leaves.rows`, `UnitBucket.kept`) or a gradient (`PartialGradient.piece`): as a
+    rule in the step, which waits for the end of the backward pass all the same. A device cannot add to what
+    is on the host. So a gradient of before comes to the device, and the sum goes back, without a wait of
+    the CPU.
 """
 
 from collections.abc import Iterable, Iterator
@@ -34,7 +31,7 @@ class HostKeeping:
         return HostKeeping()
 
     def reserve_rows(self, nbytes: Iterable[int]) -> None:
-        """Do nothing: memory of the host is not reserved."""
+        """Reserve nothing: memory of the host is not reserved."""
 
     def wait(self) -> None:
         """Wait on the CPU until what is kept can be read and written."""
@@ -58,10 +55,10 @@ class HostKeeping:
         self._copies.to_place(target, row)
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Do nothing: tensors that were used are where they are kept."""
+        """Leave tensors where they are kept already."""
 
     def brought(self, values: Tensor) -> Tensor:
-        """Give values of the device where they can be compared with rows; the CPU waits."""
+        """Return values of the device where they can be compared with rows; the CPU waits."""
         return values.to("cpu") if values.is_sparse else HostCopy(values).read()
 
     # ------------------------------------------------------------------ gradients

@@ -1,23 +1,21 @@
 """The places of parameters in a flat tensor, and the form that they have there. Nothing here communicates.
 
 Note [A storage for each parameter]
-    Savers such as those of safetensors and accelerate treat parameters with one storage as tied, and keep one
-    of them. ``torch.save(param)`` writes the whole storage. So each parameter of a bucket has its own. It
-    comes from DLPack: a capsule of a slice of the flat tensor becomes a tensor with its own storage, exactly
-    as long as the slice. This tensor keeps the flat tensor's memory alive. The slice has the dtype bytes,
-    since DLPack does not know every dtype; the tensor gets its dtype afterwards. Autograd cannot see that a
-    gather into the flat tensor changes a parameter, so `ParamBucket.settle` tells it.
+    Savers such as safetensors' treat parameters with one storage as tied, and ``torch.save(param)`` writes
+    the whole storage. So each parameter of a bucket has its own, exactly as long as its slice of the flat
+    tensor: it comes from DLPack, in bytes, as DLPack does not know every dtype, and keeps the flat tensor's
+    memory alive. Autograd cannot see that a gather into the flat tensor changes a parameter, so
+    `ParamBucket.settle` tells it.
 
-    Such a storage cannot be resized: it would reach into the next parameter's memory. It can move to shared
-    memory (by ``share_memory_``, or when it is sent to another process): then PyTorch puts other memory into
-    the same storage. Such a parameter stays there, and gathers copy it.
+    Such a storage cannot be resized. It can move to shared memory (``share_memory_``, or when it is sent to
+    another process): PyTorch puts other memory into the same storage, the parameter stays there, and
+    gathers copy it. On CUDA the block belongs to the flat tensor and is reused when the last parameter is
+    gone; ``record_stream`` of a parameter does nothing, and it can hardly be sent to another process
+    (``parameters_as_bucket_view=False``).
 
-    On CUDA the memory belongs to the flat tensor's block of the caching allocator. ``param.record_stream``
-    does nothing, as for every tensor whose memory does not come from that allocator directly. The block is
-    reused when the last parameter of the bucket is gone. Streams need no care here: the capsule is made and
-    used at once, and nothing is read. PyTorch makes a CUDA handle for another process only of what begins a
-    block of the allocator, by its source. So such a parameter can hardly be sent to one;
-    ``parameters_as_bucket_view=False`` avoids that. No GPU has been asked yet.
+Note [Memory that is touched late]
+    Padding is sent, so it is zeroed. To zero the whole flat tensor would have all of it resident beside the
+    parameters that are about to move in, one after the other, while each gives back the memory that it had.
 """
 
 from collections.abc import Sequence
@@ -32,7 +30,7 @@ from zero_optim.plan.memory import dense_strides
 
 
 class Form(NamedTuple):
-    """The form of a parameter when it was planned: the same on every rank, whatever happens to it later."""
+    """The form of a parameter when it was planned, the same on every rank."""
 
     dtype: torch.dtype
     device: torch.device
@@ -45,7 +43,7 @@ class Form(NamedTuple):
         return cls(param.dtype, param.device, param.shape, dense_strides(param))
 
     def fits(self, param: Tensor) -> bool:
-        """Whether a parameter can still be copied to its place; its strides may differ by now."""
+        """Whether a parameter can be copied to its place; its strides may differ by now."""
         return (self.dtype, self.device, self.size) == (param.dtype, param.device, param.shape)
 
     def check(self, param: Tensor) -> None:
@@ -58,29 +56,20 @@ class Form(NamedTuple):
             )
 
 
-def _starts(layout: Layout) -> list[int]:
-    """Tell where each parameter begins. The extents of a cut one follow each other, so its first one says."""
-    first: dict[int, int] = {}
-    for row in layout.rows:
-        for extent in row.extents:
-            first.setdefault(extent.param, extent.offset)
-    return [first[param] for param in range(len(layout.numels))]
-
-
 def views_in(flat: Tensor, forms: Sequence[Form], layout: Layout) -> list[Tensor]:
     """View each parameter's place in ``flat`` with the parameter's shape and memory format."""
-    starts = _starts(layout)
+    starts = layout.offsets()
     return [flat.as_strided(form.size, form.stride, at) for form, at in zip(forms, starts, strict=True)]
 
 
 def with_own_storages(flat: Tensor, forms: Sequence[Form], layout: Layout) -> list[Tensor]:
     """Like `views_in`, but each view has its own storage. See Note [A storage for each parameter]."""
     octets, size = flat.view(torch.uint8), flat.element_size()
-    return [_over(octets[at * size :], form) for form, at in zip(forms, _starts(layout), strict=True)]
+    return [_over(octets[at * size :], form) for form, at in zip(forms, layout.offsets(), strict=True)]
 
 
 def _over(octets: Tensor, form: Form) -> Tensor:
-    """Make a tensor of some form over the first of some bytes. Its storage ends where the tensor does."""
+    """Make a tensor over the first of some bytes, with a storage that ends where the tensor does."""
     empty = torch.empty(0, dtype=form.dtype, device=form.device)
     nbytes = form.size.numel() * empty.element_size()
     if nbytes == 0:
@@ -99,3 +88,17 @@ def can_be_views(params: Sequence[Tensor]) -> bool:
         return _over(byte, Form.of(byte)).data_ptr() == byte.data_ptr()
     except (BufferError, NotImplementedError, RuntimeError, TypeError, ValueError):
         return False  # the device has no DLPack
+
+
+def zero_padding(flat: Tensor, layout: Layout, start: int = 0) -> None:
+    """Zero what belongs to no parameter in elements ``[start, start + len(flat))`` of a bucket's flat tensor.
+
+    ``flat`` is all of it, or one row.
+    """
+    at, stop = start, start + flat.numel()
+    for row in layout.rows:
+        for extent in row.extents if start <= row.start and row.stop <= stop else ():
+            if extent.offset > at:
+                flat[at - start : extent.offset - start].zero_()
+            at = extent.end
+    flat[at - start :].zero_()

@@ -1,17 +1,11 @@
 """Rooms for stamps in the buckets of a plan, so that every rank is heard. Nothing here communicates.
 
 Note [Every rank is heard]
-    Each row has room for a stamp, but a row that lies within one parameter. So a rank has nowhere to write if
-    it owns nothing, nothing that trains, or rows in the middle of large parameters alone. Such a rank has a
-    room behind the rows of one bucket, and broadcasts that by itself: 32 bytes beside the broadcasts of the
-    owners, and started with them. Where all ranks have room in their rows, as in most plans, nothing is
-    added.
-
-    It cannot travel with anything else: such a rank sends nothing in a step, or rows that have to be received
-    where no byte is to spare. One sum or all-gather of the stamps of all such ranks would be one collective
-    in the place of several. But on gloo it would be more messages, one after the other round a ring, than
-    their broadcasts, which go side by side along trees. And where a backend takes several collectives as one,
-    they are in the launch of the rows.
+    Each row has room for a stamp, except one that lies within one parameter. A rank that owns nothing,
+    nothing that trains, or such rows alone has a room behind the rows of one bucket, and broadcasts these
+    32 bytes by itself, beside the owners' broadcasts. One sum or all-gather for all such ranks would be one
+    collective, but on gloo more messages, one after the other. Where all ranks have room in their rows, as
+    in most plans, nothing is added.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,9 +14,8 @@ import torch
 from torch import Tensor
 
 from zero_optim.health.stamp import STAMP_NBYTES
-from zero_optim.plan.layout import Layout
+from zero_optim.plan.layout import Layout, with_rooms, with_rooms_behind
 from zero_optim.plan.plan import Plan, alignment_of
-from zero_optim.plan.rooms import with_rooms, with_rooms_behind
 
 
 def layouts_with_rooms(
@@ -33,7 +26,7 @@ def layouts_with_rooms(
     compute_dtypes: Mapping[Tensor, torch.dtype],
     heard: set[int],
 ) -> list[Layout]:
-    """Make rooms in the layouts of a plan; the same on every rank.
+    """Return the layouts of a plan with rooms, by bucket; the same on every rank.
 
     Args:
         plan: the plan; ranks agree on which of its parameters are frozen.
@@ -41,11 +34,7 @@ def layouts_with_rooms(
         size: number of ranks. One alone has no stamps, and its layouts stay as they are.
         units: the parameters of units, each with the number of its unit.
         compute_dtypes: of those that travel in another dtype than their own, which is wider.
-        heard: ranks that have room in a bucket that is gathered after each step, of earlier plans; those of
-            this one are added.
-
-    Returns:
-        By bucket of the plan.
+        heard: ranks with room in a bucket that is gathered after each step; those of this plan are added.
     """
     firsts = [params[bucket.params[0]] for bucket in plan.buckets]
     layouts = [bucket.layout for bucket in plan.buckets]

@@ -1,6 +1,6 @@
-"""Who owns each parameter and which bucket it is in, as the plans so far say.
+"""Who owns each parameter, and the buckets of an optimizer.
 
-The optimizer calls. `Sharding.plan`, `gather` and `gather_all` communicate; all ranks call them.
+`Sharding.plan`, `gather` and `gather_all` communicate; all ranks call them.
 """
 
 import math
@@ -25,7 +25,6 @@ from zero_optim.plan.groups import (
     param_names,
     params_of,
 )
-from zero_optim.plan.layout import Span, spans
 from zero_optim.plan.memory import check_shardable
 from zero_optim.plan.pieces import Piece, Pieces, piece_of
 from zero_optim.plan.plan import (
@@ -52,22 +51,26 @@ _DIFFERS_ON_PURPOSE = (
 _HINTS = {"optimizer": _DIFFERS_ON_PURPOSE, "group": _DIFFERS_ON_PURPOSE}
 
 
+# For each parameter why ranks may not own these pieces of it, as far as this rank knows; None if they may.
+WhyWhole = Callable[[Sequence[Pieces]], Sequence[str | None]]
+
+
 class Sharding:
     """The owners and buckets of an optimizer's parameters.
 
     Args:
         group: the ranks to shard over.
-        as_views: whether to move parameters into their bucket, see `make_bucket`.
+        as_views: whether to move parameters into their bucket, see `Bucket`.
         cap_mb: capacity of a bucket in MiB, infinity for no limit.
-        num_owners: the first so many ranks to be; None for all of the group.
-        gathers: of the sharding that this one follows, so that whoever waits for them goes on doing so.
+        num_owners: the first so many ranks own; None for all of the group.
+        gathers: of the sharding before, so that modules that wait for them go on doing so.
         own_options: names of options that ranks need not have in common, see `zero_optim.health.stamps`.
         units: parameters that are whole only while their unit is in use, with the number of the unit.
         forms: how these are kept; None for their own dtypes and ordinary memory.
 
     Attributes:
         pieces: of each parameter, the rows that each of its owners has.
-        whole_because: why parameters may not be cut, of those of which that was found.
+        whole_because: why parameters may not be cut, where that was asked.
         loads: the cost of what each rank owns.
         cap_nbytes: capacity of a bucket in bytes.
         buckets: in the order in which they are gathered, the same on every rank; see Note [Order of gathers]
@@ -92,7 +95,7 @@ class Sharding:
         self.buckets: list[ParamBucket] = []
         self.gathers = Gathers() if gathers is None else gathers
         self.gathers.stamps = None if group.size == 1 else Stamps(own_options)
-        self._places: dict[Tensor, tuple[int, int]] = {}
+        self._numbers: dict[Tensor, int] = {}  # of the bucket of each parameter
         self._group = group
         self._maker = BucketMaker(as_views, {} if units is None else units, forms or UnitForms())
         self.cap_nbytes = _nbytes(cap_mb)
@@ -110,50 +113,61 @@ class Sharding:
         costs: Sequence[Cost],
         before: int,
         about: Sequence[str],
-        why_whole: Callable[[Sequence[Pieces]], Sequence[str | None]] | None,
+        why_whole: WhyWhole | None,
     ) -> Plan:
-        """Plan groups, and check that all ranks have the same plan; all ranks call.
-
-        This changes nothing; `add` does.
+        """Plan groups, and check that all ranks have the same plan; all ranks call. `add` carries it out.
 
         Args:
             groups: all public groups.
             costs: the cost function of each group to plan.
             before: number of groups that have been planned already.
             about: further descriptions to agree on.
-            why_whole: tells for each parameter to plan why ranks may not own the pieces given of it, as far
-                as this rank can know; None if they may. Called if there is something to cut, and again where
-                the answers lead to other pieces. A parameter is cut if all ranks say that it may be. None
-                cuts nothing, and evens out the model alone, not each bucket.
+            why_whole: called if there is something to cut; a parameter is cut if all ranks say that it may.
+                None cuts nothing, and evens out the model alone, not each bucket.
 
         Raises:
             ValueError: on every rank, a parameter cannot be sharded; or TypeError.
             RankMismatchError: on every rank, the ranks were given different things.
         """
-        new = groups[before:]
+        new, units = groups[before:], self._maker.units
+        reasons: Sequence[str | None] = []
         with failing_together(self._group):
-            check_shardable(groups, {param for param in self._maker.units if is_freed(param)})
+            check_shardable(groups, {param for param in units if is_freed(param)})
             by_group = [group["params"] for group in new]
             spent = [[cost(p) for p in params] for params, cost in zip(by_group, costs, strict=True)]
-            known = by_group, spent, len(self.loads), self.cap_nbytes, self.loads
             every = params_of(new)
-            units = [self._maker.units.get(param) for param in every]
+            numbers = [units.get(param) for param in every]
             used = [self._maker.forms.compute_dtypes.get(param, param.dtype) for param in every]
-            plan = make_plan(*known, None if why_whole is None else [True] * len(units), units, used)
-            reasons = [] if why_whole is None or not plan.is_cut else why_whole(plan.pieces)
-            alike = Alike.among(new, self._maker.units.keys())
-            described = [*describe_params(new), *describe_options(new), *about]
+
+            def planned(may_cut: Sequence[bool] | None) -> Plan:
+                known = len(self.loads), self.cap_nbytes, self.loads
+                return make_plan(by_group, spent, *known, may_cut, numbers, used)
+
+            plan = planned(None if why_whole is None else [True] * len(every))
+            if why_whole is not None and plan.is_cut:
+                reasons = why_whole(plan.pieces)
+            alike = Alike.among(new, units.keys())
             # Owners come last: they differ where anything else does, and the first difference is told.
-            items = [*described, f"buckets of {self.cap_nbytes} bytes"]
-            items += [f"units of the parameters: {units}, used as {used}"] if self._maker.units else []
-            items += describe_owners(new, plan)
-            if reasons:
-                items += describe_costs(new, plan)
+            items = [*describe_params(new), *describe_options(new), *about]
+            items.append(f"buckets of {self.cap_nbytes} bytes")
+            items += [f"units of the parameters: {numbers}, used as {used}"] if units else []
+            items += describe_owners(new, plan) + (describe_costs(new, plan) if reasons else [])
         agree(self._group, items, "the parameters and options of the optimizer", _HINTS)
         alike.check_order(self._group, new)
-        # Now all ranks know whether anything would be cut.
-        whole_because: list[str | None] = [None] * len(every)
-        while why_whole is not None and plan.is_cut:
+        if why_whole is None:
+            return plan
+        return self._cut_where_all_agree(plan, planned, reasons, why_whole)
+
+    def _cut_where_all_agree(
+        self,
+        plan: Plan,
+        planned: Callable[[Sequence[bool]], Plan],
+        reasons: Sequence[str | None],
+        why_whole: WhyWhole,
+    ) -> Plan:
+        """Plan anew until all ranks say that what is cut may be; all ranks call, with the same plan."""
+        whole_because: list[str | None] = [None] * len(plan.pieces)
+        while plan.is_cut:
             borne = said_by_all(self._group, [reason is None for reason in reasons])
             refused = [
                 None if may else reason or ELSEWHERE for may, reason in zip(borne, reasons, strict=True)
@@ -161,32 +175,28 @@ class Sharding:
             if not any(new and not old for new, old in zip(refused, whole_because, strict=True)):
                 break
             whole_because = [old or new for old, new in zip(whole_because, refused, strict=True)]
-            plan = make_plan(*known, [reason is None for reason in whole_because], units, used)
+            plan = planned([reason is None for reason in whole_because])
             if plan.is_cut:  # in other pieces
                 with failing_together(self._group):
                     reasons = why_whole(plan.pieces)
         return replace(plan, whole_because=tuple(whole_because))
 
     def let_go(self, *, waits: bool) -> None:
-        """Let the process group go, after the gathers, see `Gathers.let_go`; does not communicate."""
+        """Let the process group go, after the gathers; see `Gathers.let_go`."""
         self.gathers.let_go(waits=waits)
         self._group = self._group.let_go()
 
     def become(self, rank: int) -> None:
-        """Be what a rank will have in a group of as many ranks as there are owners; -1 owns nothing.
-
-        It does not communicate after that. To be called before anything is added.
-        """
+        """Plan as a rank of a group with as many ranks as owners; -1 owns nothing. Called before `add`."""
         self._group = replace(self._group.let_go(), rank=rank, size=len(self.loads))
 
     def owned(self, params: Sequence[Tensor], plan: Plan) -> dict[Tensor, Piece]:
-        """Pick the parameters of which a plan gives this rank a piece, in order; with these pieces."""
-        rank = self._group.rank
-        found = ((param, piece_of(pieces, rank)) for param, pieces in zip(params, plan.pieces, strict=True))
-        return {param: piece for param, piece in found if piece is not None}
+        """Return this rank's pieces of a plan, by parameter."""
+        mine = (piece_of(pieces, self._group.rank) for pieces in plan.pieces)
+        return {param: piece for param, piece in zip(params, mine, strict=True) if piece is not None}
 
     def piece_here(self, param: Tensor) -> Piece | None:
-        """Tell which rows of a parameter this rank owns; None if it owns none."""
+        """Return the rows of a parameter that this rank owns; None if it owns none."""
         return piece_of(self.pieces[param], self._group.rank)
 
     def is_cut(self, param: Tensor) -> bool:
@@ -200,21 +210,15 @@ class Sharding:
 
     def cut_params(self) -> list[Tensor]:
         """List the parameters that are cut. Free where there are none: steps ask this."""
-        known = [bucket.params for bucket in self.buckets if bucket.layout.is_cut]
-        return [param for params in known for param in params if self.is_cut(param)]
+        cut = [bucket.params for bucket in self.buckets if bucket.layout.is_cut]
+        return [param for params in cut for param in params if self.is_cut(param)]
 
     def first_owner(self, param: Tensor) -> int:
-        """Tell the rank that owns a parameter, or its first rows."""
+        """Return the rank that owns a parameter, or its first rows."""
         return self.pieces[param][0].owner
 
     def add(self, params: Sequence[Tensor], plan: Plan, names: Sequence[str]) -> None:
-        """Note the owners of a plan, and make its buckets. Does not communicate.
-
-        Args:
-            params: of the plan.
-            plan: the plan.
-            names: of the parameters, for messages.
-        """
+        """Carry out a plan: note its owners, and make its buckets. The names are for messages."""
         self.pieces.update(zip(params, plan.pieces, strict=True))
         refused = zip(params, plan.whole_because, strict=True) if plan.whole_because else ()
         self.whole_because.update((param, reason) for param, reason in refused if reason is not None)
@@ -226,22 +230,14 @@ class Sharding:
         ]
         made = self._maker.make(self._group, params, plan, labels)
         for number, bucket in enumerate(made, len(self.buckets)):
-            self._places.update({param: (number, index) for index, param in enumerate(bucket.params)})
+            self._numbers.update(dict.fromkeys(bucket.params, number))
         self.buckets += made
         self._active += map(is_active, made)
 
     def make_unit_buckets(
         self, params: Sequence[Tensor], plan: Plan, former: Iterable[UnitBucket] = ()
     ) -> list[UnitBucket]:
-        """Make the buckets of a plan that `add`, which is called next, will use for units.
-
-        Does not communicate.
-
-        Args:
-            params: of the plan.
-            plan: the plan.
-            former: buckets to be used again, see `BucketMaker.make_units`.
-        """
+        """Make the buckets of units of a plan, for `add`, which comes next; see `BucketMaker.make_units`."""
         return self._maker.make_units(self._group, params, plan, former)
 
     def unit_buckets(self) -> list[UnitBucket]:
@@ -255,9 +251,9 @@ class Sharding:
 
     @eager
     def refresh(self, groups: Sequence[ParamGroup]) -> None:
-        """Wait for gathers, then check every parameter before a step; see `ParamBucket.refresh`.
+        """Wait for gathers, then take over what the user did to parameters, see `ParamBucket.refresh`.
 
-        Must be called in `step`, or in a comm hook; see Note [Moving parameters] in `storage`.
+        Called in `step` or in a comm hook only; see Note [Moving parameters] in `storage`.
 
         Raises:
             RuntimeError: a parameter does not fit any more; all others were refreshed.
@@ -271,11 +267,7 @@ class Sharding:
             self._checked = places
 
     def take_over(self) -> None:
-        """Take over what the user did to parameters, without waiting for anything; as `refresh` does it.
-
-        Raises:
-            RuntimeError: a parameter does not fit any more; all others were taken over.
-        """
+        """Take over what the user did to parameters, as `refresh`, but wait for nothing."""
         with ExitStack() as stack:  # which calls them all, then raises
             for bucket in self.buckets:
                 stack.callback(bucket.refresh)
@@ -329,22 +321,16 @@ class Sharding:
             self.gathers.stamps.settle(self._group.during("agree"), call, with_last=with_last)
 
     def begin_call(self, groups: Sequence[ParamGroup], call: Call) -> None:
-        """Have the gathers that come next carry the stamps of a call; all ranks call.
-
-        Waits for the gathers of the call before, where those are still under way.
-        """
+        """Have the next gathers carry the stamps of a call; waits for those of the call before."""
         if self.gathers.stamps is not None:
             self.under_way.wait()
             self.gathers.stamps.begin(groups, call)
 
     @eager
     def settle(self, group: RankGroup, call: Call, *, with_last: bool) -> None:
-        """Look at the stamps of calls, see `Stamps.settle`; all ranks call, at one point of their programs.
+        """Look at the stamps of calls, see `Stamps.settle`; all ranks call.
 
-        Args:
-            group: the ranks, on the lane for that.
-            call: see `Stamps.settle`.
-            with_last: look at those of the last call too, where the CPU need not wait for them.
+        ``with_last`` looks at those of the last call too, unless the CPU would wait for a device.
         """
         if self.gathers.stamps is not None:
             if with_last:
@@ -352,11 +338,7 @@ class Sharding:
             self.gathers.stamps.settle(group, call, with_last=with_last and not self._is_asynchronous)
 
     def end_step(self) -> None:
-        """Wait for the gathers under way, except those that a reader waits for.
-
-        Raises:
-            RemoteRankError: on the CPU, the call failed on another rank and not on this one.
-        """
+        """Wait for the gathers that no module waits for, then raise if the call failed on another rank."""
         self._wait_for_unread()
         self.gathers.check_failures()
 
@@ -373,31 +355,25 @@ class Sharding:
         return any(is_asynchronous(bucket.device) for bucket in self.buckets)
 
     def active(self) -> list[bool]:
-        """Return for each bucket whether a parameter in it trains, or did at an earlier gather."""
+        """Return for each bucket whether a parameter in it trains, or trained at an earlier gather."""
         return [was or is_active(bucket) for bucket, was in zip(self.buckets, self._active, strict=True)]
 
-    def spans_of(
-        self, params: Sequence[Tensor]
-    ) -> tuple[tuple[ParamBucket, frozenset[int], tuple[Span, ...]], ...]:
-        """Find where some parameters lie: by bucket, their indices in it, and the spans that they fill."""
-        by_bucket: dict[int, set[int]] = {}
-        for param in params:
-            number, index = self._places[param]
-            by_bucket.setdefault(number, set()).add(index)
-        found = []
-        for number in sorted(by_bucket):
-            bucket, chosen = self.buckets[number], frozenset(by_bucket[number])
-            found.append((bucket, chosen, tuple(spans(bucket.layout, chosen))))
-        return tuple(found)
+    def number_of(self, param: Tensor) -> int | None:
+        """Return the number of the bucket that has a parameter; None without one."""
+        return self._numbers.get(param)
+
+    def buckets_of(self, params: Iterable[Tensor]) -> list[ParamBucket]:
+        """List the buckets that have some parameters, in the order of gathers."""
+        return [self.buckets[number] for number in sorted({self._numbers[param] for param in params})]
 
     @eager
     def gather_all(self) -> None:
-        """Gather all parameters, also frozen ones, but for those of units; all ranks call."""
+        """Gather all parameters that are in no unit, also frozen ones; all ranks call."""
         self.gathers.run(self._group.during("gather"), _freed_or_gathered(self.buckets))
 
 
 def _freed_or_gathered(buckets: Sequence[ParamBucket]) -> list[ParamBucket]:
-    """Free the parameters of units, whose new values come when they are used; list the other buckets."""
+    """Free the parameters of units, which are gathered when they are used; return the other buckets."""
     rest = []
     for bucket in buckets:
         if isinstance(bucket, UnitBucket):
@@ -408,11 +384,6 @@ def _freed_or_gathered(buckets: Sequence[ParamBucket]) -> list[ParamBucket]:
 
 
 def _nbytes(cap_mb: float) -> int:
-    """Convert a capacity in MiB to bytes.
-
-    Raises:
-        ValueError: it is not a number above 0.
-    """
     if type(cap_mb) not in (int, float) or not cap_mb > 0:
         raise ValueError(f"expected bucket_cap_mb to be a number of MiB above 0, got {cap_mb!r}")
     return sys.maxsize if math.isinf(cap_mb) else max(1, int(cap_mb * 2**20))

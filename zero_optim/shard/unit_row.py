@@ -8,8 +8,7 @@ from torch import Tensor
 
 from zero_optim.plan.layout import Layout
 from zero_optim.shard.keeping import RowKeeping
-from zero_optim.shard.padding import zero_padding
-from zero_optim.shard.places import Form, views_in
+from zero_optim.shard.places import Form, views_in, zero_padding
 from zero_optim.shard.unit_memory import FreePages
 
 

@@ -38,7 +38,7 @@ Note [Freed one by one]
     So whoever makes buckets never needs a second copy of the model, nor even of a unit.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
@@ -272,7 +272,7 @@ class UnitBucket(Uncopied):
 
     # ------------------------------------------------------------------ whole and freed
 
-    def fill(self, chosen: Collection[int] | None = None) -> Tensor:
+    def fill(self) -> Tensor:
         """See `ParamBucket`: give the flat tensor memory, with this rank's row in it."""
         self._check_untouched()
         if self._came is not None:  # what stays: this stream will write a stamp there
@@ -283,7 +283,7 @@ class UnitBucket(Uncopied):
                 self._own.read(self._flat.own)
         return self._flat.tensor
 
-    def settle(self, flat: Tensor, chosen: Collection[int] | None = None) -> None:
+    def settle(self, flat: Tensor) -> None:
         """Show the parameters whole, once the flat tensor has all rows."""
         assert flat is self._flat.tensor
         self._show(self._flat.views)
@@ -338,13 +338,13 @@ class WideBucket:
         """See `UnitBucket.refresh`."""
         self._bucket.refresh()
 
-    def fill(self, chosen: Collection[int] | None = None) -> Tensor:
+    def fill(self) -> Tensor:
         """Make the flat tensor, with this rank's row; raises as `UnitBucket.refresh`."""
         self.refresh()
         self._flat = self._bucket.flat_as_kept()
         return self._flat
 
-    def settle(self, flat: Tensor, chosen: Collection[int] | None = None) -> None:
+    def settle(self, flat: Tensor) -> None:
         """Show the values, once the flat tensor has all rows."""
         self.values = dict(zip(self.params, self._bucket.views(flat), strict=True))
 

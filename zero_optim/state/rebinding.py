@@ -27,7 +27,7 @@ from zero_optim.plan.pieces import Pieces
 from zero_optim.plan.plan import Plan, describe_params
 from zero_optim.probe.rows import CutRows
 from zero_optim.shard.sharding import Sharding
-from zero_optim.shard.storage import ParamBucket, ViewBucket
+from zero_optim.shard.storage import Bucket, ParamBucket
 from zero_optim.state.given import KEPT_WHOLE
 from zero_optim.state.holding import Found, HoldingOptimizer
 from zero_optim.state.moving import Forms, Moved, move_state, refuse_lost
@@ -192,7 +192,7 @@ class RebindableOptimizer(HoldingOptimizer):
                 if param in bucket_of:
                     bucket_of[param].take_in({param: param})
                     bucket_of[param].let_go({param})
-                    if isinstance(left, ViewBucket):
+                    if isinstance(left, Bucket):
                         left.give_back(index)
         self._owned.leaves.keep(new)
 

@@ -1,25 +1,21 @@
 """The global gradient norm, one for all ranks, and clipping by it.
 
-Every parameter's norm is taken by its owner, from the gradient that the step will really use, and
-the norms are then combined on every rank in the same order. So the result is equal on all ranks
-even where gradients are not, and equal bit for bit to ``torch.nn.utils.clip_grad_norm_`` where they
-are (several dtypes or devices aside: PyTorch combines those group by group, in no fixed order).
-The norm of a cut parameter is taken once, of its whole gradient, by the owner of its first rows. Where
-gradients are sharded nobody has that: each owner takes the norm of its rows, and the norms are combined in
-the order of rows, in the gradient's dtype. Then the last bits may differ from PyTorch's.
+Every parameter's norm is taken by its owner (of a cut one by the owner of its first rows), and all ranks
+combine the norms in the same order. So the result is equal on all ranks, and bit for bit that of PyTorch's
+``clip_grad_norm_`` where gradients are equal and of one dtype and device. Where gradients are sharded each
+owner takes the norm of its rows, and the last bits of a cut parameter's norm may differ from PyTorch's.
 
 Note [One gather, one wait]
-    Every rank knows who owns what, so what a rank tells has a fixed length: a byte and a float64 for each
-    parameter of the rank that owns most. The bytes say which of its parameters have gradients, the float64s
-    are their norms, in order and without gaps. In front stand a byte that says whether the rank has failed,
-    and a digest of its arguments; only where these tell of an error do the ranks exchange more.
+    Every rank knows who owns what, so a rank sends a fixed length: a byte (has a gradient) and a float64
+    (its norm) for each parameter of the rank that owns most. In front stand a byte that says whether the
+    rank has failed, and a digest of its arguments; only after an error do the ranks exchange more.
 
-    On an asynchronous device the norms are there only when the backward pass has ended. What the CPU knows
-    before is sent by the CPU if the group has a backend for it beside the device's own
-    (``cpu:gloo,cuda:nccl``); the norms stay on the device, where they are combined. Then the CPU does not
-    wait for the device; nor does it in a group of one. With NCCL alone all goes as one message, for which the
-    CPU waits once: two would both stand behind the backward pass, and if ranks read later what the others
-    say, they would have stepped with arguments that differ. On gloo alone the CPU sends the norms.
+    On an accelerator the norms are there only when the backward pass has ended. If the group has a backend
+    for the CPU beside the device's own (``cpu:gloo,cuda:nccl``), the CPU sends what it knows before, and
+    the norms stay on
+    the device: the CPU does not wait for the device. With NCCL alone all goes as one message, for which the
+    CPU waits once; to read it later would be to step with arguments that differ. On gloo alone the CPU
+    sends the norms.
 """
 
 import hashlib
@@ -46,10 +42,10 @@ _HEADING_NBYTES = 16  # a byte for failure, then the digest
 
 @dataclass(frozen=True, slots=True)
 class ClipArguments:
-    """What ``clip_grad_norm_`` was called with on this rank; not checked yet, see there.
+    """The arguments of ``clip_grad_norm_`` on this rank, not checked yet.
 
     Attributes:
-        told: as text, if another rank called, and told this one; empty for a call of this rank.
+        told: as text, if another rank called in the name of this one; else empty.
     """
 
     max_norm: float
@@ -60,11 +56,11 @@ class ClipArguments:
 
     @classmethod
     def received(cls, values: Sequence[Any] | None) -> "ClipArguments":
-        """Make what another rank sent with `to_send`; None stands for arguments that it will refuse."""
+        """Make the arguments that another rank sent with `to_send`; None stands for wrong ones."""
         return cls(0.0, 2.0, False, None) if values is None else cls(*values)
 
     def to_send(self) -> list[Any] | None:
-        """Give what a rank needs that calls in the name of this one; None if they are wrong."""
+        """Return what a rank needs that calls in the name of this one; None if they are wrong."""
         try:
             order = self.check()
         except (TypeError, ValueError):
@@ -74,12 +70,7 @@ class ClipArguments:
         return [max_norm, order, self.error_if_nonfinite, self.foreach, str(self)]
 
     def check(self) -> float:
-        """Refuse what is of the wrong kind, and give the order of the norm.
-
-        Raises:
-            TypeError: an argument is of the wrong kind.
-            ValueError: one is not a number.
-        """
+        """Refuse what is of the wrong kind, or no number; returns the order of the norm."""
         check_flags(error_if_nonfinite=self.error_if_nonfinite)
         if self.foreach is not None:
             check_flags(foreach=self.foreach)
@@ -114,10 +105,9 @@ def clip_together(
     asked: ClipArguments,
     keeping: Keeping | None = None,
 ) -> Tensor:
-    """Scale all gradients down, if their norm as one vector is above what was asked for; all ranks call.
+    """Scale all gradients down, if their norm as one vector is too large; all ranks call.
 
-    Communicates: one small collective or two, and perhaps the CPU waits for the gradients: see Note [One
-    gather, one wait]. With ``error_if_nonfinite`` it waits for the result.
+    One small collective or two, see Note [One gather, one wait].
 
     Args:
         group: the ranks that own the parameters.
@@ -130,7 +120,7 @@ def clip_together(
         The norm before clipping, see `global_grad_norm`, whose errors are raised too.
 
     Raises:
-        RuntimeError: on every rank, the norm is not finite and that was not to be.
+        RuntimeError: on every rank, the norm is not finite and ``error_if_nonfinite``.
     """
     norm = global_grad_norm(group.during("clip"), params, pieces, asked, keeping)
     if asked.error_if_nonfinite and not bool(norm.isfinite()):
@@ -155,25 +145,16 @@ def _scale_on_host(grads: list[Tensor], norm: Tensor, max_norm: float) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Holder:
-    """Stands for a parameter.
-
-    Attributes:
-        grad: its gradient, or the rows of it that are here.
-    """
+    """Stands for a parameter: its gradient, or the rows of it that are here."""
 
     grad: Tensor
 
 
 def _gradients_here(params: Sequence[Tensor], *, on_host: bool) -> list[Tensor]:
-    """List what is scaled here: plain tensors, so that many are scaled in one call.
-
-    Args:
-        params: all parameters.
-        on_host: list those that are on the host, though their parameters are on a device; or all others.
-    """
+    """List what is scaled here: gradients on the host of parameters on a device, or all others."""
     grads = (param.grad for param in params if is_on_host(param.grad) == on_host)
-    found = (grad.piece if isinstance(grad, PartialGradient) else grad for grad in grads)
-    return [grad for grad in found if grad is not None]
+    rows = (grad.piece if isinstance(grad, PartialGradient) else grad for grad in grads)
+    return [grad for grad in rows if grad is not None]
 
 
 def global_grad_norm(
@@ -183,14 +164,7 @@ def global_grad_norm(
     asked: ClipArguments,
     keeping: Keeping | None = None,
 ) -> Tensor:
-    """Compute the norm of all gradients as one vector; all ranks call; one small collective.
-
-    Args:
-        group: the ranks that own the parameters.
-        params: every parameter, in the same order on every rank.
-        pieces: who owns which rows of each.
-        asked: the arguments, which are checked and compared here.
-        keeping: keeps the gradients, if they are not in ordinary memory.
+    """Compute the norm of all gradients as one vector; all ranks call; arguments as in `clip_together`.
 
     Returns:
         A 0-d tensor on the first parameter's device, of the gradients' common dtype; if no owner has a
@@ -200,15 +174,14 @@ def global_grad_norm(
         RankMismatchError: on every rank, when ranks gave different arguments.
         TypeError: likewise, when an argument is of the wrong kind on any; or ValueError.
     """
-    owned = _measured(pieces, group.size)
+    owned: list[list[int]] = [[] for _ in range(group.size)]  # by rank, parameters by index
+    for index, owners in enumerate(pieces):
+        for piece in owners:
+            owned[piece.owner].append(index)
     grads = [_measured_here(params[index], pieces[index], group.rank) for index in owned[group.rank]]
     heading, norms, failure = b"\1", None, None
     try:
-        order, here = asked.check(), [grad for grad in grads if grad is not None]
-        portions = gradients_in_portions(keeping, here, are_read=True)
-        taken = [_norms(portion, order, asked.foreach) for portion in portions]
-        some = [each for each in taken if each is not None]
-        norms = some[0] if len(some) == 1 else torch.cat(some) if some else None
+        norms = _norms_here(grads, asked.check(), asked.foreach, keeping)
         heading = b"\0" + hashlib.sha256(str(asked).encode()).digest()[: _HEADING_NBYTES - 1]
     except Exception as error:  # noqa: BLE001 - told to the others, and raised on every rank below
         failure = error
@@ -220,26 +193,48 @@ def global_grad_norm(
                 raise failure
     if len({heading for heading, _ in told}) > 1:
         agree(group, [str(asked)], "the arguments of clip_grad_norm_")
-    of_param: dict[int, list[int]] = {}  # where norms are, by rank, which is the order of rows
+    of_param: dict[int, list[int]] = {}  # places of norms, by rank, which is the order of rows
     for rank, (indices, (_, present)) in enumerate(zip(owned, told, strict=True)):
         free = itertools.count(rank * values.shape[1])
         for index, has in zip(indices, present, strict=False):  # there are slots for the most that one owns
             if has:
                 of_param.setdefault(index, []).append(next(free))
-    if not of_param:
-        return torch.tensor(0.0)
-    order = asked.check()
-    dtype = reduce(torch.promote_types, (_norm_dtype(params[index]) for index in of_param))
-    indices = sorted(of_param)
-    places = torch.tensor([place for index in indices for place in of_param[index]])
     is_there = _sends_beside(group, params[0].device)
-    found = values.flatten()[to_device(places, values.device) if is_there else places]
-    parts = torch.split(found, [len(of_param[index]) for index in indices])
-    if len(parts) < found.numel():  # some are cut
-        found = torch.cat([_combined(part, order, params[i]) for i, part in zip(indices, parts, strict=True)])
-    stacked = found.to(dtype)
+    measured = [(params[index], places) for index, places in sorted(of_param.items())]
+    return _total(measured, values, asked.check(), None if is_there else params[0].device)
+
+
+def _norms_here(
+    grads: Sequence[Tensor | None], order: float, foreach: bool | None, keeping: Keeping | None
+) -> Tensor | None:
+    """Take the norms of this rank's gradients, in portions if they are kept in files; 1-D, float64."""
+    portions = gradients_in_portions(keeping, [grad for grad in grads if grad is not None], are_read=True)
+    some = [norms for portion in portions if (norms := _norms(portion, order, foreach)) is not None]
+    return None if not some else some[0] if len(some) == 1 else torch.cat(some)
+
+
+def _total(
+    measured: Sequence[tuple[Tensor, list[int]]], values: Tensor, order: float, goes_to: torch.device | None
+) -> Tensor:
+    """Combine all norms.
+
+    Args:
+        measured: the parameters with gradients, each with the places of the norms of its rows.
+        values: all norms.
+        order: of the norm.
+        goes_to: the device of the result; None for that of ``values``.
+    """
+    if not measured:
+        return torch.tensor(0.0)
+    dtype = reduce(torch.promote_types, (_norm_dtype(param) for param, _ in measured))
+    places = torch.tensor([place for _, of_param in measured for place in of_param])
+    norms = values.flatten()[to_device(places, values.device) if goes_to is None else places]
+    if len(measured) < norms.numel():  # some are cut
+        parts = torch.split(norms, [len(of_param) for _, of_param in measured])
+        norms = torch.cat([_combined(part, order, p) for part, (p, _) in zip(parts, measured, strict=True)])
+    stacked = norms.to(dtype)
     total: Tensor = torch.linalg.vector_norm(
-        stacked if is_there else to_device(stacked, params[0].device), order
+        stacked if goes_to is None else to_device(stacked, goes_to), order
     )
     return total
 
@@ -252,24 +247,10 @@ def _combined(norms: Tensor, order: float, param: Tensor) -> Tensor:
     return combined.to(norms.dtype).view(1)
 
 
-def _measured(pieces: Sequence[Pieces], num_ranks: int) -> list[list[int]]:
-    """Say of which parameters each rank may take a norm, by index: those of which it owns a piece.
-
-    Args:
-        pieces: who owns which rows of each parameter.
-        num_ranks: of the group.
-    """
-    measured: list[list[int]] = [[] for _ in range(num_ranks)]
-    for index, of_param in enumerate(pieces):
-        for piece in of_param:
-            measured[piece.owner].append(index)
-    return measured
-
-
 def _measured_here(param: Tensor, pieces: Pieces, rank: int) -> Tensor | None:
-    """Give what a rank takes the norm of; None if that is for another rank, or there is no gradient.
+    """Return the gradient whose norm this rank takes; None if another rank does, or there is none.
 
-    A norm is combined from those of pieces only where it must be: it rounds in another way than PyTorch's.
+    Only norms of partial gradients are combined from those of pieces, which rounds otherwise than PyTorch's.
     """
     if isinstance(param.grad, PartialGradient):
         return param.grad.piece
@@ -284,19 +265,19 @@ def _exchanged(
     num_slots: int,
     device: torch.device,
 ) -> tuple[list[tuple[bytes, bytes]], Tensor]:
-    """Tell every rank this one's norms; all ranks call; see Note [One gather, one wait].
+    """Gather all ranks' norms; see Note [One gather, one wait].
 
     Args:
         group: the ranks.
-        heading: what else to tell, at most `_HEADING_NBYTES`.
-        has_grad: for each parameter owned here, whether a norm is told.
+        heading: at most `_HEADING_NBYTES`.
+        has_grad: for each parameter owned here, whether there is a norm.
         norms: these norms, 1-D, float64; None for none.
         num_slots: how many parameters a rank owns at most.
         device: of the parameters.
 
     Returns:
-        By rank, its heading, and for each of ``num_slots`` whether there is a norm; the norms, which fill the
-        first of its slots, of shape (number of ranks, ``num_slots``).
+        By rank, its heading, and for each of ``num_slots`` whether there is a norm; the norms, of shape
+        (number of ranks, ``num_slots``), from the first slot without gaps.
     """
     start = _HEADING_NBYTES + num_slots
     known = heading.ljust(_HEADING_NBYTES, b"\0") + bytes(has_grad).ljust(num_slots, b"\0")
@@ -316,7 +297,7 @@ def _exchanged(
 
 
 def _sends_beside(group: RankGroup, device: torch.device) -> bool:
-    """Whether the norms stay on a device, and what else is told goes another way; the same on every rank."""
+    """Whether the norms stay on a device, and the rest goes another way; the same on every rank."""
     if group.size == 1 or not is_asynchronous(device):
         return group.size == 1
     return not is_asynchronous(group.device) and group.backend_of(device) not in ("", "gloo")
@@ -326,8 +307,8 @@ def _norms(grads: Sequence[Tensor], norm_type: float, foreach: bool | None) -> T
     """Take the norm of each gradient, as ``torch.nn.utils`` does; the CPU does not wait.
 
     Returns:
-        1-D, float64, which holds every float of the gradients' dtypes exactly. On the gradients' device; of
-        several, on an asynchronous one. None without gradients.
+        1-D, float64, which holds every float of the gradients' dtypes exactly; on an asynchronous device,
+        if some gradients are. None without gradients.
     """
     dense = [grad.to_dense() if grad.is_sparse else grad for grad in grads]
     by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}

@@ -1,7 +1,4 @@
-"""Which gradient a rank steps a parameter with: the rows of it that the rank owns.
-
-Nothing here communicates. Whoever needs the gradient of an owned parameter asks `owned_gradient`.
-"""
+"""The gradient that a rank steps a parameter with: its own rows. Nothing here communicates."""
 
 import torch
 from torch import Tensor
@@ -11,15 +8,10 @@ from zero_optim.step.partial import PartialGradient
 
 
 def rows_of(tensor: Tensor, piece: Piece) -> Tensor:
-    """Take a piece's rows out of a tensor with the shape of the parameter; all of it is the tensor itself.
+    """Return a piece's rows of a tensor with the shape of the parameter; the tensor itself if that is all.
 
-    Args:
-        tensor: dense, or sparse in the layout COO. On an asynchronous device the CPU waits for a sparse one.
-        piece: of the parameter.
-
-    Returns:
-        A view of a dense tensor. Of a sparse one those entries that lie in the rows, in their order, with
-        the indices counted from the first row; they are as coalesced as they were.
+    A view of a dense tensor. Of a sparse one (COO) the entries in the rows, in their order, as coalesced as
+    before, with indices counted from the first row; on an accelerator the CPU waits for it.
     """
     if is_whole(piece, tensor.shape):
         return tensor
@@ -38,15 +30,7 @@ def is_sparse(grad: Tensor | None) -> bool:
 
 
 def owned_gradient(param: Tensor, piece: Piece) -> Tensor | None:
-    """Give the gradient that a rank steps its piece of a parameter with; None if there is none.
-
-    Args:
-        param: the parameter.
-        piece: of it, which this rank owns.
-
-    Returns:
-        `rows_of` the parameter's gradient; what a partial one holds.
-    """
+    """Return the gradient of this rank's piece of a parameter: `rows_of` it, or what a partial one holds."""
     if isinstance(param.grad, PartialGradient):
         return param.grad.piece
     return None if param.grad is None else rows_of(param.grad, piece)
@@ -54,14 +38,10 @@ def owned_gradient(param: Tensor, piece: Piece) -> Tensor | None:
 
 @torch.no_grad()
 def set_owned_gradient(param: Tensor, piece: Piece, rows: Tensor | None) -> None:
-    """Set the gradient that `owned_gradient` gives. The other rows are no gradient of anything afterwards.
+    """Set the gradient that `owned_gradient` returns; other rows have any values afterwards.
 
-    A dense gradient that exists is written to in place, as it may be a view of DDP's.
-
-    Args:
-        param: the parameter.
-        piece: of it, which this rank owns.
-        rows: on any device, of the shape of the piece; None for no gradient.
+    A dense gradient is written to in place, as it may be a view of DDP's. ``rows`` may be on any device;
+    None for no gradient.
     """
     if rows is None:
         param.grad = None
@@ -83,7 +63,6 @@ def set_owned_gradient(param: Tensor, piece: Piece, rows: Tensor | None) -> None
 
 
 def _sparse(like: Tensor, indices: Tensor, values: Tensor, rows: int) -> Tensor:
-    """Make a sparse tensor with another number of rows, as coalesced as some other one."""
     shape = (rows, *like.shape[1:])
     return torch.sparse_coo_tensor(
         indices, values, shape, is_coalesced=like.is_coalesced(), check_invariants=False

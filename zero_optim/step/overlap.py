@@ -1,14 +1,20 @@
-"""The overlapped step: a step that is taken while the backward pass still runs, some parameters at a time.
+"""The overlapped step: a step that is taken while the backward pass still runs, some buckets at a time.
 
 Note [Overlap is no mode]
-    Whoever has a bucket's reduced gradients, a comm hook as a rule, steps that bucket and starts its gather
-    while others are computed; ``step()`` finishes what has not been stepped. Owners never change, so it does
-    not matter how often DDP makes its buckets anew, and the first step is as good as any.
+    A comm hook steps a bucket whose gradients are reduced and starts its gather while others are computed;
+    ``step()`` finishes what has not been stepped. Owners and buckets of the optimizer never change, so it
+    does not matter how often DDP makes its buckets anew, and the first step is as good as any.
+
+Note [Phases of an overlapped step]
+    The first bucket of a backward pass makes an `OverlappedStep`. It is in ``Phase.BACKWARD`` until the
+    pass ends, then in ``Phase.WAITING`` until ``step()`` drops it, or the next backward pass replaces it.
+    If that pass finds it in ``Phase.BACKWARD``, the pass before broke off.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 
 from torch import Tensor
 
@@ -16,50 +22,111 @@ from zero_optim.comm.collectives import LET_GO, RankGroup
 from zero_optim.comm.lanes import Lease, lanes_beside, may_run_beside
 from zero_optim.comm.records import OVERLAPPED_STEP
 from zero_optim.errors import RemoteRankError
-from zero_optim.plan.groups import ParamGroup
-from zero_optim.plan.layout import Span
+from zero_optim.plan.groups import ParamGroup, params_of
 from zero_optim.plan.pieces import Pieces
-from zero_optim.shard.gathers import start_gather_of_part
+from zero_optim.shard.gathers import start_gather
 from zero_optim.shard.sharding import Sharding
-from zero_optim.shard.storage import ParamBucket
-from zero_optim.step.overlapped_step import OverlappedStep, Phase
 from zero_optim.step.owned import OwnedState
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepPart:
-    """Parameters that are stepped together.
+class Phase(Enum):
+    """Where an overlapped step stands."""
+
+    BACKWARD = "the backward pass runs, and buckets are stepped"
+    WAITING = "the backward pass has ended, and step() has not been called"
+
+
+@dataclass(slots=True, eq=False)
+class OverlappedStep:
+    """One step that is taken during a backward pass. See Note [Phases of an overlapped step].
 
     Attributes:
-        num_known: how many parameters the optimizer had.
-        given: the parameters as they were given.
-        params: those of them that the optimizer has, whoever owns them.
-        owned: those of which this rank owns a piece, each with its place among the parameters given.
-        gathers: for each bucket concerned, the bucket, the parameters by index within it, and where they lie.
+        num_passes: backward passes that were reduced since ``step()``, this one included.
+        lends: ranks may have joined, see `zero_optim.step.join`: ``step()`` lends them gradients for what is
+            left to it.
+        phase: where it stands.
+        has_failed: a backward pass raised, so that some parameters may not have been stepped.
+        stepped: parameters that were stepped, whoever owns them.
+        seen: gradients as they were when the pass ended: parameter, identity, version.
+        told: what the stamps of the step before have told, to be raised when the pass has ended.
     """
 
-    num_known: int
-    given: tuple[Tensor, ...]
-    params: tuple[Tensor, ...]
-    owned: tuple[tuple[int, Tensor], ...]
-    gathers: tuple[tuple[ParamBucket, frozenset[int], tuple[Span, ...]], ...]
+    num_passes: int
+    lends: bool
+    phase: Phase = Phase.BACKWARD
+    has_failed: bool = False
+    stepped: dict[Tensor, None] = field(default_factory=dict)
+    seen: list[tuple[Tensor, int, int]] = field(default_factory=list)
+    told: Exception | None = None
+
+    def end_backward(self, *, is_final: bool, failed: bool) -> None:
+        """Note that the backward pass has ended.
+
+        Args:
+            is_final: gradients are those that ``step()`` would find; a change from now on comes too late.
+            failed: the pass raises, here.
+        """
+        self.phase = Phase.WAITING
+        self.num_passes -= failed
+        self.has_failed |= failed
+        if is_final:
+            self.seen = [(p, id(p.grad), p.grad._version) for p in self.stepped if p.grad is not None]
+
+    def check_asked(self, late: str) -> None:
+        """Refuse what came too late for this step (``late`` names it), several passes, changed gradients."""
+        if late:
+            raise RuntimeError(
+                f"the step was taken during the backward pass, too early for {late}: leave it out, or "
+                "leave out zero_step (overlap_with_ddp). bfloat16 needs no GradScaler"
+            )
+        self.check_passes()
+        self.check_gradients()
+
+    def fail(self) -> None:
+        """Note that the backward pass raises after all, since another rank failed in it."""
+        self.num_passes -= not self.has_failed
+        self.has_failed = True
+
+    def check_passes(self) -> None:
+        """Refuse a second backward pass before ``step()``."""
+        if self.num_passes > 1:
+            raise RuntimeError(
+                f"{self.num_passes} backward passes were reduced before step(), and each was stepped with "
+                "the gradients added up so far. Put all but the last backward pass of a step under no_sync()"
+            )
+
+    def check_gradients(self) -> None:
+        """Refuse gradients that were changed after they were used, or some that are gone.
+
+        If all are gone, that is ``zero_grad()``.
+        """
+        num_gone = sum(param.grad is None for param, _, _ in self.seen)
+        is_changed = any(
+            param.grad is not None and (id(param.grad) != identity or param.grad._version != version)
+            for param, identity, version in self.seen
+        )
+        if is_changed or 0 < num_gone < len(self.seen):
+            what = "changed, clipped or unscaled perhaps," if is_changed else "taken from some parameters"
+            raise RuntimeError(
+                f"gradients were {what} after the step had been taken with them during the backward pass. "
+                "That cannot have an effect: leave it out, or leave out zero_step (overlap_with_ddp)"
+            )
+
+    def rest(self, groups: Sequence[ParamGroup]) -> list[Tensor]:
+        """List what ``step()`` has yet to step: what trains or has a gradient; the same on every rank."""
+        left = [param for param in params_of(groups) if param not in self.stepped]
+        return [param for param in left if param.requires_grad or param.grad is not None]
 
 
 class Overlap:
-    """Steps a sharded optimizer part by part, and starts the gather of each part.
+    """Steps a sharded optimizer bucket by bucket, and starts the gather of each bucket.
 
-    All ranks construct it, and call its methods in the same order with the same parameters. One thread at a
-    time. Construction communicates where a thread is to step: that takes process groups for its gathers.
-
-    Args:
-        group: the ranks.
-        sharding: who owns what.
-        owned: what steps the parameters that this rank owns.
+    All ranks construct it, which takes process groups for a thread's gathers, and call its methods in the
+    same order with the same parameters. One thread at a time.
 
     Attributes:
-        group: the ranks.
-        takes_thread: parts may be stepped on another thread than the caller's; the same on every rank. Note
-            [A thread or none] in `zero_optim.hooks.overlap.line` says when.
+        takes_thread: another thread than the caller's may step; the same on every rank. See Note
+            [A thread or none] in `zero_optim.hooks.overlap.line`.
         lanes: process groups for gathers: of a thread's own, or ``group``.
         current: the step that was begun and not finished; None between steps.
     """
@@ -75,14 +142,14 @@ class Overlap:
         self._loop_calls_step = False
 
     def let_go(self, groups: Sequence[ParamGroup], *, waits: bool) -> bool:
-        """Let the process groups go; this object is of no use any more. Does not communicate.
+        """Let the process groups go; this object is of no use any more.
 
         Args:
             groups: the public groups.
-            waits: wait for parts that are stepped on another thread or stream; what fails there is given up.
+            waits: wait for what is stepped on another thread or stream; failures there are ignored.
 
         Returns:
-            Whether a step was taken half: some parameters were stepped, others were not.
+            Whether some parameters were stepped and others were not.
         """
         is_left = bool(self._announced)
         try:
@@ -99,24 +166,21 @@ class Overlap:
         return is_left or current.has_failed or current.phase is Phase.BACKWARD or bool(current.rest(groups))
 
     def check_attached(self) -> None:
-        """Refuse to go on once the process groups were let go.
-
-        Raises:
-            RuntimeError: they were.
-        """
+        """Refuse to go on once the process groups were let go."""
         if self.group.is_let_go:
             raise RuntimeError(LET_GO)
 
     def begin(self, *, joined: bool, lends: bool) -> None:
-        """Begin a step; its first part comes next.
+        """Begin a step.
 
         Args:
             joined: this rank ran out of inputs.
             lends: see `OverlappedStep`.
 
         Raises:
-            RuntimeError: the last one has not been finished by ``step()``, though the ones before were; or
-                its backward pass broke off.
+            RuntimeError: ``step()`` has not finished the last one, though it finished those before; or the
+            last
+                backward pass broke off.
         """
         last = self.current
         broke_off = last is not None and last.phase is Phase.BACKWARD
@@ -137,14 +201,11 @@ class Overlap:
         self._sharding.take_over()
 
     def announce(self, wait: Callable[[], object]) -> None:
-        """Take note of a part that is stepped on another thread or stream, and of what sees to its end."""
+        """Note a bucket that is stepped on another thread or stream, and the call that waits for it."""
         self._announced[wait] = None
 
     def wait_for_steps(self) -> None:
-        """Wait until all parts announced were stepped and their gathers started.
-
-        What is stepped on another stream is waited for by the current one.
-        """
+        """Wait until all that was announced is stepped; the current stream waits for other streams."""
         announced, self._announced = self._announced, {}
         # Without a thread these calls do the work themselves, and the waits in it are counted there.
         exposed = bool(announced) and self.takes_thread
@@ -153,20 +214,16 @@ class Overlap:
                 wait()
 
     def new_lanes(self) -> Lease:
-        """Take process groups that a thread need not share; without a thread ``group``. All ranks call."""
+        """Take process groups of a thread's own; without a thread ``group``. All ranks call."""
         group = self.group.during("gather")
         return lanes_beside(group) if self.takes_thread else Lease.of(group)
 
     def reducing(self) -> RankGroup:
-        """Give the ranks for a reduction of gradients: waits for it are not exposed where a thread waits."""
+        """Return the ranks for a reduction of gradients, whose waits are not exposed if a thread waits."""
         return self.group.during("reduce", is_exposed=not self.takes_thread)
 
     def pieces(self, params: Sequence[Tensor]) -> list[Pieces]:
-        """Tell who owns which rows of some parameters.
-
-        Raises:
-            ValueError: the optimizer does not have one of them.
-        """
+        """Return who owns which rows of some parameters; raises if the optimizer does not have one."""
         unknown = sum(param not in self._sharding.pieces for param in params)
         if unknown:
             raise ValueError(
@@ -176,48 +233,43 @@ class Overlap:
         return [self._sharding.pieces[param] for param in params]
 
     def drop_gradients(self) -> None:
-        """Let go of the gradients of what other ranks own, all or some rows: here they were not reduced."""
+        """Drop the gradients of which other ranks own rows: here those were not reduced."""
         assert self.current is not None  # called at the end of its backward pass
         for param in self.current.stepped:
             if self._sharding.piece_here(param) is None or self._sharding.is_cut(param):
                 param.grad = None
 
-    def part(self, params: Sequence[Tensor]) -> StepPart:
-        """Plan the step of some parameters; those that the optimizer does not have are left out."""
-        known = [(place, param) for place, param in enumerate(params) if param in self._sharding.pieces]
-        owned = [(place, param) for place, param in known if self._sharding.piece_here(param) is not None]
-        every = tuple(param for _, param in known)
-        num_known = len(self._sharding.pieces)
-        return StepPart(num_known, tuple(params), every, tuple(owned), self._sharding.spans_of(every))
+    def bucket_of(self, param: Tensor) -> int | None:
+        """Return the number of the optimizer's bucket that has a parameter; None without one."""
+        return self._sharding.number_of(param)
 
-    def is_current(self, part: StepPart, params: Sequence[Tensor]) -> bool:
-        """Whether `part` would give the same for some parameters."""
-        return (
-            part.num_known == len(self._sharding.pieces)
-            and len(part.given) == len(params)
-            and all(a is b for a, b in zip(part.given, params, strict=True))
-        )
+    def num_params(self, number: int) -> int:
+        """Return how many parameters a bucket of the optimizer has."""
+        return len(self._sharding.buckets[number].params)
 
     def step(
         self,
         groups: list[ParamGroup],
-        part: StepPart,
-        gradients: Sequence[Tensor | None],
+        gradients: Mapping[Tensor, Tensor | None],
         failure: BaseException | None = None,
     ) -> None:
-        """Step a part, and start its gather; all ranks call.
+        """Step some parameters, and start the gathers of the buckets that have them; all ranks call.
 
         Args:
             groups: the public groups, for their options.
-            part: of the parameters.
-            gradients: for each parameter that `part` was given, reduced; None leaves it alone.
+            gradients: reduced, of any parameters of the optimizer; None leaves a parameter alone.
             failure: why the step has failed here already, if it has; the other ranks are told.
         """
-        owned = {}
-        for place, param in part.owned:
-            gradient = gradients[place]
-            if gradient is not None:
-                owned[param] = gradient
+        owned = {
+            param: gradient
+            for param, gradient in gradients.items()
+            if gradient is not None and self._sharding.piece_here(param) is not None
+        }
+        buckets = self._sharding.buckets_of(gradients)
+        if (
+            self.current is not None and self.current.phase is Phase.WAITING
+        ):  # gathers of the pass may be under way
+            self._sharding.under_way.wait_for(param for bucket in buckets for param in bucket.params)
         try:
             if owned:
                 with self.group.doing(OVERLAPPED_STEP):
@@ -227,20 +279,18 @@ class Overlap:
             raise
         finally:  # the others wait for it, even if the class's own step fails
             if self.current is not None:
-                self.current.stepped.update(dict.fromkeys(part.params))
-            stamps = self._sharding.gathers.stamps
-            if stamps is not None and failure is not None:
-                stamps.fail(failure)
-            for bucket, chosen, spans in part.gathers:
-                pending = start_gather_of_part(self.lanes.groups, bucket, chosen, spans, stamps)
-                self._sharding.under_way.add([bucket.params[index] for index in chosen], pending)
+                self.current.stepped.update(dict.fromkeys(gradients))
+            gathers = self._sharding.gathers
+            if gathers.stamps is not None and failure is not None:
+                gathers.stamps.fail(failure)
+            for bucket in buckets:
+                pending = start_gather(self.lanes.groups, bucket, gathers.stamps)
+                gathers.under_way.add(bucket.params, pending)
 
     def end_backward(self, *, is_final: bool, failed: bool) -> None:
-        """End a backward pass: wait for the gathers, but for those that a forward pass will wait for.
+        """End a backward pass: wait for the gathers that no forward pass waits for.
 
-        Args:
-            is_final: see `OverlappedStep.end_backward`.
-            failed: likewise.
+        Arguments as in `OverlappedStep.end_backward`.
         """
         assert self.current is not None  # begun by the first bucket of the pass
         self.current.end_backward(is_final=is_final, failed=failed)
@@ -256,7 +306,7 @@ class Overlap:
 
     @contextmanager
     def finishing(self) -> Iterator[OverlappedStep]:
-        """Finish the current step, in ``step()``: the body steps the rest; all ranks enter."""
+        """Finish the current step, in ``step()``, with a body that steps the rest; all ranks enter."""
         current = self.current
         assert current is not None  # asked for by the caller
         try:

@@ -1,18 +1,18 @@
-"""`PartialGradient`: what stands in ``param.grad`` where a rank does not hold the whole reduced gradient.
+"""`PartialGradient`: stands in ``param.grad`` where a rank does not hold the whole reduced gradient.
 
 Note [Partial gradients]
-    Where gradients are sharded, the reduced gradient of a parameter lies on its owners alone. On the other
-    ranks ``param.grad`` must not be None, as that means "unused" to an optimizer, to ``GradScaler`` and to a
-    user. Nor may it be a tensor of some values: its norm, its sum, its histogram would be wrong, silently.
-    So a tensor stands there that has the parameter's shape and device, and no memory. It holds the rows that
-    this rank owns, if any, and has their dtype. An operator that treats each element alone, in place, works
+    Where gradients are sharded, ``param.grad`` of ranks that are no owners must not be None, which means
+    "unused" to optimizers, ``GradScaler`` and users. Nor may it be a tensor of some values: its norm would
+    be wrong, silently. So a tensor stands there with the parameter's shape and device, and no memory. It
+    holds the rows that this rank owns, if any. An operator that treats each element alone, in place, works
     on those rows. Every other one raises. What is None after a backward pass is None on every rank.
 
 Note [Infinities in sharded gradients]
     ``GradScaler`` looks for infinities in this rank's gradients, by one operator for each device and dtype.
     Where gradients are sharded, an infinity is on one rank alone, and all have to skip the step. So partial
-    gradients answer that operator with a collective, which tells every rank's scaler what any has found. All
-    ranks must call it, also one that owns every gradient of a dtype, whole: hence `OwnedGradient`.
+    gradients answer that operator with a collective. All ranks must call it, also one that owns every
+    gradient of a dtype,
+    whole: hence `OwnedGradient`.
 """
 
 import copy
@@ -55,11 +55,9 @@ class PartialGradient(Tensor):
     and ``div_`` by a number, ``clamp_``, what ``GradScaler`` calls. Any other one raises. ``zero_grad()``
     drops it, with ``set_to_none=False`` too.
 
-    Where gradients are reduced in a wider dtype than the parameter has, owners keep them in it. Autograd
-    demands a gradient of the parameter's dtype, so only Python sees the other one: `dtype`.
-
-    Rows may be on the host, though the parameter is on a device. They may be on their way there: whoever asks
-    for `piece` waits for them. Operators work on them there, with copies of the numbers beside them.
+    Where gradients are reduced in a wider dtype than the parameter has, owners keep them in it; autograd
+    demands the parameter's dtype, so only Python sees the other one. Rows may be on the host, or on their
+    way there, though the parameter is on a device.
 
     Args:
         param: whose gradient it is.
@@ -67,8 +65,8 @@ class PartialGradient(Tensor):
         piece: the rows of this rank, with their shape; None if it owns none.
         name: of the parameter, for messages.
         dtype: of the rows, on all ranks; None for that of the parameter.
-        comes: the rows are on the host; waits until they have come. None if they are where the parameter is.
-        agree: tells all ranks what a scaler has found, see Note [Infinities in sharded gradients].
+        comes: waits until the rows have come to the host; None if they are where the parameter is.
+        agree: tells all ranks of infinities, see Note [Infinities in sharded gradients].
 
     Attributes:
         is_of_sparse: the reduced gradient is sparse.
@@ -127,7 +125,7 @@ class PartialGradient(Tensor):
 
     @property
     def rows_to_come(self) -> Tensor | None:
-        """What `piece` gives, without a wait: for work of a device behind the copy that brings them."""
+        """`piece` without a wait, for work of a device behind the copy that brings the rows."""
         return self._rows
 
     @property
@@ -249,9 +247,9 @@ def _run_on_many(
 
 
 class OwnedGradient(Tensor):
-    """A whole gradient that no other rank has: an ordinary tensor, but for what a scaler does to it.
+    """A whole gradient that no other rank has; plain again when the optimizer steps.
 
-    See Note [Infinities in sharded gradients]. It is plain again when the optimizer steps.
+    See Note [Infinities in sharded gradients].
     """
 
     agree: "weakref.WeakMethod[Agree]"
@@ -264,7 +262,7 @@ class OwnedGradient(Tensor):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - what the operator returns
-        """Run an operator as on any tensor; one that looks for infinities is followed by an agreement."""
+        """Run an operator as on any tensor; after one that looks for infinities the ranks agree."""
         result = torch._C._disabled_torch_function_impl(func, types, tuple(args), kwargs or {})
         name = getattr(func, "__name__", "")
         if name == _UNSCALE:
@@ -285,7 +283,7 @@ class OwnedGradient(Tensor):
 
 
 def owned(grad: Tensor, agree: Agree | None) -> Tensor:
-    """Make a whole gradient, in place, one that no other rank has; nothing without ``agree``."""
+    """Turn a whole gradient, in place, into one that no other rank has; nothing without ``agree``."""
     if agree is not None:
         grad.__class__ = OwnedGradient
         grad.agree = weakref.WeakMethod(agree)  # type: ignore[attr-defined] # it is one now
@@ -293,7 +291,7 @@ def owned(grad: Tensor, agree: Agree | None) -> Tensor:
 
 
 def make_plain(params: Iterable[Tensor]) -> None:
-    """Make the gradients of some parameters ordinary tensors, in place, where they are whole."""
+    """Turn whole gradients of some parameters back into ordinary tensors, in place."""
     for param in params:
         grad: Any = param.grad
         if type(grad) is OwnedGradient:
@@ -301,7 +299,7 @@ def make_plain(params: Iterable[Tensor]) -> None:
 
 
 def _agree(grads: Iterable[Tensor], found_inf: Tensor) -> None:
-    """Tell all ranks what a scaler has found in a list of gradients, once."""
+    """Tell all ranks of infinities in a list of gradients, once."""
     for grad in grads:
         reference = grad.agree if isinstance(grad, PartialGradient | OwnedGradient) else None
         agree = None if reference is None else reference()
@@ -312,12 +310,9 @@ def _agree(grads: Iterable[Tensor], found_inf: Tensor) -> None:
 
 @contextmanager
 def _brought(func: Any, beside: Sequence[Any], *, on_host: bool) -> Iterator[list[Any]]:  # noqa: ANN401
-    """Give what stands beside gradients where these are; what an operator writes there goes back.
+    """Bring an operator's numbers, 0-d tensors or lists of these to the host if the gradients are there.
 
-    Args:
-        func: the operator.
-        beside: numbers, 0-d tensors or lists of these.
-        on_host: the gradients are on the host, and 0-d tensors perhaps on a device.
+    What the operator writes there goes back.
     """
     if not on_host:
         yield list(beside)

@@ -1,13 +1,11 @@
-"""Steps a rank takes some parameters at a time, where what it keeps is not in ordinary memory.
+"""Steps of some parameters at a time, where what a rank owns is in files.
 
 Note [Steps in portions]
-    `zero_optim.shard.keeping` keeps what a rank owns in files, and a part of it may be resident. So a step
-    goes through the parameters in the order in which their rows lie. It steps as many as the budget
-    has room for, with rows, gradient, state, master and average, and has these written out before the next.
-    The class must bear to be stepped some parameters at a time, as for the overlapped step; then the bits
-    are those of one call. What the class makes goes to the files after the portion in which it was
-    made. How much that is, a trial has found before (`ShapedKeys`). A class that makes more, as some do that
-    keep matrices for each dimension, is told of in the first step.
+    `zero_optim.shard.keeping` keeps what a rank owns in files. A step goes through the parameters in the
+    order of their rows, as many at a time as the budget has room for (rows, gradient, state, master,
+    average), and has these written out before the next. The class must bear to be stepped in parts, as for
+    the overlapped step; then the bits are those of one call. How much state it makes a trial shows before
+    (`ShapedKeys`); a class that makes more (matrices for each dimension) is warned of in the first step.
 """
 
 import logging
@@ -28,17 +26,7 @@ logger = logging.getLogger("zero_optim")
 
 
 class KeptState:
-    """What a rank keeps elsewhere than in ordinary memory, by parameter. Does not communicate.
-
-    Args:
-        keeping: where it is.
-        leaves: what is stepped.
-        average: averages kept, if any.
-        local: the optimizers over the leaves.
-
-    Attributes:
-        keeping: as given.
-    """
+    """What a rank keeps elsewhere than in ordinary memory, by parameter."""
 
     def __init__(
         self, keeping: Keeping, leaves: Leaves, average: WeightAverage, local: LocalOptimizer
@@ -51,11 +39,7 @@ class KeptState:
         self._has_warned = False
 
     def reserve(self, groups: Sequence[ParamGroup], owned: Mapping[Tensor, Piece]) -> None:
-        """Check that the budget is enough for each parameter, and reserve files for all that is not there.
-
-        Args:
-            groups: the public groups.
-            owned: what this rank owns.
+        """Check that the budget is enough for each owned parameter, and reserve files for what is not there.
 
         Raises:
             ValueError: the budget is too small for one; or a class cannot be stepped in portions.
@@ -90,15 +74,12 @@ class KeptState:
                 self._expected[param] = len(keys.of(param.dim())) * nbytes_of(self._leaves.leaf(param))
 
     def add(self, number: int, group: ParamGroup, owned: Mapping[Tensor, Piece]) -> None:
-        """Take over what this rank owns of a public group that was added, by its number."""
+        """Take over what this rank owns of a public group that was added."""
         self._expect(number, group, owned)
         self.keep(owned)
 
     def _need(self, param: Tensor) -> int:
-        """Return how many bytes are resident while a parameter is stepped.
-
-        In its first step one entry of the state is there twice, while it moves to the files.
-        """
+        """Return the bytes resident while a parameter is stepped; at first with an entry of state twice."""
         rows, beside = nbytes_of(self._leaves.rows(param)), sum(map(nbytes_of, self._beside(param)))
         state = sum(map(nbytes_of, self._state_of(param)))
         if not state and self._expected[param]:
@@ -108,9 +89,9 @@ class KeptState:
     # ------------------------------------------------------------------ steps
 
     def portions(self) -> Iterator[dict[Tensor, Tensor | None]]:
-        """Give what is stepped together, with the rows of the gradients that this rank owns, or None.
+        """Yield what is stepped together, with own rows of gradients or None; at least one portion.
 
-        There is one portion at least. Each is to be given back by `take_back`.
+        The caller hands each to `take_back`.
         """
         in_rows = [param for param in self._leaves.kept if param in self._expected]
         rest = [param for param in self._expected if param not in self._leaves.kept]
@@ -139,7 +120,7 @@ class KeptState:
             )
 
     def keep(self, params: Iterable[Tensor] | None = None) -> None:
-        """Have what is kept of some parameters, or all, written out; what is new moves to the files."""
+        """Write out what is kept of some parameters, or all; what is new moves to the files."""
         chosen = self._expected if params is None else params
         items = [(param, self._need(param)) for param in chosen]
         for portion in self.keeping.portions(items):

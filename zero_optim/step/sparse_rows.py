@@ -20,11 +20,8 @@ def check_sparse_rows(
     Args:
         groups: the public groups.
         params: cut ones, whose gradients are sparse.
-        local: what steps them.
-        dtype_of: tells for which dtype a class must bear that, see `Leaves.tried_dtype`.
-
-    Raises:
-        ValueError: names the first parameter that cannot be stepped.
+        local: steps them.
+        dtype_of: returns for which dtype a class must bear that, see `Leaves.tried_dtype`.
     """
     concerned, names = set(params), iter(param_names(groups))
     for number, group in enumerate(groups):

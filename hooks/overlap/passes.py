@@ -1,0 +1,200 @@
+"""One backward pass that steps the optimizer, and DDP's buckets in it.
+
+Note [Buckets of the optimizer]
+    DDP's buckets decide what is reduced together, the optimizer's what is stepped and gathered together. A
+    bucket of the optimizer is stepped as soon as all its parameters are reduced, in whichever buckets of
+    DDP they came. Every rank counts the same way, so the gathers start in one order. A bucket that does not
+    get full, as DDP lacks a parameter of it, is stepped when the backward pass has ended.
+
+Note [Gradients that are all zero]
+    A bucket of DDP does not tell which parameters were used: unused ones are zeros in it. An optimizer
+    leaves a parameter without a gradient alone, but not one with a gradient of zeros. So a bucket of the
+    optimizer with a gradient of zeros, which every rank sees alike, waits for the end of the backward pass:
+    `param.grad` says by then which it was. The search takes time, and on an accelerator the CPU waits for
+    it. It is left out where some rank is known to have used every parameter: DDP then gives each of them a
+    gradient.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_optim.comm.lanes import Lease
+from zero_optim.comm.started import Work
+from zero_optim.compat.streams import record_use, to_device
+from zero_optim.hooks.bucket import TensorFuture, gradients_in
+from zero_optim.hooks.overlap.owners import OwnerReduction
+from zero_optim.optimizer import ZeroRedundancyOptimizer
+from zero_optim.step.overlap import Overlap
+
+Gradients = dict[Tensor, Tensor | None]
+
+
+@dataclass(slots=True, eq=False)
+class SteppedPass:
+    """One backward pass that steps: made by its first bucket, dropped when it has ended.
+
+    Attributes:
+        leases: lanes that nobody may use again once something failed on them.
+        joined: this rank has no backward pass, and only takes part: it ran out of inputs, or the pass broke
+            off before its first bucket.
+        has_begun: the optimizer's step has begun.
+        is_complete: its last bucket has come.
+        number: of the bucket that came last.
+        reduced: by bucket of the optimizer, the gradients that were reduced and not stepped.
+        unsure: parameters with a gradient of zeros; see Note [Gradients that are all zero].
+        error: what failed first. ``backward()`` raises it when DDP has ended the pass in good order.
+    """
+
+    optimizer: ZeroRedundancyOptimizer
+    overlap: Overlap
+    leases: Sequence[Lease]
+    joined: bool
+    has_begun: bool = False
+    is_complete: bool = False
+    number: int = -1
+    reduced: dict[int, Gradients] = field(default_factory=dict)
+    unsure: set[Tensor] = field(default_factory=set)
+    error: BaseException | None = None
+
+    def abandon(self) -> None:
+        """Have nobody else use the lanes on which something failed."""
+        for lease in self.leases:
+            lease.abandon()
+
+    @contextmanager
+    def minding(self) -> Iterator[None]:
+        """Turn what the body raises into the error of the pass, to be raised when backward has ended."""
+        try:
+            yield
+        except BaseException as error:  # noqa: BLE001 - raised when backward has ended
+            self.error = self.error or error
+            self.abandon()
+
+    def take(self, params: Sequence[Tensor], gradients: Sequence[Tensor | None], unsure: set[int]) -> None:
+        """Note reduced gradients, and step the buckets of the optimizer that are full now."""
+        self.unsure.update(params[place] for place in unsure)
+        touched: dict[int, Gradients] = {}
+        for param, gradient in zip(params, gradients, strict=True):
+            number = self.overlap.bucket_of(param)
+            if number is not None:
+                touched[number] = self.reduced.setdefault(number, {})
+                touched[number][param] = gradient
+        for number, members in touched.items():
+            if len(members) == self.overlap.num_params(number) and self.unsure.isdisjoint(members):
+                self.step(self.reduced.pop(number))
+
+    def step_late(self, *, leaves_unsure: bool, has_grads: bool) -> None:
+        """Step what was reduced and never became full.
+
+        Args:
+            leaves_unsure: buckets with gradients of zeros are left to ``step()``.
+            has_grads: DDP has handed the gradients out here; else nothing is stepped where they are zeros.
+        """
+        late: Gradients = {}
+        for number in sorted(self.reduced):
+            members = self.reduced[number]
+            if self.unsure.isdisjoint(members):
+                late.update(members)
+            elif not leaves_unsure:
+                asked = {param: param.grad if has_grads else None for param in self.unsure & members.keys()}
+                late.update({**members, **asked})
+        self.reduced.clear()
+        for gradient in late.values():
+            if gradient is not None:
+                record_use(gradient)  # reduced on another stream
+        if late:
+            self.step(late)
+
+    def step(self, gradients: Gradients) -> None:
+        """Step parameters and gather their buckets; once the pass has failed only gather, as others wait."""
+        with self.minding():
+            known = gradients if self.error is None else dict.fromkeys(gradients)
+            self.overlap.step(self.optimizer.param_groups, known, self.error)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Task:
+    """A bucket of DDP whose reduction was started.
+
+    Attributes:
+        of: the pass that it belongs to.
+        params: of the bucket.
+        buffer: its gradients as they were given to the reduction.
+        reduced: its reduction.
+        all_used: some rank is known to have used each of its parameters.
+        done: given to DDP; gets the reduced gradients.
+    """
+
+    of: SteppedPass
+    params: Sequence[Tensor]
+    buffer: Tensor
+    reduced: Work | OwnerReduction
+    all_used: bool
+    done: TensorFuture
+
+    def receive(self) -> tuple[Tensor, Sequence[Tensor] | None]:
+        """Wait for the reduction; return DDP's result, and the gradients, None if it failed."""
+        result, gradients = self.buffer, None
+        with self.of.minding():
+            reduced = _tensor(self.reduced.wait())
+            record_use(reduced)  # made on another stream; Note [Streams of a step] in `line`
+            gradients = _gradients(reduced, self.params)
+            result = reduced
+        return result, gradients
+
+    def step(self, gradients: Sequence[Tensor] | None) -> None:
+        """Step what is full with these gradients, as `receive` returned them."""
+        known: list[Tensor | None] = [None] * len(self.params)
+        unsure: set[int] = set()
+        with self.of.minding():
+            if gradients is not None and isinstance(self.reduced, OwnerReduction):
+                used = self.reduced.used()
+                known = [gradient if place in used else None for place, gradient in enumerate(gradients)]
+            elif gradients is not None:
+                unsure = set() if self.all_used else _all_zero(gradients)
+                known = list(gradients)
+        self.of.take(self.params, known, unsure)
+
+    def complete(self, result: Tensor) -> None:
+        """Give DDP the reduced gradients, else those from before the reduction. Raises nothing: DDP waits."""
+        for value in (result, self.buffer):
+            try:
+                self.done.set_result(value)
+            except BaseException as error:  # noqa: BLE001 - raised when backward has ended
+                self.of.error = self.of.error or error
+            else:
+                return
+
+
+def _tensor(value: Any) -> Tensor:  # noqa: ANN401 - whatever a hook's future holds
+    tensor = value[0] if isinstance(value, list | tuple) else value
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"expected the hook's future to hold one tensor, got {type(tensor).__name__}")
+    return tensor
+
+
+def _gradients(result: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
+    return [result.to(params[0].dtype)] if result.is_sparse else gradients_in(result, params)
+
+
+def _all_zero(gradients: Sequence[Tensor]) -> set[int]:
+    """Find the gradients without a nonzero element; on an accelerator the CPU waits for them.
+
+    Looks at first elements, all at once, and at the whole only of those whose first is zero.
+    """
+    if gradients[0].is_sparse:
+        return set() if gradients[0]._nnz() else {0}
+    filled = [place for place, gradient in enumerate(gradients) if gradient.numel()]
+    if not filled:
+        return set()
+    first = gradients[filled[0]]
+    starts = [int(gradients[place].storage_offset() - first.storage_offset()) for place in filled]
+    flat = first.as_strided((starts[-1] + 1,), (1,))
+    index = to_device(torch.tensor(starts), flat.device)
+    suspects = (flat[index] == 0).nonzero().flatten().tolist()
+    return {filled[suspect] for suspect in suspects if not gradients[filled[suspect]].any()}
