@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
-from torch.nn.parallel import distributed
 
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.compat.engine import after_backward, eager, eager_itself, require
+from zero_optim.compat import private
+from zero_optim.compat.engine import after_backward, eager, eager_itself
 from zero_optim.ddp.precision.casting import Casting, cast_buffers
 from zero_optim.ddp.precision.precision import PrecisionPolicy
 from zero_optim.ddp.rebindable import RebindableWrapper
@@ -32,41 +32,6 @@ from zero_optim.ddp.reducer.reduction import Hook
 from zero_optim.ddp.torch_adapters import TorchLoggerAdapter, TorchReducerAdapter, logging_data
 from zero_optim.plan.description import describe_hook
 from zero_optim.step.unreduced import FrozenParams
-
-_OVERRIDDEN = (
-    "_ddp_init_helper",
-    "_delayed_all_reduce_hook",
-    "_match_all_reduce_for_bwd_pass",
-    "_match_unused_params_allreduce",
-    "_post_forward",
-    "_register_builtin_comm_hook",
-    "_run_ddp_forward",
-    "_setup_in_backward_optimizers",
-    "register_comm_hook",
-)
-_USED = (
-    "_check_sync_bufs_post_fwd",
-    "_clear_grad_buffer",
-    "_comm_hooks",
-    "_delay_all_reduce_all_params",
-    "_delay_all_reduce_params",
-    "_delay_grad_buffer",
-    "_module_parameters",
-    "_passing_sync_batchnorm_handle",
-    "_pre_forward",
-    "_set_static_graph",
-    "_sync_buffers",
-)
-NEEDED: tuple[tuple[object, str], ...] = (  # see Note [Private names] in zero_optim.compat.engine
-    *((TorchDistributedDataParallel, name) for name in (*_OVERRIDDEN, *_USED)),
-    (dist, "_DEFAULT_FIRST_BUCKET_BYTES"),
-    (distributed, "_MixedPrecision"),
-    (nn.Module, "_apply"),
-    (nn.Module, "_buffers"),
-    (nn.Module, "_parameters"),
-    (torch._C, "Future"),
-)
-require(NEEDED, __name__)
 
 _SIGNATURE = inspect.signature(TorchDistributedDataParallel.__init__)
 _DEFAULTS = {
@@ -140,6 +105,7 @@ class DistributedDataParallel(RebindableWrapper):
         static_graph: bool,
     ) -> None:
         """Build our reducer; called by PyTorch's constructor, and when a copy or a pickle is made whole."""
+        private.require("DistributedDataParallel of zero_optim")
         if getattr(self, "_use_python_reducer", False):
             raise ValueError(
                 "torch._dynamo.config.optimize_ddp='python_reducer' compiles PyTorch's own reducer: set it "
@@ -222,7 +188,7 @@ class DistributedDataParallel(RebindableWrapper):
         if listed:
             return listed
         cap = max(1, self.bucket_bytes_cap)
-        first: int = dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
+        first: int = private.DEFAULT_FIRST_BUCKET_BYTES
         return (first, cap) if self.bucket_bytes_cap_default else (cap,)
 
     def _set_static_graph(self) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.mesh import RankMesh, agree_between_replicas
+from zero_optim.compat import private
 from zero_optim.ddp.full.choice import Units
 from zero_optim.ddp.full.construction import Asked, construct, ignored_names
 from zero_optim.ddp.full.filling import Init, take_values_of_first
@@ -127,6 +128,7 @@ class FullyShardedDataParallel(nn.Module):
         """Check, agree with the other ranks, wrap, and free everything."""
         super().__init__()
         how = units, reshard_after_forward, guards_reads, offload, mixed_precision, accumulate
+        private.require("FullyShardedDataParallel")
         self._asked = Asked(*how, device, init, mesh)
         self._options = options
         self.require_backward_grad_sync = self._sends_buffers = True

@@ -1,40 +1,17 @@
-"""A wrapper that outlives its process group: it lets go of one, and is bound to another.
-
-Private names of PyTorch's class that are needed here are checked when this is imported, see `data_parallel`.
-"""
+"""A wrapper that outlives its process group: it lets go of one, and is bound to another."""
 
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
-from torch.nn.parallel import distributed
 
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.compat.engine import eager, require
+from zero_optim.compat import private
+from zero_optim.compat.engine import eager
 from zero_optim.ddp.reducer.model_agreement import agree_on_model
 from zero_optim.health.watchdog import unwatch, watch
-
-_USED = (
-    "_build_debug_param_to_name_mapping",
-    "_build_params_for_reducer",
-    "_comm_hooks",
-    "_ddp_init_helper",
-    "_delay_all_reduce_all_params",
-    "_delay_all_reduce_params",
-    "_delay_grad_buffer",
-    "_module_parameters",
-    "_remove_autograd_hooks",
-    "_set_static_graph",
-    "_sync_module_buffers",
-)
-NEEDED: tuple[tuple[object, str], ...] = (  # see Note [Private names] in zero_optim.compat.engine
-    *((TorchDistributedDataParallel, name) for name in _USED),
-    (distributed, "_sync_module_states"),
-)
-_STATES = ("module", "process_group", "broadcast_bucket_size", "src", "params_and_buffers_to_ignore")
-require(NEEDED, __name__, [(distributed, "_sync_module_states", _STATES)])
 
 
 class _Detached:
@@ -92,6 +69,7 @@ class RebindableWrapper(TorchDistributedDataParallel):
             RuntimeError: on every rank, the wrapper is not detached on some.
             RankMismatchError: on every rank, models differ; names the first difference.
         """
+        private.require("rebind() of a wrapper")
         group = RankGroup.of(process_group, self._module_parameters).within(self._timeout)
         watch(self, group, self._on_stall)
         try:
@@ -129,7 +107,7 @@ class RebindableWrapper(TorchDistributedDataParallel):
         given |= {"module": self.module, "process_group": group.process_group}
         agree_on_model(given, self, self._timeout, self._on_stall)
         self.process_group = group.process_group
-        distributed._sync_module_states(  # type: ignore[attr-defined]
+        private.sync_module_states(
             module=self.module,
             process_group=self.process_group,
             broadcast_bucket_size=self.broadcast_bucket_size,

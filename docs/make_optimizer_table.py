@@ -39,8 +39,7 @@ these options.
 - element-wise: a parameter may be cut anywhere.
 - cut by rows: several ranks may own rows of one parameter, which are stepped as parameters of their own.
   This is also tried with other values for numbers that are zero, as a weight decay may be switched on later.
-"""
-LONG_HEAD = """
+
 ## Every set of options
 
 | class | options | separable | in parts | element-wise | cut by rows | bitwise equal |
@@ -77,23 +76,12 @@ def rows(pool: Pool) -> Iterator[str]:
             yield row(name, options, traits, answer(pool, name, case, options, traits))
 
 
-def short_table(lines: list[str]) -> str:
-    """Make the short table: a line a class, that of its last set of options."""
-    last = {line.split(" | ")[0]: line.split(" | ") for line in lines}
-    head = [
-        "\n## One line a class\n",
-        "| class | separable | in parts | element-wise | cut by rows | bitwise equal |",
-        "|---|---|---|---|---|---|",
-    ]
-    return "\n".join([*head, *(" | ".join([cells[0], *cells[2:]]) for cells in last.values())]) + "\n"
-
-
 def main() -> int:
     """Write the page; tell whether every check passed."""
     warnings.filterwarnings("ignore", message="This overload of", category=UserWarning)
     with Pool() as pool:
         lines = list(rows(pool))
-    TARGET.write_text(HEAD + short_table(lines) + LONG_HEAD + "\n".join(lines) + "\n")
+    TARGET.write_text(HEAD + "\n".join(lines) + "\n")
     failed = sum("| NO" in line for line in lines)
     sys.stderr.write(f"{TARGET}: {len(CASES)} classes, {len(lines)} sets of options, {failed} failed\n")
     return 1 if failed else 0

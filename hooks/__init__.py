@@ -13,9 +13,6 @@ The folder is at the top of the repository, but the package is always imported a
 if __name__ != "zero_optim.hooks":
     raise ImportError(f"import this package as 'zero_optim.hooks', not as {__name__!r}", name=__name__)
 
-from torch import Tensor
-
-from zero_optim.compat.engine import require
 from zero_optim.hooks.allreduce import allreduce_hook
 from zero_optim.hooks.compress import (
     bf16_compress_hook,
@@ -25,9 +22,6 @@ from zero_optim.hooks.compress import (
 )
 from zero_optim.hooks.overlap.to_owners import reduce_to_owners
 from zero_optim.hooks.overlap.zero_step import hook_with_zero_step, hook_with_zero_step_interleaved, zero_step
-
-NEEDED = ((Tensor, "_nnz"),)  # see Note [Private names] in zero_optim.compat.engine
-require(NEEDED, __name__)
 
 __all__ = [
     "allreduce_hook",

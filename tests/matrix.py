@@ -396,10 +396,9 @@ def table(results: Sequence[Result] = ()) -> str:
 
 
 def _text(cell: Cell, seconds: str) -> str:
-    ranks = f", {cell.size} ranks" if cell.size > 2 else ""
-    return f"{cell.outcome}, {seconds} s{ranks}" if cell.outcome else "-"
+    return f"{cell.outcome} {seconds}" if cell.outcome else "-"
 
 
 def without_seconds(text: str) -> str:
     """The same without what was measured."""
-    return re.sub(r"\d+\.\d s\b", "? s", text)
+    return re.sub(r" \d+\.\d\b", " ?", text)

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_pairs import SMALL_MB, assert_same, averaged, batch, mlp, mlp_loss
 from pool import Ranks, on_ranks
-from zero_optim.compat.engine import missing_names, require
 from zero_optim.ddp import DistributedDataParallel, Reducer
 from zero_optim.errors import RankMismatchError, ReductionError
 from zero_optim.hooks import allreduce_hook
@@ -406,16 +405,3 @@ def test_gradients_of_the_wrong_layout_are_reported() -> None:
         model.zero_grad()
         model(words).sum().backward()
         assert model.module.table.weight.grad.is_sparse == sparse
-
-
-# ---------------------------------------------------------------------- the installed PyTorch
-
-
-def test_a_pytorch_that_lacks_a_private_name_is_refused_at_import() -> None:
-    needed = [(torch, "_foreach_copy_"), (torch, "_no_such_name"), (None, "queue_callback")]
-    assert missing_names(needed) == ["_no_such_name", "queue_callback"]
-    with pytest.raises(
-        ImportError, match=r"something needs _no_such_name, queue_callback, which PyTorch .* 2.8 to"
-    ):
-        require(needed, "something")
-    require(needed[:1], "something")

@@ -15,7 +15,7 @@ from zero_optim.checkpoint.content import RankContent
 from zero_optim.checkpoint.objects import Objects, random_state, set_random_state
 from zero_optim.comm import wire
 from zero_optim.compat import streams
-from zero_optim.compat.pinned import pinned_in_full
+from zero_optim.compat.memory import pinned_in_full
 
 
 class Recorder:

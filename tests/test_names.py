@@ -1,28 +1,27 @@
-"""Names: exceptions are in one tree, and the private names of PyTorch are checked when they are imported."""
+"""Names: exceptions are in one tree; a private name of PyTorch that is missing costs one feature."""
 
 import ast
 import importlib
 import pkgutil
 import re
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.algorithms.join import Joinable
 
 import zero_optim
 import zero_optim.checkpoint
 import zero_optim.ddp
 import zero_optim.hooks
 from zero_optim import errors
-from zero_optim.compat import engine
-from zero_optim.ddp import data_parallel, rebindable
-from zero_optim.ddp.full import parts
+from zero_optim.compat import private
 
-LISTS = (engine.NEEDED, data_parallel.NEEDED, rebindable.NEEDED, parts.NEEDED, zero_optim.hooks.NEEDED)
 NOT_PYTORCH = {"_ArgumentGroup", "_exit", "_replace"}  # of argparse, os, and named tuples
-READ_WITH_A_DEFAULT = {"_ExperimentalConfig", "_current_context", "_distributed_autograd"}
+LISTED = [(feature, path) for feature, paths in private.NAMES.items() for path in paths]
+INHERITED = [(feature, path) for feature, paths in private.INHERITED.items() for path in paths]
 
 
 def modules() -> Iterator[str]:
@@ -51,7 +50,7 @@ def defined(tree: ast.Module) -> Iterator[str]:
             yield node.id
 
 
-def private(tree: ast.Module) -> Iterator[str]:
+def private_reads(tree: ast.Module) -> Iterator[str]:
     """The private names that a file reads, and whatever it reads of PyTorch's extension module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr != "_C" and not node.attr.startswith("__"):
@@ -62,36 +61,110 @@ def private(tree: ast.Module) -> Iterator[str]:
             yield from (name.name for name in node.names if inside or name.name.startswith("_"))
 
 
-def test_every_private_name_of_pytorch_is_checked_at_import() -> None:
+def last(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def test_every_private_name_of_pytorch_is_in_the_list_or_looked_up_by_it() -> None:
     trees = sources()
     own = {name for tree in trees for name in defined(tree)}
-    listed = {name for needed in LISTS for _, name in needed}
-    modules_of_theirs = {"_compile", "_python_dispatch"}  # names in them are listed
-    read = {name for tree in trees for name in private(tree)} - NOT_PYTORCH - READ_WITH_A_DEFAULT
-    assert read - own - listed - modules_of_theirs == set()
-    assert "_current_graph_task_id" in read  # the search finds something
+    inherited = {last(path) for _, path in INHERITED} | {last(path) for path in private.OPTIONAL}
+    read = {name for tree in trees for name in private_reads(tree)} - NOT_PYTORCH
+    assert read - own - inherited == set()
+    assert "_join_config" in read  # the search finds something
 
 
-def test_this_pytorch_has_every_name_that_is_listed() -> None:
-    for needed in LISTS:
-        assert engine.missing_names(needed) == []
+def test_every_name_that_is_looked_up_is_listed_and_every_listed_one_is_used() -> None:
+    nodes = [node for tree in sources() for node in ast.walk(tree)]
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    used = {node.attr for node in attributes if ast.unparse(node.value) == "private"}
+    used -= {"or_none", "require", "WORKS_WITH"}
+    aliases = {last(path).removeprefix("_") for _, path in LISTED}
+    optional = {last(path).removeprefix("_") for path in private.OPTIONAL}
+    assert used - aliases - optional == set()
+    assert aliases - used == {"disabled_torch_function_impl"} - used
+    calls = [
+        node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "private.require"
+    ]
+    required = {
+        argument.value for call in calls for argument in call.args if isinstance(argument, ast.Constant)
+    }
+    assert required == private.INHERITED.keys()
 
 
-def test_this_pytorch_takes_every_argument_that_is_handed_in() -> None:
-    assert engine.missing_arguments(engine.CALLED) == []
-    with pytest.raises(ImportError, match=re.escape("_disable_dynamo(often=), which PyTorch")):
-        engine.require([], "zero_optim", [(engine._compile, "_disable_dynamo", ("fn", "often"))])
+def test_this_pytorch_has_every_name_and_takes_every_argument() -> None:
+    for _, path in LISTED:
+        getattr(private, last(path).removeprefix("_"))
+    for feature in private.INHERITED:
+        private.require(feature)
+    with pytest.raises(AttributeError, match="no_such is not in the list"):
+        _ = private.no_such
 
 
-def test_a_name_that_a_class_sets_on_its_instances_counts_as_there() -> None:
-    assert not hasattr(Joinable, "_join_config")
-    assert engine.missing_names([(Joinable, "_join_config"), (Joinable, "_no_such")]) == ["_no_such"]
+@pytest.fixture
+def hide(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Have one name look as if this PyTorch did not have it."""
+    is_there = private._is_there
+
+    def hide_name(path: str) -> None:
+        monkeypatch.setattr(private, "_is_there", lambda asked: asked != path and is_there(asked))
+        monkeypatch.delattr(private, last(path).removeprefix("_"), raising=False)
+
+    return hide_name
 
 
-def test_the_refusal_names_what_is_missing_and_which_versions_work() -> None:
-    message = rf"zero_optim needs _gone, which PyTorch .* does not have: use PyTorch {engine.WORKS_WITH}"
-    with pytest.raises(ImportError, match=message):
-        engine.require([(torch, "_gone")], "zero_optim")
+@pytest.mark.parametrize(("feature", "path"), LISTED, ids=str)
+def test_a_name_that_is_missing_costs_the_feature_that_needs_it(
+    hide: Callable[[str], None], feature: str, path: str
+) -> None:
+    hide(path)
+    message = f"{feature} needs {path}, which PyTorch {torch.__version__} does not have: use PyTorch 2.8 to"
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        getattr(private, last(path).removeprefix("_"))
+
+
+@pytest.mark.parametrize(("feature", "path"), INHERITED, ids=str)
+def test_a_name_that_classes_inherit_is_asked_for_by_the_constructor(
+    hide: Callable[[str], None], feature: str, path: str
+) -> None:
+    hide(path)
+    with pytest.raises(RuntimeError, match=re.escape(f"{feature} needs {path}, which PyTorch")):
+        private.require(feature)
+
+
+def test_an_argument_that_is_missing_is_named(
+    hide: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = "torch.distributed.distributed_c10d._new_process_group_helper"
+    monkeypatch.setitem(private._ARGUMENTS, path, ("group_size", "often"))
+    hide("nothing")
+    monkeypatch.delattr(private, "new_process_group_helper", raising=False)
+    with pytest.raises(RuntimeError, match=re.escape("needs _new_process_group_helper(often=), which")):
+        _ = private.new_process_group_helper
+
+
+WITHOUT_ANY = """
+import importlib.util, sys, types
+
+class Hidden(types.ModuleType):
+    WORKS_WITH = "none"
+
+    def or_none(self, alias):
+        return None
+
+    def __getattr__(self, name):
+        if name.startswith("__"):  # `inspect` looks into every module
+            raise AttributeError(name)
+        raise RuntimeError(f"this PyTorch has no {name}")
+
+sys.modules["zero_optim.compat.private"] = Hidden("zero_optim.compat.private")
+import zero_optim, zero_optim.checkpoint, zero_optim.ddp, zero_optim.hooks
+assert zero_optim.compat.engine.private.WORKS_WITH == "none"
+"""
+
+
+def test_everything_can_be_imported_from_a_pytorch_without_any_private_name() -> None:
+    subprocess.run([sys.executable, "-c", WITHOUT_ANY], check=True, timeout=600)
 
 
 def test_every_exception_is_in_one_tree_and_exported() -> None:

@@ -21,6 +21,7 @@ from zero_optim.comm.backends import parse_config
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.exchange import _exchange_packed, exchange
 from zero_optim.comm.lanes import lanes_beside
+from zero_optim.compat import private
 from zero_optim.compat.engine import coalesced, coalesces, make_group
 
 # ---------------------------------------------------------------------- exchanges and lanes
@@ -198,7 +199,7 @@ class CopyingGroup(BoundGroup):
 def test_a_group_that_pytorch_makes_otherwise_than_asked_is_refused() -> None:
     for made, told in ((OtherGroup(), "a group named lane of 2 ranks"), (CopyingGroup(), "in a copy")):
         with (
-            mock.patch.object(c10d, "_new_process_group_helper", return_value=(made, None)),
+            mock.patch.object(private, "new_process_group_helper", return_value=(made, None)),
             pytest.raises(RuntimeError, match=f"PyTorch {re.escape(torch.__version__)} gives .*{told}"),
         ):
             make_group([0], "nccl", "lane", None)
@@ -208,7 +209,7 @@ def test_a_group_that_pytorch_makes_otherwise_than_asked_is_refused() -> None:
 def test_a_lane_beside_a_bound_group_is_not_split_from_it() -> None:
     world: Any = dist.group.WORLD
     made = BoundGroup()
-    with mock.patch.object(c10d, "_new_process_group_helper", return_value=(made, None)) as helper:
+    with mock.patch.object(private, "new_process_group_helper", return_value=(made, None)) as helper:
         world.bound_device_id = GPU0
         try:
             assert make_group([0], "nccl", "lane", None) is made  # type: ignore[comparison-overlap]

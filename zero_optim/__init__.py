@@ -1,6 +1,6 @@
 """zero_optim: optimizers for PyTorch whose state is sharded over ranks."""
 
-from zero_optim.compat.c_library import return_freed_memory
+from zero_optim.compat.memory import return_freed_memory
 from zero_optim.errors import (
     CheckpointError,
     DivergedError,

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from zero_optim.comm.agreement import SharedCall, raise_together, ranks_of
 from zero_optim.comm.backends import held
+from zero_optim.compat import private
 from zero_optim.compat.kinship import make_known
 from zero_optim.health.watchdog import OnStall
 from zero_optim.plan.costs import Cost, CostName
@@ -135,6 +136,7 @@ class ZeroRedundancyOptimizer(SteppedOptimizer):
         **defaults: object,
     ) -> None:
         """Plan, agree on the plan with the other ranks, and build."""
+        private.require("ZeroRedundancyOptimizer")
         Joinable.__init__(self)
         self._overlap, self._join_notes = None, JoinNotes()
         options = ShardingOptions(

@@ -6,12 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero_optim.comm.lanes import lanes_for_rows
 from zero_optim.comm.mesh import RankMesh
-from zero_optim.compat.engine import require
+from zero_optim.compat import private
 from zero_optim.ddp.full.construction import UnitConstruction, ignored_names
 from zero_optim.ddp.full.in_use import UnitsInUse
 from zero_optim.ddp.full.unit import OUTERMOST, Unit
@@ -24,12 +23,6 @@ from zero_optim.health.unit_marks import UnitMarks
 from zero_optim.health.unit_stamps import UnitStamps
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.shard.unit_gathers import GathersFromOwners, GathersInReplicas, UnitGathers
-
-NEEDED: tuple[tuple[object, str], ...] = (  # see Note [Private names] in zero_optim.compat.engine
-    (dist, "_broadcast_coalesced"),
-    (torch.autograd, "_unsafe_preserve_version_counter"),
-)
-require(NEEDED, __name__)
 
 _BUFFERS_AT_ONCE = 250 * 2**20  # bytes, as in PyTorch's DDP
 
@@ -136,6 +129,5 @@ def send_buffers(module: nn.Module, reducer: OwnerReducer) -> None:
         return
     record = reducer.group.begin_work("")
     record.phase = "buffers"
-    autograd, untyped = torch.autograd, dist
-    with record.waiting(), autograd._unsafe_preserve_version_counter(tuple(buffers)):  # type: ignore[attr-defined]
-        untyped._broadcast_coalesced(reducer.process_group, buffers, _BUFFERS_AT_ONCE, 0)  # type: ignore[attr-defined]
+    with record.waiting(), private.unsafe_preserve_version_counter(tuple(buffers)):
+        private.broadcast_coalesced(reducer.process_group, buffers, _BUFFERS_AT_ONCE, 0)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from zero_optim.compat import private
 from zero_optim.compat.engine import has_saved_tensors_hooks, in_backward
 from zero_optim.ddp.full.unit import Unit
 from zero_optim.shard.freed import is_freed
@@ -72,7 +73,7 @@ class SavedReads:
             self._refuse_freed(tensor)
         unit = None
         if tensor.layout is torch.strided:
-            unit = self._unit_of.get(tensor.untyped_storage()._cdata)
+            unit = self._unit_of.get(private.cdata(tensor.untyped_storage()))
         # What an operation saves of its own output refers to the operation: a cycle that nobody would free.
         return tensor.detach(), tensor._version, unit
 

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import distributed
 
+from zero_optim.compat import private
 from zero_optim.compat.engine import eager
 from zero_optim.ddp.precision.casting import cast_buffers
 from zero_optim.ddp.reducer.graph import replaced
@@ -101,7 +101,7 @@ class PrecisionPolicy:
         given, module = arguments.get("mixed_precision"), arguments["module"]
         if given is None:
             return None
-        if not isinstance(given, distributed._MixedPrecision):
+        if not isinstance(given, private.MixedPrecision):
             raise TypeError(
                 "expected mixed_precision to be a torch.nn.parallel.distributed._MixedPrecision, got "
                 f"{type(given).__name__}"

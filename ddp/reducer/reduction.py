@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 from torch.futures import Future
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.started import Work
+from zero_optim.compat import private
 from zero_optim.ddp.reducer.assignment import Members
 from zero_optim.ddp.reducer.bucket import GradBucket, ReducerBucket, tensor_of
 from zero_optim.ddp.reducer.report import FailureReport
@@ -124,7 +124,7 @@ class HookReduction:
         record.runs_hook = True
         with record.starting():
             future = hook(state, given)
-        if not isinstance(future, torch._C.Future):
+        if not isinstance(future, private.Future):
             raise RuntimeError(  # noqa: TRY004 - PyTorch's type
                 "DDP communication hook's callback must return a torch.futures.Future object, but got "
                 f"{type(future).__name__} from {self._name}. Expected a future of one tensor, as "

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from zero_optim.comm.lanes import Lease
 from zero_optim.comm.started import Work
+from zero_optim.compat import private
 from zero_optim.compat.streams import record_use, to_device
 from zero_optim.hooks.bucket import TensorFuture, gradients_in
 from zero_optim.hooks.overlap.owners import OwnerReduction
@@ -188,7 +189,7 @@ def _all_zero(gradients: Sequence[Tensor]) -> set[int]:
     Looks at first elements, all at once, and at the whole only of those whose first is zero.
     """
     if gradients[0].is_sparse:
-        return set() if gradients[0]._nnz() else {0}
+        return set() if private.nnz(gradients[0]) else {0}
     filled = [place for place, gradient in enumerate(gradients) if gradient.numel()]
     if not filled:
         return set()

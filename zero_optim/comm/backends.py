@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zero_optim.compat import private
 from zero_optim.compat.streams import current_device
 
 T = TypeVar("T")
@@ -91,7 +92,7 @@ def _found(given: object) -> Iterator[torch.device]:
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
     """Return the backend for each type of device that a group can send, such as ``{"cpu": "gloo"}``."""
     configured = parse_config(dist.get_backend_config(group))
-    registered = [device.type for device in group._device_types]
+    registered = [device.type for device in private.device_types(group)]
     if not registered:  # a subclass of ProcessGroup does everything itself
         return configured
     name = str(dist.get_backend(group))

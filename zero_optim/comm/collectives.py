@@ -38,6 +38,7 @@ from zero_optim.comm.records import Doing, Record
 from zero_optim.comm.started import Work
 from zero_optim.comm.traffic import Phase, Traffic, Waitable, broadcast_nbytes, sum_nbytes
 from zero_optim.comm.works import GroupWorks, log_of
+from zero_optim.compat import private
 from zero_optim.compat.engine import coalesced, coalesces, timeout_of
 from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
 from zero_optim.errors import RankMismatchError, RemoteRankError, StalledError
@@ -239,7 +240,7 @@ class RankGroup:
     def count_sum(self, tensor: Tensor) -> None:
         """Count a sum of a tensor over all ranks, which the caller starts."""
         if self.size > 1 and tensor.is_sparse:
-            nbytes = tensor._indices().nbytes + tensor._values().nbytes
+            nbytes = private.indices(tensor).nbytes + private.values(tensor).nbytes
             self.phase.sent((self.size - 1) * nbytes)
         elif self.size > 1:
             self.phase.sent(sum_nbytes(tensor.nbytes, self.size))

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zero_optim.compat import private
 from zero_optim.compat.engine import wraps_tensors
 from zero_optim.plan.memory import dense_strides
 
@@ -79,7 +80,7 @@ def _encode_subclass(tensor: Tensor, where: str, tensors: list[Tensor]) -> Skele
         rest = _encode(context, f"the context of {where}", [])
         form = [tuple(tensor.shape), tensor.stride()]
         return ["wrapper", [name, rest, form, *(_inner(tensor, a, where, tensors) for a in attributes)]]
-    with torch._C.DisableTorchFunctionSubclass():
+    with private.DisableTorchFunctionSubclass():
         inner = tensor.detach().as_subclass(Tensor)
     return ["subclass", [name, _encode(vars(tensor), where, tensors), _encode(inner, where, tensors)]]
 
@@ -127,7 +128,7 @@ def _decode_subclass(kind: str, body: list[Any], tensors: Iterator[Tensor]) -> T
         whole = found.__tensor_unflatten__(inner, decode(context, tensors), torch.Size(shape), tuple(strides))
     else:
         attributes, plain = (decode(part, tensors) for part in body[1:])
-        with torch._C.DisableTorchFunctionSubclass():
+        with private.DisableTorchFunctionSubclass():
             whole = plain.as_subclass(found)
         vars(whole).update(attributes)
     assert isinstance(whole, Tensor)
@@ -226,7 +227,7 @@ def inner_tensors(value: Nested) -> list[Tensor]:
         if wraps_tensors(value):
             attributes, _ = flattened(value)
             return [tensor for name in attributes for tensor in inner_tensors(getattr(value, name))]
-        return [value._indices(), value._values()] if value.is_sparse else [value]
+        return [private.indices(value), private.values(value)] if value.is_sparse else [value]
     if isinstance(value, Mapping):
         value = list(value.values())
     children = value if isinstance(value, list | tuple) else ()

@@ -21,6 +21,7 @@ from zero_optim.comm.encoding import (
     skeleton_to_bytes,
 )
 from zero_optim.comm.exchange import recv, send
+from zero_optim.compat import private
 from zero_optim.compat.engine import wraps_tensors
 from zero_optim.compat.streams import HostCopy, is_asynchronous
 from zero_optim.plan.memory import dense_strides
@@ -74,7 +75,7 @@ def unpack(skeleton: Skeleton, packed: Tensor) -> list[Tensor]:
     """Allocate the tensors that a skeleton describes, with the memory that `pack` has copied."""
     tensors = blank_tensors(skeleton)
     memories = [memory_of(tensor) for tensor in tensors]
-    torch._foreach_copy_(memories, list(torch.split(packed, [memory.numel() for memory in memories])))
+    private.foreach_copy_(memories, list(torch.split(packed, [memory.numel() for memory in memories])))
     return tensors
 
 
@@ -105,7 +106,7 @@ def all_copied_to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
     for piece in pieces_of([memory.numel() for memory in sources]):
         came = HostCopy(*(sources[i][start:stop] for i, start, stop in piece)).read()
         places = [targets[i][start:stop] for i, start, stop in piece]
-        torch._foreach_copy_(places, list(torch.split(came, [place.numel() for place in places])))
+        private.foreach_copy_(places, list(torch.split(came, [place.numel() for place in places])))
         del came  # its memory serves the next piece
     return copies
 
@@ -166,4 +167,4 @@ def _recv_piece(group: RankGroup, source: int, parts: list[Tensor]) -> None:
         return
     received = torch.empty(sum(part.numel() for part in parts), dtype=torch.uint8)
     recv(group, received, source)
-    torch._foreach_copy_(parts, list(torch.split(received, [part.numel() for part in parts])))
+    private.foreach_copy_(parts, list(torch.split(received, [part.numel() for part in parts])))

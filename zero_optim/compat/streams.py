@@ -29,7 +29,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from zero_optim.compat.pinned import pinned_in_full
+from zero_optim.compat import private
+from zero_optim.compat.memory import pinned_in_full
 
 Stream: TypeAlias = Any  # torch.Stream of the device's own kind, such as torch.cuda.Stream
 Event: TypeAlias = Any
@@ -188,7 +189,7 @@ def record_use(*tensors: Tensor) -> None:
 
 def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     """Give the tensors that hold the memory of a tensor."""
-    return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
+    return (private.indices(tensor), private.values(tensor)) if tensor.is_sparse else (tensor,)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

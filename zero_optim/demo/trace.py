@@ -10,6 +10,8 @@ from typing import Any, Literal
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from zero_optim.compat import private
+
 Row = Literal["compute", "reduce", "step", "gather"]
 
 EVENTS, PICTURE = "trace.json", "trace.png"
@@ -58,10 +60,8 @@ def traced(path: Path) -> Iterator[None]:
 def _all_threads() -> dict[str, Any]:
     """Return the option with which the profiler records the thread that steps, if this PyTorch has it."""
     try:
-        from torch._C._profiler import _ExperimentalConfig
-
-        return {"experimental_config": _ExperimentalConfig(profile_all_threads=True)}
-    except (ImportError, TypeError):
+        return {"experimental_config": private.or_none("ExperimentalConfig")(profile_all_threads=True)}
+    except TypeError:  # this PyTorch has no such option
         return {}
 
 

@@ -65,11 +65,11 @@ def _needed_by_step(subject: OptimizerUnderTest) -> str:
     """Name the arguments without which a class's ``step()`` cannot be called."""
     try:
         step = start(subject, _FEEDS[0], starts_of(_FEEDS[0])).optimizer.step
-        given = inspect.signature(step).parameters.values()
+        parameters = inspect.signature(step).parameters.values()
     except Exception:  # noqa: BLE001 - the reason is not an argument of step()
         return ""
     extra = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return ", ".join(p.name for p in given if p.default is p.empty and p.kind not in extra)
+    return ", ".join(p.name for p in parameters if p.default is p.empty and p.kind not in extra)
 
 
 def _step_with_closure(run: TrialRun) -> None:

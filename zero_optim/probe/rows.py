@@ -1,17 +1,16 @@
 """Find out whether ranks may share the rows of one parameter where a plan cuts it. Nothing here communicates.
 
 Note [Rows that are cut]
-    Some classes work in blocks of elements, and only where these fill the parameter and are enough. torchao's
-    and bitsandbytes' keep state so: in blocks of 256, from 4,096 elements on. Whether they bear a cut depends
-    on the parameter and on the row. So the rows that a plan cuts are tried themselves, in as many steps as it
-    takes for rounded state to reach the parameter. A large weight would make that slow, so a smaller one
-    stands for it. Its pieces have as many elements, but for multiples of `_BLOCK`, and at least `_ENOUGH`
-    unless the real one has fewer. `why_not_cut` of `probe` shows larger blocks.
+    Some classes work in blocks of elements: torchao's and bitsandbytes' keep state in blocks of 256, from
+    4,096 elements on. Whether they bear a cut depends on the parameter and on the row. So the rows that a
+    plan cuts are tried themselves, in as many steps as it takes for rounded state to reach the parameter. A
+    smaller weight stands for a large one: its pieces have as many elements, but for multiples of `_BLOCK`,
+    and at least `_ENOUGH` unless the real one has fewer. `why_not_cut` of `probe` shows larger blocks.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_optim.probe.comparison import difference
-from zero_optim.probe.subject import OptimizerUnderTest
+from zero_optim.probe.subject import OptimizerUnderTest, remembered
 from zero_optim.probe.trials import Feed, Shape, isolated, recorded, start
 
 _BLOCK = 256  # elements; a multiple of what classes take for a block
@@ -31,17 +30,11 @@ _NUM_STEPS = 3
 
 
 class CutRows(NamedTuple):
-    """Where a parameter is cut.
+    """Where a parameter is cut."""
 
-    Attributes:
-        dtype: of what is stepped, see `zero_optim.probe.probe.why_not_cut`.
-        shape: of the parameter.
-        ends: the row at which each piece ends, but for the last. None is cut if it is empty.
-    """
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    ends: tuple[int, ...]
+    dtype: torch.dtype  # of what is stepped, see `zero_optim.probe.probe.why_not_cut`
+    shape: tuple[int, ...]  # of the parameter
+    ends: tuple[int, ...]  # the row at which each piece ends, but for the last; nothing is cut if it is empty
 
 
 def why_rows_not_cut(
@@ -50,24 +43,15 @@ def why_rows_not_cut(
     group: Mapping[str, Any],
     cut: CutRows,
 ) -> str | None:
-    """Find out why ranks cannot share some rows of a parameter, if they cannot; see Note [Rows that are cut].
+    """Return why ranks cannot share some rows of a parameter; None if they can. See Note [Rows that are cut].
 
-    To be asked of classes of which `zero_optim.probe.probe.why_not_cut` says that they may bear cuts. Takes
-    some ms for each kind of pieces, 10 ms for parameters of 2^18 elements; the result is cached.
-
-    Args:
-        optimizer_class: as for `zero_optim.probe.probe.probe`.
-        options: its keyword arguments.
-        group: the options of the parameter's group.
-        cut: the rows.
-
-    Returns:
-        The reason, or None if they can.
+    To be asked if `zero_optim.probe.probe.why_not_cut` found nothing. Takes some ms for each kind of pieces,
+    10 ms for parameters of 2^18 elements; the result is cached. ``group`` has the options of the parameter's
+    group.
     """
     subject = OptimizerUnderTest.of(optimizer_class, options, [group])
-    answer = _remembered if subject.is_hashable else _try
     for shape, sizes in like_rows(cut.shape, cut.ends):
-        reason = answer(subject, cut.dtype, shape, sizes)
+        reason = _try(subject, cut.dtype, shape, sizes)
         if reason is not None:
             return f"with rows of {cut.shape} cut at {', '.join(map(str, cut.ends))}: {reason}"
     return None
@@ -76,8 +60,8 @@ def why_rows_not_cut(
 def like_rows(shape: Shape, ends: Sequence[int]) -> list[tuple[Shape, tuple[int, ...]]]:
     """List what stands for the pieces of a parameter: shapes, with the number of rows of each piece.
 
-    A small parameter stands for itself. For a large one, each piece is tried between what is before and
-    behind it.
+    A small parameter stands for itself. Each piece of a large one is tried between what is before and behind
+    it.
     """
     bounds = (0, *ends, shape[0])
     if math.prod(shape) <= _SMALL:
@@ -88,21 +72,15 @@ def like_rows(shape: Shape, ends: Sequence[int]) -> list[tuple[Shape, tuple[int,
     while block > _LEAST_BLOCK and math.lcm(block, in_row) > _SMALL:
         block //= 2
     step = block // math.gcd(block, in_row)
-    found: dict[tuple[Shape, tuple[int, ...]], None] = {}
+    stand_ins: dict[tuple[Shape, tuple[int, ...]], None] = {}
     for begin, stop in pairwise(bounds):
         rows = [count for count in (begin, stop - begin, shape[0] - stop) if count]
         sizes = tuple(min(count, enough + (count - enough) % step) for count in rows)
-        found[(sum(sizes), *inner), sizes] = None
-    return list(found)
+        stand_ins[(sum(sizes), *inner), sizes] = None
+    return list(stand_ins)
 
 
-@lru_cache(maxsize=4096)
-def _remembered(
-    subject: OptimizerUnderTest, dtype: torch.dtype, shape: Shape, sizes: tuple[int, ...]
-) -> str | None:
-    return _try(subject, dtype, shape, sizes)
-
-
+@remembered
 def _try(subject: OptimizerUnderTest, dtype: torch.dtype, shape: Shape, sizes: tuple[int, ...]) -> str | None:
     feed = Feed(
         (shape,), gaps=False, num_groups=1, num_in_group=1, num_steps=_NUM_STEPS, dtype=dtype, huge=1.0
@@ -116,9 +94,9 @@ def _try(subject: OptimizerUnderTest, dtype: torch.dtype, shape: Shape, sizes: t
             return "it could not be tried"
         if not made.moved:
             return f"no element changed in {_NUM_STEPS} steps"
-        begin = partial(start, candidate, feed, made.starts, cut=partial(_cut, sizes))
+
+        def cut(_: int, value: Tensor) -> list[Tensor]:
+            return list(torch.split(value, list(sizes)))
+
+        begin = partial(start, candidate, feed, made.starts, cut=cut)
         return difference(candidate, made, "cut between rows", begin)
-
-
-def _cut(sizes: tuple[int, ...], _index: int, value: Tensor) -> list[Tensor]:
-    return list(torch.split(value, list(sizes)))

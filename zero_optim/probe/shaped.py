@@ -19,15 +19,9 @@ _LARGE_VECTOR = (4352,)
 
 @dataclass(slots=True)
 class ShapedKeys:
-    """Which entries of a class's state have the shape of their parameter.
+    """Which entries of a class's state have the shape of their parameter, to check a loaded state dict.
 
-    A loaded state dict can be checked against this before the optimizer has any state of its own.
-    One step of a temporary optimizer finds them, for each number of dimensions and two sizes. Draws no random
-    numbers and does not communicate.
-
-    Args:
-        optimizer_class: as given to `ZeroRedundancyOptimizer`.
-        defaults: its keyword arguments.
+    One step of a temporary optimizer finds them, for each number of dimensions and two sizes.
     """
 
     optimizer_class: Callable[..., Optimizer]
@@ -44,7 +38,6 @@ class ShapedKeys:
             found: dict[str, bool] = {}
             if 0 < num_dims <= len(_TRIAL_SIZES):
                 tried = [entries for shape in self._shapes(num_dims) if (entries := self._try(shape))]
-                # What has the shape of a small parameter only need not have it.
                 found = {k: all(entries.get(k) for entries in tried) for entries in tried for k in entries}
             self._found[num_dims] = found
         return self._found[num_dims]

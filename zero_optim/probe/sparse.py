@@ -1,13 +1,11 @@
 """Find out whether ranks may share the rows of a parameter whose gradients are sparse.
 
-Rows of a sparse gradient are those entries of it that lie in the rows. To step with them is not as harmless
-as it is with dense ones. To coalesce, as Adagrad does, adds the entries of a row up in an order that depends
-on the other rows. And a class may keep a gradient as its state, as SGD does with momentum; such state is not
-joined. Plain SGD adds entry by entry to the parameter, and gives equal bits. Nothing here communicates.
+To coalesce a sparse gradient, as Adagrad does, adds the entries of a row up in an order that depends on the
+other rows. And a class may keep a gradient as its state, as SGD does with momentum; such state is not joined.
+Plain SGD adds entry by entry to the parameter, and gives equal bits. Nothing here communicates.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -18,8 +16,8 @@ from torch.optim import Optimizer
 from zero_optim.comm.encoding import inner_tensors
 from zero_optim.plan.pieces import Piece
 from zero_optim.probe.acceptance import first_line_of
-from zero_optim.probe.sameness import same_pieces
-from zero_optim.probe.subject import OptimizerUnderTest
+from zero_optim.probe.comparison import same_pieces
+from zero_optim.probe.subject import OptimizerUnderTest, remembered
 from zero_optim.probe.trials import Feed, TrialRun, isolated, start
 
 Take: TypeAlias = Callable[[Tensor, Piece], Tensor]
@@ -38,32 +36,17 @@ def why_not_sparse_rows(
     dtype: torch.dtype,
     take: Take,
 ) -> str | None:
-    """Try whether a class gives the same bits if it steps rows of a parameter with rows of sparse gradients.
+    """Return why a class gives other bits if it steps rows with rows of sparse gradients, or None.
 
     Gradients have several entries for a row, some more entries than the parameter has elements, and some are
-    coalesced. Takes about 10 ms; the result is cached. Does not communicate. It is tried on the CPU. Kernels
-    of accelerators that add the entries of one row in any order give no certain bits, cut or not.
-
-    Args:
-        optimizer_class: as for `zero_optim.probe.probe.probe`.
-        options: its keyword arguments.
-        group: the options of the parameter's group.
-        dtype: of what is stepped.
-        take: takes the rows of a piece out of a gradient.
-
-    Returns:
-        The reason why it does not, or None if it does.
+    coalesced. Takes about 10 ms on the CPU; the result is cached. (Kernels of accelerators that add the
+    entries of one row in any order give no certain bits, cut or not.) ``take`` takes the rows of a piece out
+    of a gradient.
     """
-    subject = OptimizerUnderTest.of(optimizer_class, options, [group])
-    answer = _remembered if subject.is_hashable else _try
-    return answer(subject, dtype, take)
+    return _try(OptimizerUnderTest.of(optimizer_class, options, [group]), dtype, take)
 
 
-@lru_cache(maxsize=256)
-def _remembered(subject: OptimizerUnderTest, dtype: torch.dtype, take: Take) -> str | None:
-    return _try(subject, dtype, take)
-
-
+@remembered
 def _try(subject: OptimizerUnderTest, dtype: torch.dtype, take: Take) -> str | None:
     plain = subject.without_switches()  # the CPU may lack them
     raised = ""
@@ -118,8 +101,8 @@ def _gradient(
     rows = torch.randint(shape[0], (1, _NUM_ENTRIES), generator=generator)
     rows[0, ::2] = rows[0, 0].clone()
     values = _noise(generator, (_NUM_ENTRIES, *shape[1:]), dtype)
-    made = torch.sparse_coo_tensor(rows, values, shape, check_invariants=False)
-    return made.coalesce() if coalesced else made
+    gradient = torch.sparse_coo_tensor(rows, values, shape, check_invariants=False)
+    return gradient.coalesce() if coalesced else gradient
 
 
 def _held(run: TrialRun) -> Iterator[Tensor]:

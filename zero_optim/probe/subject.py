@@ -4,7 +4,8 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from functools import lru_cache
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from zero_optim.plan.groups import ParamGroup
 
 Builder: TypeAlias = Callable[..., Optimizer]
+F = TypeVar("F", bound=Callable[..., Any])
 
 # Options that choose an implementation of the same algorithm. Some need an accelerator.
 _SWITCHES = ("capturable", "fused", "differentiable")
@@ -68,10 +70,7 @@ def bits(tensor: Tensor) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerUnderTest:
-    """A class and its options, without keeping the class alive.
-
-    Hashable if its options are; equal for equal classes and options.
-    """
+    """A class and its options, without keeping the class alive; hashable if its options are."""
 
     reference: Callable[[], Any]
     options: object
@@ -92,19 +91,10 @@ class OptimizerUnderTest:
         return cls(_reference(build), to_hashable(_awake(options)), tuple(reversed(distinct.values())))
 
     @property
-    def is_hashable(self) -> bool:
-        """Whether it may be a key of a cache. An option that cannot be copied may change, so it may not."""
-        try:
-            hash(self)
-        except TypeError:
-            return False
-        return True
-
-    @property
     def is_fused(self) -> bool:
-        """Whether a kernel of its own takes the whole step: one that divides its work where plans cut, too.
+        """Whether a kernel takes the whole step, and divides its work where plans cut: of one of `by_kernel`.
 
-        Other kernels divide long tensors among threads anywhere. Asked of one part of `by_kernel`.
+        Other kernels divide long tensors among threads anywhere.
         """
         return all(self._fused())
 
@@ -120,14 +110,11 @@ class OptimizerUnderTest:
         return (self,) if len(held) == 1 else tuple(replace(self, groups=part) for part in held)
 
     def awake(self, shape: tuple[int, ...], names: Collection[str] | None) -> "OptimizerUnderTest | None":
-        """Return the same with other numbers for those that hide arithmetic; None if there are none.
+        """Return the same with other values for numbers that hide arithmetic; None if there are none.
 
-        To add nothing, or a multiple by a power of two, rounds nothing. Numbers count that the class fills in
-        too: they may change later.
-
-        Args:
-            shape: of a parameter that it takes.
-            names: of the numbers that may change; None for all.
+        To add nothing, or a multiple by a power of two, rounds nothing. Numbers that the class fills in count
+        too: they may change later. ``shape`` is of a parameter that it takes, ``names`` are of the numbers
+        that may change (None: all).
         """
         own = [from_hashable(group) for group in self.groups or (_NONE,)]
         built = self.build([[torch.zeros(shape, requires_grad=True)] for _ in own]).param_groups
@@ -159,6 +146,21 @@ class OptimizerUnderTest:
         """Return the same without the options that choose an implementation, which the CPU may lack."""
         options, *groups = (_without_switches(held) for held in (self.options, *self.groups))
         return replace(self, options=options, groups=tuple(groups))
+
+
+def remembered(function: F) -> F:
+    """Cache a function of a subject. Keys hold the class weakly and options as values."""
+    cached: Any = lru_cache(maxsize=4096)(function)
+
+    def call(subject: OptimizerUnderTest, *args: object) -> Any:  # noqa: ANN401
+        try:
+            hash(subject)
+        except TypeError:  # an option that cannot be copied may change
+            return function(subject, *args)
+        return cached(subject, *args)
+
+    answer: F = call  # type: ignore[assignment]
+    return answer
 
 
 def _without_switches(held: object) -> object:

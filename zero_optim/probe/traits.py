@@ -16,32 +16,20 @@ NEEDS_SECOND_ORDER = "its step() needs second-order gradients, of backward(creat
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What an optimizer class with its options tolerates, bit for bit.
+    """What an optimizer class with its options tolerates, bit for bit; None stands for no reason."""
 
-    Args:
-        coupling: why parameters cannot be stepped by separate optimizers; None if they can.
-        counting: why one optimizer cannot step part of its parameters at a time; None if it can.
-        shape_use: why a parameter cannot be cut in pieces; None if it can.
-        untried: why the class could not be tried at all; None if it was.
-        moves_frozen: whether a step changes parameters that never had a gradient.
-    """
-
-    coupling: str | None = None
-    counting: str | None = None
-    shape_use: str | None = None
-    untried: str | None = None
-    moves_frozen: bool = False
+    coupling: str | None = None  # why parameters cannot be stepped by separate optimizers
+    counting: str | None = None  # why one optimizer cannot step part of its parameters at a time
+    shape_use: str | None = None  # why a parameter cannot be cut in pieces
+    untried: str | None = None  # why the class could not be tried at all
+    moves_frozen: bool = False  # whether a step changes parameters that never had a gradient
 
     def answers(self) -> list[bool]:
         """List what a class tolerates that is not refused, for ranks to combine."""
         return [self.counting is None, self.shape_use is None, not self.moves_frozen]
 
     def combined(self, said_by_all: Sequence[bool]) -> "Traits":
-        """Return what it tolerates on every rank.
-
-        Args:
-            said_by_all: for each of the `answers`, whether all ranks say yes.
-        """
+        """Return what it tolerates on every rank: for each of the `answers`, whether all ranks say yes."""
         in_parts, in_pieces, spares_frozen = said_by_all
         return replace(
             self,

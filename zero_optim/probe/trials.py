@@ -1,8 +1,7 @@
 """Trial runs of a user's optimizer class on a few small tensors, for `probe` to compare.
 
 The first trial steps all parameters together and records its gradients. Other trials get the same gradients,
-but step the parameters one by one, in parts, or cut in pieces. Their results are compared with the first bit
-by bit. Nothing here communicates. `isolated` protects the state of the process.
+but step the parameters one by one, in parts, or cut in pieces, and must give the same bits.
 
 Note [Gradients that trigger]
     Some optimizers couple parameters only under a condition. So the gradients meet all known conditions: a
@@ -22,10 +21,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-import torch.optim.optimizer as torch_optimizer_module
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zero_optim.compat import private
 from zero_optim.probe.subject import OptimizerUnderTest, bits, switch_mode
 
 Shape: TypeAlias = tuple[int, ...]
@@ -39,9 +38,6 @@ _GAPS = frozenset({(1, 3), (1, 5), (3, 5), (5, 5), (0, 6)})
 _STEP_OF_EVALUATION = 5
 # Pieces of a parameter start at multiples of so many bytes where it is cut by rows, as in a plan.
 _ALIGNMENT_NBYTES = 64
-
-
-# ---------------------------------------------------------------------- parameters and gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +120,6 @@ def _orthogonal(rows: Tensor, weights: Tensor) -> Tensor:
     return flat - factor * along
 
 
-# ---------------------------------------------------------------------- one run
-
-
 @dataclass(slots=True)
 class TrialRun:
     """One optimizer over some of the parameters, each whole or in pieces."""
@@ -196,10 +189,7 @@ def by_rows(index: int, value: Tensor) -> list[Tensor]:
 
 
 def below_vectors(index: int, value: Tensor) -> list[Tensor]:
-    """Cut a parameter between rows in pieces that are shorter than two vectors of 64 bytes, by one row.
-
-    Kernels take two vectors at a time, so each of these is treated as the end of a vector.
-    """
+    """Cut a parameter between rows in pieces below two vectors of 64 bytes: kernels take two at a time."""
     row_nbytes = value.element_size() * value.numel() // len(value)
     return list(torch.split(value, max(1, (2 * _ALIGNMENT_NBYTES - 1) // row_nbytes)))
 
@@ -211,12 +201,10 @@ def _rows_apart(value: Tensor) -> int:
 
 
 def step_whole(run: TrialRun, step: int, gradients: Mapping[int, Tensor | None]) -> None:
-    """Step everything. If the class has modes, switch to evaluation and back halfway."""
+    """Step everything."""
     run.give(gradients)
     run.optimizer.step()
-    if step == _STEP_OF_EVALUATION:
-        switch_mode(run.optimizer, "eval")
-        switch_mode(run.optimizer, "train")
+    _evaluate(run, step)
 
 
 def step_in_parts(run: TrialRun, step: int, gradients: Mapping[int, Tensor | None]) -> None:
@@ -234,6 +222,11 @@ def step_in_parts(run: TrialRun, step: int, gradients: Mapping[int, Tensor | Non
         run.give(dict.fromkeys(bucket))
     for group, params in zip(groups, members, strict=True):
         group["params"] = params
+    _evaluate(run, step)
+
+
+def _evaluate(run: TrialRun, step: int) -> None:
+    """Switch to evaluation and back halfway, if the class has modes."""
     if step == _STEP_OF_EVALUATION:
         switch_mode(run.optimizer, "eval")
         switch_mode(run.optimizer, "train")
@@ -262,24 +255,20 @@ class TrialRecord:
 
 
 def record(subject: OptimizerUnderTest, feed: Feed) -> TrialRecord:
-    """Run all parameters together and choose the gradients.
-
-    Raises:
-        Exception: whatever the class raises.
-    """
+    """Run all parameters together and choose the gradients; raises whatever the class raises."""
     noise = feed.noise()
     starts = starts_of(feed, noise)
     run = start(subject, feed, starts)
-    made = TrialRecord(feed, run, starts, values=[[run.bits(index) for index in starts]])
+    trial = TrialRecord(feed, run, starts, values=[[run.bits(index) for index in starts]])
     before = _random_states()
     for step in range(feed.num_steps):
         weights = {index: leaf.detach() for index, (leaf,) in run.leaves.items()}
-        given = {index: feed.gradient(index, step, noise[index], weights[index]) for index in weights}
-        step_whole(run, step, given)
-        made.gradients.append(given)
-        made.values.append([run.bits(index) for index in starts])
-    made.drew = before != _random_states()
-    return made
+        grads = {index: feed.gradient(index, step, noise[index], weights[index]) for index in weights}
+        step_whole(run, step, grads)
+        trial.gradients.append(grads)
+        trial.values.append([run.bits(index) for index in starts])
+    trial.drew = before != _random_states()
+    return trial
 
 
 def recorded(subject: OptimizerUnderTest, feed: Feed) -> TrialRecord | None:
@@ -290,9 +279,6 @@ def recorded(subject: OptimizerUnderTest, feed: Feed) -> TrialRecord | None:
         return None
 
 
-# ---------------------------------------------------------------------- isolation
-
-
 def _random_states() -> tuple[object, ...]:
     name, words, *rest = np.random.get_state(legacy=True)
     return random.getstate(), (name, words.tobytes(), *rest), bits(torch.get_rng_state())  # type: ignore[union-attr]
@@ -300,10 +286,7 @@ def _random_states() -> tuple[object, ...]:
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Restore random states, modes, hooks and warnings after a trial.
-
-    A trial runs on the CPU, outside of ``no_grad`` and ``inference_mode``.
-    """
+    """Run a trial on the CPU with gradients, then restore random states, modes, hooks and warnings."""
     ours = random.getstate(), np.random.get_state(), torch.get_rng_state()
     # Not by get_default_device(): in PyTorch 2.8 it raises once somebody has called set_default_device(None).
     elsewhere = torch.empty(0).device.type != "cpu"
@@ -327,8 +310,8 @@ def isolated() -> Iterator[None]:
 def _without_global_hooks() -> Iterator[None]:
     """Disable hooks on the steps of every optimizer: a trial is not a step of the user."""
     tables: list[dict[int, Any]] = [
-        torch_optimizer_module._global_optimizer_pre_hooks,
-        torch_optimizer_module._global_optimizer_post_hooks,
+        private.global_optimizer_pre_hooks,
+        private.global_optimizer_post_hooks,
     ]
     kept = [dict(table) for table in tables]
     for table in tables:

@@ -1,7 +1,4 @@
-"""The set-up of a rank on its host before any work: when it ends, its network interface, its cores.
-
-The functions that run on each rank call these: `run.launch`, ``demo`` and the tests. Nothing communicates.
-"""
+"""The set-up of a rank on its host before any work: when it ends, its network interface, its cores."""
 
 import ctypes
 import os
@@ -23,11 +20,7 @@ _CLOSED = ("onnection closed by peer", "onnection reset by peer")  # what gloo s
 
 
 def end_with_parent(parent: int) -> None:
-    """Kill this process as soon as its parent is gone; called once, before any work.
-
-    Args:
-        parent: process id of the parent. If it is gone already, this process ends at once.
-    """
+    """Kill this process as soon as its parent, a process id, is gone; called once, before any work."""
     if not _ask_kernel():
         threading.Thread(target=watch, args=(parent,), daemon=True, name="parent watch").start()
     if os.getppid() != parent:  # it ended before the kernel was asked
@@ -58,7 +51,8 @@ def order_of(error: BaseException) -> int:
         1 for what this rank did itself; 3 for what it only heard of, or for a connection that another rank
         has closed; 2 if that came while the rank dealt with a failure of its own.
     """
-    if not is_heard_of(error) and not _is_closed(error):
+    is_closed = isinstance(error, RuntimeError) and any(words in str(error) for words in _CLOSED)
+    if not is_heard_of(error) and not is_closed:
         return 1
     # What a wait raised is `__cause__`; what was raised before the wait began is the context of that.
     waited = error.__cause__ or error
@@ -66,27 +60,17 @@ def order_of(error: BaseException) -> int:
     return 2 if before is not None and order_of(before) < 3 else 3
 
 
-def _is_closed(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and any(said in str(error) for said in _CLOSED)
-
-
 def let_the_cause_end_first(error: BaseException, all_have_told: Callable[[], bool]) -> None:
     """Wait before this rank ends, if it only heard that another one has failed.
 
-    A launcher ends all ranks when the first one has ended. If that is a rank that only heard of a failure,
-    the rank that failed may be killed before it has written down why: it may be slow to, on a busy host.
-    The launcher ends this wait, with the process, when the other rank has ended. The wait also ends when
-    nobody is left who could tell more. Its limit is for a rank that does not go on: one that is stopped, or
-    that has caught its exception.
-
-    Args:
-        error: what this rank raised; it is written down already.
-        all_have_told: whether all ranks of this job have told how they ended.
+    A launcher ends all ranks soon after the first one has ended. If that one only heard of a failure, the
+    rank that failed may be killed before it has written down why. The wait ends with the process, or when all
+    ranks have told how they ended; its limit is for a rank that is stopped, or has caught its exception.
     """
     if order_of(error) == 1:
         return
-    is_told = is_heard_of(error) and not isinstance(error, StalledError)
-    deadline = time.monotonic() + (CAUSE if is_told else _LOST)
+    is_certain = is_heard_of(error) and not isinstance(error, StalledError)
+    deadline = time.monotonic() + (CAUSE if is_certain else _LOST)
     while time.monotonic() < deadline and not all_have_told():
         time.sleep(_TELLING)
 
@@ -94,8 +78,8 @@ def let_the_cause_end_first(error: BaseException, all_have_told: Callable[[], bo
 def use_loopback() -> None:
     """Make later process groups use the loopback interface; for jobs on one host.
 
-    Otherwise gloo listens on the address of the host's name, which other machines may reach. NCCL listens
-    too, until its ranks have found each other; an interface that the user chose for NCCL stays.
+    Otherwise gloo listens on the address of the host's name, which other machines may reach. So does NCCL,
+    until its ranks have found each other; an interface that the user chose for NCCL stays.
     """
     name = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     os.environ["GLOO_SOCKET_IFNAME"] = name

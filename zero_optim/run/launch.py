@@ -1,22 +1,19 @@
 """Run a function on several ranks of this host, from a script, a notebook or a test.
 
 Note [Processes]
-    `torch.multiprocessing.start_processes` starts them. The elastic launcher is not used. It offers
-    rendezvous and restarts, which one call on one host does not need. It also takes over the signal handlers
-    of the calling process, which a notebook needs itself. Processes are spawned, not forked. A fork inherits
-    locks and thread pools without the threads, so it hangs at its first parallel loop, and it cannot use
-    CUDA.
+    PyTorch's elastic launcher would take over the signal handlers of the calling process, which a notebook
+    needs itself. Processes are spawned, not forked: a fork inherits locks and thread pools without the
+    threads, so it hangs at its first parallel loop, and it cannot use CUDA.
 
 Note [No process left]
-    Before `launch` returns or raises, it kills the ranks without asking them. If the caller itself is killed,
-    the kernel kills the ranks. Ctrl-C reaches only the caller: it is blocked while processes start, and each
-    rank has its own session.
+    Before `launch` returns or raises, it kills the ranks. If the caller itself is killed, the kernel kills
+    the ranks. Ctrl-C reaches only the caller: it is blocked while processes start, and each rank has its own
+    session.
 
 Note [Ctrl-C while ranks start]
-    A `KeyboardInterrupt` inside of `start_processes` would lose the processes that were started, and the one
-    that starts would lack its work. To block the signal is not enough: a mask is of one thread, and the
-    kernel then gives the signal to another thread of the process, such as one of a BLAS library. Python
-    raises in the main thread all the same. So there the handler is another one meanwhile, which only takes
+    A `KeyboardInterrupt` inside of `start_processes` would lose the processes that were started. To block the
+    signal is not enough: a mask is of one thread, and the kernel gives the signal to another one, such as one
+    of a BLAS library; Python then raises in the main thread all the same. So meanwhile the handler only takes
     note. The mask is for the ranks, which inherit it until they have a handler of their own.
 """
 
@@ -39,8 +36,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from zero_optim.errors import LaunchTimeoutError, RankFailedError
 from zero_optim.run.host import num_cores
-from zero_optim.run.job import Failure, Job
-from zero_optim.run.rank import enter
+from zero_optim.run.rank import Failure, Job, enter
 from zero_optim.run.session import encode_call
 from zero_optim.run.stacks import stacks_of
 
@@ -61,7 +57,7 @@ def launch(
     """Run ``fn(*args)`` on ``nproc`` ranks of this host, and return what each rank returned.
 
     Each rank is a new process with an initialised default process group on the loopback interface. See Notes
-    [Processes] and [No process left], and Note [Which failure is reported] in `zero_optim.run.job`.
+    [Processes] and [No process left], and Note [Which failure is reported] in `zero_optim.run.rank`.
 
     Functions from a notebook cell or a prompt, lambdas and nested functions are sent as code, with the
     current values of the global names that they use. That needs cloudpickle to be installed. A script needs

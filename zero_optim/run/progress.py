@@ -10,16 +10,7 @@ _PATIENCE = 1.0  # seconds without a bar
 
 @contextmanager
 def progress(what: str, total: int, *, shown: bool = True) -> Iterator[Callable[[int], object]]:
-    """Count bytes, and draw a bar on standard error after the first second; without tqdm draw nothing.
-
-    Args:
-        what: one or two words, such as "consolidating".
-        total: bytes in all, as far as known.
-        shown: False never draws.
-
-    Yields:
-        A function to call with the number of bytes done since its last call.
-    """
+    """Yield a function that counts bytes; after a second a bar shows them on standard error, with tqdm."""
     if not (shown and sys.stderr.isatty()) or importlib.util.find_spec("tqdm") is None:
         yield int
         return

@@ -1,8 +1,21 @@
-"""A rank of `launch`: a new process that calls a function in a process group, and tells how it ended."""
+"""A rank of `launch`: a new process that calls a function in a process group, and tells how it ended.
 
+The caller and its ranks tell each other by files in a folder.
+
+Note [Which failure is reported]
+    When a rank fails, the others lose their connections and fail as well, and may end first. So each rank
+    writes down the time of its exception before it closes anything; the earliest is the cause. A killed rank
+    writes nothing, and comes before those. An exception that only repeats that of another rank comes last.
+"""
+
+import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from time import monotonic_ns
 from typing import Any
 
@@ -10,9 +23,75 @@ import torch
 import torch.distributed as dist
 
 from zero_optim.run.host import end_with_parent, let_the_cause_end_first, order_of, use_loopback
-from zero_optim.run.job import Failure, Job
 from zero_optim.run.session import decode_call, pickler
 from zero_optim.run.stacks import answer_with_stacks, traceback_text
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How a rank failed."""
+
+    rank: int
+    order: list[int]  # smaller for causes than for consequences
+    text: str  # the traceback, or what is known without one
+    line: str  # the kind of exception, or the same as ``text``
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What both the caller and the ranks know."""
+
+    folder: str  # where they leave files for each other
+    nproc: int
+    backend: str
+    threads: int  # of PyTorch, on each rank
+    parent: int  # process id of the caller
+
+    def path(self, name: str, rank: int | None = None) -> Path:
+        """Name a file, of one rank or of all."""
+        return Path(self.folder, name if rank is None else f"{name}-{rank}")
+
+    def failures(self, processes: Sequence[BaseProcess]) -> list[Failure]:
+        """List the ranks that have failed so far, the cause first."""
+        failures = (self._failure(rank, process.exitcode) for rank, process in enumerate(processes))
+        return sorted(filter(None, failures), key=lambda failure: failure.order)
+
+    def _failure(self, rank: int, exitcode: int | None) -> Failure | None:
+        if self.path("failure", rank).exists():
+            return Failure(**json.loads(self.path("failure", rank).read_text()))
+        if exitcode is None or (exitcode == 0 and self.path("value", rank).exists()):
+            return None
+        line = f"was killed by {_signal(-exitcode)}" if exitcode < 0 else f"ended with status {exitcode}"
+        why = ""
+        if not self.path("begun", rank).exists():
+            why = (
+                " before it could begin: what it printed says why. A script that calls launch() needs "
+                '`if __name__ == "__main__":` around that code, since the ranks import the script'
+            )
+        return Failure(rank, [0, rank], line + why, line)
+
+    def write_failure(self, failure: Failure) -> None:
+        """Write the file about a failure, in one step."""
+        path = self.path("failure", failure.rank)
+        path.with_suffix(".part").write_text(json.dumps(asdict(failure)))
+        path.with_suffix(".part").rename(path)
+
+    def is_told(self) -> bool:
+        """Tell whether every rank has left its value, or why it failed."""
+        return all(
+            any(self.path(name, rank).exists() for name in ("failure", "value")) for rank in range(self.nproc)
+        )
+
+    def values(self) -> list[Any]:
+        """Read what the ranks returned."""
+        return [torch.load(self.path("value", rank), weights_only=False) for rank in range(self.nproc)]
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def enter(rank: int, job: Job) -> None:
@@ -26,7 +105,9 @@ def enter(rank: int, job: Job) -> None:
     try:
         _run(rank, job)
     except BaseException as error:  # noqa: BLE001 - the caller raises for all of them
-        job.write_failure(_failure(error, rank))
+        now = monotonic_ns()  # one clock for all processes of a host
+        text = traceback_text(error, __file__)  # without the frames of this file
+        job.write_failure(Failure(rank, [order_of(error), now], text, type(error).__name__))
         sys.stdout.flush()
         sys.stderr.flush()
         let_the_cause_end_first(error, job.is_told)
@@ -47,23 +128,13 @@ def _run(rank: int, job: Job) -> None:
         device = {"device_id": torch.device("cuda", rank)}
     store = dist.FileStore(str(job.path("store")), job.nproc)  # type: ignore[attr-defined]
     dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.nproc, **device)
-    _wait_for_connections(store, job.nproc)
+    # A rank that ends early would break the connections of those that still connect.
+    if store.add("connected", 1) == job.nproc:
+        store.set("all connected", "")
+    store.wait(["all connected"])
     fn, args = decode_call(job.path("call").read_bytes())
     value = fn(*args)
     # Like pickle, but tensors that share memory are written once, and classes of a notebook can be returned.
     torch.save(value, job.path("value", rank), pickle_module=pickler())
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _wait_for_connections(store: dist.Store, nproc: int) -> None:  # type: ignore[name-defined]
-    """Wait until every rank has connected: a rank that ends early breaks the connections of the others."""
-    if store.add("connected", 1) == nproc:
-        store.set("all connected", "")
-    store.wait(["all connected"])
-
-
-def _failure(error: BaseException, rank: int) -> Failure:
-    """Describe an exception, without the frames of this file."""
-    now = monotonic_ns()  # one clock for all processes of a host
-    return Failure(rank, [order_of(error), now], traceback_text(error, __file__), type(error).__name__)

@@ -1,8 +1,7 @@
 """Send a call to new processes, also of a function that cannot be imported; `launch` uses it.
 
-Pickle sends a function as a name to import. A new process can import modules and a script's main module. It
-cannot import lambdas, nested functions, or what was typed into a notebook or at a prompt. cloudpickle, an
-optional package, sends these as code.
+Pickle sends a function as a name to import. cloudpickle, an optional package, sends lambdas, nested functions
+and what was typed into a notebook as code.
 """
 
 import importlib.util
@@ -14,11 +13,7 @@ from typing import Any
 
 
 def encode_call(function: Callable[..., object], args: tuple[object, ...]) -> bytes:
-    """Encode a call, once for all ranks.
-
-    Raises:
-        TypeError: the function, an argument, or something that the function uses cannot be sent.
-    """
+    """Encode a call, once for all ranks; TypeError if the function, or what it uses, cannot be sent."""
     try:
         return pickle.dumps((function, args, {})) if not _needs_code(function) else _by_value(function, args)
     except (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError) as error:

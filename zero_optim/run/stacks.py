@@ -1,7 +1,4 @@
-"""Where ranks are, and where they failed: stacks on request, tracebacks without the frames of a launcher.
-
-`run.launch` uses this, and so do the tests, which keep their ranks. Nothing here communicates.
-"""
+"""Where ranks are, and where they failed: stacks on request, tracebacks without the frames of a launcher."""
 
 import faulthandler
 import os
@@ -28,13 +25,10 @@ def answer_with_stacks(path: Path) -> TextIO:
 
 
 def stacks_of(processes: Mapping[int, tuple[int, Path]]) -> dict[int, str]:
-    """Ask processes on this host where they are, all at once, and wait for the answers that can come.
+    """Ask processes on this host where they are, and wait for the answers that can come.
 
-    Args:
-        processes: by rank, the process id and the file that it gave to `answer_with_stacks`.
-
-    Returns:
-        By rank, a heading and the stacks, most recent call first; where no answer came, that and why.
+    ``processes`` has by rank the process id and the file that it gave to `answer_with_stacks`. Returns by
+    rank a heading and the stacks, most recent call first; where no answer came, that and why.
     """
     for pid, _ in processes.values():
         with suppress(ProcessLookupError):
@@ -74,12 +68,7 @@ def _read(path: Path) -> str:
 
 
 def traceback_text(error: BaseException, caller: str) -> str:
-    """Give a traceback as text, without its first frames, as far as they are of one file.
-
-    Args:
-        error: the exception.
-        caller: ``__file__`` of the code that called the user's function.
-    """
+    """Return a traceback as text, without its first frames, as far as they are of the file ``caller``."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == caller and frames.tb_next is not None:
         frames = frames.tb_next

@@ -59,23 +59,16 @@ class Sharding:
     """The owners and buckets of an optimizer's parameters.
 
     Args:
-        group: the ranks to shard over.
-        as_views: whether to move parameters into their bucket, see `Bucket`.
-        cap_mb: capacity of a bucket in MiB, infinity for no limit.
         num_owners: the first so many ranks own; None for all of the group.
         gathers: of the sharding before, so that modules that wait for them go on doing so.
         own_options: names of options that ranks need not have in common, see `zero_optim.health.stamps`.
         units: parameters that are whole only while their unit is in use, with the number of the unit.
-        forms: how these are kept; None for their own dtypes and ordinary memory.
 
     Attributes:
         pieces: of each parameter, the rows that each of its owners has.
         whole_because: why parameters may not be cut, where that was asked.
         loads: the cost of what each rank owns.
-        cap_nbytes: capacity of a bucket in bytes.
-        buckets: in the order in which they are gathered, the same on every rank; see Note [Order of gathers]
-            in `zero_optim.plan.plan`.
-        gathers: those that were started and may not have ended, and who waits for them.
+        buckets: in the order of gathers, the same on every rank; see Note [Order of gathers] in `plan.plan`.
     """
 
     def __init__(
@@ -118,9 +111,9 @@ class Sharding:
         """Plan groups, and check that all ranks have the same plan; all ranks call. `add` carries it out.
 
         Args:
-            groups: all public groups.
+            groups: all public groups, of which ``before`` have been planned already.
             costs: the cost function of each group to plan.
-            before: number of groups that have been planned already.
+            before: see ``groups``.
             about: further descriptions to agree on.
             why_whole: called if there is something to cut; a parameter is cut if all ranks say that it may.
                 None cuts nothing, and evens out the model alone, not each bucket.
@@ -280,19 +273,13 @@ class Sharding:
 
     @eager
     def gather(self, groups: Sequence[ParamGroup], call: Call, *, frozen_too: bool = False) -> None:
-        """Gather the parameters, so that all ranks have the new values; all ranks call.
+        """Gather the parameters after a call that has changed them; all ranks call.
 
-        Buckets in which no parameter has ever trained are left out. When one of them begins to train, the
-        ranks check that it does on all of them.
-
-        Args:
-            groups: all public groups.
-            call: what has changed the parameters.
-            frozen_too: leave out no bucket, as the step may have changed frozen parameters.
+        Buckets in which no parameter has ever trained are left out, unless ``frozen_too``. When one begins to
+        train, the ranks check that it does on all of them.
 
         Raises:
-            RankMismatchError: on every rank, ranks differ in their call or their options, see
-                `zero_optim.health.stamps`.
+            RankMismatchError: on every rank, ranks differ in their call or their options.
             Exception: where the call has not failed, what it raised on another rank.
         """
         active = self.active()

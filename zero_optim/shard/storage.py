@@ -23,7 +23,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zero_optim.compat.c_library import give_back_pages, is_seen_by_others
+from zero_optim.compat import private
+from zero_optim.compat.memory import give_back_pages, is_seen_by_others
 from zero_optim.plan.layout import Layout
 from zero_optim.plan.pieces import Piece, is_whole
 from zero_optim.shard.places import Form, can_be_views, views_in, with_own_storages, zero_padding
@@ -226,7 +227,7 @@ class Bucket:
         places = [_rows(views[index], piece) for index, piece in parts]
         params = [_rows(self.params[index], piece) for index, piece in parts]
         with torch.no_grad():
-            torch._foreach_copy_(*((params, places) if into_params else (places, params)))
+            private.foreach_copy_(*((params, places) if into_params else (places, params)))
 
 
 def _rows(tensor: Tensor, piece: Piece) -> Tensor:

@@ -32,7 +32,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from zero_optim.compat.page_moves import (
+from zero_optim.compat.memory import (
     ANONYMOUS,
     MAP_FIXED,
     NO_RESERVE,

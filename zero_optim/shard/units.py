@@ -45,6 +45,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from zero_optim.compat import private
 from zero_optim.compat.streams import Stream, current_stream, is_asynchronous, record_use
 from zero_optim.plan.layout import Layout
 from zero_optim.plan.memory import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE, kept_dtype
@@ -153,7 +154,7 @@ class UnitBucket(Uncopied):
     @property
     def storage_id(self) -> int:
         """What tells the flat tensor's storage from others, also while it has no memory."""
-        return int(self._flat.tensor.untyped_storage()._cdata)
+        return int(private.cdata(self._flat.tensor.untyped_storage()))
 
     def shares_memory(self, tensor: Tensor) -> bool:
         """Whether a tensor is a view of the flat tensor, so that it dies when this is freed."""

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zero_optim.compat import private
 from zero_optim.compat.streams import brought_to
 from zero_optim.step.partial import PartialGradient
 from zero_optim.step.words import Word, is_skipped_by_all
@@ -80,7 +81,7 @@ class Scaling:
         if not is_skipped_by_all(words):
             return False
         if Word.INFINITE not in words[rank] and self.scaler is not None:
-            for found in self.scaler._found_inf_per_device(optimizer).values():
+            for found in private.found_inf_per_device(self.scaler, optimizer).values():
                 found.fill_(1.0)
         return True
 
@@ -111,11 +112,11 @@ def _unscale(params: Sequence[Tensor], scale: Tensor) -> None:
         grad = param.grad.piece if isinstance(param.grad, PartialGradient) else param.grad
         if grad is not None:
             # Not coalesced: that would make a copy. All entries of one element are divided alike.
-            values = (grad._values() if grad.is_sparse else grad).detach()  # plain: nothing is to be agreed
+            values = (private.values(grad) if grad.is_sparse else grad).detach()  # plain: nothing to agree on
             by_kind.setdefault((grad.device, grad.dtype), []).append(values)
     for (device, _), grads in by_kind.items():
         ignored = torch.zeros((), device=device)  # the infinities have been looked for already
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, ignored, brought_to(inverse, device))
+        private.amp_foreach_non_finite_check_and_unscale_(grads, ignored, brought_to(inverse, device))
 
 
 def _ask_scaler(
@@ -138,12 +139,12 @@ def _ask_scaler(
     """
     if not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"expected grad_scaler to be a torch.amp.GradScaler, got {type(scaler).__name__}")
-    scaling = scaler._per_optimizer_states[id(optimizer)]
+    scaling = private.per_optimizer_states(scaler)[id(optimizer)]
     is_unscaled = scaling["stage"] is torch.amp.grad_scaler.OptState.UNSCALED
     if not is_unscaled:
-        scaler._check_inf_per_device(optimizer)
-    flags = list(scaler._found_inf_per_device(optimizer).values())
+        private.check_inf_per_device(scaler, optimizer)
+    flags = list(private.found_inf_per_device(scaler, optimizer).values())
     found = torch.zeros(()) if not flags else flags[0]
     for flag in flags[1:]:
         found = found + brought_to(flag, found.device)
-    return found, None if is_unscaled else scaler._get_scale_async(), scaler
+    return found, None if is_unscaled else private.get_scale_async(scaler), scaler

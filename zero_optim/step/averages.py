@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_optim.compat import private
 from zero_optim.step.leaves import Leaves, entries_named
 
 EMA = "zero_optim.ema"  # no class has an entry of that name
@@ -71,7 +72,7 @@ class WeightAverage:
         if self._decay is not None and averaged:
             self._has_moved = True
             values = [self._leaves.value(param) for param in averaged]
-            torch._foreach_lerp_([self.averages[param] for param in averaged], values, 1 - self._decay)
+            private.foreach_lerp_([self.averages[param] for param in averaged], values, 1 - self._decay)
 
     def check_swap_in(self) -> None:
         """Refuse to put the averages into the model, if there are none, or they stand there already.

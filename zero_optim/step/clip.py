@@ -31,6 +31,7 @@ from torch import Tensor
 
 from zero_optim.comm.agreement import agree, check_flags, failing_together
 from zero_optim.comm.collectives import RankGroup, bytes_to_tensor, tensor_to_bytes
+from zero_optim.compat import private
 from zero_optim.compat.streams import HostCopy, brought_to, is_asynchronous, to_device
 from zero_optim.plan.description import describe
 from zero_optim.plan.pieces import Pieces
@@ -140,7 +141,7 @@ def clip_together(
 def _scale_on_host(grads: list[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scale gradients on the host as ``clip_grads_with_norm_`` does; the norm is on the host too."""
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    torch._foreach_mul_(grads, coefficient)
+    private.foreach_mul_(grads, coefficient)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -320,7 +321,7 @@ def _norms(grads: Sequence[Tensor], norm_type: float, foreach: bool | None) -> T
         if foreach is False:
             norms = [torch.linalg.vector_norm(grad, norm_type) for grad in alike]
         else:
-            norms = list(torch._foreach_norm(alike, norm_type))
+            norms = list(private.foreach_norm(alike, norm_type))
         stacked = torch.stack(norms).double()
         if len(by_kind) == 1:
             return stacked

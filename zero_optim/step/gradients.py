@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from zero_optim.compat import private
 from zero_optim.plan.pieces import Piece, is_whole
 from zero_optim.step.partial import PartialGradient
 
@@ -17,7 +18,7 @@ def rows_of(tensor: Tensor, piece: Piece) -> Tensor:
         return tensor
     if not tensor.is_sparse:
         return tensor[piece.start : piece.stop]
-    indices, values = tensor._indices(), tensor._values()
+    indices, values = private.indices(tensor), private.values(tensor)
     inside = (indices[0] >= piece.start) & (indices[0] < piece.stop)
     kept = indices[:, inside]
     kept[0] -= piece.start
@@ -48,9 +49,9 @@ def set_owned_gradient(param: Tensor, piece: Piece, rows: Tensor | None) -> None
     elif rows.is_sparse:
         rows = rows.to(param.device)
         if not is_whole(piece, param.shape):
-            indices = rows._indices().clone()
+            indices = private.indices(rows).clone()
             indices[0] += piece.start
-            rows = _sparse(rows, indices, rows._values(), param.shape[0])
+            rows = _sparse(rows, indices, private.values(rows), param.shape[0])
         param.grad = rows
     elif param.grad is None or param.grad.is_sparse:
         if is_whole(piece, param.shape):

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from zero_optim.compat import private
 from zero_optim.compat.streams import is_asynchronous
 from zero_optim.errors import StateMismatchError
 from zero_optim.plan.memory import kept_dtype
@@ -238,7 +239,7 @@ class Leaves:
         masters = {param: leaf for param, leaf in leaves.items() if param in self.masters}
         views = [param for param in leaves if param not in self.masters]
         if masters:
-            torch._foreach_copy_([self.rows(param) for param in masters], list(masters.values()))
+            private.foreach_copy_([self.rows(param) for param in masters], list(masters.values()))
         for param in views:
             rows = self.rows(param)
             if not _is_over(leaves[param], rows):

@@ -24,6 +24,7 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 from torch import Tensor
 
+from zero_optim.compat import private
 from zero_optim.compat.streams import HostCopy, copy_to
 from zero_optim.plan.pieces import Pieces, owned_by_text
 
@@ -86,7 +87,7 @@ class PartialGradient(Tensor):
         agree: Agree | None = None,
     ) -> "PartialGradient":
         """Make the tensor without memory."""
-        make: Any = Tensor._make_wrapper_subclass
+        make: Any = private.make_wrapper_subclass
         untyped: Any = Tensor.dtype
         of_param = untyped.__get__(param)  # also where this is a copy of another one
         made: PartialGradient = make(
@@ -114,7 +115,7 @@ class PartialGradient(Tensor):
         self._pieces = pieces
         self._name = name
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = private.or_none("disabled_torch_function_impl")
 
     @property
     def piece(self) -> Tensor | None:
@@ -263,7 +264,7 @@ class OwnedGradient(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - what the operator returns
         """Run an operator as on any tensor; after one that looks for infinities the ranks agree."""
-        result = torch._C._disabled_torch_function_impl(func, types, tuple(args), kwargs or {})
+        result = private.disabled_torch_function_impl(func, types, tuple(args), kwargs or {})
         name = getattr(func, "__name__", "")
         if name == _UNSCALE:
             if not any(isinstance(grad, PartialGradient) for grad in args[0]):  # else these have agreed
@@ -319,7 +320,7 @@ def _brought(func: Any, beside: Sequence[Any], *, on_host: bool) -> Iterator[lis
         return
     near = [_read(value) for value in beside]
     yield near
-    for argument, given, used in zip(func._schema.arguments[1:], beside, near, strict=False):
+    for argument, given, used in zip(private.schema(func).arguments[1:], beside, near, strict=False):
         if isinstance(given, Tensor) and argument.alias_info is not None and argument.alias_info.is_write:
             copy_to(given, used)
 

@@ -1,0 +1,200 @@
+"""Memory of the host, page by page: what the C library keeps, pages that move, pages that CUDA knows.
+
+Note [Blocks that the C library keeps]
+    glibc takes a small block from its heap, where a freed block stays, and asks the system for a large one,
+    which goes back when it is freed. A block is large from 128 KiB on, but the limit becomes the size of each
+    large block that is freed, up to 32 MiB. Where blocks that stay lie between blocks that come and go, such
+    as the gradients of owners between those of a backward pass, the free memory is in pieces, and the heap
+    grows: a fully sharded model whose units have 3 MiB took 9 to 32 % more than its tensors, with a fixed
+    limit 3 %. A fixed limit costs CPU time, as the system zeroes each page of a block when it is first
+    touched: 0.5 ms a MiB on a virtual machine, against 0.03 for a copy. So the choice is the user's, for the
+    whole process: nothing here changes it unasked.
+
+Note [Pinned in full]
+    PyTorch rounds pinned memory up to a power of two, and never gives it back: rows of a model on the host
+    took up to twice their size. So what stays for long is memory of the system, registered with CUDA; that
+    takes as long as PyTorch's way does. Nobody notes which copies are under way when it ends, so the CPU then
+    waits for the device. The pages are shared with forked processes: a copy on write would not be the page
+    that CUDA knows.
+"""
+
+import ctypes
+import mmap
+import os
+import sys
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_optim.compat import private
+
+READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+PRIVATE = getattr(mmap, "MAP_PRIVATE", 2)
+ANONYMOUS = getattr(mmap, "MAP_ANONYMOUS", 0x20)
+MAP_FIXED = 0x10
+NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0)  # most addresses have no memory at a time
+_MAY_MOVE, _FIXED, _DONT_UNMAP = 1, 2, 4  # of mremap
+_FAILED = ctypes.c_void_p(-1).value
+_HUGE = 2**21  # bytes of a huge page, on most systems
+_DONTNEED, _WANTS_HUGE = 4, 14  # for madvise
+_M_MMAP_THRESHOLD = -3  # of malloc.h
+_MOST = 2**25  # glibc takes no higher limit
+_PORTABLE = 1  # cudaHostRegisterPortable: for all devices
+
+
+def return_freed_memory(threshold: int = 2**16) -> None:
+    """Have the C library return freed memory to the system at once, in this process from now on.
+
+    Resident memory is then what tensors take, where it may be a quarter more. It costs CPU time: see Note
+    [Blocks that the C library keeps]. What is free at the moment is returned too. Does not communicate; ranks
+    may differ. The same as ``MALLOC_MMAP_THRESHOLD_=65536`` in the environment of a new process.
+
+    Args:
+        threshold: blocks of at least so many bytes are returned when they are freed.
+
+    Raises:
+        TypeError: ``threshold`` is no integer.
+        ValueError: it is less than a page, or more than 32 MiB.
+        RuntimeError: the C library is another one than glibc. Nothing has changed.
+    """
+    if type(threshold) is not int:
+        raise TypeError(f"expected threshold to be a number of bytes, got {threshold!r}")
+    if not mmap.PAGESIZE <= threshold <= _MOST:
+        raise ValueError(f"expected threshold to be {mmap.PAGESIZE} to {_MOST} bytes, got {threshold}")
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "gnu_get_libc_version"):
+        raise RuntimeError(
+            "return_freed_memory() sets an option of glibc, and this process has another C library: "
+            "leave it out here"
+        )
+    if library.mallopt(_M_MMAP_THRESHOLD, threshold) != 1:
+        raise RuntimeError(f"glibc refused {threshold} bytes as the limit of blocks to be returned")
+    library.malloc_trim(0)
+
+
+def is_seen_by_others(tensor: Tensor) -> bool:
+    """Whether another tensor, or an array, may have the memory of this one, no view. True if unknown."""
+    count = private.or_none("storage_Use_Count")
+    storage = tensor.untyped_storage()
+    return count is None or count(private.cdata(storage)) > 2  # the tensor, and the Python object
+
+
+def give_back_pages(tensor: Tensor) -> None:
+    """Give the pages that a tensor of the CPU fills back to the system, on Linux; they then show zeros.
+
+    For memory that this library made and nobody sees: a storage is released as a whole, so where tensors move
+    out of one block one by one, it would stay beside their new memory until the last one has moved.
+    """
+    if sys.platform != "linux" or tensor.device.type != "cpu":
+        return
+    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if stop > start:  # where the system refuses, as it does for locked pages, they stay until they are freed
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _DONTNEED)
+
+
+def with_room_to_align(nbytes: int) -> int:
+    """Return how many addresses to ask for, so that `aligned` finds so many among them."""
+    return nbytes + _HUGE if nbytes >= _HUGE else nbytes
+
+
+def aligned(start: int, nbytes: int) -> int:
+    """Return where something begins that may have huge pages, at or behind some address."""
+    return -(-start // _HUGE) * _HUGE if nbytes >= _HUGE else start
+
+
+class PageMoves:
+    """Moves pages with their content to other addresses: Note [Pages that move] in `shard.unit_memory`."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL(None, use_errno=True)
+        address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+        self.mmap: Any = library.mmap
+        self.mmap.argtypes = (address, size, number, number, number, ctypes.c_long)
+        self.mmap.restype = address
+        self.mremap: Any = library.mremap
+        self.mremap.argtypes = (address, size, size, number, address)
+        self.mremap.restype = address
+        self.munmap: Any = library.munmap
+        self.munmap.argtypes = (address, size)
+        self.madvise: Any = library.madvise
+        self.madvise.argtypes = (address, size, number)
+
+    def new_pages(self, start: int, nbytes: int) -> None:
+        """Have fresh pages at some addresses; MemoryError if the system gives none."""
+        flags = PRIVATE | ANONYMOUS | MAP_FIXED | NO_RESERVE
+        if self.mmap(start, nbytes, READ_WRITE, flags, -1, 0) != start:
+            why = os.strerror(ctypes.get_errno())
+            raise MemoryError(f"{nbytes} bytes to make a unit of a fully sharded model whole: {why}")
+        if nbytes >= _HUGE:  # all of it: pages with different wishes cannot be moved at once
+            self.madvise(start, nbytes, _WANTS_HUGE)
+
+    def moved_away(self, start: int, nbytes: int) -> int | None:
+        """Move pages away, and return where they are; there are fresh ones in their place. None if not."""
+        length = with_room_to_align(nbytes)
+        begin: int = self.mmap(None, length, 0, PRIVATE | ANONYMOUS | NO_RESERVE, -1, 0)
+        if begin == _FAILED:
+            return None
+        target = aligned(begin, nbytes)
+        result: int = self.mremap(start, nbytes, nbytes, _MAY_MOVE | _FIXED | _DONT_UNMAP, target)
+        for rest, end in ((begin, target), (target + nbytes, begin + length)):
+            if end > rest:
+                self.munmap(rest, end - rest)
+        # If it failed, another thread may have the target by now, so it is not unmapped: it has no memory.
+        return target if result == target else None
+
+    def moved_to(self, start: int, nbytes: int, source: int) -> bool:
+        """Move pages to some addresses; whether that was possible."""
+        return bool(self.mremap(source, nbytes, nbytes, _MAY_MOVE | _FIXED, start) == start)
+
+
+def page_moves() -> PageMoves | None:
+    """Return the calls, tried on one page; None if this system cannot move pages and keep their addresses."""
+    if sys.platform != "linux" or not hasattr(os, "memfd_create"):
+        return None
+    try:
+        system = PageMoves()
+        with mmap.mmap(-1, mmap.PAGESIZE, flags=PRIVATE | ANONYMOUS, prot=READ_WRITE) as page:
+            page[0] = 1
+            start = ctypes.addressof(ctypes.c_char.from_buffer(page))
+            away = system.moved_away(start, mmap.PAGESIZE)
+            if away is None or page[0] != 0:
+                return None
+            return system if system.moved_to(start, mmap.PAGESIZE, away) and page[0] == 1 else None
+    except (AttributeError, BufferError, OSError):
+        return None
+
+
+class _Pages(mmap.mmap):
+    """Memory that CUDA knows; it forgets it before the memory goes."""
+
+    module: Any = None  # PyTorch's module for the device; None until the pages are registered
+    device: torch.device
+    address: int
+
+    def __del__(self) -> None:
+        if self.module is not None and not sys.is_finalizing():
+            with suppress(RuntimeError):  # of a device that has failed
+                self.module.synchronize(self.device)
+            self.module.cudart().cudaHostUnregister(self.address)
+
+
+def pinned_in_full(like: Tensor, module: Any) -> Tensor | None:  # noqa: ANN401 - a module, such as torch.cuda
+    """Make pinned host memory of exactly the size of a 1-D tensor of a device: Note [Pinned in full].
+
+    None for a device without such a call, or without elements. RuntimeError if it cannot be pinned.
+    """
+    if not hasattr(module, "cudart") or not like.numel():
+        return None
+    pages = _Pages(-1, like.nbytes)
+    tensor = torch.frombuffer(pages, dtype=like.dtype)  # keeps the pages
+    error = int(module.cudart().cudaHostRegister(tensor.data_ptr(), like.nbytes, _PORTABLE))
+    if error:  # CUDA would tell of it once more in its next call, so nothing else can be tried
+        raise RuntimeError(
+            f"could not pin {like.nbytes} bytes of host memory for what {like.device} copies (CUDA error "
+            f"{error}): free host memory, raise the limit of locked memory, or do not offload"
+        )
+    pages.module, pages.device, pages.address = module, like.device, tensor.data_ptr()
+    return tensor

@@ -1,0 +1,215 @@
+"""The one list of PyTorch's private names that the library uses, by the feature that needs them.
+
+Note [Private names]
+    A name is looked up when it is first used: ``private.foreach_copy_(...)`` is ``torch._foreach_copy_``. So
+    a PyTorch that lacks it costs one feature, whose first use raises and names it. Of a class, what is looked
+    up takes the object first: ``private.indices(tensor)`` is ``tensor._indices()``,
+    ``private.version(tensor)`` is ``tensor._version``. Names of `INHERITED` are used on objects as they are;
+    the constructor of the feature calls `require`. PyTorch 2.8.0 and 2.13.0 have all names.
+"""
+
+from inspect import getattr_static, isclass, isdatadescriptor, signature
+from operator import attrgetter
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+
+WORKS_WITH = "2.8 to 2.13"  # versions of PyTorch
+
+_C10D = "torch.distributed.distributed_c10d"
+_DDP = "torch.nn.parallel.distributed"
+_GROUP = "torch.distributed.ProcessGroup"
+_SCALER = "torch.amp.GradScaler"
+
+NAMES: dict[str, tuple[str, ...]] = {
+    "copying many tensors in one call": ("torch._foreach_copy_", "torch._foreach_mul_"),
+    "ema_decay=": ("torch._foreach_lerp_",),
+    "clip_grad_norm_()": ("torch._foreach_norm",),
+    "sparse gradients": ("torch.Tensor._indices", "torch.Tensor._values", "torch.Tensor._nnz"),
+    "tensor subclasses": (
+        "torch._C.DisableTorchFunctionSubclass",
+        "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
+    ),
+    "gradients of which each rank has its rows": (
+        "torch.Tensor._make_wrapper_subclass",
+        "torch._C._disabled_torch_function_impl",
+    ),
+    "offloaded gradients": ("torch._ops.OpOverload._schema",),
+    "gradient scaling": (
+        f"{_SCALER}._check_inf_per_device",
+        f"{_SCALER}._found_inf_per_device",
+        f"{_SCALER}._get_scale_async",
+        f"{_SCALER}._per_optimizer_states",
+        "torch._amp_foreach_non_finite_check_and_unscale_",
+    ),
+    "trying an optimizer class": (
+        "torch.optim.optimizer._global_optimizer_pre_hooks",
+        "torch.optim.optimizer._global_optimizer_post_hooks",
+    ),
+    "process groups": (f"{_GROUP}._device_types", f"{_GROUP}._get_backend"),
+    "collectives that start as one": (f"{_GROUP}._start_coalescing", f"{_GROUP}._end_coalescing"),
+    "process groups of the library's own": (
+        f"{_C10D}._new_process_group_helper",
+        f"{_C10D}._world",
+        f"{_C10D}._get_default_store",
+    ),
+    "hooks of the backward pass": (
+        "torch._C._current_autograd_node",
+        "torch._C._current_graph_task_id",
+        "torch._C._will_engine_execute_node",
+        "torch.autograd.Variable._execution_engine",
+    ),
+    "hooks on saved tensors": ("torch._C._autograd._saved_tensors_hooks_is_enabled",),
+    "who shares memory": ("torch.UntypedStorage._cdata",),
+    "DistributedDataParallel of zero_optim": (
+        "torch.distributed._DEFAULT_FIRST_BUCKET_BYTES",
+        "torch._C.Future",
+    ),
+    "mixed_precision=": (f"{_DDP}._MixedPrecision",),
+    "broadcasting buffers": ("torch.distributed._broadcast_coalesced",),
+    "units from the meta device": ("torch.autograd._unsafe_preserve_version_counter",),
+    "rebind() of a wrapper": (f"{_DDP}._sync_module_states",),
+}
+OPTIONAL = (  # the library does without them
+    "torch._C._autograd._top_saved_tensors_default_hooks",
+    "torch._C._distributed_autograd._current_context",
+    "torch._C._distributed_autograd._get_debug_info",
+    "torch._C._distributed_rpc._is_current_rpc_agent_set",
+    "torch._C._dynamo.eval_frame.skip_code",
+    "torch._C._profiler._ExperimentalConfig",
+    "torch._C._storage_Use_Count",
+    "torch._compile._disable_dynamo",
+    "torch.autograd.profiler._is_profiler_enabled",
+)
+INHERITED: dict[str, tuple[str, ...]] = {
+    "ZeroRedundancyOptimizer": (
+        "torch.distributed.algorithms.join.Joinable._join_config",
+        "torch.optim.Optimizer._optimizer_load_state_dict_post_hooks",
+        "torch.optim.Optimizer._optimizer_load_state_dict_pre_hooks",
+        "torch.Tensor._cdata",
+        "torch.Tensor._version",
+    ),
+    "FullyShardedDataParallel": (
+        "torch.nn.Module._apply",
+        "torch.nn.Module._buffers",
+        "torch.nn.Module._forward_pre_hooks",
+        "torch.nn.Module._parameters",
+    ),
+    "DistributedDataParallel of zero_optim": tuple(
+        f"{_DDP}.DistributedDataParallel.{name}"
+        for name in (
+            "_check_sync_bufs_post_fwd",
+            "_clear_grad_buffer",
+            "_comm_hooks",
+            "_ddp_init_helper",
+            "_delay_all_reduce_all_params",
+            "_delay_all_reduce_params",
+            "_delay_grad_buffer",
+            "_delayed_all_reduce_hook",
+            "_match_all_reduce_for_bwd_pass",
+            "_match_unused_params_allreduce",
+            "_module_parameters",
+            "_passing_sync_batchnorm_handle",
+            "_post_forward",
+            "_pre_forward",
+            "_register_builtin_comm_hook",
+            "_run_ddp_forward",
+            "_set_sparse_metadata",
+            "_set_static_graph",
+            "_setup_in_backward_optimizers",
+            "_sync_buffers",
+        )
+    ),
+    "rebind() of a wrapper": tuple(
+        f"{_DDP}.DistributedDataParallel.{name}"
+        for name in (
+            "_build_debug_param_to_name_mapping",
+            "_build_params_for_reducer",
+            "_remove_autograd_hooks",
+            "_sync_module_buffers",
+        )
+    ),
+}
+# Of functions that are called with keywords: a name may stay and mean something else.
+_ARGUMENTS: dict[str, tuple[str, ...]] = {
+    f"{_C10D}._new_process_group_helper": (
+        *("group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name"),
+        *("timeout", "group_desc"),
+    ),
+    f"{_DDP}._sync_module_states": (
+        *("module", "process_group", "broadcast_bucket_size", "src", "params_and_buffers_to_ignore"),
+    ),
+}
+
+
+def _alias(path: str) -> str:
+    return path.rpartition(".")[2].removeprefix("_")
+
+
+_FEATURES = {
+    _alias(path): (feature, path) for feature, paths in {**NAMES, "this": OPTIONAL}.items() for path in paths
+}
+
+
+def __getattr__(alias: str) -> Any:  # noqa: ANN401 - whatever PyTorch has
+    if alias not in _FEATURES:
+        raise AttributeError(f"{alias} is not in the list of private names")
+    feature, path = _FEATURES[alias]
+    value = globals()[alias] = _look_up(feature, path)
+    return value
+
+
+def require(feature: str) -> None:
+    """Check the names that a feature uses on objects as they are.
+
+    Raises:
+        RuntimeError: some are missing; the message names them, the feature and the versions that have them.
+    """
+    missing = [path for path in INHERITED[feature] if not _is_there(path)]
+    if missing:
+        raise _lacks(feature, ", ".join(missing))
+
+
+def or_none(alias: str) -> Any:  # noqa: ANN401
+    """Return what a name stands for; None where this PyTorch lacks it."""
+    try:
+        return __getattr__(alias)
+    except RuntimeError:
+        return None
+
+
+def _look_up(feature: str, path: str) -> Any:  # noqa: ANN401
+    if not _is_there(path):
+        raise _lacks(feature, path)
+    owner_path, _, name = path.rpartition(".")
+    owner = resolve_name(owner_path)
+    value: Any = getattr(owner, name, None)
+    if path in _ARGUMENTS:
+        missing = [each for each in _ARGUMENTS[path] if each not in signature(value).parameters]
+        if missing:
+            raise _lacks(feature, ", ".join(f"{name}({each}=)" for each in missing))
+    if not isclass(owner) or isclass(value) or isinstance(getattr_static(owner, name, None), staticmethod):
+        return value
+    if callable(value):  # a subclass may have its own
+        return lambda target, *args, **options: getattr(target, name)(*args, **options)
+    return attrgetter(name) if value is None or isdatadescriptor(value) else value
+
+
+def _is_there(path: str) -> bool:
+    """Whether this PyTorch has a name; what a class declares, or its constructor sets, counts too."""
+    owner_path, _, name = path.rpartition(".")
+    try:
+        owner = resolve_name(owner_path)
+    except (AttributeError, ImportError):
+        return False
+    code = getattr(getattr(owner, "__init__", None), "__code__", None)
+    declared = getattr(owner, "__annotations__", ())
+    return hasattr(owner, name) or name in declared or (code is not None and name in code.co_names)
+
+
+def _lacks(feature: str, what: str) -> RuntimeError:
+    return RuntimeError(
+        f"{feature} needs {what}, which PyTorch {torch.__version__} does not have: "
+        f"use PyTorch {WORKS_WITH}, or a newer zero-optim"
+    )
